@@ -1,0 +1,28 @@
+"""The communication ledger: bytes and messages a rank has sent and received, by kind of operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Ledger:
+    """Counts payload bytes (no headers). Keys are operation names: `send`, `recv`, `all_reduce`, `all_gather`, ..."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+
+    def count(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
+        """Add one operation's payload."""
+        self.sent[operation] += sent
+        self.received[operation] += received
+        self.messages[operation] += 1
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """For reports and `--json`."""
+        return {
+            key: {"sent": self.sent[key], "received": self.received[key], "messages": self.messages[key]}
+            for key in sorted(self.messages)
+        }

@@ -1,0 +1,115 @@
+"""The transport protocol: moves tensors between the ranks of one generation of the job.
+
+Written for asynchronous devices: operations return a `Handle` at once; buffers must stay alive and unread (or unwritten)
+until it is done; nothing here makes the host wait for a device except `Handle.wait`.
+
+Code that must run both under real transports and under the cooperative scheduler is written as a *routine*: a generator
+that posts operations by plain calls and yields `Wait` where it cannot go on (and `Compute` around work that takes time).
+`drive` runs a routine on a real transport; `comm.local.Cooperative` interleaves many of them on a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from raypar.comm.ledger import Ledger
+
+T = TypeVar("T")
+
+
+class Handle(Protocol):
+    """One pending operation, or a batch of them."""
+
+    def done(self) -> bool:
+        """True once the operation has completed; never blocks; raises what the operation failed with."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until done. Raises `GroupAborted`, or `CommTimeout` (naming operation, peer and tag) after `timeout_s`."""
+
+    def tensor(self) -> Tensor:
+        """The received tensor (of a completed receive; shape and dtype as sent)."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """All ranks of one generation. Ranks are indices of the plan's seats. Never used again after `abort`."""
+
+    rank: int
+    size: int
+    generation: int
+    ledger: Ledger
+    carries_shapes: bool
+    """True when `recv` may be given `out=None` and finds shape and dtype in the message itself (local, cpu)."""
+
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
+        """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake."""
+
+    def recv(self, out: Tensor | None, *, source: int, tag: int) -> Handle:
+        """Post the matching receive, into `out`, or into a fresh 64-byte aligned tensor when `out` is None."""
+
+    def batch(self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]) -> Handle:
+        """Post sends (tensor, to, tag) and receives (out, source, tag) as one group that cannot deadlock with itself."""
+
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int]) -> Handle:
+        """Sum `flat` [n] in place over `group` (ascending ranks, all call in the same order), added in rank order."""
+
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int]) -> Handle:
+        """`out` = sum over the group, in rank order, of everybody's `pieces[my index in group]` (pieces may be ragged)."""
+
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int]) -> Handle:
+        """`pieces[i]` = `mine` of the group's i-th rank; ragged sizes allowed; `pieces[own]` may be `mine` itself."""
+
+    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int]) -> Handle:
+        """`outs[i]` = `pieces[own index]` of the group's i-th rank."""
+
+    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int]) -> Handle:
+        """`tensor` of rank `root` (a rank, not an index) reaches every rank of the group in place."""
+
+    def barrier(self, *, group: Sequence[int]) -> Handle:
+        """Done once every rank of the group has posted it."""
+
+    def abort(self, reason: str) -> None:
+        """From any thread, at once: every pending and later call on this rank raises `GroupAborted(reason)`."""
+
+    def close(self) -> None:
+        """Release sockets, threads and memory; idempotent; pending calls are aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Yielded by a routine that cannot go on before `handle` is done. `what` names it in time-out messages."""
+
+    handle: Handle
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Yielded by a routine just before it computes; the virtual clock advances by `cost_ms`, `drive` ignores it.
+
+    `label` is the short text of the instruction: the place where faults are injected and debuggers stop.
+    """
+
+    label: str
+    cost_ms: float = 0.0
+
+
+Routine = Generator[Wait | Work, None, T]
+
+
+def drive(routine: Routine[T], timeout_s: float | None = None) -> T:
+    """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`."""
+    try:
+        while True:
+            operation = next(routine)
+            if isinstance(operation, Wait):
+                try:
+                    operation.handle.wait(timeout_s)
+                except Exception as error:
+                    routine.throw(error)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]

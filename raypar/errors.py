@@ -1,0 +1,85 @@
+"""The tree of errors raised on purpose: each says what broke, then the cure.
+
+`assert` and plain Python exceptions are for our own mistakes; everything a user can cause or cure is a `RayparError`.
+Every error survives pickling between actors because both texts are in `args`.
+"""
+
+from __future__ import annotations
+
+
+class RayparError(Exception):
+    """Base of every error raised on purpose. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, cure: str = "") -> None:
+        super().__init__(what, cure)
+        self.what = what
+        self.cure = cure
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  cure: {self.cure}" if self.cure else self.what
+
+
+class InputError(RayparError):
+    """The request itself cannot be carried out; nothing has been started."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A job file, command line or argument is wrong."""
+
+
+class PlanError(InputError):
+    """A parallel plan contradicts itself, the model or the cluster."""
+
+
+class ScheduleError(InputError):
+    """A schedule is not executable: incomplete, not causal, unpaired, not canonical, deadlocking or too large."""
+
+
+class ModelError(InputError):
+    """The model cannot be cut, built or initialised as asked."""
+
+
+class DataError(InputError):
+    """The data set is empty, malformed or yields samples that do not fit together."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing, damaged or belongs to another model or contract."""
+
+
+class ClusterError(RayparError):
+    """The cluster cannot give, or no longer gives, what the plan needs."""
+
+
+class CommError(RayparError):
+    """A transport operation failed."""
+
+
+class GroupAborted(CommError):
+    """The group was aborted (by us, by a lost peer or by a newer generation); it is never used again."""
+
+
+class CommTimeout(CommError):
+    """A wait passed its deadline; the text names what was waited for."""
+
+
+class WorkerLost(RayparError):
+    """A worker died or was removed; the text has its coordinate."""
+
+
+class UserCodeError(RayparError):
+    """User code (model, loss, data set, callback) raised; `what` holds the coordinate and the original traceback."""
+
+
+class NonFiniteError(RayparError):
+    """Loss or gradient norm is NaN or infinite and the policy is `stop`."""
+
+
+class Interrupted(RayparError):
+    """The run was stopped by the user; a resumable checkpoint was left."""
+
+    exit_code = 130

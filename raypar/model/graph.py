@@ -1,0 +1,123 @@
+"""A model as layers: named layers that read named values and write named values, in the order they run.
+
+Values that no layer writes are fields of the batch (`x`, `input_ids`, ...). Stages are consecutive layers; everything
+that crosses between them (activations, skips, ties) follows from this description alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from raypar.errors import ModelError
+from raypar.plan.crossing import Crossing, Edge, Tie
+from raypar.plan.parallel_plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. `build()` makes its module (called under `torch.device("meta")`: parameters are made later, by name).
+
+    `inputs`: values passed to the module's forward, in order; `outputs`: names of what it returns (a tensor, or a tuple).
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: tuple[str, ...] = ("x",)
+    outputs: tuple[str, ...] = ("x",)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Layers in execution order. `output`: the value given to the loss. `ties`: tuples of qualified parameter names
+    (`layer.path.weight`) that are one parameter; the first name is the one it is stored and initialised under.
+    `init(name, tensor)`: optional; fills a freshly made parameter in place, torch's generator already seeded by its name.
+    Without `init` each module's own `reset_parameters` runs under a seed of the module's qualified name.
+    """
+
+    layers: tuple[Layer, ...]
+    output: str
+    ties: tuple[tuple[str, ...], ...] = ()
+    init: Callable[[str, object], None] | None = None
+
+    def __post_init__(self) -> None:
+        names = [layer.name for layer in self.layers]
+        if not names:
+            raise ModelError("the model has no layers", cure="return at least one layer from the model function")
+        if len(set(names)) != len(names):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ModelError(f"layer names are used twice: {', '.join(twice)}", cure="give every layer a name of its own")
+        written: set[str] = set()
+        for layer in self.layers:
+            again = written & set(layer.outputs)
+            if again:
+                raise ModelError(
+                    f"value {sorted(again)[0]!r} is written by {layer.name!r} and by an earlier layer",
+                    cure="give every value a name of its own",
+                )
+            written |= set(layer.outputs)
+        if self.output not in written:
+            raise ModelError(f"no layer writes the output value {self.output!r}", cure=f"choose one of {sorted(written)}")
+
+    @staticmethod
+    def sequential(
+        layers: Sequence[tuple[str, Callable[[], nn.Module]]],
+        *,
+        input: str,
+        init: Callable[[str, object], None] | None = None,
+        ties: tuple[tuple[str, ...], ...] = (),
+    ) -> Graph:
+        """A chain: each layer reads the value its predecessor wrote; the first reads the batch field `input`."""
+        values = [input, *(f"{name}.out" for name, _ in layers)]
+        return Graph(
+            tuple(
+                Layer(name, build, (values[i],), (values[i + 1],)) for i, (name, build) in enumerate(layers)
+            ),
+            output=values[-1],
+            init=init,
+            ties=ties,
+        )
+
+    @property
+    def batch_fields(self) -> tuple[str, ...]:
+        """Batch fields read by layers, in order of first use."""
+        written = {v for layer in self.layers for v in layer.outputs}
+        return tuple(dict.fromkeys(v for layer in self.layers for v in layer.inputs if v not in written))
+
+    def producer(self, value: str) -> int | None:
+        """Index of the layer that writes `value`; None for a batch field."""
+        return next((i for i, layer in enumerate(self.layers) if value in layer.outputs), None)
+
+    def consumers(self, value: str) -> tuple[int, ...]:
+        """Indices of the layers that read `value`, ascending."""
+        return tuple(i for i, layer in enumerate(self.layers) if value in layer.inputs)
+
+    def crossing(self, plan: ParallelPlan) -> Crossing:
+        """What crosses between the plan's stages: values by edge, and ties."""
+        stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
+        values: dict[tuple[int, int], list[str]] = {}
+        for index, layer in enumerate(self.layers):
+            for value in layer.outputs:
+                for dst in sorted({stage_of[c] for c in self.consumers(value)} - {stage_of[index]}):
+                    values.setdefault((stage_of[index], dst), []).append(value)
+        number = {layer.name: i for i, layer in enumerate(self.layers)}
+        ties = []
+        for names in self.ties:
+            stages = sorted({stage_of[number[self.layer_of(name)]] for name in names})
+            if len(stages) > 1:
+                ties.append(Tie(names[0], tuple(stages)))
+        return Crossing(
+            tuple(Edge(src, dst, tuple(v)) for (src, dst), v in sorted(values.items())), tuple(ties)
+        )
+
+    def layer_of(self, parameter: str) -> str:
+        """The layer that a qualified parameter name belongs to (layer names may contain dots)."""
+        owners = [layer.name for layer in self.layers if parameter.startswith(layer.name + ".")]
+        if not owners:
+            raise ModelError(
+                f"no layer owns parameter {parameter!r}",
+                cure=f"parameter names start with a layer's name: {', '.join(layer.name for layer in self.layers[:8])}",
+            )
+        return max(owners, key=len)

@@ -1,0 +1,56 @@
+"""How a step's batch is cut: samples into microbatches, microbatches into blocks (DESIGN 4.5, *Blocks*)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypar.errors import PlanError
+
+DEFAULT_MAX_BLOCKS = 16
+
+
+def part(index: int, parts: int, total: int) -> range:
+    """Part `index` of `total` things cut into `parts` contiguous runs: [floor(i t/p), floor((i+1) t/p))."""
+    return range(index * total // parts, (index + 1) * total // parts)
+
+
+def part_of(item: int, parts: int, total: int) -> int:
+    """The part that holds `item`: the inverse of `part`."""
+    return ((item + 1) * parts - 1) // total
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """A step's cut. `count` microbatches in `blocks` contiguous blocks (`virtual_replicas` in the job file).
+
+    `batch_size` is in samples a step over the whole job; 0 where only the order matters (simulation).
+    """
+
+    count: int
+    blocks: int = 0
+    batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise PlanError(f"{self.count} microbatches a step", cure="set microbatches >= 1")
+        if self.batch_size and self.count > self.batch_size:
+            raise PlanError(
+                f"{self.count} microbatches cannot be cut from a batch of {self.batch_size} samples",
+                cure=f"set microbatches <= {self.batch_size}, or raise batch_size",
+            )
+        if self.blocks < 0:
+            raise PlanError(f"virtual_replicas is {self.blocks}", cure="set virtual_replicas >= 1")
+        if self.blocks == 0:
+            object.__setattr__(self, "blocks", min(self.count, DEFAULT_MAX_BLOCKS))
+
+    def samples(self, microbatch: int) -> range:
+        """Offsets of the microbatch's samples inside the step's batch."""
+        return part(microbatch, self.count, self.batch_size)
+
+    def of_block(self, block: int) -> range:
+        """Microbatches of a block, possibly none."""
+        return part(block, self.blocks, self.count)
+
+    def block(self, microbatch: int) -> int:
+        """The block of a microbatch."""
+        return part_of(microbatch, self.blocks, self.count)

@@ -1,0 +1,224 @@
+"""Who holds what: the plan is a list of stages, a mesh is the special case in which all stages agree (DESIGN 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+from raypar.errors import PlanError
+from raypar.plan.microbatches import Microbatches, part
+
+Placement = Literal["loop", "v"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Consecutive layers `[first, last)` at pipeline `position`; several stages at one position are that worker's chunks."""
+
+    first: int
+    last: int
+    position: int
+    replicas: int = 1
+    shards: int = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Seat:
+    """Where one worker sits: its position in the pipeline, its replica, its shard."""
+
+    position: int
+    replica: int
+    shard: int = 0
+
+    def __str__(self) -> str:
+        shard = f" shard {self.shard}" if self.shard else ""
+        return f"position {self.position} replica {self.replica}{shard}"
+
+
+def position_of(stage: int, pp: int, placement: Placement) -> int:
+    """Which position hosts a stage: `loop` goes round (interleaved 1F1B), `v` turns at the end (ZB-V)."""
+    lap, offset = divmod(stage, pp)
+    return pp - 1 - offset if placement == "v" and lap % 2 else offset
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Stages in layer order. Consistent when built, or it raised `PlanError`; never changed afterwards."""
+
+    stages: tuple[StagePlan, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise PlanError("a plan needs at least one stage", cure="set plan.stages >= 1")
+        before = 0
+        for index, stage in enumerate(self.stages):
+            if stage.first != before or stage.last <= stage.first:
+                raise PlanError(
+                    f"stage {index} holds layers [{stage.first}, {stage.last}) but the stages before it end at {before}",
+                    cure="give every stage at least one layer and leave no gap between stages",
+                )
+            if stage.replicas < 1 or stage.shards < 1:
+                raise PlanError(
+                    f"stage {index} has {stage.replicas} replicas and {stage.shards} shards", cure="set both to 1 or more"
+                )
+            before = stage.last
+        if sorted({s.position for s in self.stages}) != list(range(self.positions)):
+            raise PlanError("pipeline positions are not 0, 1, 2, ...", cure="number the positions without gaps")
+        for position in range(self.positions):
+            shapes = {(s.replicas, s.shards) for s in self.stages if s.position == position}
+            if len(shapes) > 1:
+                raise PlanError(
+                    f"the chunks of position {position} have different (replicas, shards): {sorted(shapes)}",
+                    cure="chunks of one worker share its replicas and shards; make them equal",
+                )
+
+    @staticmethod
+    def mesh(
+        *,
+        dp: int = 1,
+        pp: int = 1,
+        tp: int = 1,
+        layers: int | None = None,
+        chunks: int = 1,
+        placement: Placement = "loop",
+        cuts: Sequence[int] | None = None,
+    ) -> ParallelPlan:
+        """All stages agree. `layers` are spread evenly (earlier stages one less) unless `cuts` gives the first layer of
+        stages 1, 2, ...; without `layers` every stage is one layer."""
+        if min(dp, pp, tp, chunks) < 1:
+            raise PlanError(f"replicas {dp}, stages {pp}, shards {tp}, chunks {chunks}", cure="set all of them to 1 or more")
+        return ParallelPlan.of([dp] * pp, [tp] * pp, layers=layers, chunks=chunks, placement=placement, cuts=cuts)
+
+    @staticmethod
+    def of(
+        replicas: Sequence[int],
+        shards: Sequence[int] | None = None,
+        *,
+        layers: int | None = None,
+        chunks: int = 1,
+        placement: Placement = "loop",
+        cuts: Sequence[int] | None = None,
+    ) -> ParallelPlan:
+        """One entry of `replicas` (and `shards`) per pipeline position."""
+        pp = len(replicas)
+        shards = list(shards) if shards is not None else [1] * pp
+        if len(shards) != pp:
+            raise PlanError(f"{pp} replica counts but {len(shards)} shard counts", cure="give one of each per stage")
+        count = pp * chunks
+        total = count if layers is None else layers
+        if total < count:
+            raise PlanError(
+                f"{total} layers cannot fill {count} stages" + (f" ({pp} workers x {chunks} chunks)" if chunks > 1 else ""),
+                cure=f"set plan.stages x plan.chunks <= {total}, or use a deeper model",
+            )
+        bounds = [0, *cuts, total] if cuts is not None else [s * total // count for s in range(count + 1)]
+        if len(bounds) != count + 1:
+            raise PlanError(f"{len(bounds) - 2} cuts for {count} stages", cure=f"give {count - 1} cuts")
+        at = [position_of(s, pp, placement) for s in range(count)]
+        return ParallelPlan(
+            tuple(StagePlan(bounds[s], bounds[s + 1], at[s], replicas[at[s]], shards[at[s]]) for s in range(count))
+        )
+
+    @cached_property
+    def positions(self) -> int:
+        """Length of the pipeline in workers."""
+        return max(s.position for s in self.stages) + 1
+
+    @cached_property
+    def seats(self) -> tuple[Seat, ...]:
+        """All workers; the index of a seat is the worker's rank in the plan's mesh."""
+        shape = {s.position: (s.replicas, s.shards) for s in self.stages}
+        return tuple(
+            Seat(p, r, t) for p in range(self.positions) for r in range(shape[p][0]) for t in range(shape[p][1])
+        )
+
+    @cached_property
+    def _rank_of_seat(self) -> dict[Seat, int]:
+        return {seat: rank for rank, seat in enumerate(self.seats)}
+
+    @cached_property
+    def _stages_at(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(i for i, s in enumerate(self.stages) if s.position == p) for p in range(self.positions)
+        )
+
+    @property
+    def world(self) -> int:
+        """Number of workers."""
+        return len(self.seats)
+
+    def rank(self, stage: int, replica: int, shard: int = 0) -> int:
+        """Rank of the worker that holds this replica and shard of a stage."""
+        return self._rank_of_seat[Seat(self.stages[stage].position, replica, shard)]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages (chunks) hosted by a worker, ascending."""
+        return self._stages_at[self.seats[rank].position]
+
+    def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:
+        """Ranks of all replicas of a stage (one shard of each): the group that reduces its gradients."""
+        return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
+
+    def coordinate(self, rank: int) -> str:
+        """For messages: `worker 3 (stage 1, replica 1)`."""
+        seat = self.seats[rank]
+        stages = ",".join(str(s) for s in self.stages_of(rank))
+        shard = f", shard {seat.shard}" if self.stages[self.stages_of(rank)[0]].shards > 1 else ""
+        return f"worker {rank} (stage {stages}, replica {seat.replica}{shard})"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which replica of a stage runs a microbatch: replicas hold contiguous runs of blocks (DESIGN 4.5)."""
+
+    plan: ParallelPlan
+    microbatches: Microbatches
+
+    def run(self, stage: int, replica: int) -> range:
+        """Blocks of a replica; empty when there are more replicas than blocks."""
+        return part(replica, self.plan.stages[stage].replicas, self.microbatches.blocks)
+
+    @cached_property
+    def _replica_of(self) -> tuple[tuple[int, ...], ...]:
+        table = []
+        for stage in range(len(self.plan.stages)):
+            row = [0] * self.microbatches.count
+            for replica in range(self.plan.stages[stage].replicas):
+                for block in self.run(stage, replica):
+                    for microbatch in self.microbatches.of_block(block):
+                        row[microbatch] = replica
+            table.append(tuple(row))
+        return tuple(table)
+
+    def replica(self, stage: int, microbatch: int) -> int:
+        """The replica of `stage` that runs `microbatch`."""
+        return self._replica_of[stage][microbatch]
+
+    def rank(self, stage: int, microbatch: int, shard: int = 0) -> int:
+        """The worker (one shard of it) that runs `microbatch` at `stage`."""
+        return self.plan.rank(stage, self.replica(stage, microbatch), shard)
+
+    @cached_property
+    def entry_order(self) -> tuple[int, ...]:
+        """The order in which microbatches enter the pipeline: proportionally one from each run in turn.
+
+        Runs are cut at every boundary of every stage, so each lies on one replica per stage; runs of equal length
+        take strict turns. Inside a run, and so inside a block, order is by index.
+        """
+        blocks = self.microbatches.blocks
+        starts = {0}
+        for index in {s.position: i for i, s in enumerate(self.plan.stages)}.values():
+            starts |= {self.run(index, r).start for r in range(self.plan.stages[index].replicas)}
+        bounds = [b for b in sorted(starts) if b < blocks] + [blocks]
+        keyed: list[tuple[Fraction, int, int]] = []
+        for number, (lo, hi) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            members = [m for b in range(lo, hi) for m in self.microbatches.of_block(b)]
+            keyed += [(Fraction(2 * i + 1, 2 * len(members)), number, m) for i, m in enumerate(members)]
+        return tuple(m for _, _, m in sorted(keyed))
+
+    def of_replica(self, stage: int, replica: int) -> tuple[int, ...]:
+        """Microbatches of one replica of a stage, in the order they enter."""
+        return tuple(m for m in self.entry_order if self.replica(stage, m) == replica)

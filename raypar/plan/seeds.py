@@ -1,0 +1,15 @@
+"""Seeds as a function of place in the data and the model, never of place in the cluster (DESIGN 4.6)."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def seed_of(seed: int, *place: object) -> int:
+    """A 63-bit seed for `place`, e.g. `seed_of(1337, "init", "block0.mlp.up.weight")`.
+
+    The text `seed/part/part/...` is hashed (blake2b, 8 bytes, little endian) and the top bit dropped, so that any
+    program can compute it in one line; `examples/plain_gpt.py` does.
+    """
+    text = "/".join(str(part) for part in (seed, *place))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,112 @@
+"""What a job is, apart from any plan: the frozen description that config or `Trainer` makes and every worker receives."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raypar.errors import ConfigError
+from raypar.plan.microbatches import Microbatches
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A user function: `module:name` (importable on every worker) or the callable itself, with keyword arguments."""
+
+    target: str | Callable[..., Any]
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def resolve(self) -> Callable[..., Any]:
+        """Import the function. Raises `ConfigError` naming what could not be imported."""
+        if callable(self.target):
+            return self.target
+        module, _, name = self.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"cannot import {self.target!r}: {type(error).__name__}: {error}",
+                cure="write it as module:name and run where the module can be imported (current folder, installed package)",
+            ) from error
+        if not callable(found):
+            raise ConfigError(f"{self.target!r} is a {type(found).__name__}, not callable", cure="name a function or class")
+        return found  # type: ignore[no-any-return]
+
+    def call(self) -> Any:
+        """`function(**args)`: for factories of models and data sets."""
+        return self.resolve()(**self.args)
+
+    def partial(self) -> Callable[..., Any]:
+        """The function with `args` bound: for losses and schedules, called later with more arguments."""
+        return functools.partial(self.resolve(), **self.args) if self.args else self.resolve()
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return self.target if isinstance(self.target, str) else getattr(self.target, "__qualname__", repr(self.target))
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A map-style data set and how its samples become the fields of a batch.
+
+    Samples are dicts of tensors/arrays/numbers, or tuples (then the fields are called `x`, `y`, `z`, or `names`).
+    `input`: field read by the first layer of a sequential model (default: the first field); `target`: field given to the
+    loss (default: the second field, or the first when there is one only). `processes` > 0 loads in that many CPU processes.
+    """
+
+    dataset: Ref
+    names: tuple[str, ...] = ()
+    input: str | None = None
+    target: str | None = None
+    processes: int = 0
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A `torch.optim` class with its arguments; `groups`: (name pattern, overrides), the first matching pattern wins."""
+
+    optimizer: Ref
+    groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+
+@dataclass(frozen=True)
+class ValidationSpec:
+    """Evaluate `samples` samples (0: all) of `data` every `every` steps and at the end."""
+
+    data: DataSpec
+    every: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Everything the bits of the result may depend on (DESIGN 4.5), and nothing about the cluster."""
+
+    name: str
+    seed: int
+    steps: int
+    batch_size: int
+    microbatches: int
+    model: Ref
+    loss: Ref
+    data: DataSpec
+    optimizer: OptimizerSpec
+    virtual_replicas: int = 0
+    lr_schedule: Ref | None = None
+    clip_norm: float | None = None
+    validation: ValidationSpec | None = None
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: int = 1
+    reduction: Literal["canonical", "fast"] = "canonical"
+    non_finite: Literal["stop", "skip"] = "stop"
+
+    @property
+    def cut(self) -> Microbatches:
+        """The step's cut into microbatches and blocks."""
+        return Microbatches(self.microbatches, self.virtual_replicas, self.batch_size)
