@@ -72,9 +72,7 @@ class Graph:
         """A chain: each layer reads the value its predecessor wrote; the first reads the batch field `input`."""
         values = [input, *(f"{name}.out" for name, _ in layers)]
         return Graph(
-            tuple(
-                Layer(name, build, (values[i],), (values[i + 1],)) for i, (name, build) in enumerate(layers)
-            ),
+            tuple(Layer(name, build, (values[i],), (values[i + 1],)) for i, (name, build) in enumerate(layers)),
             output=values[-1],
             init=init,
             ties=ties,
@@ -108,9 +106,7 @@ class Graph:
             stages = sorted({stage_of[number[self.layer_of(name)]] for name in names})
             if len(stages) > 1:
                 ties.append(Tie(names[0], tuple(stages)))
-        return Crossing(
-            tuple(Edge(src, dst, tuple(v)) for (src, dst), v in sorted(values.items())), tuple(ties)
-        )
+        return Crossing(tuple(Edge(src, dst, tuple(v)) for (src, dst), v in sorted(values.items())), tuple(ties))
 
     def layer_of(self, parameter: str) -> str:
         """The layer that a qualified parameter name belongs to (layer names may contain dots)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -131,9 +132,7 @@ class ParallelPlan:
     def seats(self) -> tuple[Seat, ...]:
         """All workers; the index of a seat is the worker's rank in the plan's mesh."""
         shape = {s.position: (s.replicas, s.shards) for s in self.stages}
-        return tuple(
-            Seat(p, r, t) for p in range(self.positions) for r in range(shape[p][0]) for t in range(shape[p][1])
-        )
+        return tuple(Seat(p, r, t) for p in range(self.positions) for r in range(shape[p][0]) for t in range(shape[p][1]))
 
     @cached_property
     def _rank_of_seat(self) -> dict[Seat, int]:
@@ -141,9 +140,7 @@ class ParallelPlan:
 
     @cached_property
     def _stages_at(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(i for i, s in enumerate(self.stages) if s.position == p) for p in range(self.positions)
-        )
+        return tuple(tuple(i for i, s in enumerate(self.stages) if s.position == p) for p in range(self.positions))
 
     @property
     def world(self) -> int:
@@ -214,7 +211,7 @@ class Routing:
             starts |= {self.run(index, r).start for r in range(self.plan.stages[index].replicas)}
         bounds = [b for b in sorted(starts) if b < blocks] + [blocks]
         keyed: list[tuple[Fraction, int, int]] = []
-        for number, (lo, hi) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (lo, hi) in enumerate(itertools.pairwise(bounds)):
             members = [m for b in range(lo, hi) for m in self.microbatches.of_block(b)]
             keyed += [(Fraction(2 * i + 1, 2 * len(members)), number, m) for i, m in enumerate(members)]
         return tuple(m for _, _, m in sorted(keyed))
