@@ -1,0 +1,260 @@
+"""One worker without Ray: builds its stages from an assignment, runs steps, validates, hands out its state."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raypar.comm.reduction import CanonicalReduction, FastReduction
+from raypar.comm.transport import Routine, Transport, drive
+from raypar.errors import WorkerLost
+from raypar.model.graph import Graph
+from raypar.plan import Routing
+from raypar.schedule.instructions import Instruction
+from raypar.worker.assignment import Assignment, make_graph
+from raypar.worker.data import Loader, SampleOrder
+from raypar.worker.interpreter import BatchSource, Interpreter, Links
+from raypar.worker.optimizer import build_optimizer
+from raypar.worker.spec import DataSpec, JobSpec
+from raypar.worker.stage import Stage
+from raypar.worker.step import Span, StepEnd
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one worker says of one step. Times in seconds; `spans` only when traced."""
+
+    rank: int
+    step: int
+    loss: float
+    count: float
+    norm: float
+    skipped: bool
+    seconds: float
+    busy_seconds: float
+    started_ns: int
+    spans: tuple[Span, ...]
+    ledger: Mapping[str, Mapping[str, int]]
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """Losses of the microbatches whose last stage ran here: microbatch -> (sum, count)."""
+
+    rank: int
+    step: int
+    losses: Mapping[int, tuple[float, float]]
+    seconds: float
+
+
+class WorkerCore:
+    """Everything one worker owns. `adopt` may be called again with another assignment (a new plan, a new generation)."""
+
+    def __init__(self, spec: JobSpec, *, graph: Graph | None = None, step_timeout_s: float = 300.0) -> None:
+        self.spec = spec
+        self.step_timeout_s = step_timeout_s
+        self.graph = graph if graph is not None else make_graph(spec)
+        self.stages: dict[int, Stage] = {}
+        self.transport: Transport | None = None
+        self._loaders: list[Loader] = []
+        self._datasets: dict[str, Any] = {}
+        torch.set_num_threads(spec.threads)
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def adopt(
+        self,
+        assignment: Assignment,
+        transport: Transport,
+        *,
+        cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
+        before: Callable[[int, Instruction], None] | None = None,
+    ) -> dict[str, Any]:
+        """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver."""
+        spec, plan, rank = self.spec, assignment.plan, transport.rank
+        self.assignment, self.transport, self.rank = assignment, transport, rank
+        routing = Routing(plan, spec.cut)
+        seat = plan.seats[rank]
+        loss = spec.loss.partial()
+        self.stages = {
+            index: Stage(
+                self.graph,
+                plan,
+                index,
+                spec=spec,
+                routing=routing,
+                replica=seat.replica,
+                loss_fn=loss,
+                split=assignment.splits_backward,
+            )
+            for index in plan.stages_of(rank)
+        }
+        factor = spec.lr_schedule.partial() if spec.lr_schedule is not None else _constant
+        reduction = CanonicalReduction if spec.reduction == "canonical" else FastReduction
+        self.end = StepEnd(
+            rank=rank,
+            graph=self.graph,
+            routing=routing,
+            ties=assignment.crossing.ties,
+            stages=self.stages,
+            reductions={
+                index: reduction(
+                    transport,
+                    group=plan.replica_ranks(index, seat.shard),
+                    runs=[routing.run(index, r) for r in range(plan.stages[index].replicas)],
+                    blocks=spec.cut.blocks,
+                    parameters=[(shape, dtype) for _, shape, dtype in stage.uses],
+                )
+                for index, stage in self.stages.items()
+            },
+            optimizers={
+                index: build_optimizer(spec.optimizer, stage.parameters)
+                for index, stage in self.stages.items()
+                if any(p.requires_grad for p in stage.parameters.values())
+            },
+            transport=transport,
+            spec=spec,
+            lr_factor=factor,
+        )
+        links = Links.of(self.graph, plan, assignment.crossing)
+        self._mine = sorted({m for i in self.stages for m in routing.of_replica(i, seat.replica)})
+        self.loader = self._feed(spec.data, spec.cut, training=True)
+        self.interpreter = Interpreter(
+            rank=rank,
+            routing=routing,
+            links=links,
+            stages=self.stages,
+            transport=transport,
+            end=self.end,
+            feeds=self._feeds(self.loader),
+            cost_ms=cost_ms,
+            before=before,
+        )
+        self.validator: Interpreter | None = None
+        if assignment.validation_cut is not None and spec.validation is not None:
+            cut = assignment.validation_cut
+            self.validation_loader = self._feed(spec.validation.data, cut, training=False)
+            self._validation_mine = sorted({m for i in self.stages for m in Routing(plan, cut).of_replica(i, seat.replica)})
+            self.validator = Interpreter(
+                rank=rank,
+                routing=Routing(plan, cut),
+                links=links,
+                stages=self.stages,
+                transport=transport,
+                end=self.end,
+                feeds=self._feeds(self.validation_loader),
+            )
+        return {
+            "rank": rank,
+            "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},
+            "bytes": sum(p.numel() * p.element_size() for s in self.stages.values() for p in s.parameters.values()),
+        }
+
+    def dataset(self, spec: DataSpec) -> Any:
+        """The user's data set, made once per worker and data specification."""
+        key = repr((spec.dataset.label, sorted(spec.dataset.args.items(), key=str)))
+        if key not in self._datasets:
+            self._datasets[key] = spec.dataset.call()
+        return self._datasets[key]
+
+    def _fields(self, stage: Stage) -> tuple[str, ...]:
+        return stage.batch_fields
+
+    def _feed(self, data: DataSpec, cut: Any, *, training: bool) -> Loader | None:
+        fields = tuple(dict.fromkeys(f for stage in self.stages.values() for f in self._fields(stage)))
+        if not fields:
+            return None
+        dataset = self.dataset(data)
+        order = SampleOrder(self.spec.seed, len(dataset), shuffle=training)
+        loader = Loader(dataset, data, order, cut, seed=self.spec.seed, fields=fields)
+        self._loaders.append(loader)
+        return loader
+
+    def _feeds(self, loader: Loader | None) -> dict[int, BatchSource | None]:
+        return {index: loader if self._fields(stage) else None for index, stage in self.stages.items()}
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def routine(self, step: int, *, trace: bool = False) -> Routine[StepReport]:
+        """One training step as a routine, for `drive` or the cooperative scheduler."""
+        if self.loader is not None:
+            self.loader.prefetch(step, self._mine)
+            if step + 1 < self.spec.steps:
+                self.loader.prefetch(step + 1, self._mine)
+        start = time.perf_counter_ns()
+        yield from self.interpreter.run(self.assignment.program, step, trace=trace)
+        end = time.perf_counter_ns()
+        outcome = self.end.outcome
+        assert outcome is not None and self.transport is not None
+        return StepReport(
+            rank=self.rank,
+            step=step,
+            loss=outcome.loss,
+            count=outcome.count,
+            norm=outcome.norm,
+            skipped=outcome.skipped,
+            seconds=(end - start) / 1e9,
+            busy_seconds=self.interpreter.busy_ns / 1e9,
+            started_ns=start,
+            spans=tuple(self.interpreter.spans),
+            ledger=self.transport.ledger.as_dict() if trace else {},
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+    def step(self, step: int, *, trace: bool = False) -> StepReport:
+        """One training step on a real transport; every wait is bounded by `step_timeout_s`."""
+        return drive(self.routine(step, trace=trace), self.step_timeout_s)
+
+    def validation_routine(self, step: int) -> Routine[ValidationReport]:
+        """One whole validation pass as a routine."""
+        assert self.validator is not None, "the assignment has no validation pass"
+        start = time.perf_counter_ns()
+        for stage in self.stages.values():
+            stage.losses.clear()
+        if self.validation_loader is not None:
+            self.validation_loader.prefetch(0, self._validation_mine)
+        yield from self.validator.run_forward(self.assignment.validation_program, step)
+        losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
+        return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9)
+
+    def validate(self, step: int) -> ValidationReport:
+        """One whole validation pass on a real transport."""
+        return drive(self.validation_routine(step), self.step_timeout_s)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """From any thread: every pending wait of this worker raises `GroupAborted`."""
+        if self.transport is not None:
+            self.transport.abort(reason)
+
+    def close(self) -> None:
+        """Release transports, loaders and their processes; idempotent."""
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+
+
+def _constant(step: int) -> float:
+    return 1.0
+
+
+def whole_loss(reports: list[ValidationReport]) -> float:
+    """The validation loss from all workers' reports: sums in microbatch order / count."""
+    losses = {m: pair for report in reports for m, pair in report.losses.items()}
+    if not losses:
+        raise WorkerLost("no worker reported a validation loss", cure="report this: a worker must hold the last stage")
+    total = count = 0.0
+    for microbatch in sorted(losses):
+        total += losses[microbatch][0]
+        count += losses[microbatch][1]
+    return total / count

@@ -1,0 +1,97 @@
+"""A whole plan in one process: every worker's core over the local transport, interleaved by the cooperative scheduler.
+
+The executable specification of a run: `raypar debug` steps through it, the parity grid compares it with one plain process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from raypar.comm.local import Cooperative, LocalMesh
+from raypar.model.graph import Graph
+from raypar.plan import ParallelPlan, Routing
+from raypar.schedule import registry
+from raypar.schedule.instructions import Instruction, Schedule
+from raypar.worker.assignment import assignments, make_graph
+from raypar.worker.core import StepReport, WorkerCore, whole_loss
+from raypar.worker.optimizer import state_of
+from raypar.worker.spec import JobSpec
+
+
+class LocalJob:
+    """Runs `spec` under `plan`. `schedule`: a name of the registry, or a user's own schedule.
+
+    `seed` picks the order in which runnable workers are interleaved: results may not depend on it.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        plan: ParallelPlan,
+        schedule: str | Schedule,
+        *,
+        graph: Graph | None = None,
+        seed: int | None = None,
+        cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
+        before: Callable[[int, Instruction], None] | None = None,
+    ) -> None:
+        self.spec, self.plan = spec, plan
+        self.graph = graph if graph is not None else make_graph(spec)
+        order = registry.build(schedule, Routing(plan, spec.cut)) if isinstance(schedule, str) else schedule
+        self.mesh = LocalMesh(plan.world)
+        self.scheduler = Cooperative(seed)
+        samples = 0
+        if spec.validation is not None:
+            samples = spec.validation.samples or len(spec.validation.data.dataset.call())
+        self.cores = [WorkerCore(spec, graph=self.graph) for _ in range(plan.world)]
+        parts = assignments(spec, self.graph, plan, order, validation_samples=samples)
+        for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):
+            core.adopt(part, transport, cost_ms=cost_ms, before=before)
+
+    def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
+        """One step on every worker; their reports by rank."""
+        return self.scheduler.run([core.routine(step, trace=trace) for core in self.cores])
+
+    def validate(self, step: int) -> float:
+        """The validation loss."""
+        return whole_loss(self.scheduler.run([core.validation_routine(step) for core in self.cores]))
+
+    def parameters(self) -> dict[str, list[Tensor]]:
+        """Every holder's copy of every parameter."""
+        return self._collect(lambda parameter: parameter.detach())
+
+    def gradients(self) -> dict[str, list[Tensor | None]]:
+        """Every holder's copy of every parameter's scaled gradient of the last step."""
+        return self._collect(lambda parameter: parameter.grad)
+
+    def _collect(self, read: Callable[[Tensor], Any]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for core in self.cores:
+            for stage in core.stages.values():
+                for name, parameter in stage.parameters.items():
+                    found.setdefault(name, []).append(read(parameter))
+        return found
+
+    def optimizer_state(self) -> dict[str, list[dict[str, Any]]]:
+        """Every holder's optimizer state of every parameter."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for core in self.cores:
+            for optimizer in core.end.optimizers.values():
+                for name, state in state_of(optimizer).items():
+                    found.setdefault(name, []).append(state)
+        return found
+
+    def close(self) -> None:
+        """Stop loaders and transports."""
+        for core in self.cores:
+            core.close()
+
+    def __enter__(self) -> LocalJob:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

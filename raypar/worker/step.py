@@ -1,0 +1,281 @@
+"""How a step ends on one worker: reduce, add ties, vote, scale once, apply (DESIGN 4.5 and 4.7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from raypar.comm.transport import Routine, Transport, Wait
+from raypar.errors import NonFiniteError
+from raypar.model.graph import Graph
+from raypar.plan import Routing, Tie
+from raypar.plan.tree import Node
+from raypar.worker.numerics import norm_and_factor, parameter_squares
+from raypar.worker.optimizer import set_lr
+from raypar.worker.spec import JobSpec
+from raypar.worker.stage import Stage
+from raypar.worker.tags import tie_tag, vote_tag
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One executed instruction: `label` as printed, `time.perf_counter_ns` at its start and end."""
+
+    label: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the whole vote says about a step; the same on every worker, bit for bit.
+
+    loss = sum of the microbatches' sums / count; norm is of the scaled gradient, before clipping.
+    """
+
+    loss: float
+    count: float
+    norm: float
+    factor: float
+    skipped: bool
+
+
+class Reduction(Protocol):
+    """`comm.reduction.CanonicalReduction` or `FastReduction`."""
+
+    def start(self) -> None:
+        """A new step."""
+
+    def ready(self, index: int, sums: Mapping[Node, Tensor]) -> None:
+        """The subtree sums of one use of a parameter are final."""
+
+    def poll(self) -> None:
+        """Opportunistic progress."""
+
+    def finish(self) -> Routine[list[Tensor | None]]:
+        """The reduced gradient of every use, or None where no replica defined one."""
+
+
+@dataclass
+class StepEnd:
+    """Holds one worker's reductions and optimizers, by stage."""
+
+    rank: int
+    graph: Graph
+    routing: Routing
+    ties: tuple[Tie, ...]
+    stages: Mapping[int, Stage]
+    reductions: Mapping[int, Reduction]
+    optimizers: Mapping[int, torch.optim.Optimizer]
+    transport: Transport
+    spec: JobSpec
+    lr_factor: Callable[[int], float]
+
+    outcome: Outcome | None = None
+    applied: bool = False
+    step: int = -1
+    _uses: dict[int, list[Tensor | None]] | None = None
+    _foreign: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
+    """Reduced gradients of tied parameters' uses in stages of other workers: (canonical name, stage) -> uses in layer order."""
+
+    def __post_init__(self) -> None:
+        self._canonical = {name: names[0] for names in self.graph.ties for name in names}
+
+    def begin(self, step: int) -> None:
+        """Forget the last step; nothing of it is needed any more."""
+        self.step, self.outcome, self.applied, self._uses = step, None, False, None
+        self._foreign.clear()
+        for index, stage in self.stages.items():
+            self.reductions[index].start()
+            stage.on_ready = self.reductions[index].ready
+
+    def reduce(self, stage: int) -> None:
+        """All of the stage's gradients on this worker are final; what was not reported contributes nothing."""
+        replica = self.routing.plan.seats[self.rank].replica
+        if not len(self.routing.of_replica(stage, replica)):
+            for index in range(len(self.stages[stage].uses)):
+                self.reductions[stage].ready(index, {})
+        self.reductions[stage].poll()
+
+    def _reduced(self) -> Routine[dict[int, list[Tensor | None]]]:
+        if self._uses is None:
+            found = {}
+            for index in sorted(self.stages):
+                found[index] = yield from self.reductions[index].finish()
+            self._uses = found
+        return self._uses
+
+    # -- ties --------------------------------------------------------------------------------------------------------
+
+    def _uses_of(self, stage: int, tie: str) -> list[int]:
+        """Indices of the stage's uses of a tied parameter, in layer order."""
+        return [i for i, use in enumerate(self.stages[stage].uses) if self._canonical.get(use[0], use[0]) == tie]
+
+    def exchange_ties(self) -> Routine[None]:
+        """Every worker that holds a tied parameter gets the reduced gradients of its uses in all other stages."""
+        reduced = yield from self._reduced()
+        plan = self.routing.plan
+        seat = plan.seats[self.rank]
+        sends: list[tuple[Tensor, int, int]] = []
+        recvs: list[tuple[str, int, int]] = []
+        requests: list[tuple[Tensor | None, int, int]] = []
+        number = {layer.name: i for i, layer in enumerate(self.graph.layers)}
+        for index, tie in enumerate(self.ties):
+            names = next(names for names in self.graph.ties if names[0] == tie.name)
+            mine = [s for s in tie.stages if s in self.stages]
+            if not mine:
+                continue
+            holders = sorted({plan.stages[s].position for s in tie.stages})
+            for src in mine:
+                for position in holders:
+                    if position == seat.position:
+                        continue
+                    stage = next(s for s in tie.stages if plan.stages[s].position == position)
+                    for replica in range(plan.stages[stage].replicas):
+                        if replica % plan.stages[src].replicas == seat.replica:
+                            peer = plan.rank(stage, replica, seat.shard)
+                            for use, gradient in enumerate(reduced[src][i] for i in self._uses_of(src, tie.name)):
+                                sent = torch.empty(0) if gradient is None else gradient
+                                sends.append((sent, peer, tie_tag(self.step, src, stage, index, use)))
+            receiver = next(s for s in tie.stages if plan.stages[s].position == seat.position)
+            for src in tie.stages:
+                if src in self.stages:
+                    continue
+                first, last = plan.stages[src].first, plan.stages[src].last
+                count = sum(first <= number[self.graph.layer_of(name)] < last for name in names)
+                peer = plan.rank(src, seat.replica % plan.stages[src].replicas, seat.shard)
+                for use in range(count):
+                    recvs.append((tie.name, src, use))
+                    requests.append((None, peer, tie_tag(self.step, src, receiver, index, use)))
+        sent_handles = [self.transport.send(t, to=to, tag=tag) for t, to, tag in sends]
+        handles = [self.transport.recv(out, source=source, tag=tag) for out, source, tag in requests]
+        for (name, src, _), handle in zip(recvs, handles, strict=True):
+            yield Wait(handle, f"the gradient of tied parameter {name} from stage {src}")
+            got = handle.tensor()
+            self._foreign.setdefault((name, src), []).append(None if got.dim() == 1 and got.numel() == 0 else got)
+        for handle in sent_handles:
+            yield Wait(handle, "the gradients of tied parameters to be taken")
+
+    def _settle(self) -> Routine[dict[int, dict[str, Tensor | None]]]:
+        """Stage -> canonical parameter name -> gradient, unscaled, uses added in layer order."""
+        reduced = yield from self._reduced()
+        tied = {tie.name: tie for tie in self.ties}
+        settled: dict[int, dict[str, Tensor | None]] = {}
+        for stage in sorted(self.stages):
+            gradients: dict[str, Tensor | None] = {}
+            for name in self.stages[stage].parameters:
+                uses: list[Tensor | None] = []
+                for src in tied[name].stages if name in tied else (stage,):
+                    if src in self.stages:
+                        uses += [reduced[src][i] for i in self._uses_of(src, name)]
+                    else:
+                        uses += self._foreign[name, src]
+                gradients[name] = _sum_in_order(uses)
+            settled[stage] = gradients
+        return settled
+
+    # -- vote ----------------------------------------------------------------------------------------------------------
+
+    def vote(self) -> Routine[None]:
+        """Gather ready flag, losses, counts and squared norms of all workers; set `outcome` and the parameters' `.grad`."""
+        self._settled = yield from self._settle()
+        mine = self._ballot(self._settled)
+        others = [rank for rank in range(self.transport.size) if rank != self.rank]
+        tag = vote_tag(self.step)
+        recvs = {rank: self.transport.recv(None, source=rank, tag=tag) for rank in others}
+        sends = [self.transport.send(mine, to=rank, tag=tag) for rank in others]
+        ballots = {self.rank: mine}
+        for rank, handle in recvs.items():
+            if not handle.done():
+                yield Wait(handle, f"the vote of {self.routing.plan.coordinate(rank)} on step {self.step}")
+            ballots[rank] = handle.tensor()
+        for handle in sends:
+            if not handle.done():
+                yield Wait(handle, "the own vote to be taken")
+        self._count([ballots[rank].tolist() for rank in range(self.transport.size)])
+
+    def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
+        """float64 [1 + 1 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P, squares)."""
+        losses: list[float] = []
+        for stage in self.stages.values():
+            for microbatch, (total, count) in stage.losses.items():
+                losses += [float(microbatch), float(total), float(count)]
+        parts = [torch.tensor([1.0, len(losses) / 3, *losses], dtype=torch.float64)]
+        speaks = self.routing.plan.seats[self.rank].replica == 0
+        parts.append(torch.tensor([float(len(settled) if speaks else 0)], dtype=torch.float64))
+        if speaks:
+            first_of = {tie.name: tie.stages[0] for tie in self.ties}
+            for stage, gradients in settled.items():
+                squares = [
+                    parameter_squares(g)
+                    for name, g in gradients.items()
+                    if g is not None and first_of.get(name, stage) == stage
+                ]
+                parts.append(torch.tensor([float(stage), float(len(squares))], dtype=torch.float64))
+                if squares:
+                    parts.append(torch.stack(squares))
+        return torch.cat(parts)
+
+    def _count(self, ballots: list[list[float]]) -> None:
+        losses: dict[int, tuple[float, float]] = {}
+        squares: dict[int, list[float]] = {}
+        for ballot in ballots:
+            numbers: Iterator[float] = iter(ballot)
+            ready, loss_count = next(numbers), int(next(numbers))
+            assert ready == 1.0
+            for _ in range(loss_count):
+                microbatch, total, count = next(numbers), next(numbers), next(numbers)
+                losses[int(microbatch)] = (total, count)
+            for _ in range(int(next(numbers))):
+                stage, size = int(next(numbers)), int(next(numbers))
+                squares[stage] = [next(numbers) for _ in range(size)]
+        total = count = 0.0
+        for microbatch in sorted(losses):
+            total += losses[microbatch][0]
+            count += losses[microbatch][1]
+        in_order = [s for stage in sorted(squares) for s in squares[stage]]
+        norm, factor = norm_and_factor(in_order, count, self.spec.clip_norm)
+        loss = total / count if count else math.nan
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        self.outcome = Outcome(loss, count, norm, factor, skipped=not finite)
+
+    # -- apply ---------------------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Scale every gradient once and run the optimizer; a non-finite step is skipped or stops the job, by policy."""
+        outcome = self.outcome
+        assert outcome is not None, "the optimizer may only run after the whole vote"
+        if outcome.skipped and self.spec.non_finite == "stop":
+            raise NonFiniteError(
+                f"step {self.step}: loss {outcome.loss}, gradient norm {outcome.norm}",
+                cure="lower the learning rate or set clip_norm; `non_finite: skip` skips such steps instead",
+            )
+        scaled: dict[int, Tensor] = {}
+        for stage, gradients in self._settled.items():
+            for name, gradient in gradients.items():
+                parameter = self.stages[stage].parameters[name]
+                if gradient is None:
+                    parameter.grad = None
+                elif id(gradient) in scaled:
+                    parameter.grad = scaled[id(gradient)].clone()
+                else:
+                    parameter.grad = scaled[id(gradient)] = gradient.mul_(outcome.factor)
+        if not outcome.skipped:
+            for optimizer in self.optimizers.values():
+                set_lr(optimizer, self.lr_factor(self.step))
+                optimizer.step()
+        self.applied = not outcome.skipped
+
+
+def _sum_in_order(uses: list[Tensor | None]) -> Tensor | None:
+    """((u1 + u2) + u3) over the defined ones; a single one is returned as it is."""
+    total: Tensor | None = None
+    for use in uses:
+        if use is not None:
+            total = use if total is None else total + use
+    return total
