@@ -1,8 +1,11 @@
-"""Makes `helpers.*` and `examples.*` importable, and keeps Ray quiet and private in every test."""
+"""Makes `helpers.*` and `examples.*` importable, keeps Ray quiet and private in every test, and samples the long tests."""
 
 import os
+import random
 import sys
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parent
 for folder in (TESTS, TESTS.parent):
@@ -12,3 +15,22 @@ for folder in (TESTS, TESTS.parent):
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest -m 'full or chaos' --sample 16 --sample-seed 7` runs 16 of the long tests, chosen by the seed."""
+    group = parser.getgroup("raypar")
+    group.addoption("--sample", type=int, default=0, metavar="N", help="run only N of the selected tests")
+    group.addoption("--sample-seed", type=int, default=7, metavar="S", help="seed of the choice made by --sample")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The choice depends on the seed and the tests' names only, so that a failing sample can be run again."""
+    count = config.getoption("--sample")
+    if not 0 < count < len(items):
+        return
+    names = sorted(item.nodeid for item in items)
+    chosen = set(random.Random(config.getoption("--sample-seed")).sample(names, count))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]

@@ -1,0 +1,143 @@
+"""Imports point towards the core (DESIGN section 5), in the source and at run time."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "raypar"
+PURE = ("errors", "plan", "schedule", "planner", "elastic")
+MAY_IMPORT = {
+    "errors": "",
+    "plan": "errors",
+    "schedule": "plan errors",
+    "planner": "plan schedule errors",
+    "elastic": "plan errors",
+    "comm": "plan errors torch",
+    "model": "plan comm errors torch",
+    "worker": "schedule model comm plan errors torch numpy",
+    "actors": "worker model elastic planner comm schedule plan errors torch ray",
+    "config": "plan schedule elastic errors worker.spec pydantic yaml",
+}
+"""What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
+
+EDGE = ("cli", "commands", "launch", "run_folder", "callbacks", "__init__", "__main__")
+"""The shell: imports anything, but heavy things inside functions only, so that the command line starts at once."""
+
+HEAVY = {"torch", "ray", "cupy", "numpy", "pydantic"}
+ONLY_IN = {"cupy": ("comm/nccl.py",), "pydantic": ("config.py",), "ray": ("actors/", "launch.py")}
+THIRD_PARTY = HEAVY | {"yaml", "safetensors"}
+IMPURE = {"time", "random", "os", "datetime", "secrets", "socket", "subprocess", "threading", "multiprocessing"}
+"""Clock, chance and environment are arguments of the pure packages, never fetched by them."""
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST, *, lazy: bool = True) -> Iterator[str]:
+    """Full names of imported modules; `lazy=False` leaves out functions and `if TYPE_CHECKING` blocks."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute in raypar"
+            module = node.module or ""
+            yield from ((f"raypar.{a.name}" for a in node.names) if module == "raypar" else [module])
+        elif not lazy and (
+            isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        ):
+            continue
+        else:
+            yield from imports(node, lazy=lazy)
+
+
+def forbidden(name: str, package: str) -> bool:
+    """Whether a core package may not import this module. Third-party modules outside THIRD_PARTY are judged by purity."""
+    root, _, rest = name.partition(".")
+    if root != "raypar" and root not in THIRD_PARTY:
+        return False
+    inside = rest or "__init__"
+    target = inside if root == "raypar" else root
+    allowed = {package, "__version__", *MAY_IMPORT[package].split()}
+    return not any(target == a or target.startswith(a + ".") for a in allowed)
+
+
+def test_every_file_belongs_to_a_row_of_the_table():
+    assert {package_of(path) for path in files()} <= {*MAY_IMPORT, *EDGE}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_only_towards_the_core(package: str):
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in files()
+        if package_of(path) == package
+        for name in imports(ast.parse(path.read_text()))
+        if forbidden(name, package)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", PURE)
+def test_pure_packages_use_the_standard_library_without_clock_chance_or_environment(package: str):
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in files()
+        if package_of(path) == package
+        for name in imports(ast.parse(path.read_text()))
+        if name.split(".")[0] not in {"raypar", *sys.stdlib_module_names} or name.split(".")[0] in IMPURE
+    ]
+    assert not wrong
+
+
+def test_the_shell_imports_heavy_things_inside_functions_only():
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name} at the top"
+        for path in files()
+        if package_of(path) in EDGE
+        for name in imports(ast.parse(path.read_text()), lazy=False)
+        if name.split(".")[0] in HEAVY or name.startswith(("raypar.worker", "raypar.comm", "raypar.model", "raypar.actors"))
+        if name != "raypar.worker.spec"
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", ONLY_IN)
+def test_one_place_imports(module: str):
+    wrong = [
+        str(path.relative_to(PACKAGE))
+        for path in files()
+        if not path.relative_to(PACKAGE).as_posix().startswith(ONLY_IN[module])
+        and any(name.split(".")[0] == module for name in imports(ast.parse(path.read_text())))
+    ]
+    assert not wrong
+
+
+def test_the_pure_core_and_the_command_line_load_neither_torch_nor_ray():
+    light = [
+        ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        for path in files()
+        if package_of(path) in {*PURE, "cli", "config", "__init__"}
+    ]
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import importlib, sys; [importlib.import_module(m) for m in {light!r}];"
+            "print(*sorted({'torch', 'ray', 'cupy', 'numpy'} & set(sys.modules)))",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert found.stdout.strip() == ""

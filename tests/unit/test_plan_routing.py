@@ -1,0 +1,141 @@
+"""Plans are consistent when built; routing sends every microbatch to one replica of every stage, in an order all share."""
+
+from itertools import pairwise, product
+
+import pytest
+
+from raypar.errors import PlanError
+from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing, Seat, StagePlan
+from raypar.plan.parallel_plan import position_of
+
+SHAPES = [(1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3), (2, 2, 2), (1, 3, 2), (4, 1, 2, 3)]
+CUTS = [(1, 0), (2, 0), (5, 0), (6, 2), (8, 4), (9, 6), (24, 0), (7, 16)]
+CASES = list(product(SHAPES, CUTS))
+
+
+def routing_of(replicas: tuple[int, ...], cut: tuple[int, int], chunks: int = 1) -> Routing:
+    return Routing(ParallelPlan.of(replicas, chunks=chunks), Microbatches(*cut))
+
+
+@pytest.mark.parametrize("replicas, cut", CASES)
+def test_every_microbatch_goes_to_one_replica_of_every_stage(replicas: tuple[int, ...], cut: tuple[int, int]):
+    routing = routing_of(replicas, cut)
+    for stage, count in enumerate(replicas):
+        shares = [routing.of_replica(stage, r) for r in range(count)]
+        assert sorted(m for share in shares for m in share) == list(range(cut[0]))
+        assert all(routing.replica(stage, m) == r for r, share in enumerate(shares) for m in share)
+
+
+@pytest.mark.parametrize("replicas, cut", CASES)
+def test_a_replica_holds_a_contiguous_run_of_whole_blocks(replicas: tuple[int, ...], cut: tuple[int, int]):
+    routing = routing_of(replicas, cut)
+    for stage, count in enumerate(replicas):
+        runs = [routing.run(stage, r) for r in range(count)]
+        assert [b for run in runs for b in run] == list(range(routing.microbatches.blocks))
+        for replica, run in enumerate(runs):
+            held = {routing.microbatches.block(m) for m in routing.of_replica(stage, replica)}
+            assert held <= set(run)
+
+
+@pytest.mark.parametrize("replicas, cut", CASES)
+def test_the_entry_order_is_a_permutation_that_keeps_each_blocks_own(replicas: tuple[int, ...], cut: tuple[int, int]):
+    routing = routing_of(replicas, cut)
+    order = routing.entry_order
+    assert sorted(order) == list(range(cut[0]))
+    for block in range(routing.microbatches.blocks):
+        inside = [m for m in order if routing.microbatches.block(m) == block]
+        assert inside == list(routing.microbatches.of_block(block))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_one_replica_everywhere_takes_microbatches_by_index(cut: tuple[int, int]):
+    assert routing_of((1, 1, 1), cut).entry_order == tuple(range(cut[0]))
+
+
+def test_three_replicas_of_the_third_stage_take_turns():
+    """The slow-stage example of DESIGN section 6: p=4, third stage x3, m=24, twelve blocks."""
+    routing = routing_of((1, 1, 3, 1), (24, 12))
+    turns = [routing.replica(2, m) for m in routing.entry_order]
+    assert turns == [0, 1, 2] * 8
+
+
+@pytest.mark.parametrize("dp, blocks", [*product(range(1, 5), range(1, 9))])
+def test_at_any_time_replicas_have_been_given_nearly_equal_shares(dp: int, blocks: int):
+    """Proportional turns: after any prefix no replica is more than one microbatch of its own pace behind."""
+    routing = routing_of((1, dp), (24, blocks))
+    given = [0] * dp
+    for done, m in enumerate(routing.entry_order, 1):
+        given[routing.replica(1, m)] += 1
+        for r in range(dp):
+            assert abs(given[r] - done * len(routing.of_replica(1, r)) / 24) <= 1.5
+
+
+def test_more_replicas_than_blocks_leave_some_without_work():
+    routing = routing_of((4,), (8, 2))
+    assert sorted(len(routing.of_replica(0, r)) for r in range(4)) == [0, 0, 4, 4]
+
+
+@pytest.mark.parametrize("pp, chunks", [*product(range(1, 6), range(1, 5))])
+def test_chunks_go_round_or_turn_at_the_end(pp: int, chunks: int):
+    stages = range(pp * chunks)
+    loop = [position_of(s, pp, "loop") for s in stages]
+    turn = [position_of(s, pp, "v") for s in stages]
+    assert loop == [s % pp for s in stages]
+    assert turn == [p for lap in range(chunks) for p in (range(pp) if lap % 2 == 0 else reversed(range(pp)))]
+    assert all(abs(a - b) <= 1 for a, b in pairwise(turn))
+
+
+@pytest.mark.parametrize("dp, pp, tp, chunks", [*product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2))])
+def test_ranks_and_seats_are_each_others_inverse(dp: int, pp: int, tp: int, chunks: int):
+    plan = ParallelPlan.mesh(dp=dp, pp=pp, tp=tp, chunks=chunks)
+    assert plan.world == dp * pp * tp
+    for rank, seat in enumerate(plan.seats):
+        for stage in plan.stages_of(rank):
+            assert plan.rank(stage, seat.replica, seat.shard) == rank
+            assert rank in plan.replica_ranks(stage, seat.shard)
+        assert len(plan.stages_of(rank)) == chunks
+
+
+@pytest.mark.parametrize("layers, stages", [(n, s) for n in range(1, 20) for s in range(1, 9) if s <= n])
+def test_layers_are_spread_evenly_and_completely(layers: int, stages: int):
+    plan = ParallelPlan.mesh(pp=stages, layers=layers)
+    sizes = [s.last - s.first for s in plan.stages]
+    assert sum(sizes) == layers and max(sizes) - min(sizes) <= 1
+
+
+def test_cuts_say_where_stages_begin():
+    assert [(s.first, s.last) for s in ParallelPlan.mesh(pp=3, layers=10, cuts=(1, 7)).stages] == [(0, 1), (1, 7), (7, 10)]
+
+
+def test_a_coordinate_names_stage_and_replica():
+    plan = ParallelPlan.mesh(dp=2, pp=2, chunks=2)
+    assert plan.coordinate(3) == "worker 3 (stage 1,3, replica 1)"
+    assert str(Seat(1, 2, 3)) == "position 1 replica 2 shard 3"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: ParallelPlan(()),
+        lambda: ParallelPlan((StagePlan(0, 2, 0), StagePlan(3, 4, 1))),
+        lambda: ParallelPlan((StagePlan(0, 0, 0),)),
+        lambda: ParallelPlan((StagePlan(0, 1, 0, replicas=0),)),
+        lambda: ParallelPlan((StagePlan(0, 1, 1),)),
+        lambda: ParallelPlan((StagePlan(0, 1, 0, 2), StagePlan(1, 2, 0, 1))),
+        lambda: ParallelPlan.mesh(dp=0),
+        lambda: ParallelPlan.mesh(pp=4, layers=3),
+        lambda: ParallelPlan.mesh(pp=2, chunks=2, layers=3),
+        lambda: ParallelPlan.mesh(pp=3, layers=8, cuts=(2,)),
+        lambda: ParallelPlan.of([1, 2], [1]),
+    ],
+)
+def test_an_inconsistent_plan_is_refused_with_a_cure(build):
+    with pytest.raises(PlanError) as caught:
+        build()
+    assert caught.value.cure
+
+
+def test_a_chain_connects_each_stage_to_the_next():
+    crossing = Crossing.chain(3, nbytes=(10, 20))
+    assert [(e.src, e.dst, e.nbytes) for e in crossing.edges] == [(0, 1, 10), (1, 2, 20)]
+    assert [e.src for e in crossing.into(2)] == [1] and [e.dst for e in crossing.out_of(0)] == [1]
