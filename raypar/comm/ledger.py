@@ -8,17 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Ledger:
-    """Counts payload bytes (no headers). Keys are operation names: `send`, `recv`, `all_reduce`, `all_gather`, ..."""
+    """Counts payload bytes (no headers) to and from other ranks, and calls.
+
+    Keys are operation names: `send`, `recv`, `all_reduce`, `all_gather`, ...
+    """
 
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
 
     def count(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
-        """Add one operation's payload."""
+        """Add one call and its payload."""
+        self.count_more(operation, sent=sent, received=received)
+        self.messages[operation] += 1
+
+    def count_more(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
+        """Add payload to a call that is counted already (a later phase, bytes whose number was not known before)."""
         self.sent[operation] += sent
         self.received[operation] += received
-        self.messages[operation] += 1
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For reports and `--json`."""

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from raypar.comm.ledger import Ledger
+from raypar.errors import CommTimeout
 
 T = TypeVar("T")
 
@@ -33,10 +34,19 @@ class Handle(Protocol):
     def tensor(self) -> Tensor:
         """The received tensor (of a completed receive; shape and dtype as sent)."""
 
+    def tensors(self) -> list[Tensor]:
+        """The received tensors of a completed batch, in the order of its receives."""
+
 
 @runtime_checkable
 class Transport(Protocol):
-    """All ranks of one generation. Ranks are indices of the plan's seats. Never used again after `abort`."""
+    """All ranks of one generation. Ranks are indices of the plan's seats. Never used again after `abort`.
+
+    A collective is called by all ranks of its `group` (ascending). Calls with the same (operation, group, channel) match in
+    the order in which each rank makes them; calls that differ in one of the three are independent and may overtake, so
+    that whoever posts collectives at moments of its own (a bucket became ready) takes a `channel` of its own.
+    A call that returns a handle goes on by itself; it never needs another call on this rank to complete.
+    """
 
     rank: int
     size: int
@@ -54,22 +64,22 @@ class Transport(Protocol):
     def batch(self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]) -> Handle:
         """Post sends (tensor, to, tag) and receives (out, source, tag) as one group that cannot deadlock with itself."""
 
-    def all_reduce(self, flat: Tensor, *, group: Sequence[int]) -> Handle:
-        """Sum `flat` [n] in place over `group` (ascending ranks, all call in the same order), added in rank order."""
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """Sum `flat` [n] in place over `group`, added in rank order."""
 
-    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int]) -> Handle:
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
         """`out` = sum over the group, in rank order, of everybody's `pieces[my index in group]` (pieces may be ragged)."""
 
-    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int]) -> Handle:
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
         """`pieces[i]` = `mine` of the group's i-th rank; ragged sizes allowed; `pieces[own]` may be `mine` itself."""
 
-    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int]) -> Handle:
-        """`outs[i]` = `pieces[own index]` of the group's i-th rank."""
+    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
+        """`outs[i]` = `pieces[own index]` of the group's i-th rank; `outs[own]` may be `pieces[own]` itself."""
 
-    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int]) -> Handle:
+    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> Handle:
         """`tensor` of rank `root` (a rank, not an index) reaches every rank of the group in place."""
 
-    def barrier(self, *, group: Sequence[int]) -> Handle:
+    def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
         """Done once every rank of the group has posted it."""
 
     def abort(self, reason: str) -> None:
@@ -102,14 +112,21 @@ Routine = Generator[Wait | Work, None, T]
 
 
 def drive(routine: Routine[T], timeout_s: float | None = None) -> T:
-    """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`."""
-    try:
-        while True:
-            operation = next(routine)
-            if isinstance(operation, Wait):
-                try:
-                    operation.handle.wait(timeout_s)
-                except Exception as error:
-                    routine.throw(error)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+    """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`.
+
+    What a wait fails with is thrown into the routine where it stands, so that it may clean up; a time-out names `Wait.what`.
+    """
+    failed: Exception | None = None
+    while True:
+        try:
+            operation = next(routine) if failed is None else routine.throw(failed)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        failed = None
+        if isinstance(operation, Wait):
+            try:
+                operation.handle.wait(timeout_s)
+            except CommTimeout as error:
+                failed = CommTimeout(f"{operation.what}: {error.what}", error.cure)
+            except Exception as error:
+                failed = error

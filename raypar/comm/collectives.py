@@ -1,0 +1,279 @@
+"""Collectives built from messages, in rank order: what `local` and `cpu` share (DESIGN 4.4).
+
+Sums are always ((p0 + p1) + p2) + ... by position in the group, whatever arrives first, so their bits depend on the
+group's size alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.comm.ledger import Ledger
+from raypar.comm.operation import Exchange, Message, Operation, Phases
+from raypar.errors import CommError, GroupAborted
+
+ALIGN = 16
+"""Slices of a flat tensor start at multiples of this many elements (64 bytes of fp32)."""
+
+ONE_PHASE_BYTES = 4096
+"""Up to this size an all-reduce sends whole tensors at once: latency counts, not bytes."""
+
+
+def slices(total: int, parts: int, align: int = ALIGN) -> list[tuple[int, int]]:
+    """Cut `total` elements into `parts` contiguous, nearly equal (start, stop) slices with aligned starts, maybe empty."""
+    units = -(-total // align)
+    bounds = [min(total, i * units // parts * align) for i in range(parts + 1)]
+    return [(bounds[i], bounds[i + 1]) for i in range(parts)]
+
+
+def add_in_order(parts: Sequence[Tensor], own: int, out: Tensor) -> None:
+    """`out` = ((p0 + p1) + p2) + ...; all parts but `parts[own]` may be overwritten; `out` may be `parts[own]`."""
+    if len(parts) == 1:
+        if out.data_ptr() != parts[0].data_ptr():
+            out.copy_(parts[0])
+        return
+    total = parts[0]
+    for index in range(1, len(parts)):
+        if index == len(parts) - 1:
+            target = out
+        else:
+            target = parts[1] if index == 1 and own == 0 else parts[0] if index == 1 else total
+        torch.add(total, parts[index], out=target)
+        total = target
+
+
+def _channel(operation: str, group: tuple[int, ...], channel: int) -> int:
+    """A 63-bit name of (operation, group, channel), the same on every rank; never 0, which is point to point."""
+    text = f"{operation}/{channel}/{','.join(map(str, group))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
+
+
+class MessageTransport(ABC):
+    """Everything of `Transport` but how one message travels (`post_send`, `post_recv`) and how one waits."""
+
+    carries_shapes = True
+
+    def __init__(self, rank: int, size: int, generation: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.generation = generation
+        self.ledger = Ledger()
+        self._aborted: str | None = None
+        self._channels: dict[tuple[str, tuple[int, ...], int], int] = {}
+        self._calls: Counter[int] = Counter()
+
+    # -- what a transport provides
+
+    @abstractmethod
+    def post_send(self, message: Message) -> None:
+        """Start sending; `message.complete()` once the tensor may be changed. Never blocks."""
+
+    @abstractmethod
+    def post_recv(self, message: Message) -> None:
+        """Start receiving into `message.tensor`, or into a fresh tensor put there. Never blocks."""
+
+    @abstractmethod
+    def wait_for(self, operation: Operation, timeout_s: float | None) -> bool:
+        """Block until `operation.settled`; False after `timeout_s`."""
+
+    @abstractmethod
+    def settled(self, operation: Operation) -> None:
+        """`operation` has just finished or failed, in some thread: wake whoever waits for it."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Transport.close`."""
+
+    # -- point to point
+
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> Operation:
+        """See `Transport.send`."""
+        self._check_alive()
+        self._check(tensor, to)
+        operation = Operation(self, f"send tag {tag}", (to,))
+        self.ledger.count("send", sent=tensor.nbytes)
+        operation.post(Exchange(((tensor, to, tag),), ()))
+        operation.posted()
+        return operation
+
+    def recv(self, out: Tensor | None, *, source: int, tag: int) -> Operation:
+        """See `Transport.recv`. Bytes are counted when they arrive."""
+        self._check_alive()
+        self._check(out, source)
+        operation = Operation(self, f"recv tag {tag}", (source,))
+        operation.post(Exchange((), ((out, source, tag),)))
+        operation.posted()
+        return operation
+
+    def batch(self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]) -> Operation:
+        """See `Transport.batch`."""
+        self._check_alive()
+        for tensor, peer, _ in (*sends, *recvs):
+            self._check(tensor, peer)
+        tags = sorted({tag for _, _, tag in (*sends, *recvs)})
+        operation = Operation(self, f"batch tags {tags}", sorted({peer for _, peer, _ in (*sends, *recvs)}))
+        for tensor, _, _ in sends:
+            self.ledger.count("send", sent=tensor.nbytes)
+        operation.post(Exchange(sends, recvs))
+        operation.posted()
+        return operation
+
+    # -- collectives
+
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> Operation:
+        """See `Transport.all_reduce`. Small: everything to everybody. Large: each rank adds one slice and hands it on."""
+        me, key, tag = self._enter("all_reduce", group, channel, flat)
+        if flat.nbytes <= ONE_PHASE_BYTES:
+            return self._run("all_reduce", group, key, self._all_reduce_whole(flat, group, me, tag))
+        return self._run("all_reduce", group, key, self._all_reduce_slices(flat, group, me, tag))
+
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Operation:
+        """See `Transport.reduce_scatter`."""
+        me, key, tag = self._enter("reduce_scatter", group, channel, out, *pieces)
+        self._check_count("reduce_scatter", group, pieces)
+
+        def phases() -> Phases:
+            parts = [out if i == me else torch.empty_like(out) for i in range(len(group))]
+            parts[me] = pieces[me]
+            yield self._exchange("reduce_scatter", group, me, tag, pieces, parts)
+            add_in_order(parts, me, out)
+
+        return self._run("reduce_scatter", group, key, phases())
+
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> Operation:
+        """See `Transport.all_gather`."""
+        me, key, tag = self._enter("all_gather", group, channel, mine, *pieces)
+        self._check_count("all_gather", group, pieces)
+
+        def phases() -> Phases:
+            if pieces[me].data_ptr() != mine.data_ptr():
+                pieces[me].copy_(mine)
+            yield self._exchange("all_gather", group, me, tag, [mine] * len(group), pieces)
+
+        return self._run("all_gather", group, key, phases())
+
+    def all_to_all(
+        self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0
+    ) -> Operation:
+        """See `Transport.all_to_all`."""
+        me, key, tag = self._enter("all_to_all", group, channel, *outs, *pieces)
+        self._check_count("all_to_all", group, pieces)
+        self._check_count("all_to_all", group, outs)
+
+        def phases() -> Phases:
+            if outs[me].data_ptr() != pieces[me].data_ptr():
+                outs[me].copy_(pieces[me])
+            yield self._exchange("all_to_all", group, me, tag, pieces, outs)
+
+        return self._run("all_to_all", group, key, phases())
+
+    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> Operation:
+        """See `Transport.broadcast`: the root sends to each rank."""
+        _, key, tag = self._enter("broadcast", group, channel, tensor)
+        if root not in group:
+            raise CommError(f"broadcast root {root} is not in group {tuple(group)}", cure="give a rank of the group")
+
+        def phases() -> Phases:
+            if self.rank == root:
+                others = [r for r in group if r != root]
+                self.ledger.count("broadcast", sent=tensor.nbytes * len(others))
+                yield Exchange([(tensor, r, tag) for r in others], ())
+            else:
+                self.ledger.count("broadcast", received=tensor.nbytes)
+                yield Exchange((), [(tensor, root, tag)])
+
+        return self._run("broadcast", group, key, phases())
+
+    def barrier(self, *, group: Sequence[int], channel: int = 0) -> Operation:
+        """See `Transport.barrier`: an empty message from everybody to everybody."""
+        me, key, tag = self._enter("barrier", group, channel)
+        empty = torch.empty(0, dtype=torch.uint8)
+
+        def phases() -> Phases:
+            yield self._exchange("barrier", group, me, tag, [empty] * len(group), [empty] * len(group))
+
+        return self._run("barrier", group, key, phases())
+
+    # -- parts of the above
+
+    def _all_reduce_whole(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
+        parts = [flat if i == me else torch.empty_like(flat) for i in range(len(group))]
+        yield self._exchange("all_reduce", group, me, tag, [flat] * len(group), parts)
+        add_in_order(parts, me, flat)
+
+    def _all_reduce_slices(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
+        whole = flat.view(-1)
+        cut = [whole[a:b] for a, b in slices(whole.numel(), len(group))]
+        parts = [cut[me] if i == me else torch.empty_like(cut[me]) for i in range(len(group))]
+        first = self._exchange("all_reduce", group, me, tag, cut, parts)
+        # A finished slice of a peer can only come after the peer has got our part of it, so its place is free by then.
+        finished = [(cut[i], r, tag + 1) for i, r in enumerate(group) if i != me and cut[i].numel()]
+        yield Exchange(first.sends, first.recvs, finished)
+        add_in_order(parts, me, cut[me])
+        yield Exchange([(cut[me], r, tag + 1) for i, r in enumerate(group) if i != me and cut[me].numel()], ())
+        others = len(group) - 1
+        self.ledger.count_more("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))
+
+    def _exchange(
+        self, name: str, group: Sequence[int], me: int, tag: int, pieces: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> Exchange:
+        """Give `pieces[i]` to the i-th rank and take `outs[i]` from it; counted under `name`.
+
+        Empty messages are not sent, except by a barrier: both ends know the sizes.
+        """
+        others = [(i, r) for i, r in enumerate(group) if i != me]
+        self.ledger.count(name, sent=sum(pieces[i].nbytes for i, _ in others), received=sum(outs[i].nbytes for i, _ in others))
+        keep = name == "barrier"
+        return Exchange(
+            [(pieces[i], r, tag) for i, r in others if keep or pieces[i].numel()],
+            [(outs[i], r, tag) for i, r in others if keep or outs[i].numel()],
+        )
+
+    def _enter(self, name: str, group: Sequence[int], channel: int, *tensors: Tensor) -> tuple[int, int, int]:
+        """Check a collective call. Returns our index in the group, the message channel and the first of two tags."""
+        self._check_alive()
+        members = tuple(group)
+        key = self._channels.get((name, members, channel))
+        if key is None:
+            ascending = list(members) == sorted(set(members) & set(range(self.size)))
+            if not ascending or self.rank not in members:
+                raise CommError(
+                    f"{name} of rank {self.rank} (of {self.size}) over group {members}",
+                    cure="a group is an ascending list of ranks that contains the caller",
+                )
+            key = self._channels[(name, members, channel)] = _channel(name, members, channel)
+        for tensor in tensors:
+            self._check(tensor, self.rank)
+        self._calls[key] += 1
+        return members.index(self.rank), key, self._calls[key] * 2
+
+    def _run(self, name: str, group: Sequence[int], key: int, phases: Phases) -> Operation:
+        return Operation(self, name, [r for r in group if r != self.rank], key, phases).start()
+
+    def _check(self, tensor: Tensor | None, peer: int) -> None:
+        if not 0 <= peer < self.size:
+            raise CommError(f"rank {peer} is not in a mesh of {self.size}", cure=f"use a rank from 0 to {self.size - 1}")
+        if tensor is not None and (not tensor.is_contiguous() or tensor.device.type != "cpu"):
+            strides, device = tuple(tensor.stride()), tensor.device
+            raise CommError(
+                f"a tensor of shape {tuple(tensor.shape)} with strides {strides} on {device} cannot be moved",
+                cure="pass a contiguous CPU tensor (tensor.contiguous())",
+            )
+
+    def _check_count(self, name: str, group: Sequence[int], pieces: Sequence[Tensor]) -> None:
+        if len(pieces) != len(group):
+            raise CommError(f"{name} got {len(pieces)} tensors for a group of {len(group)}", cure="give one for each rank")
+
+    def _check_alive(self) -> None:
+        if self._aborted is not None:
+            raise GroupAborted(self._aborted, cure="this generation is over; connect the next one")
