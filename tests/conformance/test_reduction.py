@@ -1,0 +1,169 @@
+"""The canonical reduction has the bits of one process; its bytes are those of a ring."""
+
+import threading
+
+import pytest
+import torch
+
+from raypar.comm.local import Cooperative, LocalMesh
+from raypar.comm.reduction import CanonicalReduction, FastReduction
+from raypar.comm.transport import Work, drive
+from raypar.errors import CommError
+from raypar.plan.microbatches import part
+from raypar.plan.tree import cover, fold
+
+SHAPES = [(48,), (33, 7), (5,), (128, 16), (1,), (0,), (64,), (3, 17)]
+UNUSED = 4
+"""This parameter has no gradient anywhere."""
+
+
+def block_gradients(blocks, dtype=torch.float32, seed=0):
+    """Gradients [block][parameter] whose sums depend on the order; some undefined, some negative zero."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for block in range(blocks):
+        scale = [10.0 ** torch.randint(-3, 5, (1,), generator=generator).item() for _ in SHAPES]
+        row = [(torch.randn(s, generator=generator) * k).to(dtype) for s, k in zip(SHAPES, scale, strict=True)]
+        row[UNUSED] = None
+        row[6] = torch.full(SHAPES[6], -0.0, dtype=dtype)
+        if block % 3 == 1:
+            row[2] = None
+        made.append(row)
+    return made
+
+
+def by_one_process(gradients):
+    blocks = len(gradients)
+    return [fold({(b, b + 1): gradients[b][i] for b in range(blocks)}, (0, blocks), torch.add) for i in range(len(SHAPES))]
+
+
+def parameters(dtype=torch.float32):
+    return [(torch.Size(s), dtype) for s in SHAPES]
+
+
+def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
+    """The routine of one replica: declares gradients ready in its own order, works in between."""
+    blocks = len(gradients)
+    dtype = gradients[0][0].dtype
+    group = range(len(runs))
+    made = kind(transport, group=group, runs=runs, blocks=blocks, parameters=parameters(dtype), bucket_bytes=bucket_bytes)
+    run = runs[transport.rank]
+    results = []
+    for step in range(steps):
+        made.start()
+        order = sorted(range(len(SHAPES)), key=lambda i: (i * 5 + transport.rank + step) % len(SHAPES))
+        for index in order if len(run) else ():
+            yield Work("backward", 1 + transport.rank)
+            leaves = {(b, b + 1): gradients[b][index] for b in run}
+            made.ready(index, {n: fold(leaves, n, torch.add) for n in cover(run, blocks)})
+        results = yield from made.finish()
+    return results
+
+
+def same_bits(got, want):
+    if got is None or want is None:
+        return got is want
+    return (
+        got.dtype == want.dtype
+        and got.shape == want.shape
+        and bytes(got.view(-1).view(torch.uint8)) == bytes(want.view(-1).view(torch.uint8))
+    )
+
+
+@pytest.mark.parametrize("replicas", range(1, 6))
+@pytest.mark.parametrize("blocks", range(1, 10))
+def test_every_number_of_replicas_has_the_bits_of_one_process(replicas, blocks):
+    gradients = block_gradients(blocks, seed=10 * replicas + blocks)
+    want = by_one_process(gradients)
+    mesh = LocalMesh(replicas)
+    runs = [part(r, replicas, blocks) for r in range(replicas)]
+    routines = [replica(t, CanonicalReduction, runs, gradients) for t in mesh.transports]
+    for results in Cooperative(seed=blocks).run(routines, mesh):
+        assert [same_bits(got, one) for got, one in zip(results, want, strict=True)] == [True] * len(SHAPES)
+        assert all(t is None or t.data_ptr() % 64 == 0 or t.numel() == 0 for t in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_too(dtype):
+    gradients = block_gradients(5, dtype)
+    mesh = LocalMesh(3)
+    runs = [part(r, 3, 5) for r in range(3)]
+    for results in Cooperative().run([replica(t, CanonicalReduction, runs, gradients) for t in mesh.transports], mesh):
+        assert all(same_bits(a, b) for a, b in zip(results, by_one_process(gradients), strict=True))
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_threads_have_the_bits_of_one_process(replicas):
+    gradients = block_gradients(8)
+    mesh = LocalMesh(replicas)
+    runs = [part(r, replicas, 8) for r in range(replicas)]
+    results = [None] * replicas
+
+    def body(rank):
+        results[rank] = drive(replica(mesh.transports[rank], CanonicalReduction, runs, gradients, steps=5), timeout_s=10)
+
+    threads = [threading.Thread(target=body, args=(r,)) for r in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for result in results:
+        assert all(same_bits(a, b) for a, b in zip(result, by_one_process(gradients), strict=True))
+
+
+def test_the_gradients_above_do_depend_on_the_order_of_addition():
+    gradients = block_gradients(8)
+    straight = [None] * len(SHAPES)
+    for row in gradients:
+        straight = [g if s is None else s if g is None else s + g for s, g in zip(straight, row, strict=True)]
+    assert not all(same_bits(a, b) for a, b in zip(straight, by_one_process(gradients), strict=True))
+
+
+@pytest.mark.parametrize("replicas, blocks", [(2, 2), (2, 8), (4, 4), (4, 16), (3, 3), (5, 5)])
+def test_bytes_are_those_of_a_ring_where_runs_are_complete_subtrees(replicas, blocks):
+    numel = 16 * 60 * 7
+    mesh = LocalMesh(replicas)
+    runs = [part(r, replicas, blocks) for r in range(replicas)]
+
+    def routine(transport):
+        made = CanonicalReduction(
+            transport,
+            group=range(replicas),
+            runs=runs,
+            blocks=blocks,
+            parameters=[(torch.Size((numel // 7,)), torch.float32)] * 7,
+            bucket_bytes=numel,
+        )
+        made.start()
+        for index in reversed(range(7)):
+            made.ready(index, {n: torch.ones(numel // 7) for n in cover(runs[transport.rank], blocks)})
+        return (yield from made.finish())
+
+    Cooperative().run([routine(t) for t in mesh.transports], mesh)
+    for transport in mesh.transports:
+        ledger = transport.ledger.as_dict()
+        moved = ledger["all_to_all"]["sent"] + ledger["all_gather"]["sent"]
+        assert moved * replicas == 2 * (replicas - 1) * numel * 4
+        assert ledger["all_reduce"]["sent"] == (replicas - 1) * 7 * 4, "one count per parameter: which gradients are defined"
+
+
+def test_fast_adds_the_same_numbers_in_another_order():
+    gradients = block_gradients(6)
+    mesh = LocalMesh(3)
+    runs = [part(r, 3, 6) for r in range(3)]
+    for results in Cooperative().run([replica(t, FastReduction, runs, gradients) for t in mesh.transports], mesh):
+        for got, want in zip(results, by_one_process(gradients), strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-1)
+
+
+def test_a_forgotten_parameter_is_named():
+    mesh = LocalMesh(2)
+    made = CanonicalReduction(mesh.transports[0], group=[0, 1], runs=[range(1), range(1, 2)], blocks=2, parameters=parameters())
+    made.start()
+    with pytest.raises(CommError, match="8 parameters"):
+        drive(made.finish())
+    made.ready(3, {})
+    with pytest.raises(CommError, match="parameter 3 was declared ready twice"):
+        made.ready(3, {})
