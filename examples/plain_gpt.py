@@ -1,0 +1,106 @@
+"""The reference: the job of a job file in one plain PyTorch process with one thread. It does not import raypar.
+
+    python examples/plain_gpt.py jobs/quickstart.yaml
+
+ends with the line `weights sha256 <64 hex>`, which `raypar train` prints too, whatever its plan. This page is the numerics
+contract (raypar/README.md): blocks of microbatches, the addition tree, one scaling, the norm in float64 over fixed pieces.
+"""
+
+import hashlib
+import importlib
+import math
+import random
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy
+import torch
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+torch.set_num_threads(1)
+
+
+def seed_of(*place):
+    text = "/".join(map(str, place))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def function(entry):
+    entry = {"function": entry} if isinstance(entry, str) else entry
+    module, name = entry["function"].split(":")
+    return partial(getattr(importlib.import_module(module), name), **entry.get("args", {}))
+
+
+def sample(data, seed, epoch, index):
+    here = seed_of(seed, "sample", epoch, index) % 2**32
+    random.seed(here), numpy.random.seed(here), torch.manual_seed(here)
+    return data[index]
+
+
+def tree(sums, add):  # the left subtree is the largest power of two below the number of blocks
+    if len(sums) == 1:
+        return sums[0]
+    left = 1 << (len(sums) - 1).bit_length() - 1
+    return add(tree(sums[:left], add), tree(sums[left:], add))
+
+
+def train(job):
+    seed, batch, m = job["seed"], job["batch_size"], job["microbatches"]
+    blocks = job.get("virtual_replicas") or min(m, 16)
+    data, loss_of = function(job["data"])(), function(job["loss"])
+    model = function(job["model"])()
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            torch.manual_seed(seed_of(seed, "init", name))
+            module.reset_parameters()
+    parameters = list(model.parameters())
+    optimizer = function(job["optimizer"])(parameters)
+    base_lr = optimizer.defaults["lr"]
+    lr_factor = function(job["lr_schedule"]) if job.get("lr_schedule") else lambda step: 1.0
+    orders = {}
+
+    def order(epoch):
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed(seed_of(seed, "epoch", epoch))
+            orders[epoch] = torch.randperm(len(data), generator=generator).tolist()
+        return orders[epoch]
+
+    for step in range(job["steps"]):
+        sums, losses = [], []
+        for block in range(blocks):
+            members = range(block * m // blocks, (block + 1) * m // blocks)
+            model.zero_grad(set_to_none=True)
+            for microbatch in members:
+                places = range(step * batch + microbatch * batch // m, step * batch + (microbatch + 1) * batch // m)
+                where = [divmod(place, len(data)) for place in places]
+                samples = [sample(data, seed, epoch, order(epoch)[entry]) for epoch, entry in where]
+                x, y = (torch.stack(field) for field in zip(*samples, strict=True))
+                total, count = loss_of(model(x), y)
+                total.backward()
+                losses.append((total.item(), float(count)))
+            if len(members):
+                sums.append([p.grad for p in parameters])
+        gradients = tree(sums, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+        total, count = sum(pair[0] for pair in losses), sum(pair[1] for pair in losses)
+        squares = [sum(torch.dot(piece, piece).item() for piece in g.flatten().split(32768)) for g in gradients]
+        norm = math.sqrt(sum(squares)) / count
+        clip = job.get("clip_norm")
+        factor = min(1.0, clip / (norm + 1e-6)) / count if clip else 1.0 / count
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.mul_(factor)
+        for group in optimizer.param_groups:
+            group["lr"] = base_lr * lr_factor(step)
+        optimizer.step()
+        if step % 10 == 0 or step + 1 == job["steps"]:
+            print(f"step {step} loss {total / count:.4f} norm {norm:.4f}", flush=True)
+    return model
+
+
+if __name__ == "__main__":
+    model = train(yaml.safe_load(Path(sys.argv[1]).read_text()))
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}\0".encode() + parameter.detach().contiguous().numpy().tobytes())
+    print(f"weights sha256 {digest.hexdigest()}")

@@ -1,0 +1,57 @@
+"""`raypar debug JOB`: the whole plan in one process and one thread, so that pdb works anywhere in it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from raypar.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar debug`."""
+    parser.add_argument("job", help="job file (YAML)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
+    parser.add_argument("--steps", type=int, default=2, help="how many steps to run (default 2)")
+    parser.add_argument(
+        "--stop-at",
+        metavar="STEP,STAGE,MICROBATCH",
+        help="open pdb just before the instructions of this stage and microbatch in this step",
+    )
+    parser.add_argument("--order-seed", type=int, default=None, help="interleave the workers in another (seeded) order")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the first steps of a job under `LocalJob`; exit code 0."""
+    from raypar.config import load_job
+    from raypar.worker.assignment import make_graph
+    from raypar.worker.local_run import LocalJob
+
+    place = _place(args.stop_at)
+    job = load_job(args.job, args.overrides)
+    spec = job.to_spec()
+    graph = make_graph(spec)
+    plan = job.to_plan(len(graph.layers))
+    print(f"{plan.world} workers, {len(plan.stages)} stages in one process; schedule {job.schedule_name}", flush=True)
+
+    def before(step: int, instruction: object) -> None:
+        where = (step, getattr(instruction, "stage", None), getattr(instruction, "microbatch", None))
+        if where == place:
+            print(f"step {step}: about to run {instruction}; `up` leads to the interpreter's frame", file=sys.stderr)
+            breakpoint()
+
+    with LocalJob(spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before=before) as local:
+        for step in range(min(args.steps, spec.steps)):
+            report = local.step(step)[0]
+            print(f"step {step}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}", flush=True)
+    return 0
+
+
+def _place(text: str | None) -> tuple[int, int, int] | None:
+    if text is None:
+        return None
+    try:
+        step, stage, microbatch = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--stop-at {text!r} is not STEP,STAGE,MICROBATCH", cure="for example --stop-at 3,1,0") from None
+    return step, stage, microbatch
