@@ -110,6 +110,7 @@ class WorkerCore:
                     runs=[routing.run(index, r) for r in range(plan.stages[index].replicas)],
                     blocks=spec.cut.blocks,
                     parameters=[(shape, dtype) for _, shape, dtype in stage.uses],
+                    channel=index,
                 )
                 for index, stage in self.stages.items()
             },

@@ -95,11 +95,7 @@ class StepEnd:
             stage.on_ready = self.reductions[index].ready
 
     def reduce(self, stage: int) -> None:
-        """All of the stage's gradients on this worker are final; what was not reported contributes nothing."""
-        replica = self.routing.plan.seats[self.rank].replica
-        if not len(self.routing.of_replica(stage, replica)):
-            for index in range(len(self.stages[stage].uses)):
-                self.reductions[stage].ready(index, {})
+        """All of the stage's gradients on this worker are final; their buckets are posted, help those that wait for a reply."""
         self.reductions[stage].poll()
 
     def _reduced(self) -> Routine[dict[int, list[Tensor | None]]]:
