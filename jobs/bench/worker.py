@@ -1,0 +1,201 @@
+"""One worker process of a bench: builds what its kind says, then runs steps on request.
+
+`python worker.py KIND --address SOCKET [--rank R] --options JSON`; torchrun gives the rank through the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any, Protocol
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+
+import torch
+import torch.distributed as dist
+from models import CLIP_NORM, OPTIMIZER, SEED, Batches, Workload, mean_loss
+from torch import nn
+
+from examples import gpt
+
+
+class Body(Protocol):
+    """What a kind of worker does."""
+
+    def step(self, number: int) -> float | None:
+        """One training step; the loss where this worker knows it."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+def peak_rss_bytes() -> int:
+    """High-water mark of this process's memory since its exec (VmHWM; `ru_maxrss` would count the parent's)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmHWM in /proc/self/status")
+
+
+def serve(address: str, body: Body, extra: Any = dict) -> None:
+    """Answer commands until told to stop; blocked in a read between them."""
+    connection = Client(address, "AF_UNIX")
+    connection.send(("ok", {}))
+    number, last = 0, None
+    while True:
+        try:
+            command, *arguments = connection.recv()
+        except EOFError:
+            break
+        if command == "stop":
+            break
+        try:
+            if command == "run":
+                start_ns = time.monotonic_ns()
+                for _ in range(arguments[0]):
+                    found = body.step(number)
+                    last = found if found is not None else last
+                    number += 1
+                connection.send(("ok", {"start_ns": start_ns, "end_ns": time.monotonic_ns()}))
+            else:
+                connection.send(("ok", {"peak_rss_bytes": peak_rss_bytes(), "loss": last, "steps": number} | extra()))
+        except Exception:
+            connection.send(("error", traceback.format_exc()))
+            raise
+    body.close()
+    connection.close()
+
+
+class Plain:
+    """The loop everybody writes: gradient accumulation over microbatches, clip, step. With `share`, wrapped in DDP."""
+
+    def __init__(self, work: dict[str, int], microbatches: int, rank: int = 0, world: int = 1, wrap: Any = None) -> None:
+        self.work = Workload(**work)
+        torch.manual_seed(SEED)
+        model = gpt.layers(**self.work.model_args)
+        self.model = model if wrap is None else wrap(model)
+        self.ddp = wrap is not None
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **OPTIMIZER)
+        self.microbatches = microbatches // world
+        self.batches = Batches(self.work, (rank, world))
+
+    def step(self, number: int) -> float:
+        x, y = self.batches.get(number)
+        total = torch.zeros(())
+        pairs = list(zip(x.chunk(self.microbatches), y.chunk(self.microbatches), strict=True))
+        for index, (inputs, target) in enumerate(pairs):
+            if self.ddp:
+                self.model.require_backward_grad_sync = index == len(pairs) - 1  # what `no_sync` sets
+            value = mean_loss(self.model(inputs), target) / self.microbatches
+            value.backward()
+            total += value.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total.item()
+
+    def close(self) -> None:
+        if self.ddp and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Pipelining:
+    """torch.distributed.pipelining: one of its schedules over gloo. Global-norm clipping costs it one scalar all-reduce."""
+
+    def __init__(self, work: dict[str, int], microbatches: int, schedule: str) -> None:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+        dist.init_process_group("gloo")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        kind = get_schedule_class(schedule)
+        single = issubclass(kind, PipelineScheduleSingle)
+        count = world if single else 2 * world
+        own = [rank] if single else [rank, count - 1 - rank] if schedule in ("ZBVZeroBubble", "DualPipeV") else [rank, rank + world]
+        size = Workload(**work)
+        torch.manual_seed(SEED)
+        whole = gpt.layers(**size.model_args)
+        bounds = size.bounds(count)
+        parts = [whole[bounds[i] : bounds[i + 1]] for i in own]
+        stages = [PipelineStage(part, i, count, torch.device("cpu")) for part, i in zip(parts, own, strict=True)]
+        self.first, self.last = 0 in own, count - 1 in own
+        self.schedule: Any = kind(stages[0] if single else stages, n_microbatches=microbatches, loss_fn=mean_loss)
+        self.parameters = [p for part in parts for p in part.parameters()]
+        self.optimizer = torch.optim.AdamW(self.parameters, **OPTIMIZER)
+        self.batches = Batches(size)
+
+    def step(self, number: int) -> float | None:
+        x, y = self.batches.get(number) if self.first or self.last else (None, None)
+        losses: list[torch.Tensor] = []
+        target = {"target": y, "losses": losses} if self.last else {}
+        self.schedule.step(*([x] if self.first else []), **target, return_outputs=False)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters]) ** 2
+        dist.all_reduce(norm)
+        nn.utils.clip_grads_with_norm_(self.parameters, CLIP_NORM, norm.sqrt())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean().item() if self.last else None
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def ray_train(address: str, work: dict[str, int], microbatches: int, workers: int, storage: str) -> None:
+    """Ray Train's TorchTrainer: its workers serve the bench from inside the training function."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def train() -> None:
+        import ray.train
+        import ray.train.torch
+
+        torch.set_num_threads(1)
+        context = ray.train.get_context()
+        wrap = lambda model: ray.train.torch.prepare_model(model, parallel_strategy="ddp")  # noqa: E731
+        body = Plain(work, microbatches, context.get_world_rank(), context.get_world_size(), wrap)
+        serve(address, body)
+
+    environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=workers + 1,
+        include_dashboard=False,
+        logging_level="error",
+        log_to_driver=True,
+        _temp_dir=storage,
+        runtime_env={"env_vars": environment},
+    )
+    TorchTrainer(
+        train, scaling_config=ScalingConfig(num_workers=workers), run_config=RunConfig(storage_path=storage, name="bench")
+    ).fit()
+    ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=["plain", "ddp", "pipelining", "ray-train"])
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--rank", type=int, default=int(os.environ.get("RANK", "0")))
+    parser.add_argument("--options", type=json.loads, default={})
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.kind == "plain":
+        serve(given.address, Plain(**given.options))
+    elif given.kind == "ddp":
+        dist.init_process_group("gloo")
+        wrap = nn.parallel.DistributedDataParallel
+        serve(given.address, Plain(**given.options, rank=dist.get_rank(), world=dist.get_world_size(), wrap=wrap))
+    elif given.kind == "pipelining":
+        serve(given.address, Pipelining(**given.options))
+    else:
+        ray_train(given.address, **given.options)
+
+
+if __name__ == "__main__":
+    main()
