@@ -54,11 +54,11 @@ class LocalJob:
 
     def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
         """One step on every worker; their reports by rank."""
-        return self.scheduler.run([core.routine(step, trace=trace) for core in self.cores])
+        return self.scheduler.run([core.routine(step, trace=trace) for core in self.cores], self.mesh)
 
     def validate(self, step: int) -> float:
         """The validation loss."""
-        return whole_loss(self.scheduler.run([core.validation_routine(step) for core in self.cores]))
+        return whole_loss(self.scheduler.run([core.validation_routine(step) for core in self.cores], self.mesh))
 
     def parameters(self) -> dict[str, list[Tensor]]:
         """Every holder's copy of every parameter."""
