@@ -1,0 +1,321 @@
+"""The run's state machine: drawn scenes first, then many random orders of events, each with the same promises."""
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+from raypar.elastic.actions import (
+    AbortGroups,
+    Emit,
+    EmitValidation,
+    Journal,
+    Probe,
+    RunStep,
+    Snapshot,
+    Teardown,
+    Validate,
+    Warn,
+)
+from raypar.elastic.events import (
+    Aborted,
+    CallFailed,
+    Emitted,
+    Journalled,
+    Probed,
+    Saved,
+    SaveFailed,
+    SnapshotTaken,
+    StepReported,
+    StopRequested,
+    Tick,
+    ValidationEmitted,
+    ValidationReported,
+    WorkersReady,
+)
+from raypar.elastic.machine import DEPTH, Course, Phase, RunMachine, UnexpectedEvent
+from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
+
+
+def do(machine, event, now_s=0.0):
+    return [decision.action for decision in machine.handle(event, now_s)]
+
+
+def commit(machine, step, workers=2, stop=None):
+    """All events of one undisturbed step; returns the actions after the last."""
+    for rank in range(workers):
+        actions = do(machine, StepReported(rank, step, 0.1))
+    assert actions == [Journal(step)]
+    assert do(machine, Journalled(step)) == [Emit(step)]
+    return do(machine, Emitted(step, stop))
+
+
+def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
+    machine = RunMachine(Course(workers=2, last=10))
+    assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
+    assert do(machine, StepReported(0, 0)) == []
+    assert do(machine, StepReported(0, 1)) == []
+    assert do(machine, StepReported(1, 0)) == [Journal(0)]
+    assert do(machine, Journalled(0)) == [Emit(0)]
+    assert do(machine, Emitted(0)) == [RunStep(2)]
+
+
+def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
+    machine = RunMachine(Course(workers=2, last=4, validates=True, validate_every=2, save_every=2))
+    do(machine, WorkersReady())
+    assert commit(machine, 0) == []
+    assert machine.phase is Phase.FLUSHING
+    assert commit(machine, 1) == [Validate(2)]
+    assert do(machine, ValidationReported(1, 2)) == []
+    assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
+    assert do(machine, ValidationEmitted(2)) == [Snapshot(2)]
+    assert do(machine, SnapshotTaken(2)) == [RunStep(2), RunStep(3)], "training goes on while the files are written"
+    assert do(machine, Saved(2)) == []
+
+
+def test_the_run_ends_when_its_last_checkpoint_is_complete():
+    machine = RunMachine(Course(workers=2, last=1))
+    do(machine, WorkersReady())
+    assert commit(machine, 0) == [Snapshot(1)]
+    assert do(machine, SnapshotTaken(1)) == []
+    assert do(machine, Saved(1)) == [Teardown("done", "all 1 steps are done", 1)]
+
+
+def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step():
+    machine = RunMachine(Course(workers=2, last=100))
+    do(machine, WorkersReady())
+    assert commit(machine, 0, stop="early stop") == []
+    assert commit(machine, 1) == [Snapshot(2)]
+    do(machine, SnapshotTaken(2))
+    assert do(machine, Saved(2)) == [Teardown("stopped", "early stop", 2)]
+
+
+def test_stop_at_step_ends_with_a_checkpoint_and_without_the_last_validation():
+    machine = RunMachine(Course(workers=2, last=100, stop_at=2, validates=True))
+    assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
+    commit(machine, 0)
+    assert commit(machine, 1) == [Snapshot(2)]
+
+
+def test_a_finished_job_that_is_resumed_ends_without_training_or_saving_again():
+    machine = RunMachine(Course(workers=2, last=5, first=5, validates=True, validate_every=5))
+    assert do(machine, WorkersReady()) == [Teardown("done", "all 5 steps are done", 5)]
+
+
+def test_an_interrupt_finishes_the_steps_in_flight_and_saves():
+    machine = RunMachine(Course(workers=2, last=100))
+    do(machine, WorkersReady())
+    assert do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2)) == []
+    commit(machine, 0)
+    assert commit(machine, 1) == [Snapshot(2)]
+    do(machine, SnapshotTaken(2))
+    assert do(machine, Saved(2)) == [Teardown("interrupted", "Ctrl-C", 2)]
+
+
+def test_an_interrupted_step_that_outlasts_its_grace_is_aborted_and_never_happened():
+    machine = RunMachine(Course(workers=2, last=100))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
+    assert do(machine, Tick(), 11.9) == []
+    assert do(machine, Tick(), 12.1) == [AbortGroups("interrupted")]
+    assert do(machine, CallFailed("aborted", GroupAborted("interrupted"), 0), 12.2) == []
+    assert do(machine, Aborted((1, 1)), 12.3) == [Snapshot(1)]
+
+
+def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new():
+    machine = RunMachine(Course(workers=2, last=100))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
+    do(machine, Tick(), 12.1)
+    assert do(machine, Aborted((2, 1)), 12.3) == []
+    (teardown,) = do(machine, Tick(), 14.0)
+    assert teardown.end == "interrupted" and "(2, 1)" in teardown.why
+
+
+def test_the_cause_of_a_failure_is_the_user_code_not_the_workers_that_waited_for_it():
+    machine = RunMachine(Course(workers=3, last=10))
+    do(machine, WorkersReady())
+    (abort,) = do(machine, CallFailed("aborted", GroupAborted("connection closed"), 0))
+    assert isinstance(abort, AbortGroups)
+    assert do(machine, CallFailed("aborted", GroupAborted("connection closed"), 2)) == []
+    (teardown,) = do(machine, CallFailed("user", UserCodeError("division by zero"), 1))
+    assert teardown.end == "failed" and isinstance(teardown.error, UserCodeError)
+
+
+def test_a_lost_worker_ends_the_run_at_once():
+    machine = RunMachine(Course(workers=2, last=10))
+    do(machine, WorkersReady())
+    abort, teardown = do(machine, CallFailed("lost", WorkerLost("worker 1 died"), 1))
+    assert isinstance(abort, AbortGroups) and isinstance(teardown.error, WorkerLost)
+
+
+def test_without_a_cause_the_symptom_is_reported_after_a_while():
+    machine = RunMachine(Course(workers=2, last=10))
+    do(machine, WorkersReady())
+    do(machine, CallFailed("aborted", GroupAborted("connection closed"), 0), 5.0)
+    assert do(machine, Tick(), 6.0) == []
+    (teardown,) = do(machine, Tick(), 8.5)
+    assert isinstance(teardown.error, GroupAborted)
+
+
+def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
+    machine = RunMachine(Course(workers=2, last=10))
+    do(machine, WorkersReady(), 0.0)
+    commit(machine, 0)
+    do(machine, StepReported(0, 1, 0.1), 1.0)
+    assert do(machine, Tick(), 59.0) == []
+    assert do(machine, Tick(), 61.0) == [Probe((1,))]
+    assert do(machine, Tick(), 61.3) == []
+    _, teardown = do(machine, Probed("worker 1: in time.sleep"), 61.4)
+    assert isinstance(teardown.error, CommTimeout) and "in time.sleep" in str(teardown.error)
+    assert "worker(s) 1 " in str(teardown.error)
+
+
+def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run():
+    machine = RunMachine(Course(workers=2, last=4, save_every=2))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    assert commit(machine, 1) == [Snapshot(2)]
+    warn, *steps = do(machine, SaveFailed(2, OSError("no space left on device")))
+    assert isinstance(warn, Warn) and "no space" in warn.text and steps == [RunStep(2), RunStep(3)]
+
+
+def test_a_run_whose_last_checkpoint_fails_has_failed():
+    machine = RunMachine(Course(workers=2, last=1))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, SnapshotTaken(1))
+    _, teardown = do(machine, SaveFailed(1, OSError("no space left on device")))
+    assert teardown.end == "failed" and "no earlier checkpoint" in teardown.why
+
+
+def test_an_event_without_a_rule_raises_with_the_story():
+    machine = RunMachine(Course(workers=2, last=4))
+    do(machine, WorkersReady())
+    with pytest.raises(UnexpectedEvent, match=r"WorkersReady\(\) while running(.|\n)*RunStep\(step=1\)"):
+        do(machine, WorkersReady())
+
+
+class World:
+    """A driver and workers that answer every action in a random order; what one worker says stays in its order."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.choice
+        last = self.random.randint(1, 9)
+        self.course = Course(
+            workers=self.random.randint(1, 4),
+            last=last,
+            first=self.random.randint(0, last),
+            validates=pick([True, False]),
+            validate_every=pick([0, 1, 2, 3]),
+            save_every=pick([0, 1, 2, 3]),
+            stop_at=pick([None, None, last, max(1, last - 1)]),
+        )
+        if self.course.stop_at is not None and self.course.stop_at < self.course.first:
+            self.course = Course(workers=2, last=last)
+        self.machine = RunMachine(self.course)
+        self.lines: dict[str, deque] = {}
+        self.log: list = []
+        self.now_s = 0.0
+        self.applied = [self.course.first] * self.course.workers
+        self.fault = pick([None, None, None, "user", "lost", "stop", "interrupt", "hang"])
+        self.disk_full = pick([0.0, 0.0, 0.5])
+        self.put("start", WorkersReady())
+        if self.fault in ("user", "lost"):
+            error = UserCodeError("boom") if self.fault == "user" else WorkerLost("gone")
+            self.put("fault", *[None] * self.random.randint(0, 30), CallFailed(self.fault, error, 0))
+        elif self.fault in ("stop", "interrupt"):
+            stop = StopRequested("asked", interrupt=self.fault == "interrupt", grace_s=2.0)
+            self.put("fault", *[None] * self.random.randint(0, 30), stop)
+        self.hangs_from = self.random.randint(0, last) if self.fault == "hang" else None
+
+    def put(self, line: str, *events) -> None:
+        """None is a pause: it only lets other lines go first."""
+        self.lines.setdefault(line, deque()).extend(events)
+
+    def carry_out(self, action) -> None:
+        self.log.append(action)
+        workers = range(self.course.workers)
+        match action:
+            case RunStep(step):
+                for rank in workers:
+                    if not (self.hangs_from is not None and step >= self.hangs_from and rank == workers[-1]):
+                        self.put(f"worker {rank}", StepReported(rank, step, 0.1))
+            case Journal(step):
+                self.put("driver", Journalled(step))
+            case Emit(step):
+                stop = "asked in a callback" if self.random.random() < 0.03 else None
+                self.put("driver", Emitted(step, stop))
+            case Validate(done):
+                for rank in workers:
+                    self.put(f"worker {rank}", ValidationReported(rank, done))
+            case EmitValidation(done):
+                self.put("driver", ValidationEmitted(done))
+            case Snapshot(done):
+                full = self.random.random() < self.disk_full
+                self.put("disk", SnapshotTaken(done), SaveFailed(done, OSError("full")) if full else Saved(done))
+            case Probe(ranks):
+                self.put("driver", Probed(f"stacks of {ranks}"))
+            case AbortGroups():
+                for rank in workers:
+                    self.put(f"worker {rank}", *[CallFailed("aborted", GroupAborted("aborted"), rank)])
+                self.put("abort", None, None, Aborted(tuple(self.applied)))
+
+    def run(self) -> None:
+        for _ in range(3000):
+            waiting = [line for line, events in self.lines.items() if events]
+            if self.machine.phase is Phase.OVER and not waiting:
+                return
+            if not waiting:
+                self.now_s += 100.0
+                event = Tick()
+            else:
+                event = self.lines[self.random.choice(waiting)].popleft()
+                self.now_s += 0.01
+                if event is None:
+                    continue
+                if isinstance(event, StepReported):
+                    self.applied[event.rank] = event.step + 1
+            for decision in self.machine.handle(event, self.now_s):
+                assert decision.reason
+                self.carry_out(decision.action)
+        pytest.fail(f"the run does not end: {list(self.machine.story)[-5:]}")
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_every_order_of_events_keeps_the_promises(block):
+    for seed in range(block * 100, block * 100 + 100):
+        world = World(seed)
+        world.run()
+        log, course = world.log, world.course
+        steps = [a.step for a in log if isinstance(a, RunStep)]
+        seen = [a.step for a in log if isinstance(a, Emit)]
+        assert steps == list(range(course.first, course.first + len(steps))), "issued once each, in order"
+        assert seen == steps[: len(seen)], "seen once each, in order"
+        assert [type(a) for a in log].count(Teardown) == 1
+        after = log[log.index(next(a for a in log if isinstance(a, Teardown))) + 1 :]
+        assert after == [], f"seed {seed}: {after} after the end"
+        ahead = 0
+        for action in log:
+            ahead += isinstance(action, RunStep) - isinstance(action, Emit)
+            assert ahead <= DEPTH
+        for index, action in enumerate(log):
+            if isinstance(action, (Validate, Snapshot)):
+                before = log[:index]
+                issued = course.first + sum(isinstance(a, RunStep) for a in before)
+                if action.done == issued:
+                    continue
+                assert world.fault == "interrupt", "the state is settled, or the steps in flight were aborted"
+        snapshots = Counter(a.done for a in log if isinstance(a, Snapshot))
+        assert max(snapshots.values(), default=0) <= 1
+        end = log[-1]
+        if world.fault in (None, "stop") and not world.disk_full:
+            assert end.end in ("done", "stopped"), f"seed {seed}: {end}"
+            assert end.done == course.first or snapshots[end.done] == 1, "ends with a checkpoint"
+        if world.fault is None and course.validates and end.done == course.last > course.first:
+            assert Validate(course.last) in log
+        if world.fault == "hang" and course.first <= world.hangs_from < len(steps) + course.first:
+            assert end.end == "failed" and isinstance(end.error, CommTimeout)
