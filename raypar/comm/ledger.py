@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -16,16 +17,20 @@ class Ledger:
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def count(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
         """Add one call and its payload."""
-        self.count_more(operation, sent=sent, received=received)
-        self.messages[operation] += 1
+        with self._lock:
+            self.sent[operation] += sent
+            self.received[operation] += received
+            self.messages[operation] += 1
 
     def count_more(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
         """Add payload to a call that is counted already (a later phase, bytes whose number was not known before)."""
-        self.sent[operation] += sent
-        self.received[operation] += received
+        with self._lock:
+            self.sent[operation] += sent
+            self.received[operation] += received
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For reports and `--json`."""
