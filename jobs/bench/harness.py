@@ -65,8 +65,10 @@ class Contender:
                     self._connections.append(listener.accept())
                 except TimeoutError:
                     self._check(time.monotonic() < deadline, f"was not up after {START_TIMEOUT_S:.0f} s")
-            for connection in self._connections:
-                self._receive(connection, deadline)
+            hellos = [self._receive(connection, deadline) for connection in self._connections]
+            if all("address" in hello for hello in hellos):
+                addresses = [hello["address"] for hello in sorted(hellos, key=lambda hello: hello["rank"])]
+                self._ask(("connect", addresses), START_TIMEOUT_S)
 
     def run(self, steps: int) -> float:
         """Seconds a step: from the first worker's start to the last worker's end, over `steps`."""

@@ -1,4 +1,4 @@
-"""The workload of the benches: the GPT of `examples/gpt.py` on its text, read by every contender in the way that is usual for it."""
+"""The workload of the benches: the GPT of `examples/gpt.py` on its text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Workload:
         return self.batch_size * self.context
 
     def bounds(self, stages: int) -> list[int]:
-        """First layer of every stage, and the number of layers: blocks are shared out evenly, the ends keep embedding and head."""
+        """First layer of every stage, and the number of layers; blocks are shared out evenly between embedding and head."""
         return [0, *(1 + s * self.depth // stages for s in range(1, stages)), self.depth + 2]
 
 

@@ -1,6 +1,6 @@
 """One worker process of a bench: builds what its kind says, then runs steps on request.
 
-`python worker.py KIND --address SOCKET [--rank R] --options JSON`; torchrun gives the rank through the environment.
+`python worker.py KIND --address SOCKET [--rank R] --options JSON`; the harness sets PYTHONPATH, torchrun the rank.
 """
 
 from __future__ import annotations
@@ -8,14 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 import traceback
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, Protocol
-
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 import torch
 import torch.distributed as dist
@@ -117,7 +114,13 @@ class Pipelining:
         kind = get_schedule_class(schedule)
         single = issubclass(kind, PipelineScheduleSingle)
         count = world if single else 2 * world
-        own = [rank] if single else [rank, count - 1 - rank] if schedule in ("ZBVZeroBubble", "DualPipeV") else [rank, rank + world]
+        own = (
+            [rank]
+            if single
+            else [rank, count - 1 - rank]
+            if schedule in ("ZBVZeroBubble", "DualPipeV")
+            else [rank, rank + world]
+        )
         size = Workload(**work)
         torch.manual_seed(SEED)
         whole = gpt.layers(**size.model_args)

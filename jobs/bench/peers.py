@@ -1,0 +1,186 @@
+"""raypar beside its peers: the same GPT, batch, optimizer and threads (one a process), alternating in one run.
+
+`python jobs/bench/peers.py [--json] [--page FILE] [--rounds 24] [--steps 2] [--microbatches 4 8] [--ray] [--only TEXT ...]`
+Without `--ray`: plain loop, torchrun DDP, torch.distributed.pipelining, and raypar's workers over TCP. With `--ray`: Ray
+Train and raypar's actors, and some of the others beside them. Ray's own processes use some processor even when idle,
+therefore the two sets run apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import Contender, Ratio, alternate, environment, page, ratio, spread, table, torchrun_command, worker_command
+
+TOKENS = 32 * 128
+TORCH_SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+OURS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+SAME = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb-v"}
+
+
+def plain(microbatches: int) -> Contender:
+    return Contender("plain", 1, lambda a: [worker_command("plain", a, 0, work={}, microbatches=microbatches)])
+
+
+def ddp(microbatches: int) -> Contender:
+    return Contender("DDP", 2, lambda a: [torchrun_command("ddp", a, 2, work={}, microbatches=microbatches)])
+
+
+def pipelining(schedule: str, microbatches: int) -> Contender:
+    options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "schedule": schedule}
+    return Contender(f"torch {schedule}", 2, lambda a: [torchrun_command("pipelining", a, 2, **options)])
+
+
+def ray_train(microbatches: int, storage: str) -> Contender:
+    options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "workers": 2, "storage": storage}
+    return Contender("Ray Train", 2, lambda a: [worker_command("ray-train", a, 0, **options)])
+
+
+def raypar(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, **more: Any) -> Contender:
+    """raypar's worker core in processes of its own, over the TCP transport."""
+    options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "replicas": replicas, "stages": stages, **more}
+    world = replicas * stages
+    return Contender(f"raypar {name}", world, lambda a: [worker_command("raypar", a, r, **options) for r in range(world)])
+
+
+def raypar_on_ray(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, **more: Any) -> Contender:
+    """raypar's actors on a Ray of its own; the steps are asked for as its driver does."""
+    options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "replicas": replicas, "stages": stages, **more}
+    return Contender(f"raypar {name} on Ray", 1, lambda a: [worker_command("raypar-ray", a, 0, **options)])
+
+
+def contenders(microbatches: int, storage: str | None) -> list[Contender]:
+    """All that run side by side; `storage` is a folder for Ray Train, None for the set without Ray."""
+    make = raypar if storage is None else raypar_on_ray
+    schedules = OURS if storage is None else ("1f1b", "zb-v")
+    ours = [
+        make("1 worker", microbatches),
+        make("2 replicas", microbatches, replicas=2),
+        make("2 replicas fast", microbatches, replicas=2, reduction="fast"),
+        *(make(f"2 stages {s}", microbatches, stages=2, schedule=s) for s in schedules),
+    ]
+    if storage is None:
+        return [plain(microbatches), ddp(microbatches), *(pipelining(s, microbatches) for s in TORCH_SCHEDULES), *ours]
+    return [
+        plain(microbatches),
+        ddp(microbatches),
+        pipelining("1F1B", microbatches),
+        pipelining("ZBVZeroBubble", microbatches),
+        ray_train(microbatches, storage),
+        *ours,
+    ]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`own` against `base`: the lower bound of the ratio base seconds / own seconds should reach `bound`."""
+
+    base: str
+    own: str
+    bound: float
+
+
+def claims(seconds: dict[str, list[float]], on_ray: bool) -> list[Claim]:
+    """What the project promises of this set; those whose contenders did not run are left out."""
+    end = " on Ray" if on_ray else ""
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    torch_runs = [n for n in medians if n.startswith("torch ")]
+    our_pipelines = [n for n in medians if n.startswith("raypar 2 stages")]
+    wanted = [
+        Claim("plain", f"raypar 1 worker{end}", 0.98),
+        Claim("DDP", f"raypar 2 replicas{end}", 1.0),
+        Claim("Ray Train", f"raypar 2 replicas{end}", 1.0),
+        Claim(f"raypar 2 replicas fast{end}", f"raypar 2 replicas{end}", 0.97),
+        *(Claim(f"torch {theirs}", f"raypar 2 stages {ours}{end}", 1.0) for theirs, ours in SAME.items()),
+    ]
+    if torch_runs and our_pipelines:
+        best = min(our_pipelines, key=medians.__getitem__)
+        wanted += [Claim(min(torch_runs, key=medians.__getitem__), best, 1.0), Claim("torch 1F1B", best, 1.05)]
+    return list(dict.fromkeys(c for c in wanted if c.base in seconds and c.own in seconds))
+
+
+def measure(given: argparse.Namespace, microbatches: int, storage: str | None) -> dict[str, Any]:
+    """Run one set for one number of microbatches."""
+    chosen = contenders(microbatches, storage)
+    if given.only:
+        chosen = [c for c in chosen if any(text in c.name for text in given.only)]
+    started: list[Contender] = []
+    try:
+        for contender in chosen:
+            print(f"m={microbatches}: starting {contender.name}", file=sys.stderr, flush=True)
+            started.append(contender)
+            contender.start()
+        seconds = alternate(
+            started, rounds=given.rounds, steps=given.steps, say=lambda text: print(text, file=sys.stderr, flush=True)
+        )
+        facts = {c.name: c.info() for c in started}
+    finally:
+        for contender in started:
+            contender.stop()
+    return {
+        "microbatches": microbatches,
+        "seconds": seconds,
+        "peak_rss_bytes": {name: [one["peak_rss_bytes"] for one in found] for name, found in facts.items()},
+        "loss": {name: next((i["loss"] for i in found if i["loss"] is not None), None) for name, found in facts.items()},
+        "ratios": [
+            asdict(claim) | asdict(ratio(seconds[claim.base], seconds[claim.own]))
+            for claim in claims(seconds, storage is not None)
+        ],
+    }
+
+
+def tables(found: dict[str, Any]) -> str:
+    """The result of one number of microbatches, for people."""
+    rows = []
+    for name, values in found["seconds"].items():
+        median, (low, high) = statistics.median(values), spread(values)
+        memory = "/".join(f"{n / 2**20:.0f}" for n in found["peak_rss_bytes"][name])
+        timing = [f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}", f"{TOKENS / median:,.0f}"]
+        rows.append([name, *timing, memory, f"{found['loss'][name]:.4f}"])
+    ratios = []
+    for one in found["ratios"]:
+        r = Ratio(one["median"], one["lower"], one["upper"], one["pairs"])
+        holds = "yes" if r.lower >= one["bound"] else "NO"
+        ratios.append(
+            [one["own"], one["base"], f"{r.median:.3f}", f"{r.lower:.3f}", f"{one['bound']:.2f}", holds, str(r.pairs)]
+        )
+    first = table(["contender", "step ms", "quartiles", "tokens/s", "peak MiB per process", "last loss"], rows)
+    second = table(["raypar", "beside", "times as fast", "95 % lower bound", "wanted", "holds", "pairs"], ratios)
+    return f"## {found['microbatches']} microbatches\n\n{first}\n\n{second}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
+    parser.add_argument("--page", type=Path, help="also write a results page")
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--ray", action="store_true", help="the set with Ray Train and raypar's actors")
+    parser.add_argument("--only", nargs="+", help="contenders whose name contains one of these")
+    given = parser.parse_args()
+    facts = environment()
+    found = []
+    for microbatches in given.microbatches:
+        with tempfile.TemporaryDirectory(prefix="rp-") as folder:
+            found.append(measure(given, microbatches, folder if given.ray else None))
+    print(json.dumps({"environment": facts, "results": found}) if given.json else "\n\n".join(map(tables, found)))
+    if given.page:
+        command = "python jobs/bench/peers.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
+        note = (
+            "One GPT (8 blocks, width 128, context 128, bytes), 32 samples a step, AdamW with clipping, one thread a process, "
+            "on one machine. A round runs every contender once, in an order that is reversed every other round; ratios are "
+            "taken inside a round; bounds are of the two-sided 95 % bootstrap interval of the median ratio."
+        )
+        given.page.write_text(page("Step time beside peers", command, "\n\n".join([note, *map(tables, found)])))
+
+
+if __name__ == "__main__":
+    main()
