@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.ledger import Ledger
+from raypar.comm.memory import Pool
 from raypar.comm.operation import Exchange, Message, Operation, Phases
 from raypar.errors import CommError, GroupAborted
 
@@ -64,6 +65,7 @@ class MessageTransport(ABC):
         self.size = size
         self.generation = generation
         self.ledger = Ledger()
+        self.pool = Pool()
         self._aborted: str | None = None
         self._channels: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._calls: Counter[int] = Counter()
@@ -143,7 +145,7 @@ class MessageTransport(ABC):
         self._check_count("reduce_scatter", group, pieces)
 
         def phases() -> Phases:
-            parts = [out if i == me else torch.empty_like(out) for i in range(len(group))]
+            parts = [out if i == me else self.pool.empty(out.shape, out.dtype) for i in range(len(group))]
             parts[me] = pieces[me]
             yield self._exchange("reduce_scatter", group, me, tag, pieces, parts)
             add_in_order(parts, me, out)
@@ -207,14 +209,14 @@ class MessageTransport(ABC):
     # -- parts of the above
 
     def _all_reduce_whole(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
-        parts = [flat if i == me else torch.empty_like(flat) for i in range(len(group))]
+        parts = [flat if i == me else self.pool.empty(flat.shape, flat.dtype) for i in range(len(group))]
         yield self._exchange("all_reduce", group, me, tag, [flat] * len(group), parts)
         add_in_order(parts, me, flat)
 
     def _all_reduce_slices(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
         whole = flat.view(-1)
         cut = [whole[a:b] for a, b in slices(whole.numel(), len(group))]
-        parts = [cut[me] if i == me else torch.empty_like(cut[me]) for i in range(len(group))]
+        parts = [cut[me] if i == me else self.pool.empty(cut[me].shape, flat.dtype) for i in range(len(group))]
         first = self._exchange("all_reduce", group, me, tag, cut, parts)
         # A finished slice of a peer can only come after the peer has got our part of it, so its place is free by then.
         finished = [(cut[i], r, tag + 1) for i, r in enumerate(group) if i != me and cut[i].numel()]

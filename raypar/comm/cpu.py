@@ -354,15 +354,15 @@ class CpuTransport(MessageTransport):
         with self._match:
             message = self._take(self._posted, key)
             if message is None:
-                arrival = Arrival(torch.empty(header.shape, dtype=header.dtype))
+                arrival = Arrival(self.pool.empty(header.shape, header.dtype))
                 self._arrived.setdefault(key, deque()).append(arrival)
                 connection.into = arrival
                 return arrival.tensor
         if not self._fits(message, header.dtype, header.shape):
-            connection.into = arrival = Arrival(torch.empty(header.shape, dtype=header.dtype))
+            connection.into = arrival = Arrival(self.pool.empty(header.shape, header.dtype))
             return arrival.tensor  # read over it
         if message.tensor is None:
-            message.tensor = torch.empty(header.shape, dtype=header.dtype)
+            message.tensor = self.pool.empty(header.shape, header.dtype)
         connection.into = message
         return message.tensor
 
@@ -523,3 +523,4 @@ class CpuTransport(MessageTransport):
             os.close(self._stop)
             os.close(self._wake)
             self._arrived.clear()
+            self.pool.clear()

@@ -1,0 +1,59 @@
+"""Reused memory for received tensors and scratch.
+
+The C library gives large blocks back to the system at every free, and the page faults of the next one cost more than a
+copy (1 MB: 3 ms against 0.03 ms in a virtual machine of 2026), so a transport keeps what it has used once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SMALL_BYTES = 32 << 10
+"""Below this the C library keeps blocks by itself."""
+
+
+class Pool:
+    """Gives tensors in 64-byte aligned memory that is used again once nobody holds the tensor or a view of it.
+
+    A block is a numpy array; a tensor made of it holds one reference, which ends with the tensor's storage. Blocks have
+    sizes of powers of two (pages that were never touched take no memory). `held_bytes` is what the pool has in all.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: dict[int, list[np.ndarray]] = {}  # type: ignore[type-arg]
+        self.held_bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < SMALL_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        size = 1 << (nbytes - 1).bit_length()
+        with self._lock:
+            blocks = self._blocks.setdefault(size, [])
+            for block in blocks:
+                if sys.getrefcount(block) <= 3:  # the list, `block`, and the argument
+                    flat = torch.from_numpy(block)
+                    break
+            else:
+                raw = np.empty(size + 64, dtype=np.uint8)
+                start = -raw.ctypes.data % 64
+                block = raw[start : start + size]
+                blocks.append(block)
+                self.held_bytes += size
+                flat = torch.from_numpy(block)
+        return flat[:nbytes].view(dtype).view(tuple(shape))
+
+    def clear(self) -> None:
+        """Forget all blocks; tensors that are still held keep theirs."""
+        with self._lock:
+            self._blocks.clear()
+            self.held_bytes = 0
