@@ -1,0 +1,147 @@
+"""What happened when, on every worker: the common form of a simulated and of a measured step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from raypar.errors import ScheduleError
+from raypar.schedule.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ExchangeTies,
+    Forward,
+    Instruction,
+    OptimizerStep,
+    Reduce,
+    Vote,
+)
+
+COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight)
+_LETTER: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = {
+    "F": Forward,
+    "B": Backward,
+    "I": BackwardInput,
+    "W": BackwardWeight,
+}
+_WHOLE_STEP: dict[str, Instruction] = {"T": ExchangeTies(), "V": Vote(), "O": OptimizerStep()}
+_LABEL = re.compile(r"(\d+)(?:([FBIW])(\d+)|G)")
+
+
+class Span(NamedTuple):
+    """One executed instruction; times in ms since the start of the step. Reductions may overlap compute."""
+
+    instruction: Instruction
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of all workers, indexed by rank, each worker's in order of start.
+
+    `names[rank]` says who the worker is. `peak_activations` are in microbatches through all of a worker's chunks (a chunk
+    counts 1/v): a microbatch counts from its forward until its `Backward` or `BackwardWeight` is over. `peak_bytes` is None
+    where activation sizes are unknown.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    names: tuple[str, ...]
+    makespan_ms: float
+    busy_ms: tuple[float, ...]
+    """Time in compute instructions; communication, reduction, vote and optimizer count as idle."""
+    peak_activations: tuple[float, ...]
+    peak_bytes: tuple[int, ...] | None = None
+
+    @staticmethod
+    def from_spans(
+        spans_by_rank: Sequence[Iterable[tuple[str | Instruction, float, float]]], names: Sequence[str] = ()
+    ) -> Timeline:
+        """A measured step: per rank (instruction or its label such as `1F0`, start, end), in ms on one common clock.
+
+        The earliest start becomes 0. Raises `ScheduleError` for a label that is no instruction.
+        """
+        rows = [
+            sorted((Span(parse(i) if isinstance(i, str) else i, a, b) for i, a, b in row), key=lambda span: span.start_ms)
+            for row in spans_by_rank
+        ]
+        zero = min((row[0].start_ms for row in rows if row), default=0.0)
+        rows = [[Span(i, a - zero, b - zero) for i, a, b in row] for row in rows]
+        return Timeline(
+            spans=tuple(map(tuple, rows)),
+            names=tuple(names) or tuple(f"worker {rank}" for rank in range(len(rows))),
+            makespan_ms=max((span.end_ms for row in rows for span in row), default=0.0),
+            busy_ms=tuple(sum(b - a for i, a, b in row if isinstance(i, COMPUTE)) for row in rows),
+            peak_activations=tuple(peak_activations([span.instruction for span in row]) for row in rows),
+        )
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """Idle time over busy time, all workers together: (p-1)/m for a uniform 1F1B pipeline."""
+        busy = sum(self.busy_ms)
+        return (self._total_ms - busy) / busy if busy else 0.0
+
+    @property
+    def bubble_of_total(self) -> float:
+        """Idle time over all time, all workers together: (p-1)/(m+p-1) for a uniform 1F1B pipeline."""
+        return (self._total_ms - sum(self.busy_ms)) / self._total_ms if self._total_ms else 0.0
+
+    @property
+    def utilization(self) -> float:
+        """Busy time over all time, all workers together."""
+        return sum(self.busy_ms) / self._total_ms if self._total_ms else 0.0
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """Idle over all time of each worker."""
+        return tuple((self.makespan_ms - busy) / self.makespan_ms if self.makespan_ms else 0.0 for busy in self.busy_ms)
+
+    @property
+    def _total_ms(self) -> float:
+        return self.makespan_ms * len(self.spans)
+
+    @cached_property
+    def chunk_of(self) -> dict[int, int]:
+        """Stage -> which chunk of its worker it is, 0 the first."""
+        found: dict[int, int] = {}
+        for row in self.spans:
+            stages = sorted({span.instruction.stage for span in row if isinstance(span.instruction, COMPUTE)})
+            found.update((stage, index) for index, stage in enumerate(stages))
+        return found
+
+
+def peak_activations(order: Sequence[Instruction], chunks: int = 0) -> float:
+    """Most microbatches alive at once in one worker's order; each chunk counts 1/chunks (0: as many as the order names)."""
+    stages = {i.stage for i in order if isinstance(i, COMPUTE)}
+    return _peak(order, [1] * (max(stages, default=0) + 1)) / (chunks or len(stages) or 1)
+
+
+def peak_bytes(order: Sequence[Instruction], activation_bytes: Sequence[int]) -> int:
+    """Most bytes of activations alive at once in one worker's order; `activation_bytes` [stages], of one microbatch."""
+    return _peak(order, activation_bytes)
+
+
+def _peak(order: Sequence[Instruction], size: Sequence[int]) -> int:
+    alive = peak = 0
+    for instruction in order:
+        if isinstance(instruction, Forward):
+            alive += size[instruction.stage]
+            peak = max(peak, alive)
+        elif isinstance(instruction, (Backward, BackwardWeight)):
+            alive -= size[instruction.stage]
+    return peak
+
+
+def parse(label: str) -> Instruction:
+    """The compute instruction, reduction or whole-step instruction that prints as `label`. Raises `ScheduleError`."""
+    if label in _WHOLE_STEP:
+        return _WHOLE_STEP[label]
+    match = _LABEL.fullmatch(label)
+    if match is None:
+        raise ScheduleError(f"{label!r} is no instruction", cure="write stage, letter, microbatch: 1F0, 1B0, 1I0 or 1W0")
+    stage, letter, microbatch = match.groups()
+    return _LETTER[letter](int(stage), int(microbatch)) if letter else Reduce(int(stage))
