@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from raypar.errors import PlanError
 from raypar.plan import Crossing, Edge, ParallelPlan
@@ -61,15 +60,12 @@ class ModelProfile:
         if not self.layers:
             raise PlanError("the profile has no layers", cure="profile a model with at least one layer")
 
-    @cached_property
-    def forward_sums(self) -> tuple[float, ...]:
-        """Prefix sums of forward times, [layers + 1]."""
-        return (0.0, *itertools.accumulate(layer.forward_ms for layer in self.layers))
-
-    @cached_property
-    def work_sums(self) -> tuple[float, ...]:
-        """Prefix sums of forward plus backward times, [layers + 1]: what a stage costs per microbatch."""
-        return (0.0, *itertools.accumulate(layer.forward_ms + layer.backward_ms for layer in self.layers))
+    def work_sums(self, split: bool) -> tuple[float, ...]:
+        """Prefix sums of what a layer computes per microbatch, [layers + 1]; `split`: its backward in two parts."""
+        return (
+            0.0,
+            *itertools.accumulate(x.forward_ms + (x.input_ms + x.weight_ms if split else x.backward_ms) for x in self.layers),
+        )
 
     def of(self, first: int, last: int) -> LayerProfile:
         """Layers [first, last) taken together, as one stage."""

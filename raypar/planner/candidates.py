@@ -1,0 +1,71 @@
+"""All uniform plans that could be chosen for a number of workers: (replicas, stages) x schedules x chunks, layers balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raypar.plan import Microbatches, ParallelPlan
+from raypar.plan.microbatches import part
+from raypar.plan.parallel_plan import Placement
+from raypar.planner.partition import balanced_cuts
+from raypar.planner.profile import ModelProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A schedule as the planner sees it. `chunks`: how many stages a worker may host under it."""
+
+    schedule: str
+    chunks: tuple[int, ...] = (1,)
+    placement: Placement = "loop"
+    splits_backward: bool = False
+
+
+KINDS = (
+    Kind("gpipe"),
+    Kind("1f1b"),
+    Kind("interleaved", chunks=(2, 3, 4)),
+    Kind("zb-h1", splits_backward=True),
+    Kind("zb-v", chunks=(2,), placement="v", splits_backward=True),
+)
+"""`naive` is never better than GPipe. A pipeline of one stage needs no schedule: 1F1B, which keeps one activation."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan with its schedule. `bound_ms`: no run of it can be faster than that (busiest worker's compute)."""
+
+    replicas: int
+    stages: int
+    kind: Kind
+    chunks: int
+    plan: ParallelPlan
+    bound_ms: float
+
+
+def candidates(profile: ModelProfile, workers: int, cut: Microbatches) -> Iterator[Candidate]:
+    """Every uniform plan on at most `workers` workers, each of which has work: no more replicas than blocks or
+    microbatches, no more stages than layers. Layers are cut so that the slowest stage is as fast as possible."""
+    layers = len(profile.layers)
+    for stages in range(1, min(workers, layers) + 1):
+        for replicas in range(1, min(workers // stages, cut.blocks, cut.count) + 1):
+            for kind in KINDS:
+                if stages == 1 and kind.schedule != "1f1b":
+                    continue
+                for chunks in kind.chunks:
+                    if stages * chunks <= layers:
+                        yield _candidate(profile, replicas, stages, kind, chunks, cut)
+
+
+def _candidate(profile: ModelProfile, replicas: int, stages: int, kind: Kind, chunks: int, cut: Microbatches) -> Candidate:
+    sums = profile.work_sums(kind.splits_backward)
+    cuts = balanced_cuts(sums, stages * chunks)
+    plan = ParallelPlan.mesh(
+        dp=replicas, pp=stages, layers=len(profile.layers), chunks=chunks, placement=kind.placement, cuts=cuts
+    )
+    busiest = max(
+        sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)
+    )
+    most = max(sum(len(cut.of_block(b)) for b in part(r, replicas, cut.blocks)) for r in range(replicas))
+    return Candidate(replicas, stages, kind, chunks, plan, busiest * most)

@@ -1,0 +1,58 @@
+"""Why this plan: one table of what was considered."""
+
+from __future__ import annotations
+
+from raypar.planner.search import Choice, Verdict, mib
+
+HEADER = ("replicas x stages", "schedule", "workers", "step ms", "bubble", "memory", "verdict")
+
+
+def report(choice: Choice, *, rows: int = 12) -> str:
+    """The chosen plan, then the next best, at most `rows` of them, then how many were ruled out without a simulation."""
+    shown = choice.verdicts[:rows]
+    lines = [HEADER, *(_row(v, "chosen: the fastest" if v is choice.best else v.reason) for v in shown)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    hidden = len(choice.verdicts) - len(shown)
+    if hidden:
+        text.append(f"and {hidden} more, none better")
+    cut = choice.microbatches
+    text.append(f"given by the job: {cut.count} microbatches in {cut.blocks} blocks; available: {choice.workers} workers")
+    return "\n".join(text)
+
+
+def _row(verdict: Verdict, why: str) -> tuple[str, ...]:
+    candidate = verdict.candidate
+    chunks = f", {candidate.chunks} chunks" if candidate.chunks > 1 else ""
+    return (
+        f"{candidate.replicas} x {candidate.stages}",
+        f"{candidate.kind.schedule}{chunks}",
+        str(candidate.plan.world),
+        "" if verdict.predicted_ms is None else f"{verdict.predicted_ms:.1f}",
+        "" if verdict.bubble is None else f"{100 * verdict.bubble:.1f} %",
+        "" if verdict.memory_bytes is None else mib(verdict.memory_bytes),
+        why,
+    )
+
+
+def as_dict(choice: Choice) -> dict[str, object]:
+    """For `--json`."""
+    return {
+        "workers": choice.workers,
+        "microbatches": choice.microbatches.count,
+        "virtual_replicas": choice.microbatches.blocks,
+        "candidates": [
+            {
+                "replicas": v.candidate.replicas,
+                "stages": v.candidate.stages,
+                "schedule": v.candidate.kind.schedule,
+                "chunks": v.candidate.chunks,
+                "layers": [[s.first, s.last] for s in v.candidate.plan.stages],
+                "predicted_ms": v.predicted_ms,
+                "bubble_of_total": v.bubble,
+                "memory_bytes": v.memory_bytes,
+                "verdict": "chosen" if v is choice.best else v.reason,
+            }
+            for v in choice.verdicts
+        ],
+    }

@@ -1,0 +1,154 @@
+"""Choosing a uniform plan: every candidate is simulated on the measured profile; the fastest that fits memory wins.
+
+The planner never chooses the number of microbatches, `virtual_replicas` or threads: the bits of the result depend on
+them (DESIGN 4.5), so they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raypar.errors import PlanError
+from raypar.plan import Microbatches, ParallelPlan, Routing
+from raypar.planner.candidates import Candidate, candidates
+from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.schedule.instructions import Schedule
+from raypar.schedule.simulate import Costs, simulate
+
+Build = Callable[[str, Routing], Schedule]
+"""`schedule.registry.build`: a schedule's name and where microbatches go -> one order per worker."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One candidate and what came of it. Figures are None where it was not simulated; `bubble` is of the whole time."""
+
+    candidate: Candidate
+    reason: str
+    predicted_ms: float | None = None
+    bubble: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen candidate first, then the others: simulated ones by predicted time, then those that were ruled out."""
+
+    verdicts: tuple[Verdict, ...]
+    workers: int
+    microbatches: Microbatches
+
+    @property
+    def best(self) -> Verdict:
+        """What was chosen; its figures are never None."""
+        return self.verdicts[0]
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The chosen plan."""
+        return self.best.candidate.plan
+
+    @property
+    def schedule(self) -> str:
+        """The chosen schedule's name."""
+        return self.best.candidate.kind.schedule
+
+
+def search(profile: ModelProfile, workers: int, microbatches: Microbatches, build: Build) -> Choice:
+    """The fastest uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
+
+    Equal predictions are decided for fewer workers, then for less memory. Candidates whose busiest worker alone computes longer
+    than the best whole step found so far are not simulated.
+    """
+    simulated: list[Verdict] = []
+    ruled_out: list[Verdict] = []
+    best_ms = float("inf")
+    for candidate in sorted(candidates(profile, workers, microbatches), key=lambda c: c.bound_ms):
+        if candidate.bound_ms > best_ms:
+            reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
+            ruled_out.append(Verdict(candidate, reason))
+            continue
+        verdict = judge(profile, candidate, microbatches, build)
+        if profile.memory_bytes is not None and verdict.memory_bytes is not None:
+            excess = verdict.memory_bytes - profile.memory_bytes
+            if excess > 0:
+                reason = f"needs {mib(verdict.memory_bytes)} a worker, {mib(excess)} more than there is"
+                ruled_out.append(Verdict(candidate, reason, verdict.predicted_ms, verdict.bubble, verdict.memory_bytes))
+                continue
+        simulated.append(verdict)
+        assert verdict.predicted_ms is not None
+        best_ms = min(best_ms, verdict.predicted_ms)
+    if not simulated:
+        least = min((v.memory_bytes for v in ruled_out if v.memory_bytes is not None), default=0)
+        raise PlanError(
+            f"no plan for {workers} workers fits: the smallest needs {mib(least)} a worker, "
+            f"a worker has {mib(profile.memory_bytes or 0)}",
+            cure="use more workers or workers with more memory, or more microbatches (smaller ones keep less)",
+        )
+    simulated.sort(key=_order)
+    fastest = simulated[0].predicted_ms or 0.0
+    told = [Verdict(v.candidate, _why(v, fastest), v.predicted_ms, v.bubble, v.memory_bytes) for v in simulated]
+    ruled_out.sort(key=lambda v: (v.predicted_ms is None, v.predicted_ms or v.candidate.bound_ms))
+    return Choice((*told, *ruled_out), workers, microbatches)
+
+
+def judge(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches, build: Build) -> Verdict:
+    """Simulate one candidate."""
+    plan = candidate.plan
+    routing = Routing(plan, microbatches)
+    schedule = build(candidate.kind.schedule, routing)
+    timeline = simulate(schedule, routing, profile.crossing(plan), costs(profile, plan, split=candidate.kind.splits_backward))
+    activations = timeline.peak_bytes or (0,) * plan.world
+    memory = max(
+        activations[rank] + sum(_state_bytes(profile, routing, stage, rank) for stage in plan.stages_of(rank))
+        for rank in range(plan.world)
+    )
+    return Verdict(candidate, "simulated", timeline.makespan_ms, timeline.bubble_of_total, memory)
+
+
+def costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool) -> Costs:
+    """The simulator's view of a plan on this profile. Unsplit backward passes are measured whole, so they count whole."""
+    stages = profile.stages(plan)
+    optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
+    return Costs(
+        forward_ms=tuple(s.forward_ms for s in stages),
+        input_ms=tuple(s.input_ms if split else s.backward_ms for s in stages),
+        weight_ms=tuple(s.weight_ms if split else 0.0 for s in stages),
+        latency_ms=profile.link.latency_ms,
+        bandwidth_bytes_per_ms=profile.link.bandwidth,
+        reduce_ms=tuple(reduction_ms(s, p.replicas, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
+        step_ms=profile.step_ms + optimizer_ms,
+        activation_bytes=tuple(s.activation_bytes for s in stages),
+    )
+
+
+def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float:
+    """All-to-all of subtree sums, then all-gather: 2 (n-1)/n of the bytes, as a ring's (Patarasuk and Yuan 2009)."""
+    if replicas == 1:
+        return 0.0
+    return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
+
+
+def _state_bytes(profile: ModelProfile, routing: Routing, stage: int, rank: int) -> int:
+    """Parameters, optimizer state, and one gradient per open subtree of the run: floor(log2 blocks) + 1 (DESIGN 4.5)."""
+    place = routing.plan.stages[stage]
+    part = profile.of(place.first, place.last)
+    blocks = len(routing.run(stage, routing.plan.seats[rank].replica))
+    return part.parameter_bytes * (1 + max(1, blocks.bit_length())) + part.optimizer_bytes
+
+
+def _order(verdict: Verdict) -> tuple[float, int, int, int]:
+    """Times are compared to a nanosecond: two schedules of equal length differ in the last bits of their sums."""
+    ms = verdict.predicted_ms if verdict.predicted_ms is not None else float("inf")
+    return round(ms, 6), verdict.candidate.plan.world, verdict.memory_bytes or 0, verdict.candidate.chunks
+
+
+def _why(verdict: Verdict, fastest_ms: float) -> str:
+    slower = (verdict.predicted_ms or 0.0) / fastest_ms - 1 if fastest_ms else 0.0
+    return f"{100 * slower:.1f} % slower" if slower >= 5e-4 else "as fast"
+
+
+def mib(nbytes: int) -> str:
+    """Bytes for people."""
+    return f"{nbytes / 2**20:,.1f} MiB"
