@@ -58,8 +58,11 @@ class Graph:
                     cure="give every value a name of its own",
                 )
             written |= set(layer.outputs)
-        if self.output not in written:
-            raise ModelError(f"no layer writes the output value {self.output!r}", cure=f"choose one of {sorted(written)}")
+        if self.output not in self.layers[-1].outputs or self.consumers(self.output):
+            raise ModelError(
+                f"the output {self.output!r} must be written by the last layer ({names[-1]!r}) and read by the loss alone",
+                cure=f"choose one of {sorted(self.layers[-1].outputs)}, or add a last layer that writes it",
+            )
 
     @staticmethod
     def sequential(
@@ -83,6 +86,11 @@ class Graph:
         """Batch fields read by layers, in order of first use."""
         written = {v for layer in self.layers for v in layer.outputs}
         return tuple(dict.fromkeys(v for layer in self.layers for v in layer.inputs if v not in written))
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """All values, batch fields first, then in the order they are written."""
+        return (*self.batch_fields, *(v for layer in self.layers for v in layer.outputs))
 
     def producer(self, value: str) -> int | None:
         """Index of the layer that writes `value`; None for a batch field."""

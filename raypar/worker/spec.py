@@ -56,8 +56,8 @@ class DataSpec:
     """A map-style data set and how its samples become the fields of a batch.
 
     Samples are dicts of tensors/arrays/numbers, or tuples (then the fields are called `x`, `y`, `z`, or `names`).
-    `input`: field read by the first layer of a sequential model (default: the first field); `target`: field given to the
-    loss (default: the second field, or the first when there is one only). `processes` > 0 loads in that many CPU processes.
+    `input`: field read by the first layer of a sequential model (default `x`); `target`: field given to the loss (default
+    `y`). `processes` > 0 loads in that many CPU processes.
     """
 
     dataset: Ref

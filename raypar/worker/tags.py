@@ -1,7 +1,7 @@
 """Message tags: which step, edge, microbatch and tensor a message belongs to, in one 63-bit integer.
 
 Layout, high to low: 15 bits of the step (tags only need to differ among the few steps in flight), 3 bits of kind, 10 + 10
-bits of stages, 17 bits of microbatch, 7 bits of index in the bundle: 62 bits, so transports may use the bit above for their own.
+bits of stages, 17 bits of microbatch, 7 bits of index in the bundle: 62 bits; transports may use the one above for their own.
 """
 
 from __future__ import annotations

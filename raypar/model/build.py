@@ -1,0 +1,149 @@
+"""Makes the modules of one stage, never of the whole model: parameters one at a time, initialised by name (rule 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import ModelError
+from raypar.model.graph import Graph, Layer
+from raypar.plan.seeds import seed_of
+
+_WRITES_IN_FORWARD = (nn.modules.batchnorm._BatchNorm,)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """A layer without its values: number of parameters and their bytes in the job's dtype (ties counted at their first use)."""
+
+    name: str
+    parameters: int
+    nbytes: int
+
+
+def canonical_names(graph: Graph) -> dict[str, str]:
+    """Every tied name -> the first name of its tie."""
+    return {name: names[0] for names in graph.ties for name in names}
+
+
+def on_meta(layer: Layer) -> nn.Module:
+    """The layer's module without values. Raises `ModelError` for modules that write state in forward."""
+    with torch.device("meta"):
+        module = layer.build()
+    for path, part in module.named_modules():
+        if isinstance(part, _WRITES_IN_FORWARD) and part.track_running_stats:
+            raise ModelError(
+                f"{layer.name}.{path} is a {type(part).__name__} with running statistics, which forward would change",
+                cure="use LayerNorm or GroupNorm, or track_running_stats=False",
+            )
+    return module
+
+
+def describe(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSize, ...]:
+    """Size of every layer, without making one."""
+    canonical, counted = canonical_names(graph), set[str]()
+    sizes = []
+    for layer in graph.layers:
+        count = 0
+        for path, parameter in on_meta(layer).named_parameters():
+            name = canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}")
+            if name not in counted:
+                counted.add(name)
+                count += parameter.numel()
+        sizes.append(LayerSize(layer.name, count, count * dtype.itemsize))
+    return tuple(sizes)
+
+
+def parameter_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
+    """Canonical parameter name -> shape, for layers [first, last), in layer order."""
+    canonical = canonical_names(graph)
+    shapes: dict[str, torch.Size] = {}
+    for layer in graph.layers[first:last]:
+        for path, parameter in on_meta(layer).named_parameters():
+            shapes.setdefault(canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}"), parameter.shape)
+    return shapes
+
+
+def materialise(graph: Graph, first: int, last: int, *, seed: int, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Layer name -> module on the CPU, in `dtype`, initialised by name. Tied uses inside the range hold equal values.
+
+    A parameter whose first name lies outside the range is initialised as its first use would be.
+    """
+    canonical = canonical_names(graph)
+    modules: dict[str, nn.Module] = {}
+    for layer in graph.layers[first:last]:
+        modules[layer.name] = _build(graph, layer, seed=seed, dtype=dtype)
+    for layer in graph.layers[first:last]:
+        for path, parameter in list(modules[layer.name].named_parameters()):
+            name = f"{layer.name}.{path}"
+            source = canonical.get(name, name)
+            if source != name:
+                owner = graph.layer_of(source)
+                if owner not in modules:
+                    home = next(other for other in graph.layers if other.name == owner)
+                    values = _build(graph, home, seed=seed, dtype=dtype).get_parameter(source[len(owner) + 1 :])
+                else:
+                    values = modules[owner].get_parameter(source[len(owner) + 1 :])
+                with torch.no_grad():
+                    parameter.copy_(values)
+    return modules
+
+
+def _build(graph: Graph, layer: Layer, *, seed: int, dtype: torch.dtype) -> nn.Module:
+    module = on_meta(layer)
+    if any(b.is_meta for b in module.buffers()):
+        values = dict(layer.build().named_buffers())
+        if any(b.is_meta for b in values.values()):
+            raise ModelError(
+                f"layer {layer.name!r} has buffers without values",
+                cure="build must make real buffers when it is called outside torch.device('meta')",
+            )
+    else:
+        values = dict(module.named_buffers())
+    made: dict[int, nn.Parameter] = {}  # a parameter used at two places of one layer stays one
+    for _, part in module.named_modules():
+        for key, parameter in list(part._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                kind = dtype if parameter.is_floating_point() else parameter.dtype
+                fresh = torch.empty(parameter.shape, dtype=kind)
+                made[id(parameter)] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
+            part._parameters[key] = made[id(parameter)]
+        for key, buffer in list(part._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                part._buffers[key] = None
+    for path, buffer in values.items():
+        owner, _, key = path.rpartition(".")
+        kind = dtype if buffer.is_floating_point() else buffer.dtype
+        module.get_submodule(owner)._buffers[key] = buffer.detach().to(kind, copy=True)
+    _initialise(graph, layer.name, module, seed)
+    return module
+
+
+def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int) -> None:
+    if graph.init is not None:
+        canonical = canonical_names(graph)
+        for path, parameter in module.named_parameters():
+            name = f"{layer}.{path}"
+            with torch.no_grad():
+                torch.manual_seed(seed_of(seed, "init", canonical.get(name, name)))
+                graph.init(canonical.get(name, name), parameter)
+        return
+    for path, part in module.named_modules():
+        if not any(p is not None for p in part._parameters.values()):
+            continue
+        name = f"{layer}.{path}" if path else layer
+        reset: Callable[[], Tensor | None] | None = getattr(part, "reset_parameters", None) or getattr(
+            part, "_reset_parameters", None
+        )
+        if reset is None:
+            raise ModelError(
+                f"{name} ({type(part).__name__}) owns parameters but has no reset_parameters()",
+                cure="add one, or return a Graph with init=function(name, tensor)",
+            )
+        torch.manual_seed(seed_of(seed, "init", name))
+        reset()

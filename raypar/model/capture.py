@@ -1,0 +1,57 @@
+"""From what the user's model function returned to a layer graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from raypar.errors import ModelError
+from raypar.model.graph import Graph
+
+_ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.model.graph.Graph"
+
+
+def capture(made: object, *, input: str) -> Graph:
+    """Layers of `made`, which was built under the meta device. Parameters shared between layers become ties.
+
+    `input`: the batch field that the first layer of a chain reads. Raises `ModelError` for anything that is not layers.
+    """
+    if isinstance(made, Graph):
+        return made
+    if isinstance(made, nn.Sequential):
+        pairs: list[tuple[str, nn.Module]] = list(made.named_children())
+        if len(pairs) != len(made):  # named_children drops repeats of one module
+            raise ModelError(
+                "a module stands in the nn.Sequential more than once",
+                cure="make a module per place and share their parameters (they become ties)",
+            )
+    elif isinstance(made, Sequence) and not isinstance(made, (str, bytes)):
+        pairs = []
+        for index, item in enumerate(made):
+            name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(index), item)
+            if not isinstance(module, nn.Module):
+                raise ModelError(f"layer {name!r} is a {type(module).__name__}, not an nn.Module", cure=_ACCEPTED)
+            pairs.append((str(name), module))
+    else:
+        raise ModelError(f"the model function returned a {type(made).__name__}", cure=_ACCEPTED)
+    seen: dict[int, list[str]] = {}
+    for name, module in pairs:
+        for path, parameter in module.named_parameters():
+            seen.setdefault(id(parameter), []).append(f"{name}.{path}")
+    ties = tuple(tuple(names) for names in seen.values() if len(names) > 1)
+    return Graph.sequential([(name, _builder(name, module)) for name, module in pairs], input=input, ties=ties)
+
+
+def _builder(name: str, module: nn.Module) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        return copy.deepcopy(module)
+
+    if any(b.is_meta for b in module.buffers()):
+        first = next(path for path, b in module.named_buffers() if b.is_meta)
+        raise ModelError(
+            f"buffer {name}.{first} was computed in a constructor, and the whole model is never held in one worker",
+            cure="compute it in forward, or return a Graph whose layers have a build function each",
+        )
+    return build

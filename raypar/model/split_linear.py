@@ -1,0 +1,79 @@
+"""Zero-bubble schedules compute a Linear's weight gradient apart from its input gradient (arXiv:2401.10241, section 2).
+
+The products are those of torch's own backward of `F.linear` (grad^T x and grad W), in the same form, so the bits are equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """What W needs of one Linear call: grad [rows, out], x [rows, in]."""
+
+    linear: nn.Linear
+    gradient: Tensor
+    x: Tensor
+
+    def weight(self) -> Tensor:
+        """Gradient of `linear.weight` [out, in]."""
+        return self.gradient.t().mm(self.x)
+
+    def bias(self) -> Tensor:
+        """Gradient of `linear.bias` [out]."""
+        return self.gradient.sum(0)
+
+
+Stash = list[Deferred]
+
+
+class _SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: nn.Linear, stash: Stash) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.linear, ctx.stash = linear, stash
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        ctx.stash.append(Deferred(ctx.linear, rows, x.reshape(-1, x.shape[-1])))
+        dx = rows.mm(weight).view(*gradient.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
+
+
+def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Linear]:
+    """Make the trainable Linears of a layer defer their weight gradients to `stash()` (the running microbatch's list).
+
+    Left alone: subclasses with a forward of their own and parameters that several modules of the layer share.
+    """
+    owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
+    chosen = []
+    for part in module.modules():
+        if not isinstance(part, nn.Linear) or type(part).forward is not nn.Linear.forward:
+            continue
+        own = [p for p in part._parameters.values() if p is not None]
+        if all(p.requires_grad and owners[id(p)] == 1 for p in own):
+            part.forward = _forward(part, stash)  # type: ignore[method-assign]
+            chosen.append(part)
+    return chosen
+
+
+def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.linear(x, linear.weight, linear.bias)
+        result: Tensor = _SplitLinear.apply(x, linear.weight, linear.bias, linear, stash())  # type: ignore[no-untyped-call]
+        return result
+
+    return forward

@@ -1,0 +1,46 @@
+"""The parts of the numerics contract that are arithmetic: norm, factor, weights hash (raypar/README.md, rules 7 and 10)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+PIECE = 32768
+"""Elements of a parameter whose squares are summed in its own dtype before float64 takes over."""
+
+
+def parameter_squares(gradient: Tensor) -> Tensor:
+    """float64 0-dim: the sum, in order, of the squared pieces of one parameter's unscaled gradient."""
+    with torch.no_grad():
+        flat = gradient.detach().reshape(-1)
+        pieces = [torch.dot(piece, piece) for piece in flat.split(PIECE)]
+        total = 0.0
+        for square in torch.stack(pieces).tolist():
+            total += square
+        return torch.tensor(total, dtype=torch.float64)
+
+
+def norm_and_factor(squares: Sequence[float], count: float, clip_norm: float | None) -> tuple[float, float]:
+    """(norm of the scaled gradient, the one factor it is multiplied by). `squares` in parameter order, `count` > 0 units."""
+    total = 0.0
+    for square in squares:
+        total += square
+    if count == 0 or not math.isfinite(total):
+        return (math.nan if count == 0 else math.sqrt(total) if total == math.inf else math.nan), 0.0
+    norm = math.sqrt(total) / count
+    if clip_norm is None:
+        return norm, 1.0 / count
+    return norm, min(1.0, clip_norm / (norm + 1e-6)) / count
+
+
+def weights_hash(parameters: Mapping[str, Tensor]) -> str:
+    """sha256 over all parameters sorted by name: name, zero byte, contiguous little-endian bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(parameters):
+        flat = parameters[name].detach().cpu().reshape(-1).contiguous()
+        digest.update(f"{name}\0".encode() + flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""Optimizers by name: any `torch.optim` class that needs no closure, with parameter groups chosen by name patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import ConfigError
+from raypar.worker.spec import OptimizerSpec
+
+
+def _group_of(spec: OptimizerSpec, name: str) -> int:
+    """Index of the first group whose pattern matches; the last, unnamed group otherwise."""
+    return next((i for i, (pattern, _) in enumerate(spec.groups) if fnmatch.fnmatchcase(name, pattern)), len(spec.groups))
+
+
+def check_groups(spec: OptimizerSpec, names: Iterable[str]) -> None:
+    """Every pattern must match a parameter of the whole model. Raises `ConfigError` naming the one that does not."""
+    names = list(names)
+    for pattern, _ in spec.groups:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"optimizer group pattern {pattern!r} matches none of the {len(names)} parameters",
+                cure=f"patterns are shell-style and match qualified names such as {', '.join(names[:4])}",
+            )
+
+
+def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """One optimizer over `parameters` (qualified name -> parameter, in layer order); frozen ones are left out.
+
+    Raises `ConfigError` for something that is no optimizer, needs a closure, or does not take the arguments given.
+    """
+    made = spec.optimizer.resolve()
+    if made is torch.optim.LBFGS:
+        raise ConfigError("LBFGS evaluates the loss several times a step (a closure)", cure="use an optimizer without closure")
+    groups: list[dict[str, Any]] = [{**(overrides), "params": [], "names": []} for _, overrides in (*spec.groups, ("*", {}))]
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            group = groups[_group_of(spec, name)]
+            group["params"].append(parameter)
+            group["names"].append(name)
+    try:
+        optimizer = made([{k: v for k, v in g.items() if k != "names"} for g in groups if g["params"]], **spec.optimizer.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer {spec.optimizer.label} refused its arguments: {error}",
+            cure="compare optimizer.args and optimizer.groups with the class's signature",
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"{spec.optimizer.label} made a {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            cure="name a class such as torch.optim:AdamW",
+        )
+    for group, made_group in zip([g for g in groups if g["params"]], optimizer.param_groups, strict=True):
+        made_group["raypar_names"] = group["names"]
+        made_group["raypar_base_lr"] = float(made_group["lr"])
+    return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Learning rate of every group = its base lr * factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["raypar_base_lr"] * factor
+
+
+def named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by qualified name."""
+    return {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["raypar_names"], group["params"], strict=True)
+    }
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor | float | int | bool]]:
+    """Optimizer state by qualified parameter name: key -> tensor (not a copy) or number."""
+    return {name: dict(optimizer.state[parameter]) for name, parameter in named(optimizer).items()}
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Tensor | float | int | bool]]) -> None:
+    """Put back what `state_of` gave; tensors are copied. A parameter that is missing starts without state."""
+    for name, parameter in named(optimizer).items():
+        if name in state:
+            optimizer.state[parameter] = {
+                key: value.clone() if isinstance(value, Tensor) else value for key, value in state[name].items()
+            }

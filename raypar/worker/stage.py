@@ -1,0 +1,347 @@
+"""One replica of one stage: its layers, run forward and backward a microbatch at a time by the numerics contract."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import RayparError, UserCodeError
+from raypar.model.build import canonical_names, materialise
+from raypar.model.graph import Graph, Layer
+from raypar.model.split_linear import Stash, split_linears
+from raypar.plan import ParallelPlan, Routing
+from raypar.plan.seeds import seed_of
+from raypar.plan.tree import Node
+from raypar.worker.accumulate import Accumulator, Ready
+from raypar.worker.spec import JobSpec
+
+Batch = Mapping[str, Tensor]
+
+
+class _Boundary(torch.autograd.Function):
+    """A layer's own alias of a value: contiguous forward, contiguous gradient, one gradient per consuming layer (rule 4)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x) if x.is_contiguous() else x.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+def gradient_counts(graph: Graph, plan: ParallelPlan, value: str, consumer_stage: int) -> int:
+    """How many gradients of `value` come back from a consuming stage: one a layer, or one in all from the last consumer.
+
+    Folding goes from the last consumer to the first, so only the stage that holds the last one may fold its own.
+    """
+    consumers = graph.consumers(value)
+    stage = plan.stages[consumer_stage]
+    here = [c for c in consumers if stage.first <= c < stage.last]
+    return 1 if consumers[-1] in here else len(here)
+
+
+def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """((g3 + g2) + g1), the undefined ones skipped; `gradients` from the last consumer to the first."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
+
+
+@dataclass
+class _Live:
+    """What one microbatch keeps between forward and backward."""
+
+    received: dict[str, list[Tensor]] = field(default_factory=dict)
+    """value -> one leaf per consuming layer, in layer order"""
+    produced: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    stash: Stash = field(default_factory=list)
+
+
+class Stage:
+    """Layers [first, last) of the graph on one replica.
+
+    `uses`: (qualified name, shape, dtype) of every trainable use of a parameter, in layer order. `parameters`: canonical
+    name -> parameter, frozen ones too. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: ParallelPlan,
+        index: int,
+        *,
+        spec: JobSpec,
+        routing: Routing,
+        replica: int,
+        loss_fn: Callable[..., Any],
+        split: bool = False,
+    ) -> None:
+        here = plan.stages[index]
+        self.graph, self.index, self.spec = graph, index, spec
+        self.layers: tuple[Layer, ...] = graph.layers[here.first : here.last]
+        self.first = here.first
+        self.computes_loss = here.last == len(graph.layers)
+        self._loss_fn = loss_fn
+        self._target = spec.data.target or "y"
+        self._coordinate = f"stage {index}, replica {replica}"
+        self.step = -1
+        self.losses: dict[int, tuple[Tensor | float, Tensor | float]] = {}
+        self._live: dict[int, _Live] = {}
+        self._stash: Stash = []
+
+        dtype = getattr(torch, spec.dtype)
+        self.modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype)
+        canonical = canonical_names(graph)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.uses: list[tuple[str, torch.Size, torch.dtype]] = []
+        leaves: list[nn.Parameter] = []
+        for layer in self.layers:
+            for path, parameter in self.modules[layer.name].named_parameters():
+                name = f"{layer.name}.{path}"
+                home = self.parameters.setdefault(canonical.get(name, name), parameter)
+                if home is not parameter:
+                    parameter.data = home.data  # one storage, a leaf and a gradient for every layer that uses it
+                if parameter.requires_grad:
+                    self.uses.append((name, parameter.shape, parameter.dtype))
+                    leaves.append(parameter)
+        self._use_of = {id(leaf): use for use, leaf in enumerate(leaves)}
+        if split:
+            for layer in self.layers:
+                split_linears(self.modules[layer.name], lambda: self._stash)
+
+        self._routing = routing
+        run = routing.run(index, replica)
+        sizes = {block: len(routing.microbatches.of_block(block)) for block in run}
+        names = [name for name, _, _ in self.uses]
+        self.gradients = Accumulator(leaves, names, run, routing.microbatches.blocks, sizes)
+        self._leaves = leaves
+
+        consumed_here = {v: [i for i in graph.consumers(v) if here.first <= i < here.last] for v in graph.values}
+        written = {v for layer in self.layers for v in layer.outputs}
+        fields = set(graph.batch_fields)
+        self._gradient_counts = {
+            v: gradient_counts(graph, plan, v, index)
+            for v, consumers in consumed_here.items()
+            if consumers and v not in written and v not in fields
+        }
+        self._outgoing = [v for v in graph.values if v in written and any(c >= here.last for c in graph.consumers(v))]
+        read = [v for layer in self.layers for v in layer.inputs if v in fields]
+        self.batch_fields = tuple(dict.fromkeys([*read, *([self._target] if self.computes_loss else [])]))
+
+    @property
+    def on_ready(self) -> Callable[[int, Mapping[Node, Tensor]], None] | None:
+        """Called once per use and step, when its subtree sums are final; from inside the last backward where possible."""
+        return self.gradients.on_ready
+
+    @on_ready.setter
+    def on_ready(self, call: Ready | None) -> None:
+        self.gradients.on_ready = call
+
+    def begin_step(self, step: int) -> None:
+        """Forget the last step. Gradients of parameters (`.grad`) are no longer valid."""
+        self.step = step
+        self.losses.clear()
+        self._live.clear()
+        self.gradients.begin()
+        self._train(True)
+
+    def _train(self, mode: bool) -> None:
+        for module in self.modules.values():
+            if module.training != mode:
+                module.train(mode)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """`received`: values from other stages; `batch`: fields of this microbatch. Returns the values other stages use."""
+        live = self._live[microbatch] = _Live()
+        self._stash = live.stash
+        values: dict[str, Tensor] = dict(batch)
+        local: set[str] = set()
+        for layer in self.layers:
+            inputs: dict[str, Tensor] = {}
+            for name in dict.fromkeys(layer.inputs):
+                if name in received and name not in local:
+                    value = received[name]
+                    if value.is_floating_point():
+                        value = value.detach().requires_grad_()
+                        live.received.setdefault(name, []).append(value)
+                else:
+                    value = self._field(values, name, layer, microbatch)
+                    if name in local and value.requires_grad:
+                        value = _Boundary.apply(value)  # type: ignore[no-untyped-call]
+                    elif name in local and not value.is_contiguous():
+                        value = value.contiguous()
+                inputs[name] = value
+            torch.default_generator.manual_seed(seed_of(self.spec.seed, "forward", self.step, microbatch, layer.name))
+            outputs = self._call(layer, microbatch, [inputs[name] for name in layer.inputs])
+            values.update(zip(layer.outputs, outputs, strict=True))
+            local.update(layer.outputs)
+        live.produced = {name: values[name] for name in self._outgoing}
+        if self.computes_loss:
+            total, count = self._loss(values[self.graph.output], values, microbatch)
+            self.losses[microbatch] = (total.detach(), count)
+            live.loss = total
+        return {name: value.detach().contiguous() for name, value in live.produced.items()}
+
+    def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """As `forward`, in evaluation mode, keeping nothing but the losses."""
+        self._train(False)
+        with torch.no_grad():
+            values = {**batch, **received}
+            for layer in self.layers:
+                inputs = [self._field(values, name, layer, microbatch).contiguous() for name in layer.inputs]
+                values.update(zip(layer.outputs, self._call(layer, microbatch, inputs), strict=True))
+            if self.computes_loss:
+                self.losses[microbatch] = self._loss(values[self.graph.output], values, microbatch)
+        return {name: values[name].contiguous() for name in self._outgoing}
+
+    def _field(self, values: Mapping[str, Tensor], name: str, layer: Layer | None, microbatch: int) -> Tensor:
+        if name not in values:
+            reader = f"layer {layer.name!r}" if layer is not None else "the loss"
+            raise UserCodeError(
+                f"{reader} reads {name!r}, which no layer writes and the batch does not have (it has {sorted(values)})",
+                cure="set data.input / data.target to fields of the samples, or data.names for tuples",
+            )
+        return values[name]
+
+    def _call(self, layer: Layer, microbatch: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        try:
+            result = self.modules[layer.name](*inputs)
+        except Exception as error:
+            shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
+            raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
+        outputs = result if isinstance(result, tuple) else (result,)
+        if len(outputs) != len(layer.outputs) or not all(isinstance(o, Tensor) for o in outputs):
+            got = ", ".join(type(o).__name__ for o in outputs)
+            raise UserCodeError(
+                f"layer {layer.name!r} returned ({got}) where {len(layer.outputs)} tensor(s) {layer.outputs} were declared",
+                cure="return one tensor per name in the layer's outputs",
+            )
+        return outputs
+
+    def _loss(self, output: Tensor, values: Mapping[str, Tensor], microbatch: int) -> tuple[Tensor, Tensor | float]:
+        target = self._field(values, self._target, None, microbatch)
+        try:
+            if output.requires_grad:
+                output = _Boundary.apply(output)  # type: ignore[no-untyped-call]
+            found = self._loss_fn(output, target)
+        except Exception as error:
+            raise self._user_error(
+                f"the loss (output {list(output.shape)}, target {list(target.shape)})", microbatch, error
+            ) from error
+        total, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(total, Tensor) or total.numel() != 1 or total.dim():
+            shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+            raise UserCodeError(
+                f"the loss returned {shape}, not a scalar tensor",
+                cure="return a 0-dim tensor (mean over samples), or (sum, count) for token-weighted losses",
+            )
+        if count is None:
+            samples = float(target.shape[0])
+            return total * samples, samples
+        return total, count
+
+    def _user_error(self, where: str, microbatch: int, error: Exception) -> RayparError:
+        if isinstance(error, RayparError):
+            return error
+        return UserCodeError(
+            f"{where} raised {type(error).__name__}: {error}\n"
+            f"  at {self._coordinate}, step {self.step}, microbatch {microbatch}\n{traceback.format_exc()}",
+            cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
+        )
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
+    ) -> dict[str, tuple[Tensor | None, ...]]:
+        """The whole backward. `gradients[v]`: from outside consumers, last first. Returns them for each received value,
+        one per consuming layer here, last first (folded into one where this stage holds the last consumer)."""
+        return self._backward(microbatch, gradients, work=2)
+
+    def backward_input(
+        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
+    ) -> dict[str, tuple[Tensor | None, ...]]:
+        """As `backward`, but what Linears need for their weights is kept for `backward_weight`."""
+        return self._backward(microbatch, gradients, work=1)
+
+    def _backward(
+        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]], *, work: int
+    ) -> dict[str, tuple[Tensor | None, ...]]:
+        live = self._live[microbatch]
+        block = self._routing.microbatches.block(microbatch)
+        self.gradients.enter(block)
+        roots: list[Tensor] = []
+        starts: list[Tensor | None] = []
+        for name, value in live.produced.items():
+            gradient = fold_gradients(gradients.get(name, ()))
+            if gradient is not None and value.requires_grad:
+                roots.append(value)
+                starts.append(gradient)
+        if live.loss is not None and live.loss.requires_grad:
+            roots.append(live.loss)
+            starts.append(None)
+        hooks = []
+        if work == 2 and self.gradients.final(work):
+            for use, leaf in enumerate(self._leaves):
+                hooks.append(leaf.register_post_accumulate_grad_hook(self._settler(block, use)))
+        try:
+            if roots:
+                torch.autograd.backward(roots, starts)
+        except RayparError:
+            raise
+        except Exception as error:
+            raise self._user_error("the backward pass", microbatch, error) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if work == 2 and live.stash:
+            self._weights(microbatch, block)
+        returned: dict[str, tuple[Tensor | None, ...]] = {}
+        for name, leaves in live.received.items():
+            found = [None if leaf.grad is None else leaf.grad.contiguous() for leaf in reversed(leaves)]
+            returned[name] = (fold_gradients(found),) if self._gradient_counts[name] == 1 else tuple(found)
+        for name, count in self._gradient_counts.items():
+            returned.setdefault(name, (None,) * count)
+        live.received.clear()
+        live.produced.clear()
+        live.loss = None
+        self.gradients.finished(block, work)
+        return returned
+
+    def _settler(self, block: int, use: int) -> Callable[[Tensor], None]:
+        return lambda leaf: self.gradients.settle(block, use)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weight gradients that `backward_input` put off."""
+        block = self._routing.microbatches.block(microbatch)
+        self._weights(microbatch, block)
+        self.gradients.finished(block, 1)
+
+    def _weights(self, microbatch: int, block: int) -> None:
+        live = self._live[microbatch]
+        sums: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for deferred in live.stash:
+                pairs = [(deferred.linear.weight, deferred.weight)]
+                if deferred.linear.bias is not None:
+                    pairs.append((deferred.linear.bias, deferred.bias))
+                for parameter, compute in pairs:
+                    use = self._use_of[id(parameter)]
+                    sums[use] = sums[use] + compute() if use in sums else compute()
+        live.stash.clear()
+        self.gradients.add_deferred(block, sums)
+
+    def free(self, microbatch: int) -> None:
+        """The microbatch's activations have had their last use."""
+        self._live.pop(microbatch, None)
