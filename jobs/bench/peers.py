@@ -127,7 +127,7 @@ def measure(given: argparse.Namespace, microbatches: int, storage: str | None) -
     return {
         "microbatches": microbatches,
         "seconds": seconds,
-        "peak_rss_bytes": {name: [one["peak_rss_bytes"] for one in found] for name, found in facts.items()},
+        "peak_rss_bytes": {name: [peak for one in found for peak in one["peak_rss_bytes"]] for name, found in facts.items()},
         "loss": {name: next((i["loss"] for i in found if i["loss"] is not None), None) for name, found in facts.items()},
         "ratios": [
             asdict(claim) | asdict(ratio(seconds[claim.base], seconds[claim.own]))

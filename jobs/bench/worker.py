@@ -12,7 +12,7 @@ import time
 import traceback
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,15 @@ from examples import gpt
 
 
 class Body(Protocol):
-    """What a kind of worker does."""
+    """What a kind of worker does. `hello`: what the bench learns at the start; with an `address`, all are told all of them."""
 
-    def step(self, number: int) -> float | None:
-        """One training step; the loss where this worker knows it."""
+    hello: dict[str, Any]
+
+    def steps(self, first: int, count: int) -> float | None:
+        """Training steps; the last loss where this worker knows it."""
+
+    def info(self) -> dict[str, Any]:
+        """What else there is to report."""
 
     def close(self) -> None:
         """Release everything."""
@@ -40,10 +45,10 @@ def peak_rss_bytes() -> int:
     raise RuntimeError("no VmHWM in /proc/self/status")
 
 
-def serve(address: str, body: Body, extra: Any = dict) -> None:
+def serve(address: str, body: Body) -> None:
     """Answer commands until told to stop; blocked in a read between them."""
     connection = Client(address, "AF_UNIX")
-    connection.send(("ok", {}))
+    connection.send(("ok", body.hello))
     number, last = 0, None
     while True:
         try:
@@ -53,15 +58,18 @@ def serve(address: str, body: Body, extra: Any = dict) -> None:
         if command == "stop":
             break
         try:
-            if command == "run":
+            answer: dict[str, Any] = {}
+            if command == "connect":
+                body.connect(*arguments)  # type: ignore[attr-defined]
+            elif command == "run":
                 start_ns = time.monotonic_ns()
-                for _ in range(arguments[0]):
-                    found = body.step(number)
-                    last = found if found is not None else last
-                    number += 1
-                connection.send(("ok", {"start_ns": start_ns, "end_ns": time.monotonic_ns()}))
+                found = body.steps(number, arguments[0])
+                answer = {"start_ns": start_ns, "end_ns": time.monotonic_ns()}
+                last = found if found is not None else last
+                number += arguments[0]
             else:
-                connection.send(("ok", {"peak_rss_bytes": peak_rss_bytes(), "loss": last, "steps": number} | extra()))
+                answer = {"peak_rss_bytes": [peak_rss_bytes()], "loss": last, "steps": number} | body.info()
+            connection.send(("ok", answer))
         except Exception:
             connection.send(("error", traceback.format_exc()))
             raise
@@ -69,7 +77,25 @@ def serve(address: str, body: Body, extra: Any = dict) -> None:
     connection.close()
 
 
-class Plain:
+class Stepwise:
+    """A body with one method per step."""
+
+    hello: ClassVar[dict[str, Any]] = {}
+
+    def steps(self, first: int, count: int) -> float | None:
+        last = None
+        for number in range(first, first + count):
+            last = self.step(number)
+        return last
+
+    def step(self, number: int) -> float | None:
+        raise NotImplementedError
+
+    def info(self) -> dict[str, Any]:
+        return {}
+
+
+class Plain(Stepwise):
     """The loop everybody writes: gradient accumulation over microbatches, clip, step. With `share`, wrapped in DDP."""
 
     def __init__(self, work: dict[str, int], microbatches: int, rank: int = 0, world: int = 1, wrap: Any = None) -> None:
@@ -102,7 +128,7 @@ class Plain:
             dist.destroy_process_group()
 
 
-class Pipelining:
+class Pipelining(Stepwise):
     """torch.distributed.pipelining: one of its schedules over gloo. Global-norm clipping costs it one scalar all-reduce."""
 
     def __init__(self, work: dict[str, int], microbatches: int, schedule: str) -> None:
@@ -182,7 +208,7 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["plain", "ddp", "pipelining", "ray-train"])
+    parser.add_argument("kind", choices=["plain", "ddp", "pipelining", "ray-train", "raypar", "raypar-ray"])
     parser.add_argument("--address", required=True)
     parser.add_argument("--rank", type=int, default=int(os.environ.get("RANK", "0")))
     parser.add_argument("--options", type=json.loads, default={})
@@ -196,8 +222,15 @@ def main() -> None:
         serve(given.address, Plain(**given.options, rank=dist.get_rank(), world=dist.get_world_size(), wrap=wrap))
     elif given.kind == "pipelining":
         serve(given.address, Pipelining(**given.options))
-    else:
+    elif given.kind == "ray-train":
         ray_train(given.address, **given.options)
+    else:
+        import ours
+
+        if given.kind == "raypar":
+            serve(given.address, ours.Raypar(*ours.job_and_plan(**given.options), given.rank))
+        else:
+            serve(given.address, ours.RayparOnRay(*ours.job_and_plan(**given.options)))
 
 
 if __name__ == "__main__":

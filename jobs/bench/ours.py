@@ -1,0 +1,182 @@
+"""raypar as a contender: its worker core over TCP in a process of its own, or its actors on a Ray of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from models import CLIP_NORM, OPTIMIZER, SEED, Workload
+
+from raypar.comm.cpu import CpuMesh
+from raypar.plan import ParallelPlan, Routing
+from raypar.planner.candidates import KINDS
+from raypar.schedule import registry
+from raypar.worker.assignment import assignments, make_graph
+from raypar.worker.core import StepReport, WorkerCore
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+
+CONNECT_TIMEOUT_S = 60.0
+
+
+def gpt_job(size: Workload, microbatches: int, reduction: str) -> JobSpec:
+    """The benches' GPT as a job, with the default number of blocks."""
+    return JobSpec(
+        name="bench",
+        seed=SEED,
+        steps=1 << 40,
+        batch_size=size.batch_size,
+        microbatches=microbatches,
+        model=Ref("examples.gpt:layers", size.model_args),
+        loss=Ref("examples.gpt:loss"),
+        data=DataSpec(Ref("examples.gpt:text", {"context": size.context})),
+        optimizer=OptimizerSpec(Ref("torch.optim:AdamW", OPTIMIZER)),
+        clip_norm=CLIP_NORM,
+        reduction=reduction,
+    )
+
+
+def sleeping_job(
+    forward_ms: Sequence[float], input_ms: Sequence[float], weight_ms: Sequence[float], microbatches: int, blocks: int
+) -> JobSpec:
+    """Layers that sleep; one sample a microbatch."""
+    times = {"forward_ms": list(forward_ms), "input_ms": list(input_ms), "weight_ms": list(weight_ms)}
+    return JobSpec(
+        name="sleep",
+        seed=SEED,
+        steps=1 << 40,
+        batch_size=microbatches,
+        microbatches=microbatches,
+        virtual_replicas=blocks,
+        model=Ref("sleeping:layers", times),
+        loss=Ref("sleeping:loss"),
+        data=DataSpec(Ref("sleeping:samples")),
+        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.1})),
+    )
+
+
+def plan_of(schedule: str, replicas: Sequence[int], layers: int, bounds: Any = None, chunks: int = 0) -> ParallelPlan:
+    """A plan for a schedule: `replicas` per position; `bounds(stages)` gives the layer cuts (default: spread evenly)."""
+    kind = next((k for k in KINDS if k.schedule == schedule), None)
+    each = chunks or (kind.chunks[0] if kind else 1)
+    placement = kind.placement if kind else "loop"
+    cuts = bounds(each * len(replicas))[1:-1] if bounds is not None else None
+    return ParallelPlan.of(replicas, layers=layers, chunks=each, placement=placement, cuts=cuts)
+
+
+def job_and_plan(
+    microbatches: int,
+    schedule: str = "1f1b",
+    replicas: int = 1,
+    stages: int = 1,
+    chunks: int = 0,
+    reduction: str = "canonical",
+    work: dict[str, int] | None = None,
+) -> tuple[JobSpec, ParallelPlan, str]:
+    """The benches' GPT under a uniform plan."""
+    size = Workload(**(work or {}))
+    spec = gpt_job(size, microbatches, reduction)
+    return spec, plan_of(schedule, [replicas] * stages, size.depth + 2, size.bounds, chunks), schedule
+
+
+class Raypar:
+    """One rank: `WorkerCore` over the TCP transport."""
+
+    def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.core = WorkerCore(spec)
+        order = registry.build(schedule, Routing(plan, spec.cut))
+        self.assignment = assignments(spec, self.core.graph, plan, order)[rank]
+        self.mesh = CpuMesh.listen()
+        self.hello = {"address": self.mesh.address, "rank": rank}
+        self.reports: list[StepReport] = []
+
+    def connect(self, addresses: list[str]) -> None:
+        transport = self.mesh.connect(
+            rank=self.rank,
+            size=len(addresses),
+            addresses=addresses,
+            run="bench",
+            generation=0,
+            deadline_s=CONNECT_TIMEOUT_S,
+        )
+        self.core.adopt(self.assignment, transport)
+
+    def steps(self, first: int, count: int) -> float:
+        self.reports += [self.core.step(number) for number in range(first, first + count)]
+        return self.reports[-1].loss
+
+    def info(self) -> dict[str, Any]:
+        """Figures of the steps so far, for benches that look inside."""
+        instructions = len(self.assignment.program)
+        return {
+            "instructions": instructions,
+            "seconds": [r.seconds for r in self.reports],
+            "busy_seconds": [r.busy_seconds for r in self.reports],
+        }
+
+    def close(self) -> None:
+        self.core.close()
+        self.mesh.close()
+
+
+class RayparOnRay:
+    """The whole plan on a Ray of its own, asked for steps as the driver does: one call per worker and step, queued ahead."""
+
+    def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str) -> None:
+        from raypar.actors.local_ray import connected
+        from raypar.actors.pool import Pool
+
+        self.connection = connected(None, plan.world, Path.cwd())
+        host = self.connection.__enter__().host
+        graph = make_graph(spec)
+        parts = assignments(spec, graph, plan, registry.build(schedule, Routing(plan, spec.cut)))
+        self.loop = asyncio.new_event_loop()
+        self.pool = Pool(f"bench-{os.getpid()}", plan)
+        places = self.loop.run_until_complete(self.pool.reserve(CONNECT_TIMEOUT_S, print))
+        self.pool.hire(places, spec, host, 600.0)
+        addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]
+        self._ask("adopt", [(part, addresses, 0, None, 0, CONNECT_TIMEOUT_S) for part in parts])
+        self.hello: dict[str, Any] = {}
+        self.peak_rss_bytes: list[int] = []
+
+    def _ask(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        import ray
+
+        workers = zip(self.pool.workers, arguments, strict=True)
+        answers = ray.get([getattr(worker, method).remote(*given) for worker, given in workers], timeout=300)
+        for answer in answers:
+            if hasattr(answer, "error"):
+                raise answer.error
+        return list(answers)
+
+    def steps(self, first: int, count: int) -> float:
+        """`count` steps; the next step's calls are queued while one runs. The last loss."""
+        import ray
+
+        waiting: list[list[Any]] = []
+        loss = float("nan")
+        for number in range(first, first + count):
+            waiting.append([worker.step.remote(number, False) for worker in self.pool.workers])
+            if len(waiting) > 1:
+                loss = self._take(ray.get(waiting.pop(0), timeout=300))
+        while waiting:
+            loss = self._take(ray.get(waiting.pop(0), timeout=300))
+        return loss
+
+    def _take(self, answers: list[Any]) -> float:
+        for answer in answers:
+            if hasattr(answer, "error"):
+                raise answer.error
+        self.peak_rss_bytes = [report.peak_rss_bytes for report in answers]
+        return float(answers[0].loss)
+
+    def info(self) -> dict[str, Any]:
+        """The workers' memory, not this driver's."""
+        return {"peak_rss_bytes": self.peak_rss_bytes}
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.pool.close())
+        self.connection.__exit__(None, None, None)
