@@ -1,0 +1,91 @@
+"""Four processes, one killed or stopped inside each operation: the others are free within 100 ms and start again."""
+
+import signal
+import time
+
+import pytest
+from helpers import transport_cases
+from helpers.processes import Workers
+from helpers.transport_cases import FOREVER
+
+VICTIM = 2
+OTHERS = [0, 1, 3]
+BOUND_S = 0.1
+
+
+@pytest.fixture(scope="module")
+def workers():
+    made = Workers(4)
+    yield made
+    made.end()
+
+
+generations = iter(range(1, 10**6))
+
+
+def start(workers, name):
+    """All four in a new generation and inside the operation."""
+    addresses = workers.each(transport_cases.listen)
+    generation = next(generations)
+    workers.each(transport_cases.connect, addresses, [0, 1, 2, 3], generation)
+    for index, worker in enumerate(workers.workers):
+        worker.call(transport_cases.run_forever, index, name)
+    time.sleep(0.06)  # inside, several times round
+    return addresses, generation
+
+
+def survivors_work_in_a_new_generation(workers, addresses):
+    workers.each(transport_cases.close, on=OTHERS)
+    workers.each(transport_cases.connect, addresses, OTHERS, next(generations), on=OTHERS)
+    for case in ("all_reduces", "tags_overtake"):
+        workers.each(transport_cases.run_case, case, on=OTHERS)
+
+
+@pytest.mark.parametrize("name", FOREVER)
+def test_a_killed_rank_frees_the_others_within_100_ms(name, workers):
+    addresses, _ = start(workers, name)
+    at = workers.workers[VICTIM].signal(signal.SIGKILL)
+    results = [workers.workers[i].result() for i in OTHERS]
+    assert all(kind in ("CommError", "GroupAborted") for kind, _, _ in results), results
+    assert max(when for _, _, when in results) - at < BOUND_S, results
+    assert any(f"rank {VICTIM}" in what for _, what, _ in results)
+    survivors_work_in_a_new_generation(workers, addresses)
+    workers.each(transport_cases.close, on=OTHERS)
+    workers.replace(VICTIM)
+
+
+@pytest.mark.parametrize("name", FOREVER)
+def test_abort_frees_the_others_of_a_stopped_rank_within_100_ms_and_its_return_is_harmless(name, workers):
+    addresses, old = start(workers, name)
+    victim = workers.workers[VICTIM]
+    victim.signal(signal.SIGSTOP)
+    time.sleep(0.05)
+    aborted = [workers.workers[i].control(transport_cases.abort_from_outside) for i in OTHERS]
+    results = [workers.workers[i].result() for i in OTHERS]
+    assert max(when for _, _, when in results) - min(aborted) < BOUND_S, results
+    assert all(kind in ("GroupAborted", "CommError") for kind, _, _ in results), results
+    survivors_work_in_a_new_generation(workers, addresses)
+
+    victim.signal(signal.SIGCONT)
+    kind, what, _ = victim.result()
+    assert kind == "CommError" and "rank" in what, "its connections are gone"
+    workers.each(transport_cases.run_case, "all_to_alls", on=OTHERS)
+    workers.each(transport_cases.close, on=OTHERS)
+    # It knocks with its old generation while the others form the next one.
+    victim.call(transport_cases.connect_and_expect_refusal, VICTIM, addresses, [0, 1, 2, 3], old)
+    time.sleep(0.01)
+    workers.each(transport_cases.connect, addresses, OTHERS, next(generations), on=OTHERS)
+    assert f"generation {old} is over" in victim.result()
+    workers.each(transport_cases.run_case, "all_reduces", on=OTHERS)
+    workers.each(transport_cases.close, on=OTHERS)
+
+
+def test_many_lost_generations_leave_no_thread_and_no_open_file(workers):
+    before = workers.each(transport_cases.footprint)
+    for _ in range(3):
+        start(workers, "all_reduce")
+        workers.workers[VICTIM].control(transport_cases.abort_from_outside)
+        for worker in workers.workers:
+            worker.result()
+        workers.each(transport_cases.close)
+    assert workers.each(transport_cases.footprint) == before

@@ -1,0 +1,314 @@
+"""One suite for all transports: local on the virtual clock, local in threads, TCP in threads, TCP in four processes."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from helpers import transport_cases
+from helpers.processes import Workers
+from helpers.transport_cases import CASES, LIMIT_S
+
+from raypar.comm.cpu import CpuMesh
+from raypar.comm.local import Cooperative, LocalMesh
+from raypar.comm.transport import Transport, drive
+from raypar.errors import CommError, CommTimeout, GroupAborted
+
+
+def connected(size, generation=1, run="test"):
+    """`size` TCP ends in this process and their listeners."""
+    meshes = [CpuMesh.listen() for _ in range(size)]
+    addresses = [mesh.address for mesh in meshes]
+
+    def connect(rank):
+        return meshes[rank].connect(
+            rank=rank, size=size, addresses=addresses, run=run, generation=generation, deadline_s=LIMIT_S
+        )
+
+    return meshes, in_threads(size, connect)
+
+
+def in_threads(size, body):
+    """`body(rank)` in a thread per rank; results, or the first error."""
+    results, errors = [None] * size, []
+
+    def run(rank):
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture(params=["local", "cpu"])
+def pair(request):
+    """Two ends in this process."""
+    if request.param == "local":
+        yield LocalMesh(2).transports
+        return
+    meshes, ends = connected(2)
+    yield ends
+    for end in (*ends, *meshes):
+        end.close()
+
+
+@pytest.fixture(scope="module")
+def workers():
+    made = Workers(4)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def tcp_threads():
+    """Three TCP ends in this process, used by all cases: nothing of one case disturbs the next."""
+    meshes, ends = connected(3)
+    yield ends
+    for end in (*ends, *meshes):
+        end.close()
+
+
+generations = iter(range(1, 10**6))
+
+
+LARGE = ("big_both_ways", "unexpected_then_posted", "batches", "sends_do_not_wait_for_each_other")
+"""Cases with tensors of many MB: run in one order only."""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name, seed", [(n, s) for n in CASES for s in (None, 1, 2) if n not in LARGE or s is None])
+def test_on_the_virtual_clock(name, size, seed):
+    mesh = LocalMesh(size)
+    Cooperative(seed).run([CASES[name](t) for t in mesh.transports], mesh)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_local_in_threads(name):
+    mesh = LocalMesh(3)
+    in_threads(3, lambda rank: drive(CASES[name](mesh.transports[rank]), LIMIT_S))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tcp_in_threads(name, tcp_threads):
+    for end in tcp_threads:
+        for counter in (end.ledger.sent, end.ledger.received, end.ledger.messages):
+            counter.clear()
+    in_threads(3, lambda rank: drive(CASES[name](tcp_threads[rank]), LIMIT_S))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tcp_in_four_processes_with_the_ledger_of_local(name, workers):
+    generation = next(generations)
+    addresses = workers.each(transport_cases.listen)
+    workers.each(transport_cases.connect, addresses, [0, 1, 2, 3], generation)
+    ledgers = workers.each(transport_cases.run_case, name)
+    workers.each(transport_cases.close)
+    mesh = LocalMesh(4)
+    Cooperative().run([CASES[name](t) for t in mesh.transports], mesh)
+    assert ledgers == [t.ledger.as_dict() for t in mesh.transports]
+
+
+def test_every_transport_has_the_protocol(pair):
+    assert all(isinstance(end, Transport) for end in pair)
+
+
+def test_a_timeout_names_operation_peer_and_tag(pair):
+    handle = pair[0].recv(None, source=1, tag=77)
+    start = time.monotonic()
+    with pytest.raises(CommTimeout, match=r"recv tag 77 of rank 0 with 1 .*0\.05 s"):
+        handle.wait(0.05)
+    assert 0.04 < time.monotonic() - start < 1
+    with pytest.raises(CommTimeout, match="all_reduce of rank 0 with 1"):
+        pair[0].all_reduce(torch.ones(3), group=[0, 1]).wait(0.01)
+
+
+def test_a_handle_says_when_it_is_done_without_blocking(pair):
+    handle = pair[0].recv(None, source=1, tag=1)
+    assert not handle.done()
+    with pytest.raises(CommError, match="not done"):
+        handle.tensor()
+    pair[1].send(torch.ones(3), to=0, tag=1).wait(LIMIT_S)
+    deadline = time.monotonic() + LIMIT_S
+    while not handle.done():
+        assert time.monotonic() < deadline
+    assert handle.tensor().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("waits", ["recv", "all_reduce", "barrier"])
+def test_abort_from_another_thread_frees_a_waiting_call_within_100_ms(pair, waits):
+    handle = {
+        "recv": lambda: pair[0].recv(None, source=1, tag=1),
+        "all_reduce": lambda: pair[0].all_reduce(torch.ones(5), group=[0, 1]),
+        "barrier": lambda: pair[0].barrier(group=[0, 1]),
+    }[waits]()
+    times = {}
+
+    def abort():
+        time.sleep(0.05)
+        times["abort"] = time.monotonic()
+        pair[0].abort("the test says so")
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    with pytest.raises(GroupAborted, match="the test says so"):
+        handle.wait(LIMIT_S)
+    assert time.monotonic() - times["abort"] < 0.1
+    thread.join()
+    with pytest.raises(GroupAborted, match="the test says so"):
+        handle.done()
+    for call in (
+        lambda: pair[0].recv(None, source=1, tag=2),
+        lambda: pair[0].send(torch.ones(2), to=1, tag=2),
+        lambda: pair[0].barrier(group=[0]),
+    ):
+        with pytest.raises(GroupAborted, match="the test says so"):
+            call()
+
+
+def test_what_a_peer_has_pending_with_one_that_left_fails_naming_it(pair):
+    before = pair[1].recv(None, source=0, tag=1)
+    pair[0].close()
+    start = time.monotonic()
+    with pytest.raises(CommError, match="rank 0"):
+        before.wait(LIMIT_S)
+    after = pair[1].recv(None, source=0, tag=2)
+    with pytest.raises(CommError, match="rank 0"):
+        after.wait(LIMIT_S)
+    assert time.monotonic() - start < 0.1
+
+
+def test_two_threads_may_wait_on_one_transport(pair):
+    handles = [pair[0].recv(None, source=1, tag=tag) for tag in (1, 2)]
+    got = []
+
+    def wait(handle):
+        handle.wait(LIMIT_S)
+        got.append(int(handle.tensor()))
+
+    threads = [threading.Thread(target=wait, args=(h,)) for h in handles]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    for tag in (2, 1):
+        pair[1].send(torch.tensor(tag), to=0, tag=tag)
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert sorted(got) == [1, 2]
+
+
+def test_a_tcp_send_of_more_than_the_buffers_goes_on_while_the_sender_computes():
+    meshes, ends = connected(2)
+    handle = ends[0].send(torch.ones(transport_cases.BIG * 2), to=1, tag=1)
+    got = ends[1].recv(None, source=0, tag=1)
+    deadline = time.monotonic() + LIMIT_S
+    while not (handle.done() and got.done()):  # neither end waits in the transport
+        time.sleep(0.001)
+        assert time.monotonic() < deadline
+    assert got.tensor().sum() == transport_cases.BIG * 2
+    for end in (*ends, *meshes):
+        end.close()
+
+
+def test_closing_leaves_no_thread_and_no_open_file():
+    meshes, ends = connected(2)  # whatever is made once is made now
+    for end in (*ends, *meshes):
+        end.close()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for generation in range(1, 6):
+        meshes, ends = connected(3, generation)
+        pending = ends[0].recv(None, source=1, tag=1)
+        ends[1].send(torch.ones(100_000), to=2, tag=1)
+        if generation % 2:
+            ends[2].abort("early")
+        for end in (*ends, *ends, *meshes, *meshes):
+            end.close()
+        with pytest.raises(CommError):
+            pending.wait(1)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+def test_another_run_is_refused():
+    meshes = [CpuMesh.listen() for _ in range(2)]
+    addresses = [mesh.address for mesh in meshes]
+
+    def connect(rank):
+        with pytest.raises((GroupAborted, CommTimeout)) as caught:
+            meshes[rank].connect(rank=rank, size=2, addresses=addresses, run=f"run {rank}", generation=1, deadline_s=0.3)
+        return str(caught.value)
+
+    first, second = in_threads(2, connect)
+    assert "ranks [1] did not connect" in first
+    assert "this is run 'run 0', not 'run 1'" in second
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_an_old_generation_is_refused_and_a_newer_one_waits():
+    meshes = [CpuMesh.listen() for _ in range(3)]
+    addresses = [mesh.address for mesh in meshes]
+    seen = {}
+
+    def connect(rank):
+        if rank == 2:  # comes with the old generation, first
+            try:
+                meshes[2].connect(rank=2, size=3, addresses=addresses, run="r", generation=4, deadline_s=LIMIT_S)
+            except GroupAborted as error:
+                seen["old"] = str(error)
+            return None
+        if rank == 0:  # is told of the new generation late; until then it tries an older one
+            with pytest.raises(CommTimeout):
+                meshes[0].connect(rank=0, size=2, addresses=addresses[:2], run="r", generation=3, deadline_s=0.2)
+        return meshes[rank].connect(rank=rank, size=2, addresses=addresses[:2], run="r", generation=5, deadline_s=LIMIT_S)
+
+    ends = in_threads(3, connect)
+    assert "generation 4 is over, this is 5" in seen["old"]
+    in_threads(2, lambda rank: ends[rank].barrier(group=[0, 1]).wait(LIMIT_S))
+    for end in (*ends[:2], *meshes):
+        end.close()
+
+
+def test_connecting_can_be_aborted_and_has_a_deadline():
+    meshes = [CpuMesh.listen() for _ in range(2)]
+    addresses = [mesh.address for mesh in meshes]
+    timer = threading.Timer(0.05, meshes[0].abort_connect, ("a newer plan",))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(GroupAborted, match="a newer plan"):
+        meshes[0].connect(rank=0, size=2, addresses=addresses, run="r", generation=1, deadline_s=LIMIT_S)
+    assert time.monotonic() - start < 0.15
+    with pytest.raises(CommTimeout, match=r"ranks \[1\] did not connect within 0.1 s"):
+        meshes[0].connect(rank=0, size=2, addresses=addresses, run="r", generation=2, deadline_s=0.1)
+    meshes[0].close()
+    with pytest.raises(CommError, match="cannot reach rank 0"):
+        meshes[1].connect(rank=1, size=2, addresses=addresses, run="r", generation=2, deadline_s=1)
+    meshes[1].close()
+
+
+def test_garbage_on_the_port_is_ignored():
+    import socket
+
+    meshes = [CpuMesh.listen() for _ in range(2)]
+    addresses = [mesh.address for mesh in meshes]
+    noise = []
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x00" * 10):
+        host, port = addresses[0].split(":")
+        noise.append(socket.create_connection((host, int(port))))
+        noise[-1].send(data)
+    noise[1].close()
+    ends = in_threads(
+        2,
+        lambda rank: meshes[rank].connect(rank=rank, size=2, addresses=addresses, run="r", generation=1, deadline_s=LIMIT_S),
+    )
+    in_threads(2, lambda rank: ends[rank].barrier(group=[0, 1]).wait(LIMIT_S))
+    for end in (*ends, *meshes, *noise):
+        end.close()

@@ -1,0 +1,121 @@
+"""Real worker processes for tests: forked from one warm server (importing torch takes 1.5 s), driven call by call."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "pytest", "raypar.comm.cpu", "raypar.comm.reduction"])
+
+
+class Failed(Exception):
+    """A call raised in the worker: `args` are the name of the exception's class, its text and the traceback."""
+
+
+def _serve(calls: Any, control: Any) -> None:
+    """The worker: runs calls one after another with a dict of its own; a thread answers control calls meanwhile."""
+    import torch
+
+    torch.set_num_threads(1)
+    state: dict[str, Any] = {}
+
+    def loop(pipe: Any) -> None:
+        while True:
+            try:
+                function, args = pipe.recv()
+            except EOFError:
+                return
+            try:
+                answer = (True, function(state, *args))
+            except Exception as error:
+                answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
+            with contextlib.suppress(OSError):
+                pipe.send(answer)
+
+    threading.Thread(target=loop, args=(control,), daemon=True).start()
+    loop(calls)
+
+
+class Worker:
+    """One process. `call` starts `function(state, *args)` there, `result` waits for it; functions are importable by name."""
+
+    def __init__(self) -> None:
+        self._calls, theirs = _context.Pipe()
+        self._control, control = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, control), daemon=True)
+        self.process.start()
+        theirs.close()
+        control.close()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Start a call; one at a time."""
+        self._calls.send((function, args))
+
+    def result(self, timeout_s: float = 20.0) -> Any:
+        """What the call returned; raises `Failed` with what it raised, or `TimeoutError`."""
+        return self._answer(self._calls, timeout_s)
+
+    def control(self, function: Callable[..., Any], *args: Any, timeout_s: float = 20.0) -> Any:
+        """Run a short call in the worker's control thread, also while another call runs."""
+        self._control.send((function, args))
+        return self._answer(self._control, timeout_s)
+
+    def _answer(self, pipe: Any, timeout_s: float) -> Any:
+        if not pipe.poll(timeout_s):
+            raise TimeoutError(f"worker {self.process.pid} did not answer within {timeout_s} s")
+        good, value = pipe.recv()
+        if not good:
+            raise Failed(*value)
+        return value
+
+    def signal(self, number: signal.Signals) -> float:
+        """Send a signal; returns the time (`time.monotonic`, the same clock in all processes) just before."""
+        assert self.process.pid is not None
+        now = time.monotonic()
+        os.kill(self.process.pid, number)
+        return now
+
+    def end(self) -> None:
+        """Let it end by itself; kill it if it does not within 2 s."""
+        self._calls.close()
+        self._control.close()
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(signal.SIGCONT)
+        self.process.join(2.0)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+
+
+class Workers:
+    """`count` workers, kept over several tests. `each` runs one call on all (or some) at the same time."""
+
+    def __init__(self, count: int) -> None:
+        self.workers = [Worker() for _ in range(count)]
+
+    def each(self, function: Callable[..., Any], *args: Any, on: list[int] | None = None, timeout_s: float = 20.0) -> list[Any]:
+        """`function(state, index, *args)` on workers `on` (all); their results in this order."""
+        chosen = list(range(len(self.workers))) if on is None else on
+        for index in chosen:
+            self.workers[index].call(function, index, *args)
+        return [self.workers[index].result(timeout_s) for index in chosen]
+
+    def replace(self, index: int) -> None:
+        """A fresh process in the place of one that has died."""
+        self.workers[index].end()
+        self.workers[index] = Worker()
+
+    def end(self) -> None:
+        """End all."""
+        for worker in self.workers:
+            worker.end()
