@@ -181,7 +181,8 @@ class _Panel:
         for span in row:
             colour = self._colour(span.instruction)
             x, w = sheet.x(span.start_ms), (span.end_ms - span.start_ms) * sheet.per_ms
-            top, height = (y, self.lane) if isinstance(span.instruction, COMPUTE) else (y + self.lane - 5, 5.0)
+            # Reductions run beside compute: a strip at the foot of the lane.
+            top, height = (y + self.lane * 0.7, self.lane * 0.3) if isinstance(span.instruction, Reduce) else (y, self.lane)
             text = str(getattr(span.instruction, "microbatch", ""))
             size = min(largest, self._number_size(w)) if text else 0.0
             if size < _SMALLEST_NUMBER and isinstance(span.instruction, COMPUTE):
