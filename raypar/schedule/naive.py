@@ -1,0 +1,22 @@
+"""One microbatch at a time through the whole pipeline: what model parallelism does without a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypar.plan import Routing
+from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
+
+
+def naive(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+    """F and B of a microbatch end before the next starts. Makespan m (p F + p B); one activation alive.
+
+    Several stages of one worker follow each other up in the forward and down in the backward pass.
+    """
+    orders: list[list[Compute]] = [[] for _ in routing.plan.seats]
+    for rank, seat in enumerate(routing.plan.seats):
+        stages = routing.plan.stages_of(rank)
+        for m in routing.of_replica(stages[0], seat.replica):
+            orders[rank] += [Forward(s, m) for s in stages]
+            orders[rank] += [Backward(s, m) for s in reversed(stages)]
+    return tuple(tuple(order) for order in orders)

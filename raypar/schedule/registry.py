@@ -1,0 +1,78 @@
+"""The schedules by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raypar.errors import ScheduleError
+from raypar.plan import Routing
+from raypar.plan.parallel_plan import Placement
+from raypar.schedule.gpipe import gpipe
+from raypar.schedule.instructions import Schedule
+from raypar.schedule.naive import naive
+from raypar.schedule.one_f_one_b import one_f_one_b
+
+Builder = Callable[[Routing, Sequence[int] | None], Schedule]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A schedule's builder, where its stages lie, and its chunks: `chunks` by default, and only that many if `fixed`."""
+
+    build: Builder
+    placement: Placement = "loop"
+    chunks: int = 1
+    fixed: bool = True
+    splits_backward: bool = False
+
+
+_ENTRIES: dict[str, Entry] = {
+    "naive": Entry(naive, fixed=False),
+    "gpipe": Entry(gpipe, fixed=False),
+    "1f1b": Entry(one_f_one_b),
+}
+_ALIASES = {"afab": "gpipe"}
+NAMES = tuple(_ENTRIES)
+
+
+def entry(name: str) -> Entry:
+    """The entry of a name or alias. Raises `ScheduleError` with the nearest names."""
+    found = _ENTRIES.get(_ALIASES.get(name, name))
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), [*_ENTRIES, *_ALIASES], n=2, cutoff=0.4)
+        raise ScheduleError(
+            f"unknown schedule {name!r}", cure=f"did you mean {' or '.join(near)}? " * bool(near) + f"one of {', '.join(NAMES)}"
+        )
+    return found
+
+
+def placement(name: str) -> Placement:
+    """Where the schedule wants its stages."""
+    return entry(name).placement
+
+
+def default_chunks(name: str, chunks: int | None = None) -> int:
+    """Stages per worker: `chunks` if the schedule can have that many, its default for None."""
+    known = entry(name)
+    if chunks is None:
+        return known.chunks
+    if chunks < 1 or (known.fixed and chunks != known.chunks):
+        raise ScheduleError(
+            f"schedule {name} has {known.chunks} stage(s) per worker, not {chunks}",
+            cure=f"leave chunks out, or use interleaved for {chunks} chunks",
+        )
+    return chunks
+
+
+def build(name: str, routing: Routing, *, warmup: Sequence[int] | None = None) -> Schedule:
+    """The compute-only orders of every worker of the routing's plan."""
+    known = entry(name)
+    plan = routing.plan
+    if known.fixed and len(plan.stages) != plan.positions * known.chunks:
+        raise ScheduleError(
+            f"schedule {name} needs {known.chunks} stage(s) per worker; the plan has {len(plan.stages)} on {plan.positions}",
+            cure="build the plan with registry.default_chunks and registry.placement",
+        )
+    return known.build(routing, warmup)
