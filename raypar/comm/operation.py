@@ -76,6 +76,7 @@ class Operation:
         "_lock",
         "_phases",
         "_received",
+        "_tensors",
         "channel",
         "name",
         "peers",
@@ -94,6 +95,7 @@ class Operation:
         self._left = 0
         self._early = 0
         self._received: list[Message] = []
+        self._tensors: list[Tensor] = []
         self._finished = False
         self._error: CommError | None = None
 
@@ -122,7 +124,7 @@ class Operation:
         """The received tensors of a completed operation, in the order of its receives."""
         if not self.done():
             raise CommError(f"{self.describe()} is not done", cure="wait for the handle before reading its tensor")
-        return [m.tensor for m in self._received if m.tensor is not None]
+        return list(self._tensors)
 
     # -- for transports
 
@@ -148,7 +150,8 @@ class Operation:
         sends = [Message(self, t, peer, self.channel, tag, False) for t, peer, tag in exchange.sends]
         self._left += len(recvs) + len(sends) + 1  # one more, so that it cannot reach zero while we are posting
         self._early += len(early)
-        self._received += recvs
+        if self.channel == 0:
+            self._received += recvs
         for message in recvs:
             self.transport.post_recv(message)
         for message in early:
@@ -183,6 +186,7 @@ class Operation:
                 return
             self._error = error
             self._phases = None
+            self._received = []
         self.transport.settled(self)
 
     def _advance(self) -> None:
@@ -213,6 +217,9 @@ class Operation:
                 self._phases = None
                 if self._early or self._finished:
                     return
+                # Messages refer to us: without this the cycle would hold their tensors until Python's collector comes.
+                self._tensors = [m.tensor for m in self._received if m.tensor is not None]
+                self._received = []
                 self._finished = True
             self.transport.settled(self)
             return
