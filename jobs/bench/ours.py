@@ -12,7 +12,6 @@ from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 
 from raypar.comm.cpu import CpuMesh
 from raypar.plan import ParallelPlan, Routing
-from raypar.planner.candidates import KINDS
 from raypar.schedule import registry
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.core import StepReport, WorkerCore
@@ -59,11 +58,9 @@ def sleeping_job(
 
 def plan_of(schedule: str, replicas: Sequence[int], layers: int, bounds: Any = None, chunks: int = 0) -> ParallelPlan:
     """A plan for a schedule: `replicas` per position; `bounds(stages)` gives the layer cuts (default: spread evenly)."""
-    kind = next((k for k in KINDS if k.schedule == schedule), None)
-    each = chunks or (kind.chunks[0] if kind else 1)
-    placement = kind.placement if kind else "loop"
+    each = registry.default_chunks(schedule, chunks or None)
     cuts = bounds(each * len(replicas))[1:-1] if bounds is not None else None
-    return ParallelPlan.of(replicas, layers=layers, chunks=each, placement=placement, cuts=cuts)
+    return ParallelPlan.of(replicas, layers=layers, chunks=each, placement=registry.placement(schedule), cuts=cuts)
 
 
 def job_and_plan(

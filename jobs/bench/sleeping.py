@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.model.split_linear import Deferred
+
 
 def rest(ms: float) -> None:
     """Sleep `ms` as exactly as the kernel can: the last 0.2 ms are spun, because a timer comes up to 0.1 ms late."""
@@ -20,27 +22,13 @@ def rest(ms: float) -> None:
         pass
 
 
-class _Input(torch.autograd.Function):
-    """Identity whose backward (the input gradient, I) sleeps."""
+class _Resting(torch.autograd.Function):
+    """Identity whose backward sleeps."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
+    def forward(ctx: Any, y: Tensor, ms: float) -> Tensor:
         ctx.ms = ms
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        rest(ctx.ms)
-        return gradients[0], None
-
-
-class _Weight(torch.autograd.Function):
-    """Identity whose backward (the weight gradient, W) sleeps."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, ms: float) -> Tensor:
-        ctx.ms = ms
-        return w.clone()
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -49,21 +37,32 @@ class _Weight(torch.autograd.Function):
 
 
 class Sleep(nn.Module):
-    """x [samples, 1] -> same shape, after `forward_ms`; its gradients take `input_ms` and `weight_ms`."""
+    """x [samples, 1] -> same shape, after `forward_ms`; its gradients take `input_ms` and `weight_ms`.
+
+    Where the backward is split, raypar has taken over the Linear's forward and calls `Deferred.weight` for W.
+    """
 
     def __init__(self, forward_ms: float, input_ms: float, weight_ms: float) -> None:
         super().__init__()
-        self.ms = (forward_ms, input_ms, weight_ms)
-        self.weight = nn.Parameter(torch.empty(1))
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        self.forward_ms, self.input_ms, self.weight_ms = forward_ms, input_ms, weight_ms
+        self.linear = nn.Linear(1, 1, bias=False)
+        self.linear.resting_ms = weight_ms
 
     def forward(self, x: Tensor) -> Tensor:
-        rest(self.ms[0])
-        if not torch.is_grad_enabled():
-            return x + self.weight
-        return _Input.apply(x, self.ms[1]) + _Weight.apply(self.weight, self.ms[2])
+        rest(self.forward_ms)
+        split = "forward" in vars(self.linear)
+        return _Resting.apply(self.linear(x), self.input_ms if split else self.input_ms + self.weight_ms)
+
+
+_weight = Deferred.weight
+
+
+def _resting_weight(self: Deferred) -> Tensor:
+    rest(getattr(self.linear, "resting_ms", 0.0))
+    return _weight(self)
+
+
+Deferred.weight = _resting_weight
 
 
 def layers(forward_ms: Sequence[float], input_ms: Sequence[float], weight_ms: Sequence[float]) -> nn.Sequential:

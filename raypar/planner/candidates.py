@@ -7,29 +7,13 @@ from dataclasses import dataclass
 
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.plan.microbatches import part
-from raypar.plan.parallel_plan import Placement
 from raypar.planner.partition import balanced_cuts
 from raypar.planner.profile import ModelProfile
+from raypar.schedule import registry
 
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A schedule as the planner sees it. `chunks`: how many stages a worker may host under it."""
-
-    schedule: str
-    chunks: tuple[int, ...] = (1,)
-    placement: Placement = "loop"
-    splits_backward: bool = False
-
-
-KINDS = (
-    Kind("gpipe"),
-    Kind("1f1b"),
-    Kind("interleaved", chunks=(2, 3, 4)),
-    Kind("zb-h1", splits_backward=True),
-    Kind("zb-v", chunks=(2,), placement="v", splits_backward=True),
-)
-"""`naive` is never better than GPipe. A pipeline of one stage needs no schedule: 1F1B, which keeps one activation."""
+SCHEDULES: dict[str, tuple[int, ...]] = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
+"""Schedules considered, with the chunks a worker may have under them. `naive` is never better than GPipe. A pipeline of one
+stage needs no schedule: 1F1B, which keeps one activation."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +22,7 @@ class Candidate:
 
     replicas: int
     stages: int
-    kind: Kind
+    schedule: str
     chunks: int
     plan: ParallelPlan
     bound_ms: float
@@ -50,22 +34,20 @@ def candidates(profile: ModelProfile, workers: int, cut: Microbatches) -> Iterat
     layers = len(profile.layers)
     for stages in range(1, min(workers, layers) + 1):
         for replicas in range(1, min(workers // stages, cut.blocks, cut.count) + 1):
-            for kind in KINDS:
-                if stages == 1 and kind.schedule != "1f1b":
-                    continue
-                for chunks in kind.chunks:
+            for schedule in SCHEDULES if stages > 1 else ("1f1b",):
+                for chunks in SCHEDULES[schedule]:
                     if stages * chunks <= layers:
-                        yield _candidate(profile, replicas, stages, kind, chunks, cut)
+                        yield _candidate(profile, replicas, stages, schedule, chunks, cut)
 
 
-def _candidate(profile: ModelProfile, replicas: int, stages: int, kind: Kind, chunks: int, cut: Microbatches) -> Candidate:
-    sums = profile.work_sums(kind.splits_backward)
+def _candidate(profile: ModelProfile, replicas: int, stages: int, schedule: str, chunks: int, cut: Microbatches) -> Candidate:
+    sums = profile.work_sums(registry.entry(schedule).splits_backward)
     cuts = balanced_cuts(sums, stages * chunks)
     plan = ParallelPlan.mesh(
-        dp=replicas, pp=stages, layers=len(profile.layers), chunks=chunks, placement=kind.placement, cuts=cuts
+        dp=replicas, pp=stages, layers=len(profile.layers), chunks=chunks, placement=registry.placement(schedule), cuts=cuts
     )
     busiest = max(
         sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)
     )
     most = max(sum(len(cut.of_block(b)) for b in part(r, replicas, cut.blocks)) for r in range(replicas))
-    return Candidate(replicas, stages, kind, chunks, plan, busiest * most)
+    return Candidate(replicas, stages, schedule, chunks, plan, busiest * most)

@@ -26,7 +26,7 @@ def _row(verdict: Verdict, why: str) -> tuple[str, ...]:
     chunks = f", {candidate.chunks} chunks" if candidate.chunks > 1 else ""
     return (
         f"{candidate.replicas} x {candidate.stages}",
-        f"{candidate.kind.schedule}{chunks}",
+        f"{candidate.schedule}{chunks}",
         str(candidate.plan.world),
         "" if verdict.predicted_ms is None else f"{verdict.predicted_ms:.1f}",
         "" if verdict.bubble is None else f"{100 * verdict.bubble:.1f} %",
@@ -45,7 +45,7 @@ def as_dict(choice: Choice) -> dict[str, object]:
             {
                 "replicas": v.candidate.replicas,
                 "stages": v.candidate.stages,
-                "schedule": v.candidate.kind.schedule,
+                "schedule": v.candidate.schedule,
                 "chunks": v.candidate.chunks,
                 "layers": [[s.first, s.last] for s in v.candidate.plan.stages],
                 "predicted_ms": v.predicted_ms,

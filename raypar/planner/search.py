@@ -6,18 +6,14 @@ them (DESIGN 4.5), so they are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.candidates import Candidate, candidates
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
-from raypar.schedule.instructions import Schedule
+from raypar.schedule import registry
 from raypar.schedule.simulate import Costs, simulate
-
-Build = Callable[[str, Routing], Schedule]
-"""`schedule.registry.build`: a schedule's name and where microbatches go -> one order per worker."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +48,10 @@ class Choice:
     @property
     def schedule(self) -> str:
         """The chosen schedule's name."""
-        return self.best.candidate.kind.schedule
+        return self.best.candidate.schedule
 
 
-def search(profile: ModelProfile, workers: int, microbatches: Microbatches, build: Build) -> Choice:
+def search(profile: ModelProfile, workers: int, microbatches: Microbatches) -> Choice:
     """The fastest uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
     Equal predictions are decided for fewer workers, then for less memory. Candidates whose busiest worker alone computes longer
@@ -69,7 +65,7 @@ def search(profile: ModelProfile, workers: int, microbatches: Microbatches, buil
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
             ruled_out.append(Verdict(candidate, reason))
             continue
-        verdict = judge(profile, candidate, microbatches, build)
+        verdict = judge(profile, candidate, microbatches)
         if profile.memory_bytes is not None and verdict.memory_bytes is not None:
             excess = verdict.memory_bytes - profile.memory_bytes
             if excess > 0:
@@ -93,12 +89,13 @@ def search(profile: ModelProfile, workers: int, microbatches: Microbatches, buil
     return Choice((*told, *ruled_out), workers, microbatches)
 
 
-def judge(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches, build: Build) -> Verdict:
+def judge(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches) -> Verdict:
     """Simulate one candidate."""
     plan = candidate.plan
     routing = Routing(plan, microbatches)
-    schedule = build(candidate.kind.schedule, routing)
-    timeline = simulate(schedule, routing, profile.crossing(plan), costs(profile, plan, split=candidate.kind.splits_backward))
+    schedule = registry.build(candidate.schedule, routing)
+    split = registry.entry(candidate.schedule).splits_backward
+    timeline = simulate(schedule, routing, profile.crossing(plan), costs(profile, plan, split=split))
     activations = timeline.peak_bytes or (0,) * plan.world
     memory = max(
         activations[rank] + sum(_state_bytes(profile, routing, stage, rank) for stage in plan.stages_of(rank))

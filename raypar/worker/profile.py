@@ -1,0 +1,263 @@
+"""Measures a job's layers and this machine's links, for the planner: each layer is run as the stage it could be."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.comm.cpu import CpuMesh
+from raypar.comm.transport import Transport
+from raypar.model.graph import Graph
+from raypar.plan import ParallelPlan, Routing
+from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.worker.assignment import make_graph
+from raypar.worker.data import Loader, SampleOrder
+from raypar.worker.optimizer import build_optimizer, state_of
+from raypar.worker.spec import JobSpec
+from raypar.worker.stage import Stage
+
+REPEATS = 5
+BUDGET_MS = 400.0
+"""Of one kind of pass of one layer: slow layers are timed fewer times, three at least."""
+PING_BYTES = 8
+BULK_BYTES = 4 << 20
+LINK_TIMEOUT_S = 20.0
+
+
+def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None) -> ModelProfile:
+    """Everything the planner needs to know of a job on this machine. Reads the first microbatch of the data set.
+
+    `workers` share this machine's free memory. One layer is held at a time, so models larger than this process can be profiled.
+    """
+    torch.set_num_threads(spec.threads)
+    graph = graph if graph is not None else make_graph(spec)
+    layers, outputs = profile_layers(spec, graph, first_batch(spec, graph))
+    link = profile_loopback()
+    # The vote is one exchange of all with all, and the step ends with its answer.
+    return ModelProfile(layers, link, free_memory_bytes(workers), step_ms=2 * link.latency_ms, outputs=outputs)
+
+
+def first_batch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
+    """The fields of microbatch 0 of step 0, collated."""
+    dataset = spec.data.dataset.call()
+    fields = tuple(dict.fromkeys([*graph.batch_fields, spec.data.target or "y"]))
+    loader = Loader(dataset, spec.data, SampleOrder(spec.seed, len(dataset)), spec.cut, seed=spec.seed, fields=fields)
+    try:
+        loader.prefetch(0, [0])
+        return loader.get(0, 0)
+    finally:
+        loader.close()
+
+
+def profile_layers(
+    spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]
+) -> tuple[tuple[LayerProfile, ...], tuple[tuple[int, int, int], ...]]:
+    """Every layer's profile, and (producer, consumer, bytes) of every value that passes between layers."""
+    count = len(graph.layers)
+    routing = Routing(ParallelPlan.mesh(pp=count), spec.cut)
+    values: dict[str, Tensor] = {}
+    sizes: dict[str, int] = {}
+    found = []
+    for index, layer in enumerate(graph.layers):
+        received = {name: values[name] for name in dict.fromkeys(layer.inputs) if name in values}
+        profile, outputs = _profile_layer(spec, graph, routing, index, received, batch)
+        found.append(profile)
+        values.update(outputs)
+        sizes.update((name, nbytes(value)) for name, value in outputs.items())
+        values = {name: value for name, value in values.items() if max(graph.consumers(name), default=0) > index}
+    pairs = [(graph.producer(name), c, size) for name, size in sizes.items() for c in graph.consumers(name)]
+    return tuple(found), tuple((p, c, size) for p, c, size in pairs if p is not None)
+
+
+def _profile_layer(
+    spec: JobSpec,
+    graph: Graph,
+    routing: Routing,
+    index: int,
+    received: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+) -> tuple[LayerProfile, Mapping[str, Tensor]]:
+    whole, split = (
+        Stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=spec.loss.partial(), split=split)
+        for split in (False, True)
+    )
+    fields = {name: batch[name] for name in whole.batch_fields}
+    outputs = whole_outputs = _forward(whole, received, fields)
+    gradients = {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}
+
+    def forward_of(stage: Stage) -> Callable[[], None]:
+        return lambda: _forward(stage, received, fields) and None
+
+    def split_backward() -> None:
+        split.backward_input(0, gradients)
+
+    forward_ms = timed(forward_of(whole))
+    backward_ms = timed(lambda: whole.backward(0, gradients), before=forward_of(whole))
+    input_ms = timed(split_backward, before=forward_of(split))
+    weight_ms = timed(lambda: split.backward_weight(0), before=lambda: (forward_of(split)(), split_backward()))
+    optimizer_ms, optimizer_bytes = _profile_optimizer(spec, whole)
+    return (
+        LayerProfile(
+            name=graph.layers[index].name,
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            input_ms=input_ms,
+            weight_ms=weight_ms,
+            activation_bytes=_kept_bytes(whole, received, fields),
+            output_bytes=sum(map(nbytes, whole_outputs.values())),
+            parameter_bytes=sum(map(nbytes, whole.parameters.values())),
+            optimizer_bytes=optimizer_bytes,
+            optimizer_ms=optimizer_ms,
+        ),
+        outputs,
+    )
+
+
+def _forward(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    stage.begin_step(0)
+    return stage.forward(0, received, fields)
+
+
+def _kept_bytes(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> int:
+    """Bytes autograd keeps for one microbatch, each storage once, parameters aside."""
+    parameters = {p.untyped_storage().data_ptr() for p in stage.parameters.values()}
+    kept = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in received.values()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _forward(stage, received, fields)
+    return sum(kept.values())
+
+
+def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, int]:
+    trainable = {name: p for name, p in stage.parameters.items() if p.requires_grad}
+    if not trainable:
+        return 0.0, 0
+    optimizer = build_optimizer(spec.optimizer, trainable)
+    for parameter in trainable.values():
+        parameter.grad = torch.zeros_like(parameter)
+    took = timed(lambda: optimizer.step())
+    state = state_of(optimizer)
+    return took, sum(nbytes(v) for entry in state.values() for v in entry.values() if isinstance(v, Tensor))
+
+
+def timed(call: Callable[[], Any], *, before: Callable[[], Any] = lambda: None) -> float:
+    """Median ms of `call`, after one run that is not counted; `before` prepares each run and is not counted either."""
+    before()
+    call()
+    took: list[float] = []
+    while len(took) < 3 or (len(took) < REPEATS and sum(took) < BUDGET_MS):
+        before()
+        start = time.perf_counter_ns()
+        call()
+        took.append((time.perf_counter_ns() - start) / 1e6)
+    return statistics.median(took)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Payload of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def free_memory_bytes(workers: int) -> int | None:
+    """What each of `workers` may use of this machine's free memory beside what a worker takes empty; None if unknown."""
+    try:
+        info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return None
+    free = int(info["MemAvailable"].split()[0]) * 1024
+    return max(0, free // workers - pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def profile_loopback() -> LinkProfile:
+    """The TCP transport between two workers of this machine."""
+    meshes = [CpuMesh.listen() for _ in range(2)]
+    addresses = [mesh.address for mesh in meshes]
+
+    def connect(rank: int) -> Transport:
+        return meshes[rank].connect(
+            rank=rank, size=2, addresses=addresses, run="profile", generation=0, deadline_s=LINK_TIMEOUT_S
+        )
+
+    found: list[LinkProfile] = []
+    failed: list[Exception] = []
+
+    def side(rank: int) -> None:
+        try:
+            transport = connect(rank)
+            try:
+                link = profile_link(transport, peer=1 - rank)
+                if rank == 0:
+                    found.append(link)
+            finally:
+                transport.close()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=side, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LINK_TIMEOUT_S)
+    for mesh in meshes:
+        mesh.close()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def profile_link(transport: Transport, *, peer: int) -> LinkProfile:
+    """Latency and bandwidth to `peer`, which calls this too; the lower rank leads. One-way times are half of there and back."""
+    small = _one_way_ms(transport, peer, PING_BYTES, 40)
+    bulk = _one_way_ms(transport, peer, BULK_BYTES, 6)
+    return LinkProfile(small, BULK_BYTES / max(bulk - small, 1e-6))
+
+
+def _one_way_ms(transport: Transport, peer: int, size: int, times: int) -> float:
+    payload = torch.zeros(size, dtype=torch.uint8)
+    took: list[float] = []
+    for number in range(times + 2):
+        start = time.perf_counter_ns()
+        for leads in (transport.rank < peer, transport.rank > peer):
+            if leads:
+                transport.send(payload, to=peer, tag=number).wait(LINK_TIMEOUT_S)
+            else:
+                transport.recv(None, source=peer, tag=number).wait(LINK_TIMEOUT_S)
+        took.append((time.perf_counter_ns() - start) / 2e6)
+    return statistics.median(took[2:])
+
+
+def agree(profiles: Sequence[ModelProfile]) -> ModelProfile:
+    """One profile from several workers' own, measured at the same time: each time is the slowest, memory the least."""
+    layers = tuple(
+        LayerProfile(
+            name=same[0].name,
+            forward_ms=max(x.forward_ms for x in same),
+            backward_ms=max(x.backward_ms for x in same),
+            input_ms=max(x.input_ms for x in same),
+            weight_ms=max(x.weight_ms for x in same),
+            activation_bytes=same[0].activation_bytes,
+            output_bytes=same[0].output_bytes,
+            parameter_bytes=same[0].parameter_bytes,
+            optimizer_bytes=same[0].optimizer_bytes,
+            optimizer_ms=max(x.optimizer_ms for x in same),
+        )
+        for same in zip(*(p.layers for p in profiles), strict=True)
+    )
+    link = LinkProfile(max(p.link.latency_ms for p in profiles), min(p.link.bandwidth for p in profiles))
+    memory = min((p.memory_bytes for p in profiles if p.memory_bytes is not None), default=None)
+    return ModelProfile(layers, link, memory, max(p.step_ms for p in profiles), profiles[0].outputs)

@@ -1,0 +1,99 @@
+"""The planner takes the fastest plan that fits, and says why; the simulator is its only objective."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from raypar.errors import PlanError
+from raypar.plan import Microbatches, ParallelPlan, Routing
+from raypar.planner.candidates import candidates
+from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.report import as_dict, report
+from raypar.planner.search import costs, judge, search
+
+MIB = 1 << 20
+
+
+def model(layers: int = 8, *, link: LinkProfile | None = None, memory_bytes: int | None = None, **each: float) -> ModelProfile:
+    sizes = {"activation_bytes": 1000, "output_bytes": 100, "parameter_bytes": 1000, "optimizer_bytes": 2000} | each
+    return ModelProfile(
+        tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0, **sizes) for i in range(layers)),
+        link=link or LinkProfile(),
+        memory_bytes=memory_bytes,
+    )
+
+
+def test_free_communication_is_spent_on_replicas():
+    choice = search(model(), 4, Microbatches(8))
+    assert (choice.best.candidate.replicas, choice.best.candidate.stages) == (4, 1)
+    assert choice.best.predicted_ms == 2 * 8 * 3
+    assert choice.best.bubble == 0
+
+
+def test_heavy_parameters_over_a_slow_link_are_not_reduced_but_piped():
+    profile = model(parameter_bytes=100 * MIB, link=LinkProfile(0.1, 0.1 * MIB))
+    choice = search(profile, 4, Microbatches(8))
+    assert choice.best.candidate.replicas == 1 and choice.best.candidate.stages > 1
+
+
+def test_a_model_too_large_for_one_worker_is_cut():
+    cut = Microbatches(8)
+    uncut = [judge(model(), c, cut).memory_bytes for c in candidates(model(), 4, cut) if c.stages == 1]
+    choice = search(model(memory_bytes=min(uncut) - 1), 4, cut)
+    assert choice.best.candidate.stages > 1
+    assert any("more than there is" in v.reason for v in choice.verdicts)
+
+
+def test_nothing_fits_is_said_with_numbers():
+    with pytest.raises(PlanError, match=r"the smallest needs .* MiB a worker"):
+        search(model(memory_bytes=10), 4, Microbatches(8))
+
+
+def test_the_choice_is_the_best_of_an_exhaustive_search():
+    profile, cut = model(7, link=LinkProfile(0.05, 1000.0)), Microbatches(6)
+    choice = search(profile, 5, cut)
+    every = [judge(profile, c, cut).predicted_ms for c in candidates(profile, 5, cut)]
+    assert choice.best.predicted_ms == min(every)
+    assert len(choice.verdicts) == len(every)
+
+
+def test_the_bound_of_every_candidate_is_below_its_simulation():
+    profile, cut = model(9, link=LinkProfile(0.05, 1000.0)), Microbatches(7, 4)
+    for candidate in candidates(profile, 6, cut):
+        assert judge(profile, candidate, cut).predicted_ms >= candidate.bound_ms - 1e-9
+
+
+def test_candidates_give_every_worker_something_to_do():
+    for candidate in candidates(model(3), 8, Microbatches(4, 2)):
+        assert candidate.replicas <= 2 and candidate.stages <= 3 and candidate.plan.world <= 8
+        routing = Routing(candidate.plan, Microbatches(4, 2))
+        assert all(routing.of_replica(s, r) for s in range(candidate.stages) for r in range(candidate.replicas))
+
+
+def test_unsplit_schedules_count_the_backward_as_measured_whole():
+    profile = ModelProfile((LayerProfile("a", 1.0, 2.0, 1.5, 1.5),))
+    plan = ParallelPlan.mesh(layers=1)
+    whole, split = costs(profile, plan, split=False), costs(profile, plan, split=True)
+    assert whole.input_ms[0] + whole.weight_ms[0] == 2.0
+    assert split.input_ms[0] + split.weight_ms[0] == 3.0
+
+
+def test_the_optimizer_of_the_busiest_worker_is_added_once():
+    profile = model(4, optimizer_ms=5.0)
+    one = judge(profile, next(iter(candidates(profile, 1, Microbatches(2)))), Microbatches(2))
+    assert one.predicted_ms == 2 * 4 * 3 + 4 * 5.0
+
+
+def test_the_report_names_the_choice_first_and_what_the_job_gave():
+    choice = search(model(), 4, Microbatches(8, 4))
+    lines = report(choice, rows=5).splitlines()
+    assert lines[1].startswith("4 x 1") and "chosen: the fastest" in lines[1]
+    assert lines[-1] == "given by the job: 8 microbatches in 4 blocks; available: 4 workers"
+    told = json.loads(json.dumps(as_dict(choice)))
+    assert told["candidates"][0]["verdict"] == "chosen"
+
+
+def test_microbatches_and_blocks_are_never_chosen():
+    cut = Microbatches(5, 3)
+    assert search(replace(model(), step_ms=1.0), 4, cut).microbatches is cut
