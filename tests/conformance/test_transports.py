@@ -1,5 +1,6 @@
 """One suite for all transports: local on the virtual clock, local in threads, TCP in threads, TCP in four processes."""
 
+import gc
 import os
 import threading
 import time
@@ -235,6 +236,32 @@ def test_closing_leaves_no_thread_and_no_open_file():
         with pytest.raises(CommError):
             pending.wait(1)
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+def test_buffers_are_used_again_without_the_help_of_the_garbage_collector():
+    meshes, ends = connected(2)
+    gc.collect()
+    gc.disable()
+    try:
+
+        def body(rank):
+            held = []
+            for _ in range(30):
+                ends[rank].all_reduce(torch.ones(100_000), group=[0, 1]).wait(LIMIT_S)
+                ends[rank].send(torch.ones(50_000), to=1 - rank, tag=1)
+                handle = ends[rank].recv(None, source=1 - rank, tag=1)
+                handle.wait(LIMIT_S)
+                ends[rank].barrier(group=[0, 1]).wait(LIMIT_S)
+                del handle
+                held.append(ends[rank].pool.held_bytes)
+            return held
+
+        for held in in_threads(2, body):
+            assert held[-1] <= 4 * 262_144, "a few blocks of 256 KB, for messages that overlapped; not one for each message"
+    finally:
+        gc.enable()
+    for end in (*ends, *meshes):
+        end.close()
 
 
 def test_another_run_is_refused():
