@@ -1,8 +1,8 @@
 """From orders to programs: sends, receives, frees, reduction, ties, vote and optimizer step are added.
 
-All orders are replayed at once in earliest-start order with unit times; when an instruction ends, its sends are appended to its
-worker's program and the matching receives to the peers' at that very point. So both ends of every pair see one global order that
-a real execution can follow, and a receive is posted as soon as its sender could have sent.
+All orders are replayed at once in earliest-start order with unit times; when an instruction ends, its sends are appended to
+its worker's program and the matching receives to the peers' at that very point. So both ends of a pair see one global order
+that a real execution can follow, and a receive is posted as soon as its sender could have sent.
 """
 
 from __future__ import annotations

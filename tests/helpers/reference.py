@@ -1,0 +1,181 @@
+"""One plain process that trains any layer graph by the numerics contract: a second reading, sharing no code with the workers.
+
+It holds the whole model, runs every microbatch through all layers with one autograd graph, and adds block gradients by a tree
+of its own. Only the layer-graph types are raypar's.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import hashlib
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from raypar.model.graph import Graph
+from raypar.worker.spec import JobSpec
+
+
+def seed_of(*place: object) -> int:
+    text = "/".join(map(str, place))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Alias(torch.autograd.Function):
+    """Rule 4: what a layer reads is contiguous, and so is the gradient it sends back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.contiguous() if not x.is_contiguous() else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Tensor:
+        return g[0].contiguous()
+
+
+@dataclass
+class Result:
+    """After each step: loss, norm, scaled gradients by canonical name; at the end parameters and optimizer state."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def tree(sums: list[Any]) -> Any:
+    if len(sums) == 1:
+        return sums[0]
+    left = 1
+    while left * 2 < len(sums):
+        left *= 2
+    a, b = tree(sums[:left]), tree(sums[left:])
+    return b if a is None else a if b is None else a + b
+
+
+def build(graph: Graph, seed: int, dtype: torch.dtype) -> dict[str, nn.Module]:
+    modules = {}
+    for layer in graph.layers:
+        module = layer.build()
+        if any(p.is_meta for p in module.parameters()):
+            module = copy.deepcopy(module).to_empty(device="cpu")
+        module = module.to(dtype)
+        for path, part in module.named_modules():
+            if next(part.parameters(recurse=False), None) is not None:
+                torch.manual_seed(seed_of(seed, "init", f"{layer.name}.{path}" if path else layer.name))
+                part.reset_parameters()
+        modules[layer.name] = module
+    return modules
+
+
+def train(graph: Graph, spec: JobSpec) -> Result:
+    torch.set_num_threads(spec.threads)
+    dtype = getattr(torch, spec.dtype)
+    modules = build(graph, spec.seed, dtype)
+    uses: dict[str, nn.Parameter] = {}
+    for layer in graph.layers:
+        for path, parameter in modules[layer.name].named_parameters():
+            uses[f"{layer.name}.{path}"] = parameter
+    canonical = {name: names[0] for names in graph.ties for name in names}
+    owners: dict[str, list[str]] = {}
+    for name in uses:
+        owners.setdefault(canonical.get(name, name), []).append(name)
+    for names in owners.values():
+        for other in names[1:]:
+            uses[other].data = uses[names[0]].data
+    trained = {name: uses[names[0]] for name, names in owners.items() if uses[names[0]].requires_grad}
+
+    groups: list[list[str]] = [[] for _ in (*spec.optimizer.groups, None)]
+    for name in trained:
+        matches = [i for i, (p, _) in enumerate(spec.optimizer.groups) if fnmatch.fnmatchcase(name, p)]
+        groups[matches[0] if matches else -1].append(name)
+    given = [*(o for _, o in spec.optimizer.groups), {}]
+    optimizer = spec.optimizer.optimizer.resolve()(
+        [{"params": [trained[n] for n in names], **over} for names, over in zip(groups, given, strict=True) if names],
+        **spec.optimizer.optimizer.args,
+    )
+    base = [group["lr"] for group in optimizer.param_groups]
+
+    data, loss_fn = spec.data.dataset.call(), spec.loss.partial()
+    m, batch, blocks = spec.microbatches, spec.batch_size, spec.cut.blocks
+    result = Result()
+    for step in range(spec.steps):
+        block_sums: list[dict[str, Tensor | None] | None] = []
+        losses: list[tuple[float, float]] = []
+        for block in range(blocks):
+            members = range(block * m // blocks, (block + 1) * m // blocks)
+            for parameter in uses.values():
+                parameter.grad = None
+            for microbatch in members:
+                fields = samples(
+                    data, spec, step * batch + microbatch * batch // m, step * batch + (microbatch + 1) * batch // m
+                )
+                values = dict(fields)
+                for layer in graph.layers:
+                    inputs = {}
+                    for name in dict.fromkeys(layer.inputs):
+                        value = values[name]
+                        if name not in fields:
+                            value = Alias.apply(value) if value.requires_grad else value.contiguous()
+                        inputs[name] = value
+                    torch.manual_seed(seed_of(spec.seed, "forward", step, microbatch, layer.name))
+                    out = modules[layer.name](*(inputs[name] for name in layer.inputs))
+                    values.update(zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True))
+                found = loss_fn(Alias.apply(values[graph.output]), fields[spec.data.target or "y"])
+                if isinstance(found, tuple):
+                    total, count = found
+                else:
+                    count = len(fields[spec.data.target or "y"])
+                    total = found * float(count)
+                total.backward()
+                losses.append((float(total.detach()), float(count)))
+            block_sums.append({n: p.grad for n, p in uses.items()} if len(members) else None)
+        gradients: dict[str, Tensor | None] = {}
+        for name in trained:
+            total_gradient = None
+            for use in owners[name]:
+                summed = tree([None if b is None else b[use] for b in block_sums])
+                if summed is not None:
+                    total_gradient = summed if total_gradient is None else total_gradient + summed
+            gradients[name] = total_gradient
+        count = sum(c for _, c in losses)
+        squares = 0.0
+        for gradient in gradients.values():
+            if gradient is not None:
+                squares += sum(float(torch.dot(p, p)) for p in gradient.flatten().split(32768))
+        norm = math.sqrt(squares) / count
+        factor = 1 / count if spec.clip_norm is None else min(1.0, spec.clip_norm / (norm + 1e-6)) / count
+        for name, parameter in trained.items():
+            gradient = gradients[name]
+            parameter.grad = None if gradient is None else gradient.mul_(factor)
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * (spec.lr_schedule.partial()(step) if spec.lr_schedule else 1.0)
+        optimizer.step()
+        result.losses.append(sum(s for s, _ in losses) / count)
+        result.norms.append(norm)
+        result.gradients.append({n: None if g is None else g.clone() for n, g in gradients.items()})
+    result.parameters = {name: uses[names[0]].detach() for name, names in owners.items()}
+    result.state = {name: dict(optimizer.state[p]) for name, p in trained.items()}
+    return result
+
+
+def samples(data: Any, spec: JobSpec, start: int, stop: int) -> dict[str, Tensor]:
+    rows = []
+    for place in range(start, stop):
+        epoch, entry = divmod(place, len(data))
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed_of(spec.seed, "epoch", epoch)))
+        index = int(order[entry])
+        here = seed_of(spec.seed, "sample", epoch, index) % 2**32
+        random.seed(here)
+        numpy.random.seed(here)
+        torch.manual_seed(here)
+        row = data[index]
+        rows.append(row if isinstance(row, dict) else dict(zip("xyz", row, strict=False)))
+    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
