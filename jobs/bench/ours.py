@@ -78,6 +78,21 @@ def job_and_plan(
     return spec, plan_of(schedule, [replicas] * stages, size.depth + 2, size.bounds, chunks), schedule
 
 
+def sleep_and_plan(
+    schedule: str,
+    replicas: list[int],
+    chunks: int,
+    microbatches: int,
+    blocks: int,
+    forward_ms: list[float],
+    input_ms: list[float],
+    weight_ms: list[float],
+) -> tuple[JobSpec, ParallelPlan, str]:
+    """Layers that sleep, one a stage."""
+    spec = sleeping_job(forward_ms, input_ms, weight_ms, microbatches, blocks)
+    return spec, plan_of(schedule, replicas, len(forward_ms), chunks=chunks), schedule
+
+
 class Raypar:
     """One rank: `WorkerCore` over the TCP transport."""
 

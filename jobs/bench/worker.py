@@ -208,7 +208,7 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["plain", "ddp", "pipelining", "ray-train", "raypar", "raypar-ray"])
+    parser.add_argument("kind", choices=["plain", "ddp", "pipelining", "ray-train", "raypar", "raypar-ray", "sleep"])
     parser.add_argument("--address", required=True)
     parser.add_argument("--rank", type=int, default=int(os.environ.get("RANK", "0")))
     parser.add_argument("--options", type=json.loads, default={})
@@ -229,6 +229,8 @@ def main() -> None:
 
         if given.kind == "raypar":
             serve(given.address, ours.Raypar(*ours.job_and_plan(**given.options), given.rank))
+        elif given.kind == "sleep":
+            serve(given.address, ours.Raypar(*ours.sleep_and_plan(**given.options), given.rank))
         else:
             serve(given.address, ours.RayparOnRay(*ours.job_and_plan(**given.options)))
 

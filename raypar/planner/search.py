@@ -14,6 +14,7 @@ from raypar.planner.candidates import Candidate, candidates
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
 from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -91,17 +92,24 @@ def search(profile: ModelProfile, workers: int, microbatches: Microbatches) -> C
 
 def judge(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches) -> Verdict:
     """Simulate one candidate."""
-    plan = candidate.plan
+    timeline, memory = predict(profile, candidate.plan, candidate.schedule, microbatches)
+    return Verdict(candidate, "simulated", timeline.makespan_ms, timeline.bubble_of_total, max(memory))
+
+
+def predict(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches
+) -> tuple[Timeline, tuple[int, ...]]:
+    """One step of any plan under a schedule: its timeline, and the bytes of state and activations of each worker."""
     routing = Routing(plan, microbatches)
-    schedule = registry.build(candidate.schedule, routing)
-    split = registry.entry(candidate.schedule).splits_backward
-    timeline = simulate(schedule, routing, profile.crossing(plan), costs(profile, plan, split=split))
+    orders = registry.build(schedule, routing)
+    split = registry.entry(schedule).splits_backward
+    timeline = simulate(orders, routing, profile.crossing(plan), costs(profile, plan, split=split))
     activations = timeline.peak_bytes or (0,) * plan.world
-    memory = max(
+    memory = tuple(
         activations[rank] + sum(_state_bytes(profile, routing, stage, rank) for stage in plan.stages_of(rank))
         for rank in range(plan.world)
     )
-    return Verdict(candidate, "simulated", timeline.makespan_ms, timeline.bubble_of_total, memory)
+    return timeline, memory
 
 
 def costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool) -> Costs:

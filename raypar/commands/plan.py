@@ -1,0 +1,160 @@
+"""`raypar plan JOB`: who would hold what, how long a step would take, and why; nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import ConfigError
+from raypar.plan import Microbatches, ParallelPlan, Routing
+
+if TYPE_CHECKING:
+    from raypar.model.build import LayerSize
+    from raypar.planner.profile import ModelProfile
+    from raypar.planner.search import Choice
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar plan`."""
+    parser.add_argument("job", help="job file (YAML)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
+    parser.add_argument("--workers", type=int, help="choose a plan for so many workers, whatever the job's plan says")
+    parser.add_argument("--no-profile", action="store_true", help="do not time the layers: sizes only, at once")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
+    from raypar.config import load_job
+    from raypar.model.build import describe
+    from raypar.worker.assignment import make_graph
+    from raypar.worker.profile import profile_job
+
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
+    job = load_job(args.job, args.overrides)
+    spec = job.to_spec()
+    graph = make_graph(spec)
+    choose = args.workers is not None or job.plan == "auto"
+    if choose and args.no_profile:
+        raise ConfigError(
+            "a plan cannot be chosen without a profile", cure="leave out --no-profile, or name stages and replicas"
+        )
+    import torch
+
+    sizes = describe(graph, getattr(torch, spec.dtype))
+    choice: Choice | None = None
+    profile: ModelProfile | None = None
+    if choose:
+        from raypar.planner.search import search
+
+        workers = args.workers or job.workers
+        profile = profile_job(spec, workers=workers, graph=graph)
+        choice = search(profile, workers, spec.cut)
+        plan, schedule = choice.plan, choice.schedule
+    else:
+        plan, schedule = job.to_plan(len(graph.layers)), job.schedule_name
+        if not args.no_profile:
+            profile = profile_job(spec, workers=plan.world, graph=graph)
+    found = description(plan, schedule, spec.cut, sizes, profile)
+    if choice is not None:
+        from raypar.planner.report import as_dict, report
+
+        found["choice"] = as_dict(choice)
+        why = report(choice)
+    print(json.dumps(found) if args.json else text(found) + (f"\n\n{why}" if choice is not None else ""), flush=True)
+    return 0
+
+
+def description(
+    plan: ParallelPlan, schedule: str, cut: Microbatches, sizes: tuple[LayerSize, ...], profile: ModelProfile | None
+) -> dict[str, Any]:
+    """The plan as data. `share` is a worker's microbatches over the mean of its position's replicas."""
+    routing = Routing(plan, cut)
+    workers = []
+    for rank, seat in enumerate(plan.seats):
+        stages = plan.stages_of(rank)
+        chunks = [sizes[plan.stages[s].first : plan.stages[s].last] for s in stages]
+        layers = [layer for chunk in chunks for layer in chunk]
+        mine = len(routing.of_replica(stages[0], seat.replica))
+        replicas = plan.stages[stages[0]].replicas
+        workers.append(
+            {
+                "rank": rank,
+                "position": seat.position,
+                "replica": seat.replica,
+                "stages": list(stages),
+                "layers": [[layer.name for layer in chunk] for chunk in chunks],
+                "parameters": sum(layer.parameters for layer in layers),
+                "parameter_bytes": sum(layer.nbytes for layer in layers),
+                "blocks": len(routing.run(stages[0], seat.replica)),
+                "microbatches": mine,
+                "share": mine * replicas / cut.count,
+            }
+        )
+    found: dict[str, Any] = {
+        "schedule": schedule,
+        "microbatches": cut.count,
+        "virtual_replicas": cut.blocks,
+        "parameters": sum(layer.parameters for layer in sizes),
+        "workers": workers,
+        "imbalance": max(w["share"] for w in workers) - 1,
+    }
+    if profile is not None:
+        from raypar.planner.search import predict
+
+        timeline, memory = predict(profile, plan, schedule, cut)
+        found |= {
+            "predicted_ms": timeline.makespan_ms,
+            "bubble_of_ideal": timeline.bubble_of_ideal,
+            "bubble_of_total": timeline.bubble_of_total,
+            "memory_bytes": list(memory),
+            "latency_ms": profile.link.latency_ms,
+            "bandwidth_bytes_per_ms": profile.link.bandwidth,
+        }
+    return found
+
+
+def text(found: dict[str, Any]) -> str:
+    """For people."""
+    workers = found["workers"]
+    lines = [
+        f"{len(workers)} workers, schedule {found['schedule']}, {found['microbatches']} microbatches in "
+        f"{found['virtual_replicas']} blocks, {found['parameters']:,} parameters"
+    ]
+    rows = [("worker", "stages", "replica", "layers", "parameters", "MiB", "microbatches", "memory MiB")]
+    for worker in workers:
+        layers = " + ".join(c[0] if len(c) == 1 else f"{c[0]} .. {c[-1]} ({len(c)})" for c in worker["layers"])
+        memory = f"{found['memory_bytes'][worker['rank']] / 2**20:.1f}" if "memory_bytes" in found else ""
+        rows.append(
+            (
+                str(worker["rank"]),
+                ",".join(map(str, worker["stages"])),
+                str(worker["replica"]),
+                layers,
+                f"{worker['parameters']:,}",
+                f"{worker['parameter_bytes'] / 2**20:.1f}",
+                str(worker["microbatches"]),
+                memory,
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if found["imbalance"] > 0.005:
+        lines.append(
+            f"the busiest worker has {100 * found['imbalance']:.0f} % more microbatches than its replicas have on average: "
+            "let replicas divide microbatches and virtual_replicas"
+        )
+    idle = sum(worker["microbatches"] == 0 for worker in workers)
+    if idle:
+        lines.append(
+            f"{idle} workers have no block: there are more replicas than virtual_replicas ({found['virtual_replicas']})"
+        )
+    if "predicted_ms" in found:
+        lines.append(
+            f"predicted step {found['predicted_ms']:.1f} ms, bubble {100 * found['bubble_of_total']:.1f} % of all time "
+            f"(layers timed on this machine; {found['latency_ms']:.2f} ms and "
+            f"{found['bandwidth_bytes_per_ms'] / 1e6:.2f} GB/s between workers)"
+        )
+    return "\n".join(lines)
