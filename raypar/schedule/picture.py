@@ -24,8 +24,8 @@ def text_grid(timeline: Timeline, width: int | None = None) -> str:
     """A timeline to scale: one row per worker, `.` for idle time, `-` while an instruction lasts, then the bubble.
 
     Without `width` the scale is the smallest at which every label fits, and exact where the times have a common unit of at
-    least a quarter of the shortest instruction. With `width` the grid is squeezed into that many characters, and labels that
-    do not fit are cut to their letter.
+    least a quarter of the shortest instruction. With `width` the grid is squeezed into at most that many characters, and all
+    labels are cut to their letter if one does not fit.
     """
     rows = [[span for span in row if isinstance(span.instruction, COMPUTE)] for row in timeline.spans]
     short = _one_stage_each([[span.instruction for span in row] for row in rows])
@@ -34,13 +34,18 @@ def text_grid(timeline: Timeline, width: int | None = None) -> str:
     unit_ms, columns = _scale(rows, short)
     if width is not None:
         room = max(1, width - margin - len(_BUBBLE))
-        if timeline.makespan_ms / unit_ms * columns > room:
+        fitting = int(room * unit_ms / timeline.makespan_ms) if timeline.makespan_ms else columns
+        if fitting < 1:
             unit_ms, columns = timeline.makespan_ms / room, 1
+        columns = min(columns, max(fitting, 1))
     per_ms = columns / unit_ms
     total = round(timeline.makespan_ms * per_ms)
+    whole = all(
+        round(s.end_ms * per_ms) - round(s.start_ms * per_ms) > len(_label(s.instruction, short)) for row in rows for s in row
+    )
     lines = [" " * (margin + total) + _BUBBLE]
     for head, row, bubble in zip(heads, rows, timeline.bubbles, strict=True):
-        lines.append(f"{head:<{margin}}{_row(row, short, per_ms, total, columns)}{bubble:{len(_BUBBLE)}.0%}")
+        lines.append(f"{head:<{margin}}{_row(row, short, whole, per_ms, total, columns)}{bubble:{len(_BUBBLE)}.0%}")
     lines.append(" " * margin + _axis(timeline.makespan_ms, per_ms, total))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -90,16 +95,14 @@ def _common_unit(times: set[float], shortest: float) -> float:
     return shortest
 
 
-def _row(row: Sequence[Span], short: bool, per_ms: float, total: int, columns: int) -> str:
-    """Cells of one worker; idle units are a dot each, so that they can be counted."""
+def _row(row: Sequence[Span], short: bool, whole: bool, per_ms: float, total: int, columns: int) -> str:
+    """Cells of one worker; idle units are a dot each, so that they can be counted. `whole`: labels with their numbers."""
     cells = [" "] * total
     cells[::columns] = "." * len(cells[::columns])
     for span in row:
         first, last = round(span.start_ms * per_ms), round(span.end_ms * per_ms)
         size = last - first
-        label = _label(span.instruction, short)
-        if size <= len(label):
-            label = label.lstrip("0123456789")[:1]
+        label = _label(span.instruction, short) if whole else _label(span.instruction, short=True)[:1]
         text = (label + "-" * size)[: max(size - 1, 1)] + " "
         cells[first:last] = text[:size]
     return "".join(cells)
@@ -114,6 +117,12 @@ def _axis(makespan_ms: float, per_ms: float, total: int) -> str:
         text = f"{tick * step:g}" + (" ms" if tick == count else "")
         line = line.ljust(round(tick * step * per_ms)) + text
     return line
+
+
+def milliseconds(time_ms: float) -> str:
+    """`33 ms`, `101.25 ms`, `0.123 ms`: at most two decimals, three below 1 ms."""
+    text = f"{time_ms:,.{2 if time_ms >= 1 else 3}f}"
+    return (text.rstrip("0").rstrip(".") or "0") + " ms"
 
 
 def nice_step(extent: float, ticks: int) -> float:

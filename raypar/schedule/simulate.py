@@ -157,8 +157,9 @@ def _compute(
             else:
                 if isinstance(instruction, Send):
                     time += overhead_ms
-                    slot = slot_of[instruction.stage, instruction.to_stage, instruction.kind]
-                    deliver(slot, instruction.microbatch, bytes_of[slot], rank, instruction.peer, time)
+                    if instruction.peer in rows:  # other shards of the receiver are not simulated
+                        slot = slot_of[instruction.stage, instruction.to_stage, instruction.kind]
+                        deliver(slot, instruction.microbatch, bytes_of[slot], rank, instruction.peer, time)
                 elif isinstance(instruction, Recv):
                     time += overhead_ms
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from html import escape
 
 from raypar.schedule.instructions import (
     Backward,
@@ -17,7 +17,7 @@ from raypar.schedule.instructions import (
     Reduce,
     Vote,
 )
-from raypar.schedule.picture import nice_step
+from raypar.schedule.picture import milliseconds, nice_step
 from raypar.schedule.timeline import COMPUTE, Span, Timeline
 
 # Okabe and Ito's palette (2008), told apart with every kind of colour vision; slightly muted for large areas.
@@ -306,12 +306,6 @@ def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
         x += 22 + _text_width(text, 13) + 26
     out.append("</g>")
     return out
-
-
-def milliseconds(time_ms: float) -> str:
-    """`33 ms`, `101.25 ms`, `0.123 ms`: at most two decimals, three below 1 ms."""
-    text = f"{time_ms:,.{2 if time_ms >= 1 else 3}f}"
-    return (text.rstrip("0").rstrip(".") or "0") + " ms"
 
 
 def _text_width(text: str, size: float) -> float:

@@ -1,0 +1,103 @@
+"""The command line: finds the subcommand, imports only that one, turns errors into two lines and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 bad input (nothing was started), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from raypar import __version__
+from raypar.errors import ConfigError, RayparError
+
+COMMANDS = {
+    "train": "train a job; leaves a run folder",
+    "resume": "go on from a run's last checkpoint, under another plan if you like",
+    "plan": "who would hold what, and how long a step would take",
+    "simulate": "a schedule's makespan, bubble and memory, and its picture",
+    "status": "what a run is doing",
+    "export": "the whole model of a run as one file",
+    "prepare": "a memory-mapped token file from a text",
+    "debug": "a job's whole plan in one process, with breakpoints",
+}
+"""Name -> one line of help; the code is `raypar.commands.<name>`."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `ConfigError` instead of printing the usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        cure = f"`{self.prog} --help` lists what it takes"
+        _, found, unknown = message.partition("unrecognized arguments: ")
+        if found and (near := _nearest(unknown.split()[0], options)):
+            cure = f"did you mean {near}? {cure}"
+        raise ConfigError(f"{self.prog}: {message}", cure=cure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit code. `--help` and `--version` leave by SystemExit, as argparse does it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(words)
+        sys.stdout.flush()
+        return status
+    except RayparError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0].startswith("-"):
+        _overview().parse_args(words)
+        _overview().print_help()
+        return 0
+    chosen = words[0]
+    if chosen not in COMMANDS:
+        near = _nearest(chosen, COMMANDS)
+        raise ConfigError(
+            f"raypar has no command {chosen!r}", cure=f"did you mean {near}?" if near else f"one of {', '.join(COMMANDS)}"
+        )
+    module = importlib.import_module(f"raypar.commands.{chosen}")
+    parser = _Parser(
+        prog=f"raypar {chosen}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    status: int = module.run(parser.parse_args(words[1:]))
+    return status
+
+
+def _overview() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = _Parser(
+        prog="raypar",
+        usage="raypar COMMAND ...",
+        description="Train PyTorch models on a Ray cluster that grows, shrinks and fails, with the bits of one process.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+        + "\n\n`raypar COMMAND --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"raypar {__version__}")
+    return parser
+
+
+def _nearest(word: str, among: Sequence[str] | dict[str, str]) -> str | None:
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, among, n=1, cutoff=0.5)), None)

@@ -1,0 +1,316 @@
+"""raypar simulate: how long a step of a schedule takes, what idles, what it holds in memory, and its picture.
+
+Nothing runs: times are given (or the defaults, forward 1 ms and backward 2 ms). All times are those of one microbatch
+through one worker, all of its chunks together. Lists are one value, or one per stage: `1 1 3 1` or `1,1,3,1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from raypar.errors import ConfigError
+from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing, StagePlan
+from raypar.schedule import registry
+from raypar.schedule.instructions import Schedule
+from raypar.schedule.simulate import Costs, Timeline, simulate
+
+BYTES_PER_MS_OF_GBPS = 1e9 / 8 / 1e3
+MOST_ROWS = 32
+"""A terminal is no place for a grid of more workers."""
+
+T = TypeVar("T", int, float)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar simulate`."""
+    parser.epilog = (
+        "examples:\n"
+        "  raypar simulate --schedule 1f1b --stages 4 --microbatches 8\n"
+        "  raypar simulate --schedule zb-v --stages 4 --microbatches 8 --svg zb-v.svg\n"
+        "  raypar simulate --stages 4 --microbatches 24 --forward-ms 1 1 3 1 --backward-ms 2 2 6 2 --replicas 1 1 3 1\n"
+    )
+    what = parser.add_argument_group("what")
+    what.add_argument("--schedule", metavar="NAME", help=f"{', '.join(registry.NAMES)} (default 1f1b)")
+    what.add_argument("--schedule-file", metavar="F.csv", help="a schedule of your own: a line per worker, 0F0,0F1,0B0,...")
+    what.add_argument("--stages", type=_count, metavar="P", help="length of the pipeline in workers")
+    what.add_argument("--microbatches", type=_count, metavar="M", help="the step's total, over all replicas")
+    _list(what, "--replicas", _count, "workers per stage (default 1)")
+    what.add_argument("--chunks", type=_count, metavar="V", help="stages hosted by each worker (default 2 where it matters)")
+    _list(what, "--warmup", _natural, "forwards before the first backward of a worker")
+    costs = parser.add_argument_group("costs")
+    _list(costs, "--forward-ms", _amount, "forward (default 1)")
+    _list(costs, "--backward-ms", _amount, "whole backward (default 2)")
+    _list(costs, "--weight-ms", _amount, "the weight gradients' part of the backward (default half)")
+    costs.add_argument("--latency-ms", type=_amount, default=0, metavar="MS", help="of a message between workers (default 0)")
+    costs.add_argument("--bandwidth-gbps", type=_amount, metavar="G", help="Gbit/s from a worker to another (default endless)")
+    _list(costs, "--activation-mb", _amount, "MB that leave a stage per microbatch, and as much for the gradient (default 0)")
+    _list(costs, "--held-mb", _amount, "MB a worker keeps per microbatch from forward to backward (default --activation-mb)")
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", action="store_true", help="print JSON instead of the text grid and table")
+    results.add_argument("--svg", metavar="F", type=Path, help="draw a swimlane")
+    results.add_argument("--csv", metavar="F", type=Path, help="write the schedule, to be changed and given to --schedule-file")
+    results.add_argument("--trace", metavar="F", type=Path, help="write a Chrome trace, for ui.perfetto.dev")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Builds, simulates, writes and prints; exit code 0."""
+    name, schedule, routing = _from_file(args) if args.schedule_file else _built(args)
+    plan = routing.plan
+    costs, crossing = _costs(args, plan)
+    timeline = simulate(schedule, routing, crossing, costs)
+    sizes = ((plan.positions, "stage"), (plan.world, "worker"), (routing.microbatches.count, "microbatch"))
+    title = f"{name}: {', '.join(_plural(number, noun) for number, noun in sizes)}"
+    written = list(_write(args, title, schedule, timeline, crossing, costs))
+    facts = _facts(name, routing, timeline)
+    if args.json:
+        print("{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items()) + "\n}")
+    else:
+        print(_report(title, timeline, facts, shutil.get_terminal_size((120, 24)).columns))
+        for path in written:
+            print(f"wrote {path}")
+    return 0
+
+
+# -- the schedule --------------------------------------------------------------------------------------------------------
+
+
+def _built(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
+    missing = [f"--{key}" for key in ("stages", "microbatches") if getattr(args, key) is None]
+    if missing:
+        raise ConfigError(f"raypar simulate needs {' and '.join(missing)}", cure="for example --stages 4 --microbatches 8")
+    name = args.schedule or "1f1b"
+    chunks = registry.default_chunks(name, args.chunks)
+    replicas = _per_stage("--replicas", args.replicas, args.stages, 1)
+    plan = ParallelPlan.of(replicas, chunks=chunks, placement=registry.placement(name))
+    routing = Routing(plan, Microbatches(args.microbatches, blocks=args.microbatches))
+    warmup = _per_stage("--warmup", args.warmup, args.stages, 0) if args.warmup else None
+    return name, registry.build(name, routing, warmup=warmup), routing
+
+
+def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
+    """A user's schedule; who hosts which stage is read off it."""
+    from raypar.schedule.file import read_csv
+    from raypar.schedule.validate import validate
+
+    for option in ("schedule", "chunks", "warmup"):
+        if getattr(args, option) is not None:
+            raise ConfigError(f"--schedule-file and --{option} exclude each other", cure=f"leave --{option} out")
+    path = Path(args.schedule_file)
+    schedule = read_csv(path)
+    plan = _plan_of(schedule)
+    count = args.microbatches or 1 + max(i.microbatch for order in schedule for i in order)
+    replicas = [next(s.replicas for s in plan.stages if s.position == p) for p in range(plan.positions)]
+    if args.stages not in (None, plan.positions):
+        raise ConfigError(f"{path} has {plan.positions} pipeline stages, not {args.stages}", cure="leave --stages out")
+    if args.replicas and _per_stage("--replicas", args.replicas, plan.positions, 1) != replicas:
+        raise ConfigError(f"{path} has {replicas} replicas per stage, not {args.replicas}", cure="leave --replicas out")
+    routing = Routing(plan, Microbatches(count, blocks=count))
+    validate(schedule, routing, Crossing.chain(len(plan.stages)))
+    return path.name, schedule, routing
+
+
+def _plan_of(schedule: Schedule) -> ParallelPlan:
+    """Neighbouring workers with the same stages are replicas of one position."""
+    hosted: list[tuple[int, ...]] = [tuple(sorted({i.stage for i in order})) for order in schedule]
+    if () in hosted:
+        raise ConfigError(f"worker {hosted.index(())} of the schedule file has nothing to do", cure="remove its line")
+    positions = list(dict.fromkeys(hosted))
+    stages = {stage: position for position, group in enumerate(positions) for stage in group}
+    if sorted(stages) != list(range(len(stages))) or sum(map(len, positions)) != len(stages):
+        raise ConfigError(
+            f"the workers of the schedule file host stages {', '.join(str(list(group)) for group in positions[:8])}",
+            cure="number the stages 0, 1, 2, ... without gaps, and give a stage to one worker or its replicas only",
+        )
+    return ParallelPlan(tuple(StagePlan(s, s + 1, stages[s], hosted.count(positions[stages[s]])) for s in sorted(stages)))
+
+
+# -- costs ---------------------------------------------------------------------------------------------------------------
+
+
+def _costs(args: argparse.Namespace, plan: ParallelPlan) -> tuple[Costs, Crossing]:
+    """Per worker as given -> per stage: a worker's chunks share its times and memory equally."""
+    p = plan.positions
+    forward = _per_stage("--forward-ms", args.forward_ms, p, 1)
+    backward = _per_stage("--backward-ms", args.backward_ms, p, 2)
+    weight = _per_stage("--weight-ms", args.weight_ms, p, 0) if args.weight_ms else [b / 2 for b in backward]
+    for stage, (whole, part) in enumerate(zip(backward, weight, strict=True)):
+        if part > whole:
+            raise ConfigError(
+                f"stage {stage}: --weight-ms {part:g} is more than --backward-ms {whole:g}",
+                cure="the first is part of the second",
+            )
+    if args.bandwidth_gbps == 0:
+        raise ConfigError("--bandwidth-gbps 0 would never deliver anything", cure="leave it out for links without limit")
+    sent = _per_stage("--activation-mb", args.activation_mb, p, 0)
+    held = _per_stage("--held-mb", args.held_mb, p, 0) if args.held_mb else sent
+    at = [stage.position for stage in plan.stages]
+    chunks = [at.count(position) for position in at]
+
+    def share(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(values[position] / v for position, v in zip(at, chunks, strict=True))
+
+    crossing = Crossing.chain(len(at), [round(sent[position] * 1e6) for position in at[:-1]])
+    costs = Costs(
+        share(forward),
+        share([whole - part for whole, part in zip(backward, weight, strict=True)]),
+        share(weight),
+        latency_ms=args.latency_ms,
+        bandwidth_bytes_per_ms=args.bandwidth_gbps * BYTES_PER_MS_OF_GBPS if args.bandwidth_gbps else math.inf,
+        activation_bytes=tuple(round(mb * 1e6) for mb in share(held)) if any(held) else (),
+    )
+    return costs, crossing
+
+
+def _per_stage(option: str, values: list[list[T]] | None, stages: int, default: T) -> list[T]:
+    """One value for all stages, or one each."""
+    flat = [value for group in values or () for value in group] or [default]
+    if len(flat) not in (1, stages):
+        raise ConfigError(f"{option} has {len(flat)} values for {stages} stages", cure=f"give 1 or {stages}")
+    return flat * stages if len(flat) == 1 else flat
+
+
+def _list(group: argparse._ArgumentGroup, option: str, parse: Callable[[str], float], text: str) -> None:
+    def values(word: str) -> list[float]:
+        return [parse(part) for part in word.split(",") if part]
+
+    group.add_argument(option, nargs="+", type=values, metavar="X", help=text)
+
+
+def _count(word: str) -> int:
+    return _number(word, int, 1)
+
+
+def _natural(word: str) -> int:
+    return _number(word, int, 0)
+
+
+def _amount(word: str) -> float:
+    return _number(word, float, 0)
+
+
+def _number(word: str, kind: type[T], least: int) -> T:
+    try:
+        value = kind(word)
+    except ValueError:
+        value = None
+    if value is None or not least <= value < math.inf:
+        what = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{word!r} is not {what} of at least {least}")
+    return value
+
+
+# -- results -------------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    args: argparse.Namespace, title: str, schedule: Schedule, timeline: Timeline, crossing: Crossing, costs: Costs
+) -> Iterable[Path]:
+    """The files that were asked for. Raises `ConfigError` for one that cannot be written."""
+    for option in ("csv", "svg", "trace"):
+        path: Path | None = getattr(args, option)
+        if path is None:
+            continue
+        try:
+            if option == "csv":
+                from raypar.schedule.file import write_csv
+
+                write_csv(schedule, path)
+            elif option == "svg":
+                from raypar.schedule.svg import swimlane
+
+                timed_links = costs.latency_ms or costs.bandwidth_bytes_per_ms < math.inf
+                edges = [(e.src, e.dst) for e in crossing.edges] if timed_links else []
+                path.write_text(swimlane(timeline, title=title, edges=edges), encoding="utf-8")
+            else:
+                from raypar.schedule.trace import chrome_trace
+
+                path.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}", cure="name a file in a folder you may write to"
+            ) from error
+        yield path
+
+
+def _facts(name: str, routing: Routing, timeline: Timeline) -> dict[str, Any]:
+    plan = routing.plan
+    firsts = [next(s for s in plan.stages if s.position == p) for p in range(plan.positions)]
+    facts: dict[str, Any] = {
+        "schedule": name,
+        "stages": plan.positions,
+        "replicas": [s.replicas for s in firsts],
+        "chunks": len(plan.stages) // plan.positions,
+        "workers": plan.world,
+        "microbatches": routing.microbatches.count,
+        "makespan_ms": _tidy(timeline.makespan_ms),
+        "bubble_of_ideal": timeline.bubble_of_ideal,
+        "bubble_of_total": timeline.bubble_of_total,
+        "utilization": timeline.utilization,
+        "busy_ms": [_tidy(x) for x in timeline.busy_ms],
+        "peak_activations": [_tidy(x) for x in timeline.peak_activations],
+    }
+    if timeline.peak_bytes is not None:
+        facts["peak_activation_bytes"] = list(timeline.peak_bytes)
+    return facts
+
+
+def _tidy(value: float) -> float:
+    """33 rather than 33.0, and without the noise that sums of thirds or tenths leave in the last bits."""
+    near = round(value, 6)
+    if abs(near - value) > 1e-9:
+        return value
+    return int(near) if near == int(near) else near
+
+
+def _report(title: str, timeline: Timeline, facts: dict[str, Any], columns: int) -> str:
+    """Title, grid if it fits, table."""
+    from raypar.schedule.picture import milliseconds
+
+    lines = [title, ""]
+    grid = _grid(timeline, columns)
+    lines += [grid, ""] if grid else []
+    rows = [
+        ("makespan", milliseconds(timeline.makespan_ms)),
+        ("bubble", f"{timeline.bubble_of_total:.1%} of total, {timeline.bubble_of_ideal:.1%} of ideal"),
+        ("utilization", f"{timeline.utilization:.1%}"),
+        ("peak activations", f"{_values(facts['peak_activations'])} microbatches, by worker"),
+    ]
+    if timeline.peak_bytes is not None:
+        rows.append(
+            ("peak memory", f"{_values([f'{b / 1e6:,.4g}' for b in timeline.peak_bytes])} MB of activations, by worker")
+        )
+    width = max(len(key) for key, _ in rows)
+    lines += [f"{key:<{width}}  {value}" for key, value in rows]
+    if not grid:
+        lines.append(f"{'picture':<{width}}  too large for this terminal; --svg F draws it")
+    return "\n".join(lines)
+
+
+def _grid(timeline: Timeline, columns: int) -> str | None:
+    """The exact grid if it fits, else one squeezed to the terminal if every instruction still has a column or two."""
+    from raypar.schedule.picture import text_grid
+
+    if len(timeline.spans) > MOST_ROWS or max(map(len, timeline.spans)) > columns:
+        return None
+    exact = text_grid(timeline)
+    if max(map(len, exact.splitlines())) <= columns:
+        return exact
+    shortest = min((s.end_ms - s.start_ms for row in timeline.spans for s in row if s.end_ms > s.start_ms), default=0)
+    room = columns - 32
+    return text_grid(timeline, columns) if timeline.makespan_ms <= room * shortest else None
+
+
+def _values(values: Sequence[object], most: int = 16) -> str:
+    """All of them, or the first few and the last."""
+    shown = [str(v) for v in values]
+    return " ".join(shown if len(shown) <= most else [*shown[: most // 2], "...", shown[-1]])
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
