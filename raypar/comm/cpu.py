@@ -175,9 +175,13 @@ class CpuTransport(MessageTransport):
         if self._aborted is None and connection.lost is None:
             connection.queue.append(outgoing)
             self._flush(connection)
-        if outgoing.buffers and (self._aborted is not None or connection.lost is not None):
-            # Also when it got lost right after we queued: whoever saw that may have emptied the queue before.
-            message.fail(self._gone(connection, message))
+        if self._aborted is not None or connection.lost is not None:
+            # Also when it got lost right after we queued: whoever saw that may have emptied the queue before. Under the
+            # lock, because the peer may have taken the message and left while its sender still waits for the interpreter.
+            with connection.writing:
+                unsent = bool(outgoing.buffers)
+            if unsent:
+                message.fail(self._gone(connection, message))
 
     def _send_to_self(self, message: Message, tensor: Tensor) -> None:
         arrival = Arrival(tensor.detach().clone(), complete=True)
@@ -195,6 +199,7 @@ class CpuTransport(MessageTransport):
         queue = connection.queue
         while queue and not connection.unsent and connection.writing.acquire(False):
             sent: list[Message] = []
+            reason = None
             try:
                 while queue:
                     outgoing = queue[0]
@@ -213,14 +218,13 @@ class CpuTransport(MessageTransport):
                 connection.unsent = True
                 self._watch(connection)
             except OSError as error:
+                reason = error.strerror or str(error)
+            finally:
                 connection.writing.release()
-                self._lose(connection, f"{error.strerror or error}")
-                return
-            except IndexError:
-                pass  # the queue was emptied by `_lose`
-            connection.writing.release()
             for message in sent:
                 message.complete()
+            if reason is not None:
+                self._lose(connection, reason)
 
     def _watch(self, connection: Connection) -> None:
         """Tell the I/O thread's epoll what it is responsible for on this connection."""
@@ -477,8 +481,9 @@ class CpuTransport(MessageTransport):
             if not self._closed:
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(connection.fd)
-        pending = [o.message for o in list(connection.queue)]
-        connection.queue.clear()
+        with connection.writing:  # see `post_send`
+            pending = [outgoing.message for outgoing in connection.queue]
+            connection.queue.clear()
         into = connection.into
         if isinstance(into, Message):
             pending.append(into)

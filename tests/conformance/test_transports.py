@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -236,6 +237,21 @@ def test_closing_leaves_no_thread_and_no_open_file():
         with pytest.raises(CommError):
             pending.wait(1)
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+def test_who_closes_first_after_a_last_exchange_disturbs_nobody():
+    def body(rank, ends):
+        pieces = [torch.zeros(20_000) for _ in range(2)]
+        handles = [ends[rank].all_gather(pieces, pieces[rank], group=[0, 1], channel=c) for c in range(3)]
+        for handle in handles:
+            handle.wait(LIMIT_S)
+        ends[rank].close()
+
+    for generation in range(40):
+        meshes, ends = connected(2, generation)
+        in_threads(2, partial(body, ends=ends))
+        for mesh in meshes:
+            mesh.close()
 
 
 def test_buffers_are_used_again_without_the_help_of_the_garbage_collector():
