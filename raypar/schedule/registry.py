@@ -11,8 +11,10 @@ from raypar.plan import Routing
 from raypar.plan.parallel_plan import Placement
 from raypar.schedule.gpipe import gpipe
 from raypar.schedule.instructions import Schedule
+from raypar.schedule.interleaved import interleaved
 from raypar.schedule.naive import naive
 from raypar.schedule.one_f_one_b import one_f_one_b
+from raypar.schedule.zero_bubble import zb_h1, zb_v
 
 Builder = Callable[[Routing, Sequence[int] | None], Schedule]
 
@@ -25,13 +27,15 @@ class Entry:
     placement: Placement = "loop"
     chunks: int = 1
     fixed: bool = True
-    splits_backward: bool = False
 
 
 _ENTRIES: dict[str, Entry] = {
     "naive": Entry(naive, fixed=False),
     "gpipe": Entry(gpipe, fixed=False),
     "1f1b": Entry(one_f_one_b),
+    "interleaved": Entry(interleaved, chunks=2, fixed=False),
+    "zb-h1": Entry(zb_h1),
+    "zb-v": Entry(zb_v, placement="v", chunks=2),
 }
 _ALIASES = {"afab": "gpipe"}
 NAMES = tuple(_ENTRIES)

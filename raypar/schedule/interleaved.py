@@ -1,0 +1,42 @@
+"""Interleaved 1F1B: every worker hosts v chunks (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypar.plan import Routing
+from raypar.plan.microbatches import part
+from raypar.schedule.greedy import list_schedule
+from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
+from raypar.schedule.one_f_one_b import in_flight, warmups
+
+
+def interleaved(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+    """Bubble (p-1)/(v m) of the ideal time for m a multiple of p; at most 2(p-s-1) + (v-1)p + 1 chunk activations alive.
+
+    Microbatches go round in groups of p; where m is no multiple of p the groups are larger, as even as can be (a smaller one
+    would leave chunks waiting for a round that never fills), and where m < p there is one group of m. `warmup`: forwards (of chunks) before the first
+    backward, per position. Positions with different replica counts are list-scheduled.
+    """
+    plan = routing.plan
+    pp = plan.positions
+    if len({stage.replicas for stage in plan.stages}) > 1:
+        depth = warmups(plan, warmup) if warmup is not None else tuple(w + pp for w in in_flight(plan))
+        return list_schedule(routing, split=False, ahead=depth, alive=depth)
+    ahead = warmups(plan, warmup) if warmup is not None else None
+    orders: list[tuple[Compute, ...]] = []
+    for rank, seat in enumerate(plan.seats):
+        stages = plan.stages_of(rank)
+        mine = routing.of_replica(stages[0], seat.replica)
+        rounds = max(1, len(mine) // pp)
+        groups = [[mine[i] for i in part(n, rounds, len(mine))] for n in range(rounds)]
+        size = max(len(group) for group in groups)
+        forwards: list[Compute] = [Forward(s, m) for group in groups for s in stages for m in group]
+        backwards: list[Compute] = [Backward(s, m) for group in groups for s in reversed(stages) for m in group]
+        depth_here = 2 * (pp - seat.position - 1) + (len(stages) - 1) * size if ahead is None else ahead[seat.position] - 1
+        first = min(depth_here, len(forwards))
+        order = forwards[:first]
+        for f, b in zip(forwards[first:], backwards, strict=False):
+            order += [f, b]
+        orders.append(tuple(order + backwards[len(forwards) - first :]))
+    return tuple(orders)

@@ -1,0 +1,89 @@
+"""Zero-bubble schedules: the backward pass split into input (I) and weight gradients (W), W filling what would be bubble.
+
+ZB-H1: Qi et al. 2024, arXiv:2401.10241, section 2.3. ZB-V: Qi et al. 2024, arXiv:2405.15362 (controllable memory), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypar.plan import Routing
+from raypar.schedule.greedy import list_schedule
+from raypar.schedule.instructions import BackwardInput, BackwardWeight, Compute, Forward, Schedule
+from raypar.schedule.one_f_one_b import in_flight, warmups
+
+
+def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+    """Bubble (p-1)(F + I - W), a third of 1F1B's when all are equal, with 1F1B's largest number of activations on every worker."""
+    plan = routing.plan
+    depth = warmups(plan, warmup)
+    if len({stage.replicas for stage in plan.stages}) > 1:
+        return list_schedule(routing, split=True, ahead=depth, alive=(max(depth),) * len(depth))
+    orders: list[tuple[Compute, ...]] = []
+    for rank, seat in enumerate(plan.seats):
+        (stage,) = plan.stages_of(rank)
+        mine = routing.of_replica(stage, seat.replica)
+        late = max(depth) - depth[seat.position]  # W of a microbatch follows I of the `late`-th after it
+        ahead = min(depth[seat.position], len(mine)) - 1 if mine else 0
+        order: list[Compute] = [Forward(stage, m) for m in mine[:ahead]]
+        for at, m in enumerate(mine):
+            order += [Forward(stage, f) for f in mine[ahead + at : ahead + at + 1]]
+            order.append(BackwardInput(stage, m))
+            if at >= late:
+                order.append(BackwardWeight(stage, mine[at - late]))
+        order += [BackwardWeight(stage, m) for m in mine[max(0, len(mine) - late) :]]
+        orders.append(tuple(order))
+    return tuple(orders)
+
+
+def zb_v(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+    """Two chunks a worker in a V, so that the first worker also computes the loss. Bubble (p-1)/2 F when F = I = W; p activations.
+
+    Positions with different replica counts are list-scheduled.
+    """
+    plan = routing.plan
+    if warmup is not None or len({stage.replicas for stage in plan.stages}) > 1:
+        depth = warmups(plan, warmup) if warmup is not None else tuple(2 * w for w in in_flight(plan))
+        return list_schedule(routing, split=True, ahead=depth, alive=depth)
+    orders: list[tuple[Compute, ...]] = []
+    for rank, seat in enumerate(plan.seats):
+        down, up = plan.stages_of(rank)
+        mine = routing.of_replica(down, seat.replica)
+        orders.append(tuple(_v_order(plan.positions, seat.position, down, up, mine)))
+    return tuple(orders)
+
+
+def _v_order(pp: int, position: int, down: int, up: int, mine: Sequence[int]) -> list[Compute]:
+    """The phases of the paper's figure 4 for at least 2p - 1 microbatches; those that do not exist are left out."""
+    size = max(2 * pp - 1, len(mine))
+    order: list[Compute] = []
+    count = {(kind, stage): 0 for kind in (Forward, BackwardInput, BackwardWeight) for stage in (down, up)}
+
+    def add(stage: int, *kinds: type[Forward] | type[BackwardInput] | type[BackwardWeight]) -> None:
+        for kind in kinds:
+            at = count[kind, stage]
+            count[kind, stage] += 1
+            if at < len(mine):
+                order.append(kind(stage, mine[at]))
+
+    for _ in range(2 * (pp - position) - 1):
+        add(down, Forward)
+    for _ in range(position):
+        add(up, Forward)
+        add(down, Forward)
+    for _ in range(pp - position):
+        add(up, Forward, BackwardInput, BackwardWeight)
+    while count[Forward, up] < count[Forward, down] or count[Forward, down] < size:
+        if count[Forward, down] < size:
+            add(down, Forward)
+        add(down, BackwardInput, BackwardWeight)
+        add(up, Forward, BackwardInput, BackwardWeight)
+    for _ in range(position):
+        add(down, BackwardInput)
+        add(up, BackwardInput)
+    for _ in range(pp - position):
+        add(down, BackwardInput, BackwardWeight)
+    for stage in (up, down):
+        while count[BackwardWeight, stage] < count[BackwardInput, stage]:
+            add(stage, BackwardWeight)
+    return order
