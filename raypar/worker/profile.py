@@ -26,7 +26,7 @@ from raypar.worker.stage import Stage
 
 REPEATS = 5
 BUDGET_MS = 400.0
-"""Of one kind of pass of one layer: slow layers are timed fewer times, three at least."""
+"""Of one layer: slow layers are timed fewer times, three at least."""
 PING_BYTES = 8
 BULK_BYTES = 4 << 20
 LINK_TIMEOUT_S = 20.0
@@ -90,19 +90,15 @@ def _profile_layer(
         for split in (False, True)
     )
     fields = {name: batch[name] for name in whole.batch_fields}
-    outputs = whole_outputs = _forward(whole, received, fields)
+    outputs = _forward(whole, received, fields)
     gradients = {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}
 
-    def forward_of(stage: Stage) -> Callable[[], None]:
-        return lambda: _forward(stage, received, fields) and None
-
-    def split_backward() -> None:
-        split.backward_input(0, gradients)
-
-    forward_ms = timed(forward_of(whole))
-    backward_ms = timed(lambda: whole.backward(0, gradients), before=forward_of(whole))
-    input_ms = timed(split_backward, before=forward_of(split))
-    weight_ms = timed(lambda: split.backward_weight(0), before=lambda: (forward_of(split)(), split_backward()))
+    forward_ms, backward_ms = timed(lambda: _forward(whole, received, fields), lambda: whole.backward(0, gradients))
+    _, input_ms, weight_ms = timed(
+        lambda: _forward(split, received, fields),
+        lambda: split.backward_input(0, gradients),
+        lambda: split.backward_weight(0),
+    )
     optimizer_ms, optimizer_bytes = _profile_optimizer(spec, whole)
     return (
         LayerProfile(
@@ -112,7 +108,7 @@ def _profile_layer(
             input_ms=input_ms,
             weight_ms=weight_ms,
             activation_bytes=_kept_bytes(whole, received, fields),
-            output_bytes=sum(map(nbytes, whole_outputs.values())),
+            output_bytes=sum(map(nbytes, outputs.values())),
             parameter_bytes=sum(map(nbytes, whole.parameters.values())),
             optimizer_bytes=optimizer_bytes,
             optimizer_ms=optimizer_ms,
@@ -149,22 +145,22 @@ def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, int]:
     optimizer = build_optimizer(spec.optimizer, trainable)
     for parameter in trainable.values():
         parameter.grad = torch.zeros_like(parameter)
-    took = timed(lambda: optimizer.step())
+    (took,) = timed(optimizer.step)
     state = state_of(optimizer)
     return took, sum(nbytes(v) for entry in state.values() for v in entry.values() if isinstance(v, Tensor))
 
 
-def timed(call: Callable[[], Any], *, before: Callable[[], Any] = lambda: None) -> float:
-    """Median ms of `call`, after one run that is not counted; `before` prepares each run and is not counted either."""
-    before()
-    call()
-    took: list[float] = []
-    while len(took) < 3 or (len(took) < REPEATS and sum(took) < BUDGET_MS):
-        before()
-        start = time.perf_counter_ns()
-        call()
-        took.append((time.perf_counter_ns() - start) / 1e6)
-    return statistics.median(took)
+def timed(*calls: Callable[[], Any]) -> tuple[float, ...]:
+    """Median ms of each of some calls that are made in turn, after one round that is not counted."""
+    rounds: list[list[float]] = []
+    while len(rounds) < 4 or (len(rounds) <= REPEATS and sum(map(sum, rounds)) < BUDGET_MS):
+        took = []
+        for call in calls:
+            start = time.perf_counter_ns()
+            call()
+            took.append((time.perf_counter_ns() - start) / 1e6)
+        rounds.append(took)
+    return tuple(statistics.median(times) for times in zip(*rounds[1:], strict=True))
 
 
 def nbytes(tensor: Tensor) -> int:
