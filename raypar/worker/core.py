@@ -17,7 +17,7 @@ from raypar.model.graph import Graph
 from raypar.plan import Routing
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
-from raypar.worker.data import Loader, SampleOrder
+from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
 from raypar.worker.optimizer import build_optimizer
 from raypar.worker.spec import DataSpec, JobSpec
@@ -161,7 +161,7 @@ class WorkerCore:
         """The user's data set, made once per worker and data specification."""
         key = repr((spec.dataset.label, sorted(spec.dataset.args.items(), key=str)))
         if key not in self._datasets:
-            self._datasets[key] = spec.dataset.call()
+            self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
     def _fields(self, stage: Stage) -> tuple[str, ...]:
@@ -173,7 +173,8 @@ class WorkerCore:
             return None
         dataset = self.dataset(data)
         order = SampleOrder(self.spec.seed, len(dataset), shuffle=training)
-        loader = Loader(dataset, data, order, cut, seed=self.spec.seed, fields=fields)
+        readers = sum(bool(self._fields(stage)) for stage in self.stages.values())
+        loader = Loader(dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers)
         self._loaders.append(loader)
         return loader
 

@@ -160,7 +160,8 @@ class Interpreter:
                 received = yield from self._inputs(instruction)
                 yield Work(str(instruction), self.cost_ms(instruction))
                 stage, microbatch = instruction.stage, instruction.microbatch
-                outputs = self.stages[stage].evaluate(microbatch, received, self._batch(stage, step, microbatch))
+                # Every pass reads the same samples: the first step's worth of the validation data.
+                outputs = self.stages[stage].evaluate(microbatch, received, self._batch(stage, 0, microbatch))
                 self._hand_on(stage, microbatch, outputs)
         yield from self._drain()
 

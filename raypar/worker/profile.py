@@ -19,7 +19,7 @@ from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan, Routing
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.worker.assignment import make_graph
-from raypar.worker.data import Loader, SampleOrder
+from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.optimizer import build_optimizer, state_of
 from raypar.worker.spec import JobSpec
 from raypar.worker.stage import Stage
@@ -47,7 +47,7 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None) -> M
 
 def first_batch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
     """The fields of microbatch 0 of step 0, collated."""
-    dataset = spec.data.dataset.call()
+    dataset = make_dataset(spec.data)
     fields = tuple(dict.fromkeys([*graph.batch_fields, spec.data.target or "y"]))
     loader = Loader(dataset, spec.data, SampleOrder(spec.seed, len(dataset)), spec.cut, seed=spec.seed, fields=fields)
     try:
