@@ -41,7 +41,7 @@ def candidates(profile: ModelProfile, workers: int, cut: Microbatches) -> Iterat
 
 
 def _candidate(profile: ModelProfile, replicas: int, stages: int, schedule: str, chunks: int, cut: Microbatches) -> Candidate:
-    sums = profile.work_sums(registry.entry(schedule).splits_backward)
+    sums = profile.work_sums()
     cuts = balanced_cuts(sums, stages * chunks)
     plan = ParallelPlan.mesh(
         dp=replicas, pp=stages, layers=len(profile.layers), chunks=chunks, placement=registry.placement(schedule), cuts=cuts

@@ -60,12 +60,9 @@ class ModelProfile:
         if not self.layers:
             raise PlanError("the profile has no layers", cure="profile a model with at least one layer")
 
-    def work_sums(self, split: bool) -> tuple[float, ...]:
-        """Prefix sums of what a layer computes per microbatch, [layers + 1]; `split`: its backward in two parts."""
-        return (
-            0.0,
-            *itertools.accumulate(x.forward_ms + (x.input_ms + x.weight_ms if split else x.backward_ms) for x in self.layers),
-        )
+    def work_sums(self) -> tuple[float, ...]:
+        """Prefix sums of what a layer computes per microbatch at least, its backward whole or split, [layers + 1]."""
+        return (0.0, *itertools.accumulate(x.forward_ms + min(x.backward_ms, x.input_ms + x.weight_ms) for x in self.layers))
 
     def of(self, first: int, last: int) -> LayerProfile:
         """Layers [first, last) taken together, as one stage."""

@@ -13,6 +13,7 @@ from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.candidates import Candidate, candidates
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
+from raypar.schedule.instructions import BackwardInput
 from raypar.schedule.simulate import Costs, simulate
 from raypar.schedule.timeline import Timeline
 
@@ -102,7 +103,7 @@ def predict(
     """One step of any plan under a schedule: its timeline, and the bytes of state and activations of each worker."""
     routing = Routing(plan, microbatches)
     orders = registry.build(schedule, routing)
-    split = registry.entry(schedule).splits_backward
+    split = any(isinstance(i, BackwardInput) for order in orders for i in order)
     timeline = simulate(orders, routing, profile.crossing(plan), costs(profile, plan, split=split))
     activations = timeline.peak_bytes or (0,) * plan.world
     memory = tuple(
