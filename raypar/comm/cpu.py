@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +31,20 @@ from raypar.errors import CommError, GroupAborted
 STAGING_BYTES = 16 << 10
 """Headers, and messages up to about this size, are read through a buffer: one system call for several of them."""
 
+T = TypeVar("T")
 Key = tuple[int, int, int]
 """(source, channel, tag)"""
+
+
+def take(table: dict[Key, deque[T]], key: Key) -> T | None:
+    """The oldest entry under `key`, taken out; None if there is none."""
+    queue = table.get(key)
+    if queue is None:
+        return None
+    found = queue.popleft()
+    if not queue:
+        del table[key]
+    return found
 
 
 class CpuMesh:
@@ -187,7 +200,7 @@ class CpuTransport(MessageTransport):
         arrival = Arrival(tensor.detach().clone(), complete=True)
         key = (self.rank, message.channel, message.tag)
         with self._match:
-            posted = self._take(self._posted, key)
+            posted = take(self._posted, key)
             if posted is None:
                 self._arrived.setdefault(key, deque()).append(arrival)
         if posted is not None:
@@ -243,7 +256,7 @@ class CpuTransport(MessageTransport):
         """See `MessageTransport.post_recv`."""
         key = (message.peer, message.channel, message.tag)
         with self._match:
-            arrival = self._take(self._arrived, key)
+            arrival = take(self._arrived, key)
             if arrival is None:
                 self._posted.setdefault(key, deque()).append(message)
             elif not arrival.complete:
@@ -254,16 +267,6 @@ class CpuTransport(MessageTransport):
             connection = self._connections[message.peer]
             if self._aborted is not None or connection.lost is not None:
                 message.fail(self._gone(connection, message))
-
-    @staticmethod
-    def _take(table: dict[Key, deque], key: Key):  # type: ignore[no-untyped-def,type-arg]
-        queue = table.get(key)
-        if queue is None:
-            return None
-        found = queue.popleft()
-        if not queue:
-            del table[key]
-        return found
 
     def _hand_over(self, message: Message, tensor: Tensor) -> None:
         """Give a message that has arrived in a tensor of its own to its receive."""
@@ -356,7 +359,7 @@ class CpuTransport(MessageTransport):
             raise CommError(f"it sent a message of generation {header.generation} in generation {self.generation}")
         key = (connection.rank, header.channel, header.tag)
         with self._match:
-            message = self._take(self._posted, key)
+            message = take(self._posted, key)
             if message is None:
                 arrival = Arrival(self.pool.empty(header.shape, header.dtype))
                 self._arrived.setdefault(key, deque()).append(arrival)

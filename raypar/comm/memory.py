@@ -28,7 +28,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: dict[int, list[np.ndarray]] = {}  # type: ignore[type-arg]
+        self._blocks: dict[int, list[np.ndarray]] = {}
         self.held_bytes = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

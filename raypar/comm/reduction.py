@@ -23,7 +23,8 @@ from raypar.comm.transport import Handle, Routine, Transport, Wait
 from raypar.errors import CommError
 from raypar.plan.tree import Node, cover, fold
 
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 2 << 20
+"""Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
 Sums = Mapping[Node, Tensor | None]
 Parameter = tuple[torch.Size, torch.dtype]
 

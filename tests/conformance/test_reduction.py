@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from raypar.comm.cpu import CpuMesh
 from raypar.comm.local import Cooperative, LocalMesh
 from raypar.comm.reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Work, drive
@@ -93,22 +94,63 @@ def test_other_dtypes_too(dtype):
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_threads_have_the_bits_of_one_process(replicas):
+@pytest.mark.parametrize("kind", ["local", "cpu"])
+def test_threads_have_the_bits_of_one_process(kind, replicas):
     gradients = block_gradients(8)
-    mesh = LocalMesh(replicas)
     runs = [part(r, replicas, 8) for r in range(replicas)]
     results = [None] * replicas
+    local = LocalMesh(replicas)
+    meshes = [CpuMesh.listen() for _ in range(replicas)]
+    addresses = [mesh.address for mesh in meshes]
 
     def body(rank):
-        results[rank] = drive(replica(mesh.transports[rank], CanonicalReduction, runs, gradients, steps=5), timeout_s=10)
+        end = local.transports[rank]
+        if kind == "cpu":
+            end = meshes[rank].connect(rank=rank, size=replicas, addresses=addresses, run="t", generation=1, deadline_s=10)
+        results[rank] = drive(replica(end, CanonicalReduction, runs, gradients, steps=5), timeout_s=10)
+        end.close()
 
     threads = [threading.Thread(target=body, args=(r,)) for r in range(replicas)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
+    for mesh in meshes:
+        mesh.close()
     for result in results:
         assert all(same_bits(a, b) for a, b in zip(result, by_one_process(gradients), strict=True))
+
+
+@pytest.mark.parametrize("kind", [CanonicalReduction, FastReduction])
+def test_two_stages_of_one_group_do_not_mix_though_their_buckets_are_posted_in_different_orders(kind):
+    """Interleaved schedules: the same replicas reduce several chunks at the same time."""
+    mesh = LocalMesh(2)
+    runs = [range(1), range(1, 2)]
+
+    def routine(t):
+        made = [
+            kind(
+                t,
+                group=[0, 1],
+                runs=runs,
+                blocks=2,
+                parameters=[(torch.Size((64,)), torch.float32)] * 3,
+                bucket_bytes=64,
+                channel=chunk,
+            )
+            for chunk in range(2)
+        ]
+        for one in made:
+            one.start()
+        for chunk in (0, 1) if t.rank else (1, 0):
+            for index in range(3):
+                yield Work("backward", 1.0)
+                made[chunk].ready(index, {(t.rank, t.rank + 1): torch.full((64,), 10.0 * chunk + index)})
+        first = yield from made[0].finish()
+        second = yield from made[1].finish()
+        return [[int(g[0]) for g in grads] for grads in (first, second)]
+
+    assert Cooperative(1).run([routine(t) for t in mesh.transports], mesh) == [[[0, 2, 4], [20, 22, 24]]] * 2
 
 
 def test_the_gradients_above_do_depend_on_the_order_of_addition():

@@ -80,12 +80,20 @@ def test_abort_frees_the_others_of_a_stopped_rank_within_100_ms_and_its_return_i
     workers.each(transport_cases.close, on=OTHERS)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("turn", range(5))
+@pytest.mark.parametrize("name", FOREVER)
+def test_a_killed_rank_again_and_again(name, turn, workers):
+    test_a_killed_rank_frees_the_others_within_100_ms(name, workers)
+
+
 def test_many_lost_generations_leave_no_thread_and_no_open_file(workers):
-    before = workers.each(transport_cases.footprint)
-    for _ in range(3):
+    footprints = []
+    for _ in range(4):
         start(workers, "all_reduce")
         workers.workers[VICTIM].control(transport_cases.abort_from_outside)
         for worker in workers.workers:
             worker.result()
         workers.each(transport_cases.close)
-    assert workers.each(transport_cases.footprint) == before
+        footprints.append(workers.each(transport_cases.footprint))
+    assert footprints == footprints[:1] * 4

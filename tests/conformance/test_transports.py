@@ -120,6 +120,29 @@ def test_tcp_in_four_processes_with_the_ledger_of_local(name, workers):
     assert ledgers == [t.ledger.as_dict() for t in mesh.transports]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_tcp_in_threads_again_and_again(size):
+    meshes, ends = connected(size)
+    for _ in range(5):
+        for name in (n for n in CASES if n not in ("big_both_ways", "all_reduce_bytes")):
+            for end in ends:
+                for counter in (end.ledger.sent, end.ledger.received, end.ledger.messages):
+                    counter.clear()
+            in_threads(size, lambda rank, name=name: drive(CASES[name](ends[rank]), LIMIT_S))
+    for end in (*ends, *meshes):
+        end.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("seed", range(10))
+def test_many_interleavings_on_the_virtual_clock(size, seed):
+    for name in (n for n in CASES if n not in LARGE):
+        mesh = LocalMesh(size)
+        Cooperative(seed).run([CASES[name](t) for t in mesh.transports], mesh)
+
+
 def test_every_transport_has_the_protocol(pair):
     assert all(isinstance(end, Transport) for end in pair)
 
