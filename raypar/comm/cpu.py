@@ -56,6 +56,8 @@ class CpuMesh:
     @classmethod
     def listen(cls, host: str = "127.0.0.1") -> CpuMesh:
         """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach)."""
+        if not hasattr(select, "epoll"):
+            raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
         return cls(host)
 
     @property

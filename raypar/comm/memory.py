@@ -50,7 +50,8 @@ class Pool:
                 blocks.append(block)
                 self.held_bytes += size
                 flat = torch.from_numpy(block)
-        return flat[:nbytes].view(dtype).view(tuple(shape))
+        # `.data`: to autograd this is a tensor of its own, not a view of bytes that it could not write back into.
+        return flat[:nbytes].view(dtype).view(tuple(shape)).data
 
     def clear(self) -> None:
         """Forget all blocks; tensors that are still held keep theirs."""
