@@ -161,7 +161,8 @@ class Interpreter:
                 yield Work(str(instruction), self.cost_ms(instruction))
                 stage, microbatch = instruction.stage, instruction.microbatch
                 # Every pass reads the same samples: the first step's worth of the validation data.
-                outputs = self.stages[stage].evaluate(microbatch, received, self._batch(stage, 0, microbatch))
+                values = {value: tensors[0] for value, tensors in received.items()}
+                outputs = self.stages[stage].evaluate(microbatch, values, self._batch(stage, 0, microbatch))
                 self._hand_on(stage, microbatch, outputs)
         yield from self._drain()
 
