@@ -1,0 +1,480 @@
+"""The job file: read, checked and turned into the plain values the rest of raypar works with.
+
+The only module that knows pydantic or YAML. It imports neither torch nor ray, so that a wrong key is reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from raypar.errors import ConfigError, PlanError
+from raypar.plan.parallel_plan import ParallelPlan
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+
+_AUTO, _GIVEN = "<auto>", "<given>"
+"""Branches of `plan`, as pydantic names them in error locations; taken out again before anyone sees them."""
+
+
+class _Section(BaseModel):
+    """Strict: a string is no number, an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _import_path(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text):
+        raise ValueError("module:name, for example torch.optim:AdamW")
+    return text
+
+
+class FunctionConfig(_Section):
+    """`{function: module:name, args: {...}}`, or just `module:name`."""
+
+    function: Annotated[str, AfterValidator(_import_path)]
+    args: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    def to_ref(self) -> Ref:
+        """For `JobSpec`."""
+        return Ref(self.function, self.args)
+
+
+class DataConfig(FunctionConfig):
+    """A map-style data set. `names`: of a tuple sample's fields; `processes`: CPU processes that read ahead."""
+
+    input: str | None = None
+    target: str | None = None
+    names: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    processes: NonNegativeInt = 0
+
+    def to_data(self) -> DataSpec:
+        """For `JobSpec`."""
+        return DataSpec(self.to_ref(), self.names, self.input, self.target, self.processes)
+
+
+class ValidationConfig(DataConfig):
+    """`every` steps (0: at the end only), the first `samples` samples (0: all)."""
+
+    every: NonNegativeInt = 0
+    samples: NonNegativeInt = 0
+
+
+class OptimizerConfig(FunctionConfig):
+    """`groups`: `{match: pattern of parameter names, ...overrides}`; the first match wins."""
+
+    groups: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+
+    @field_validator("groups")
+    @classmethod
+    def _match(cls, groups: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        if any(not isinstance(group.get("match"), str) for group in groups):
+            raise ValueError("a list of {match: pattern, lr: ..., ...}; every group needs a match")
+        return groups
+
+    def to_optimizer(self) -> OptimizerSpec:
+        """For `JobSpec`."""
+        groups = tuple((g["match"], {k: v for k, v in g.items() if k != "match"}) for g in self.groups)
+        return OptimizerSpec(self.to_ref(), groups)
+
+
+def _counts(value: Any) -> Any:
+    """One count, or one per stage."""
+    each = value if isinstance(value, (list, tuple)) and value else [value]
+    if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in each):
+        raise ValueError("a number >= 1, or a list with one per stage")
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+Counts = Annotated[Any, BeforeValidator(_counts)]
+"""int or tuple[int, ...]."""
+
+
+class PlanConfig(_Section):
+    """Who holds what, and in which order. `stages`: workers along the pipeline; `chunks`: stages per worker (None: the
+    schedule's default); `cuts`: first layer of stages 1, 2, ...; `warmup`: forwards before the first backward, per stage."""
+
+    stages: PositiveInt = 1
+    replicas: Counts = 1
+    shards: Counts = 1
+    schedule: str = "1f1b"
+    chunks: PositiveInt | None = None
+    cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
+    schedule_file: str | None = None
+    warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
+
+    @property
+    def replicas_per_stage(self) -> tuple[int, ...]:
+        """One count per worker position."""
+        return self.replicas if isinstance(self.replicas, tuple) else (self.replicas,) * self.stages
+
+    @model_validator(mode="after")
+    def _fits(self) -> PlanConfig:
+        from raypar.schedule.registry import default_chunks
+
+        shards = self.shards if isinstance(self.shards, tuple) else (self.shards,)
+        if max(shards) > 1:
+            raise PlanError(
+                f"plan.shards is {max(shards)}, but tensor parallelism is not available yet",
+                cure="set plan.shards: 1; stages and replicas spread the model and the batch",
+            )
+        for key in ("replicas", "shards", "warmup"):
+            value = getattr(self, key)
+            if isinstance(value, tuple) and len(value) != self.stages:
+                raise PlanError(
+                    f"plan.{key} has {len(value)} entries for {self.stages} stages", cure="give one number, or one per stage"
+                )
+        chunks = default_chunks(self.schedule, self.chunks)
+        if self.cuts is not None and len(self.cuts) != self.stages * chunks - 1:
+            raise PlanError(
+                f"plan.cuts has {len(self.cuts)} cuts for {self.stages * chunks} stages"
+                + (f" ({self.stages} workers x {chunks} chunks)" if chunks > 1 else ""),
+                cure=f"give {self.stages * chunks - 1}: the first layer of stages 1, 2, ...",
+            )
+        if self.schedule_file is not None and not Path(self.schedule_file).is_file():
+            raise ConfigError(
+                f"plan.schedule_file {self.schedule_file} does not exist", cure="give the path of a schedule file"
+            )
+        return self
+
+    def to_plan(self, layers: int) -> ParallelPlan:
+        """The plan for a model of that many layers. Raises `PlanError` when they do not fill the stages."""
+        from raypar.schedule.registry import default_chunks, placement
+
+        return ParallelPlan.of(
+            self.replicas_per_stage,
+            layers=layers,
+            chunks=default_chunks(self.schedule, self.chunks),
+            placement=placement(self.schedule),
+            cuts=self.cuts,
+        )
+
+
+class CheckpointConfig(_Section):
+    """`every` steps (0: never but at the end), the last `keep` are kept."""
+
+    every: NonNegativeInt = 0
+    keep: PositiveInt = 2
+    at_end: bool = True
+
+
+class EarlyStoppingConfig(_Section):
+    """Stop when the validation loss has not fallen by more than `min_delta` for `patience` validations."""
+
+    patience: PositiveInt = 3
+    min_delta: NonNegativeFloat = 0.0
+
+
+class TrackerConfig(_Section):
+    """`{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
+
+    tracker: Literal["tensorboard", "wandb", "mlflow"]
+    args: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"tracker": value} if isinstance(value, str) else value
+
+
+class Job(_Section):
+    """A whole job file. `max_time_s`, `wait_for_workers_s`: seconds; `trace_every`: steps between kept traces, 0: a few."""
+
+    name: str
+    seed: int = 0
+    steps: PositiveInt
+    batch_size: PositiveInt
+    microbatches: PositiveInt
+    virtual_replicas: NonNegativeInt = 0
+    model: FunctionConfig
+    loss: FunctionConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    lr_schedule: FunctionConfig | None = None
+    clip_norm: PositiveFloat | None = None
+    validation: ValidationConfig | None = None
+    plan: Annotated[
+        Annotated[Literal["auto"], Tag(_AUTO)] | Annotated[PlanConfig, Tag(_GIVEN)],
+        Discriminator(lambda value: _AUTO if isinstance(value, str) else _GIVEN),
+    ] = PlanConfig()
+    elastic: None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run_dir: str = "runs/"
+    reduction: Literal["canonical", "fast"] = "canonical"
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: PositiveInt = 1
+    non_finite: Literal["stop", "skip"] = "stop"
+    max_time_s: PositiveFloat | None = None
+    early_stopping: EarlyStoppingConfig | None = None
+    callbacks: Annotated[tuple[FunctionConfig, ...], Field(strict=False)] = ()
+    trackers: Annotated[tuple[TrackerConfig, ...], Field(strict=False)] = ()
+    wait_for_workers_s: NonNegativeFloat = 300.0
+    trace_every: NonNegativeInt = 0
+
+    _source_dir: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @field_validator("elastic", mode="before")
+    @classmethod
+    def _fixed(cls, value: Any) -> None:
+        if value:
+            raise ConfigError(
+                f"elastic is {value!r}, but elastic jobs are not available yet: the number of workers is fixed",
+                cure="leave `elastic` out; `raypar resume RUN --set plan.stages=...` goes on with other workers",
+            )
+
+    @field_validator("name")
+    @classmethod
+    def _usable_as_folder(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
+            raise ValueError("letters, digits, '.', '_' and '-' only: it names the run's folder")
+        return name
+
+    @model_validator(mode="after")
+    def _fits(self) -> Job:
+        self.to_spec().cut  # noqa: B018  raises PlanError when the microbatches do not fit the batch
+        if self.early_stopping is not None and (self.validation is None or not self.validation.every):
+            raise ConfigError(
+                "early_stopping needs validation losses",
+                cure="set validation and validation.every, or leave early_stopping out",
+            )
+        return self
+
+    @property
+    def source_dir(self) -> Path:
+        """The folder from which the job was loaded; its functions are imported from there."""
+        return self._source_dir
+
+    @property
+    def plan_is_auto(self) -> bool:
+        """Whether the planner is to choose."""
+        return self.plan == "auto"
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule asked for. Raises `PlanError` for `plan: auto`."""
+        return self._given().schedule
+
+    @property
+    def workers(self) -> int:
+        """How many workers the plan needs; for `plan: auto` as many as this machine has processors for."""
+        if isinstance(self.plan, PlanConfig):
+            return sum(self.plan.replicas_per_stage)
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def to_plan(self, layers: int) -> ParallelPlan:
+        """The plan for a model of that many layers. Raises `PlanError`."""
+        return self._given().to_plan(layers)
+
+    def _given(self) -> PlanConfig:
+        if not isinstance(self.plan, PlanConfig):
+            raise PlanError(
+                "plan is auto: there is no plan before the planner has run", cure="set plan.stages and plan.replicas"
+            )
+        return self.plan
+
+    def to_spec(self) -> JobSpec:
+        """What the job is, apart from any plan."""
+        validation = self.validation
+        return JobSpec(
+            name=self.name,
+            seed=self.seed,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            microbatches=self.microbatches,
+            virtual_replicas=self.virtual_replicas,
+            model=self.model.to_ref(),
+            loss=self.loss.to_ref(),
+            data=self.data.to_data(),
+            optimizer=self.optimizer.to_optimizer(),
+            lr_schedule=self.lr_schedule.to_ref() if self.lr_schedule is not None else None,
+            clip_norm=self.clip_norm,
+            validation=ValidationSpec(validation.to_data(), validation.every, validation.samples) if validation else None,
+            dtype=self.dtype,
+            threads=self.threads,
+            reduction=self.reduction,
+            non_finite=self.non_finite,
+        )
+
+    def to_yaml(self) -> str:
+        """A job file that loads to this job, defaults written out."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, default_flow_style=None)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `3e-4` for a string; here it is a number. A key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a job file, apply `a.b=c` overrides (values in YAML), check everything. Raises `ConfigError` or `PlanError`."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read job file {path}: {getattr(error, 'strerror', None) or error}",
+            cure="give the path of a YAML file such as jobs/quickstart.yaml",
+        ) from error
+    return parse_job(text, overrides, source=str(path), name=path.stem)
+
+
+def parse_job(text: str, overrides: Sequence[str] = (), *, source: str = "job", name: str | None = None) -> Job:
+    """`load_job` of a text; `name`: of the job, should the text give none; `source`: for messages."""
+    tree = _yaml(text, source)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source} holds a {type(tree).__name__}, not keys and values", cure=f"keys: {', '.join(_keys(Job))}")
+    for override in overrides:
+        _apply(tree, override)
+    if name is not None:
+        tree.setdefault("name", name)
+    try:
+        return Job.model_validate(tree)
+    except ValidationError as error:
+        found = [_explain(e) for e in error.errors()]
+        raise ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1]) from None
+
+
+def _yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(
+            f"{source}{where}: not valid YAML: {problem}", cure="check indentation, colons and brackets"
+        ) from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set one key; `module:name` entries and `plan: auto` become mappings where a key inside them is set."""
+    path, equals, text = override.partition("=")
+    parts = path.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r} is not key=value", cure="for example --set plan.stages=4")
+    value = _yaml(text, f"--set {override}")
+    here: Any = tree
+    for index, part in enumerate(parts[:-1]):
+        at = ".".join(parts[: index + 1])
+        if isinstance(here, list):
+            here = _item(here, part, at)
+            continue
+        inside = here.get(part)
+        if inside is None or (at == "plan" and inside == "auto"):
+            inside = here[part] = {}
+        elif isinstance(inside, str) and ":" in inside:
+            inside = here[part] = {"function": inside}
+        if not isinstance(inside, (dict, list)):
+            raise ConfigError(f"--set {override}: {at} is {inside!r} and has no keys", cure=f"set {at} itself")
+        here = inside
+    if isinstance(here, list):
+        _item(here, parts[-1], path)
+        here[int(parts[-1])] = value
+    else:
+        here[parts[-1]] = value
+
+
+def _item(items: list[Any], part: str, at: str) -> Any:
+    if not part.isdigit() or int(part) >= len(items):
+        raise ConfigError(f"{at}: there are {len(items)} entries, numbered from 0", cure="give the number of one of them")
+    return items[int(part)]
+
+
+# -- explaining --------------------------------------------------------------------------------------------------------------
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _sections(inner)
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return list(model.model_fields)
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for inner in _sections(info.annotation):
+            yield from _all_keys(inner, f"{prefix}{name}.")
+
+
+def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
+    model: type[BaseModel] = Job
+    for part in path:
+        if isinstance(part, str):
+            model = next(_sections(model.model_fields[part].annotation))
+    return model
+
+
+def _nearest(key: str, path: Sequence[str | int]) -> str | None:
+    """The full name of the key of that very name in another section, else of the most similar one here."""
+    elsewhere = [k for k in _all_keys(Job) if k.rpartition(".")[2] == key]
+    if elsewhere:
+        return elsewhere[0]
+    found = difflib.get_close_matches(key, _keys(_section_at(path)), n=1, cutoff=0.6)
+    return ".".join(map(str, [*path, found[0]])) if found else None
+
+
+def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
+    """(what, cure) of one of pydantic's findings."""
+    path = [part for part in error["loc"] if part not in (_AUTO, _GIVEN)]
+    key = ".".join(map(str, path)) or "the job file"
+    if error["type"] == "extra_forbidden":
+        near = _nearest(str(path[-1]), path[:-1])
+        valid = ", ".join(_keys(_section_at(path[:-1])))
+        return f"unknown key {key}" + (f": did you mean {near}?" if near else ""), f"valid keys here: {valid}"
+    if error["type"] == "missing":
+        return f"{key} is missing", f"add {key} to the job file"
+    expected = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if error["type"].startswith(("model_", "dict_type")):
+        section = next(_sections(_section_at(path[:-1]).model_fields[path[-1]].annotation), None) if path else Job
+        expected = f"keys and values ({', '.join(_keys(section))})" if section else "keys and values"
+    if error["loc"] == ("plan", _AUTO):
+        expected = f"auto, or keys and values ({', '.join(_keys(PlanConfig))})"
+    got = error["input"]
+    return f"{key}: expected {expected}, got {got!r} ({type(got).__name__})", f"correct {key} in the job file"
