@@ -1,0 +1,102 @@
+"""The client's side of a run: start the driver actor, follow its events, pass Ctrl-C on, remove what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from raypar.actors.driver_actor import DriverActor
+from raypar.actors.pool import namespace, sweep
+from raypar.actors.request import RunRequest
+from raypar.elastic.actions import End
+from raypar.errors import ClusterError, WorkerLost
+
+GRACE_S = 1.5
+"""How long the steps in flight may take after Ctrl-C before they are made void."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended. `done`: steps of the job that are done."""
+
+    end: End
+    why: str
+    done: int
+    error: Exception | None
+
+
+def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEnd:
+    """Run a request on the Ray this process is connected to; every event is given to `tell`. Blocks until the run is over.
+
+    The first Ctrl-C (or SIGTERM) asks the driver to save and end, the second one removes everything at once.
+    Raises `ClusterError` when a run of this name is active already, `WorkerLost` when the driver itself dies.
+    """
+    place = namespace(request.run)
+    try:
+        driver = (
+            ray.remote(DriverActor)
+            .options(name="driver", namespace=place, lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=100)
+            .remote(request)
+        )
+    except ValueError as error:
+        raise ClusterError(
+            f"a run called {request.run!r} is active on this cluster", cure="stop that one, or choose another name"
+        ) from error
+    try:
+        with interrupts() as asked:
+            return _follow(driver, tell, asked)
+    finally:
+        with contextlib.suppress(Exception):
+            ray.kill(driver, no_restart=True)
+        with contextlib.suppress(Exception):
+            sweep(request.run)
+
+
+def _follow(driver: Any, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> RunEnd:
+    cursor, passed_on = 0, False
+    try:
+        started = driver.start.remote()
+        while True:
+            events, cursor = ray.get(driver.events.remote(cursor, 0.3))
+            for event in events:
+                if event["kind"] == "end":
+                    error = pickle.loads(event["error"]) if event["error"] is not None else None
+                    return RunEnd(event["end"], event["why"], event["done"], error)
+                tell(event)
+            if asked and not passed_on:
+                passed_on = True
+                tell({"kind": "stopping", "time": time.time(), "text": f"{asked[0]}: finishing the step and saving"})
+                driver.stop.remote(asked[0], GRACE_S)
+            if len(asked) > 1:
+                return RunEnd("interrupted", f"{asked[1]} again: ended without waiting", 0, None)
+            if started is not None and ray.wait([started], timeout=0)[0]:
+                ray.get(started)
+                started = None
+    except RayActorError as error:
+        text = str(error).strip().splitlines()[0]
+        raise WorkerLost(f"the driver was lost: {text}", cure="`raypar resume` goes on from the last checkpoint") from error
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[list[str]]:
+    """Collects Ctrl-C and SIGTERM instead of raising; in a thread other than the main one, signals stay as they are."""
+    asked: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+    before = {number: signal.signal(number, lambda n, frame: asked.append(names[signal.Signals(n)])) for number in names}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

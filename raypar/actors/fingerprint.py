@@ -1,0 +1,50 @@
+"""What a worker computes with: versions, processor, threads, and the digest of a tiny set of kernels (DESIGN 4.5)."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+
+import raypar
+
+Fingerprint = Mapping[str, str]
+
+
+def fingerprint(threads: int) -> dict[str, str]:
+    """Of this process, with `threads` threads set. Takes a few milliseconds."""
+    import numpy
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "raypar": raypar.__version__,
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(threads),
+        "kernels": kernels(),
+    }
+
+
+def kernels() -> str:
+    """Digest of what matrix product, exponential, normalisation and sum give for fixed numbers."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(33, 65, generator=generator)
+    b = torch.randn(65, 47, generator=generator)
+    x = a @ b
+    y = torch.nn.functional.layer_norm(torch.softmax(x, -1) + torch.nn.functional.gelu(x), (47,))
+    return hashlib.sha256(y.numpy().tobytes() + y.sum().numpy().tobytes()).hexdigest()[:16]
+
+
+def differences(prints: Sequence[Fingerprint]) -> list[str]:
+    """Lines that say in what the workers differ, worker by worker; none when they are alike."""
+    lines = []
+    for key in prints[0]:
+        values = [p[key] for p in prints]
+        if len(set(values)) > 1:
+            lines.append(f"{key}: " + ", ".join(f"worker {rank} {value}" for rank, value in enumerate(values)))
+    return lines

@@ -1,0 +1,38 @@
+"""The swimlane sheet and the Chrome trace of a run: the step as predicted and as measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from raypar.actors.request import RunRequest
+from raypar.schedule.svg import swimlanes
+from raypar.schedule.timeline import Timeline
+from raypar.schedule.trace import chrome_trace
+
+Rows = Sequence[Sequence[tuple[str, float, float]]]
+"""Per rank: label, start and end in ms of that worker's clock."""
+
+
+def draw(request: RunRequest, step: int, spans: Rows, nodes: Sequence[str]) -> None:
+    """Writes `swimlane.svg` and `trace.json` into the run folder. `nodes[rank]`: the machine of a worker."""
+    names = [request.plan.coordinate(rank) for rank in range(request.plan.world)]
+    measured = Timeline.from_spans(one_clock(spans, nodes), names)
+    panels = [(f"measured: step {step}", measured)]
+    if request.predicted is not None:
+        panels.insert(0, ("predicted before the run", request.predicted))
+    edges = [(e.src, e.dst) for e in request.crossing.edges]
+    folder = Path(request.folder)
+    title = f"{request.run}: {request.plan.world} workers, schedule {request.schedule_name}, {request.cut.count} microbatches"
+    (folder / "swimlane.svg").write_text(swimlanes(panels, title=title, edges=edges))
+    (folder / "trace.json").write_text(json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run)))
+
+
+def one_clock(rows: Rows, nodes: Sequence[str]) -> Rows:
+    """Workers of one machine share a clock; those of others are moved so that the vote ends everywhere at once."""
+    ends = [next((end for label, _, end in reversed(row) if label == "V"), 0.0) for row in rows]
+    shift = {node: ends[0] - ends[nodes.index(node)] for node in set(nodes)}
+    if nodes:
+        shift[nodes[0]] = 0.0
+    return [[(label, a + shift[node], b + shift[node]) for label, a, b in row] for row, node in zip(rows, nodes, strict=True)]

@@ -1,0 +1,132 @@
+"""What people see of a run: metrics.jsonl, callbacks, checkpoints, the picture. Runs in the driver, off its event loop.
+
+Steps are counted from 1 here: `step` 50 is the fiftieth, and `checkpoint`s and validations carry the number of steps done.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.messages import Hello
+from raypar.actors.pictures import draw
+from raypar.actors.request import RunRequest
+from raypar.elastic.actions import Teardown
+
+
+class Recorder:
+    """Side effects of one run, each exactly once and in order; called from one thread at a time."""
+
+    def __init__(self, request: RunRequest) -> None:
+        self.request = request
+        self.folder = Path(request.folder)
+        self._news: list[dict[str, Any]] = []
+        self._seconds: deque[float] = deque(maxlen=50)
+        self.traced: dict[str, Any] | None = None
+        self.nodes: list[str] = []
+
+    def news(self) -> list[dict[str, Any]]:
+        """What the client should hear, since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def meet(self, hellos: Sequence[Hello]) -> list[str]:
+        """Compare what the workers compute with; warnings when they differ."""
+        from raypar.actors.fingerprint import differences
+
+        self.nodes = [hello.node[:8] for hello in hellos]
+        return [f"not bitwise: the workers differ in {line}" for line in differences([h.fingerprint for h in hellos])]
+
+    # -- steps -------------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Training starts now."""
+        self._started_s = self._last_s = time.monotonic()
+        self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.course.first + 1})
+
+    def step(self, step: int, reports: Mapping[int, Mapping[str, Any]]) -> str | None:
+        """Metrics and callbacks of a committed step; the reason to stop, if a callback gave one."""
+        request, one = self.request, reports[0]
+        now = time.monotonic()
+        wall, self._last_s = now - self._last_s, now
+        self._seconds.append(wall)
+        busy = sum(r["busy_seconds"] for r in reports.values())
+        longest = max(r["seconds"] for r in reports.values())
+        metrics = {
+            "step": step + 1,
+            "loss": one["loss"],
+            "norm": one["norm"],
+            "count": one["count"],
+            "seconds": wall,
+            "samples_per_s": request.cut.batch_size / wall,
+            "count_per_s": one["count"] / wall,
+            "bubble": max(0.0, 1 - busy / (longest * len(reports))) if longest else 0.0,
+            "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports)],
+        }
+        if one["skipped"]:
+            metrics["skipped"] = True
+        if step in request.trace:
+            self.traced = {"step": step + 1, "spans": [reports[r]["spans"] for r in sorted(reports)], "ledger": one["ledger"]}
+        self._write(metrics)
+        left = request.course.end - step - 1
+        self._news.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._seconds)})
+        return self._call("on_step", metrics)
+
+    def validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
+        """The validation loss: sums in microbatch order / count."""
+        losses = {m: pair for report in reports for m, pair in report["losses"].items()}
+        total = count = 0.0
+        for microbatch in sorted(losses):
+            total += losses[microbatch][0]
+            count += losses[microbatch][1]
+        seconds = max(r["seconds"] for r in reports)
+        metrics = {"step": done, "validation_loss": total / count, "count": count, "seconds": seconds}
+        self._write(metrics)
+        self._last_s = time.monotonic()
+        self._news.append({"kind": "validation", **metrics})
+        return self._call("on_validation", metrics)
+
+    def _write(self, metrics: Mapping[str, Any]) -> None:
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"time": time.time(), **metrics}) + "\n")
+
+    # -- callbacks ---------------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *facts: Any) -> str | None:
+        return None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def checkpoint_begin(self, done: int) -> Path:
+        """A new folder aside, in which workers write."""
+        folder = self.folder / "checkpoints" / f".step-{done}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def checkpoint_drop(self, folder: Path) -> None:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def checkpoint_end(self, done: int, folder: Path, records: Sequence[Any]) -> None:
+        """Manifest, final name, oldest ones removed."""
+        folder.rename(folder.with_name(f"step-{done}"))
+
+    def checkpoint_seen(self, done: int) -> None:
+        """Tell people."""
+        self._news.append({"kind": "checkpoint", "step": done, "path": str(self.folder / "checkpoints" / f"step-{done}")})
+        self._call("on_checkpoint", {"step": done})
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    def end(self, teardown: Teardown, worker_calls: int) -> None:
+        """The pictures and the last callbacks."""
+        if self.traced is not None:
+            draw(self.request, self.traced["step"], self.traced["spans"], self.nodes)
+            self._news.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
+        self._call("on_end", {"end": teardown.end, "why": teardown.why, "step": teardown.done})

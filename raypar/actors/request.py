@@ -1,0 +1,39 @@
+"""What the client hands to the driver actor: everything about one run, and nothing that makes the driver import user code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypar.elastic.machine import Course
+from raypar.plan import Crossing, Microbatches, ParallelPlan
+from raypar.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One run. `spec` and `assignments` are pickled for the workers; the driver passes them on unopened.
+
+    `folder`: absolute path of the run folder; `resume`: checkpoint that workers load, None for a new run; `host`: what workers
+    listen on, None for their node's address; `trace`: steps whose spans are kept for the picture; `callbacks`: pickled, they
+    are called in the driver.
+    """
+
+    run: str
+    folder: str
+    course: Course
+    plan: ParallelPlan
+    schedule_name: str
+    crossing: Crossing
+    cut: Microbatches
+    spec: bytes
+    assignments: tuple[bytes, ...]
+    callbacks: bytes
+    predicted: Timeline | None = None
+    resume: str | None = None
+    keep: int = 2
+    host: str | None = None
+    trace: frozenset[int] = frozenset()
+    max_time_s: float | None = None
+    wait_for_workers_s: float = 300.0
+    start_deadline_s: float = 300.0
+    orphan_timeout_s: float = 60.0

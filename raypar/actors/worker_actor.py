@@ -1,0 +1,213 @@
+"""One worker as a Ray actor: a thin shell around `WorkerCore`.
+
+Methods of the group `step` run one after the other in one thread, in the order they were called; those of `ctl` answer while a
+step runs. Failures travel as values (`Failed`), so that they arrive whole and of their own class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raypar.actors.messages import Failed, Hello
+from raypar.errors import CommError, GroupAborted, RayparError, UserCodeError
+
+ORPHAN_THREAD = "raypar-orphan"
+
+
+class WorkerActor:
+    """Created in its seat's placement group; gets everything else by calls."""
+
+    def __init__(self, run: str, rank: int, coordinate: str, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
+        self.run, self.rank, self.coordinate, self.pickled_spec = run, rank, coordinate, spec
+        self.spec: Any = None
+        self.host = host
+        self.core: Any = None
+        self.mesh: Any = None
+        self.failed: Failed | None = None
+        self.done = 0
+        self.heard_s = time.monotonic()
+        self.orphan_timeout_s = orphan_timeout_s
+        self.doing = "starting"
+        threading.Thread(target=self._leave_when_orphaned, name=ORPHAN_THREAD, daemon=True).start()
+
+    # -- step: one after the other -------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    def hello(self) -> Hello | Failed:
+        """Load torch, listen for the other workers."""
+        return self._guard("starting", self._hello)
+
+    def _hello(self) -> Hello:
+        import torch
+
+        from raypar.actors.fingerprint import fingerprint
+        from raypar.comm.cpu import CpuMesh
+
+        self.spec = pickle.loads(self.pickled_spec)
+        torch.set_num_threads(self.spec.threads)
+        self.mesh = CpuMesh.listen(self.host or ray.util.get_node_ip_address())
+        node = ray.get_runtime_context().get_node_id()
+        return Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads))
+
+    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    def adopt(
+        self, assignment: bytes, addresses: Sequence[str], generation: int, state: str | None, done: int, deadline_s: float
+    ) -> dict[str, Any] | Failed:
+        """Connect to all other workers and build this worker's stages, from the checkpoint `state` if there is one."""
+
+        def build() -> dict[str, Any]:
+            import torch
+
+            from raypar.worker.core import WorkerCore
+
+            torch.set_num_threads(self.spec.threads)
+            self.core = WorkerCore(self.spec)
+            transport = self.mesh.connect(
+                rank=self.rank,
+                size=len(addresses),
+                addresses=addresses,
+                run=self.run,
+                generation=generation,
+                deadline_s=deadline_s,
+            )
+            described: dict[str, Any] = self.core.adopt(pickle.loads(assignment), transport)
+            if state is not None:
+                self.core.load(Path(state))
+            self.done = done
+            return described
+
+        return self._guard("building its stages", build)
+
+    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    def step(self, step: int, trace: bool) -> Any:
+        """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `Failed`.
+
+        After a failure every later step fails too.
+        """
+        if self.failed is not None:
+            return Failed("aborted", GroupAborted(f"{self.coordinate} has failed before", cure="see the first failure"))
+        report = self._guard(f"in step {step}", lambda: self.core.step(step, trace=trace))
+        if isinstance(report, Failed):
+            return report
+        self.done = step + 1
+        return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
+
+    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    def validate(self, done: int) -> Any:
+        """One validation pass: a `ValidationReport` as a dict, or `Failed`."""
+        return self._guard(f"in the validation after {done} steps", lambda: vars(self.core.validate(done)))
+
+    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    def save(self, folder: str, done: int) -> Any:
+        """Copy the state now, write it in the background; `save_result` has the outcome."""
+        return self._guard("saving", lambda: self.core.save(Path(folder), done))
+
+    # -- ctl: answers while a step runs --------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
+    def save_result(self) -> Any:
+        """Waits for the writer: its record, or `Failed` with the error of the disk."""
+        return self._guard("writing", self.core.save_result)
+
+    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    def ping(self) -> tuple[int, str]:
+        """(steps done, what it does); keeps the worker from thinking that it is an orphan."""
+        self.heard_s = time.monotonic()
+        return self.done, self.doing
+
+    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    def abort(self, reason: str) -> None:
+        """Every pending wait of this worker's transport raises at once."""
+        self.heard_s = time.monotonic()
+        if self.mesh is not None:
+            self.mesh.abort_connect(reason)
+        if self.core is not None:
+            self.core.abort(reason)
+
+    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    def stacks(self) -> str:
+        """The stacks of the threads that work for raypar, as text."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        texts = [f"{self.doing}, after {self.done} steps"]
+        for ident, frame in sys._current_frames().items():
+            name = names.get(ident, "a thread")
+            lines = traceback.format_stack(frame)
+            if (
+                ident != threading.get_ident()
+                and name != ORPHAN_THREAD
+                and any(f"{os.sep}raypar{os.sep}" in line for line in lines)
+            ):
+                texts.append(f"{name}:\n{''.join(lines).rstrip()}")
+        return "\n".join(texts)
+
+    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    def close(self) -> None:
+        """Stop loaders and sockets; the actor is killed afterwards."""
+        if self.core is not None:
+            self.core.close()
+        if self.mesh is not None:
+            self.mesh.close()
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _guard(self, doing: str, call: Callable[[], Any]) -> Any:
+        self.heard_s = time.monotonic()
+        self.doing = doing
+        try:
+            return call()
+        except Exception as error:
+            failed = self._judge(doing, error)
+            if doing.startswith("in step"):
+                self.failed = failed
+                self._free_peers()
+            return failed
+        finally:
+            self.doing = "idle"
+
+    def _judge(self, doing: str, error: Exception) -> Failed:
+        if isinstance(error, CommError):
+            return Failed("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
+        if isinstance(error, UserCodeError):
+            return Failed("user", UserCodeError(f"{self.coordinate}, {doing}: {error.what}", error.cure))
+        if isinstance(error, RayparError) or (isinstance(error, OSError) and doing in ("saving", "writing")):
+            return Failed("error", error)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(innermost).is_relative_to(Path(__file__).parents[1]):
+            what = f"{self.coordinate}, {doing}: a mistake of raypar's own\n{text}"
+            return Failed("error", RayparError(what, cure="please report it with the lines above"))
+        what = f"{self.coordinate}, {doing}: {type(error).__name__}: {error}\n{text}"
+        return Failed(
+            "user", UserCodeError(what, cure="the last lines of the traceback are where your code, or what it called, raised")
+        )
+
+    def _free_peers(self) -> None:
+        """Peers that wait for this worker learn it from the closed connection."""
+        with contextlib.suppress(Exception):
+            self.core.abort(f"{self.coordinate} has failed")
+
+    def _leave_when_orphaned(self) -> None:
+        """Without a driver nobody would ever remove this worker: it removes its own placement group, which ends it."""
+        while time.monotonic() - self.heard_s < self.orphan_timeout_s:
+            time.sleep(min(1.0, self.orphan_timeout_s / 4))
+        group = ray.util.get_current_placement_group()
+        if group is not None:
+            ray.util.remove_placement_group(group)
+            time.sleep(2.0)
+        os._exit(1)
+
+
+def worker_class() -> Any:
+    """The actor class. `io` is apart from `ctl`, so that a slow disk does not keep a worker from answering."""
+    return ray.remote(concurrency_groups={"step": 1, "ctl": 2, "io": 1}, max_restarts=0)(WorkerActor)

@@ -1,0 +1,333 @@
+"""`Trainer(...).fit()`, and the one way from a checked job to a finished run that the command line uses too."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import ConfigError
+from raypar.plan import ParallelPlan, Routing
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+
+if TYPE_CHECKING:
+    from raypar.schedule.timeline import Timeline
+    from raypar.worker.preflight import Checked
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with its schedule, and why it was chosen (one or more lines, may be empty)."""
+
+    plan: ParallelPlan
+    schedule: str
+    predicted: Timeline | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything about a run that cannot change its bits.
+
+    `resume`: checkpoint folder to go on from, `first`: the steps it has done. Times in seconds.
+    """
+
+    folder: Path
+    run: str
+    resume: Path | None = None
+    first: int = 0
+    save_every: int = 0
+    keep: int = 2
+    stop_at_step: int | None = None
+    max_time_s: float | None = None
+    callbacks: tuple[Any, ...] = ()
+    address: str | None = None
+    wait_for_workers_s: float = 300.0
+    orphan_timeout_s: float = 60.0
+
+
+@dataclass
+class Result:
+    """What `fit` returns: the fields of `ray.train.Result`, and the history of the run.
+
+    `metrics`: of the last step, with the last `validation_loss`; `path`: the run folder; `error`: why a run has failed.
+    """
+
+    metrics: dict[str, Any]
+    path: str
+    end: str
+    done: int
+    error: Exception | None = None
+    checkpoint_path: str | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    weights_sha256: str | None = None
+
+    @property
+    def checkpoint(self) -> Any:
+        """The last checkpoint as a `ray.train.Checkpoint`, or None."""
+        if self.checkpoint_path is None:
+            return None
+        from ray.train import Checkpoint
+
+        return Checkpoint.from_directory(self.checkpoint_path)
+
+    @property
+    def metrics_dataframe(self) -> Any:
+        """The history as a pandas data frame, one row per step or validation."""
+        import pandas
+
+        return pandas.DataFrame(self.history)
+
+
+def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, tell: Tell) -> Result:
+    """Check, plan, connect, run, clean up. `tell` gets every event, first those of the start-up in numbered order.
+
+    Returns a `Result` also for interrupted and failed runs; raises `RayparError` when nothing was started.
+    """
+    start = time.monotonic()
+
+    def say(stage: str, text: str) -> None:
+        tell({"kind": "stage", "stage": stage, "text": text, "seconds": time.monotonic() - start})
+
+    from raypar.worker.preflight import preflight
+
+    checked = preflight(spec)
+    say("checked", f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples")
+    planned = plan(checked)
+    request = _request(spec, checked, planned, options)
+    say("planned", describe(planned))
+    from raypar.actors.cluster_watch import capacity, require
+    from raypar.actors.local_ray import connected
+
+    with connected(options.address, planned.plan.world, Path.cwd()) as connection:
+        say("connected", connection.text)
+        require(planned.plan.world, capacity())
+        return _follow(request(connection.host), options, tell, say)
+
+
+def choose(spec: JobSpec, checked: Checked, plan: Callable[[int], ParallelPlan] | None, schedule: str, workers: int) -> Planned:
+    """The plan for so many layers and its predicted step; without `plan`, the planner's choice for `workers` and its table."""
+    from raypar.planner.report import report
+    from raypar.planner.search import predict, search
+    from raypar.worker.profile import profile_job
+
+    fixed = plan(len(checked.graph.layers)) if plan is not None else None
+    profile = profile_job(spec, workers=fixed.world if fixed is not None else workers, graph=checked.graph)
+    if fixed is None:
+        choice = search(profile, workers, spec.cut)
+        timeline, _ = predict(profile, choice.plan, choice.schedule, spec.cut)
+        return Planned(choice.plan, choice.schedule, timeline, report(choice))
+    timeline, _ = predict(profile, fixed, schedule, spec.cut)
+    return Planned(fixed, schedule, timeline)
+
+
+def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options) -> Callable[[str | None], Any]:
+    """Everything for the driver but the host to listen on; lowering and its checks happen here, before anything starts."""
+    from ray import cloudpickle
+
+    from raypar.actors.request import RunRequest
+    from raypar.elastic.machine import Course
+    from raypar.schedule import registry
+    from raypar.worker.assignment import assignments
+
+    schedule = registry.build(planned.schedule, Routing(planned.plan, spec.cut))
+    lowered = assignments(spec, checked.graph, planned.plan, schedule, validation_samples=checked.validation_samples)
+    course = Course(
+        workers=planned.plan.world,
+        last=spec.steps,
+        first=options.first,
+        validates=spec.validation is not None,
+        validate_every=spec.validation.every if spec.validation is not None else 0,
+        save_every=options.save_every,
+        stop_at=options.stop_at_step,
+    )
+
+    def request(host: str | None) -> RunRequest:
+        return RunRequest(
+            run=options.run,
+            folder=str(options.folder.resolve()),
+            course=course,
+            plan=planned.plan,
+            schedule_name=planned.schedule,
+            predicted=planned.predicted,
+            crossing=lowered[0].crossing,
+            cut=spec.cut,
+            spec=cloudpickle.dumps(spec),
+            assignments=tuple(cloudpickle.dumps(a) for a in lowered),
+            callbacks=cloudpickle.dumps(options.callbacks),
+            resume=str(options.resume.resolve()) if options.resume is not None else None,
+            keep=options.keep,
+            host=host,
+            trace=traced_steps(course.first, course.end),
+            max_time_s=options.max_time_s,
+            wait_for_workers_s=options.wait_for_workers_s,
+            orphan_timeout_s=options.orphan_timeout_s,
+        )
+
+    return request
+
+
+def traced_steps(first: int, end: int) -> frozenset[int]:
+    """Steps whose spans are kept: early ones, so that a short run has a picture; the latest of them is drawn."""
+    return frozenset(s for s in (first, first + 4, first + 20, first + 100, end - 1) if first <= s < end)
+
+
+def _follow(request: Any, options: Options, tell: Tell, say: Callable[[str, str], None]) -> Result:
+    from raypar.actors.client import follow
+
+    result = Result({}, str(options.folder), "failed", options.first)
+
+    def listen(event: dict[str, Any]) -> None:
+        facts = {key: value for key, value in event.items() if key not in ("kind", "time")}
+        if event["kind"] in ("started", "built"):
+            say(event["kind"], event["text"])
+            return
+        if event["kind"] == "step":
+            result.metrics.update(facts)
+            result.history.append(facts)
+        elif event["kind"] == "validation":
+            result.metrics["validation_loss"] = event["validation_loss"]
+            result.history.append(facts)
+        elif event["kind"] == "checkpoint":
+            result.checkpoint_path = event["path"]
+        tell(event)
+
+    end = follow(request, listen)
+    result.end, result.done, result.error = end.end, end.done, end.error
+    tell({"kind": "end", "end": end.end, "text": end.why, "done": end.done})
+    return result
+
+
+def describe(planned: Planned) -> str:
+    """`4 workers = 2 stages x 2 replicas, schedule 1f1b; predicted step 85 ms, bubble 11 %`, and the reasons below."""
+    plan = planned.plan
+    counts = [s.replicas for s in plan.stages]
+    replicas = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
+    text = (
+        f"{plan.world} worker{'s' * (plan.world > 1)} = {len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} x {replicas} "
+        f"replica{'s' * (replicas != '1')}, schedule {planned.schedule}"
+    )
+    if planned.predicted is not None:
+        bubble = 100 * planned.predicted.bubble_of_total
+        text += f"; predicted step {planned.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
+    return f"{text}\n{planned.why}" if planned.why else text
+
+
+class Trainer:
+    """Trains a model as a pipeline of replicas on Ray; the bits of the result do not depend on the plan.
+
+    Functions are given as `"module:name"`, as the callable itself, or as a pair (either of those, dict of keyword arguments):
+
+    - `model()`: an `nn.Sequential`, a list of blocks or a `Graph`; called under the meta device;
+    - `loss(output, target)`: a scalar, or (sum, count);
+    - `data()`: a map-style data set, or the data set itself; `validation` likewise;
+    - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates.
+
+    `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan` (then `schedule` is used).
+    `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        loss: Any,
+        data: Any,
+        optimizer: Any = "torch.optim:AdamW",
+        steps: int,
+        batch_size: int,
+        microbatches: int,
+        name: str | None = None,
+        seed: int = 0,
+        virtual_replicas: int = 0,
+        lr_schedule: Any = None,
+        clip_norm: float | None = None,
+        validation: Any = None,
+        validate_every: int = 0,
+        validation_samples: int = 0,
+        plan: str | Mapping[str, Any] | ParallelPlan = "auto",
+        schedule: str = "1f1b",
+        workers: int | None = None,
+        callbacks: Sequence[Any] = (),
+        checkpoint_every: int = 0,
+        keep: int = 2,
+        run_dir: str | os.PathLike[str] = "runs",
+        run_config: Any = None,
+        checkpoint_config: Any = None,
+        address: str | None = None,
+        stop_at_step: int | None = None,
+        max_time_s: float | None = None,
+        wait_for_workers_s: float = 300.0,
+        **rest: Any,
+    ) -> None:
+        if run_config is not None:
+            name = run_config.name or name
+            run_dir = run_config.storage_path or run_dir
+            checkpoint_config = checkpoint_config or run_config.checkpoint_config
+        if checkpoint_config is not None:
+            keep = checkpoint_config.num_to_keep or keep
+            checkpoint_every = getattr(checkpoint_config, "checkpoint_frequency", None) or checkpoint_every
+        self.spec = JobSpec(
+            name=name or "run",
+            seed=seed,
+            steps=steps,
+            batch_size=batch_size,
+            microbatches=microbatches,
+            virtual_replicas=virtual_replicas,
+            model=as_ref(model, "model"),
+            loss=as_ref(loss, "loss"),
+            data=as_data(data, "data"),
+            optimizer=OptimizerSpec(as_ref(optimizer, "optimizer")),
+            lr_schedule=as_ref(lr_schedule, "lr_schedule") if lr_schedule is not None else None,
+            clip_norm=clip_norm,
+            validation=ValidationSpec(as_data(validation, "validation"), validate_every, validation_samples)
+            if validation is not None
+            else None,
+            **rest,
+        )
+        self.plan, self.schedule, self.workers = plan, schedule, workers
+        self.callbacks, self.address, self.run_dir = tuple(callbacks), address, Path(run_dir)
+        self.save_every, self.keep, self.stop_at_step = checkpoint_every, keep, stop_at_step
+        self.max_time_s, self.wait_for_workers_s = max_time_s, wait_for_workers_s
+
+    def fit(self, *, verbose: bool = True) -> Result:
+        """Train to the end. Raises what a failed run failed with, and `RayparError` when nothing could be started."""
+        raise NotImplementedError
+
+
+def as_ref(value: Any, what: str) -> Ref:
+    """A function as `Trainer` takes it."""
+    if isinstance(value, Ref):
+        return value
+    args: Mapping[str, Any] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, args = value
+    if isinstance(value, str) or callable(value):
+        return Ref(value, args)
+    raise ConfigError(
+        f"{what} is a {type(value).__name__}", cure='give "module:name", a function, or a pair (function, keyword arguments)'
+    )
+
+
+def as_data(value: Any, what: str) -> DataSpec:
+    """A data set as `Trainer` takes it: a factory, or the data set itself."""
+    if isinstance(value, DataSpec):
+        return value
+    if not callable(value) and hasattr(value, "__getitem__") and not isinstance(value, (str, tuple)):
+        return DataSpec(Ref(Given(value)))
+    return DataSpec(as_ref(value, what))
+
+
+@dataclass(frozen=True)
+class Given:
+    """A factory that returns what it was given; pickled to the workers with it."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value

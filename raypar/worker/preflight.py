@@ -1,0 +1,117 @@
+"""What can be found wrong with a job before anything is started: names, data, shapes, the loss. Needs no cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.errors import ConfigError, DataError, ModelError, RayparError
+from raypar.model.build import on_meta
+from raypar.model.graph import Graph
+from raypar.worker.assignment import make_graph
+from raypar.worker.data import make_dataset
+from raypar.worker.profile import first_batch
+from raypar.worker.spec import JobSpec, Ref
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check has found out about a job. Numbers of samples; `validation_samples` 0 without validation."""
+
+    graph: Graph
+    samples: int
+    validation_samples: int
+
+
+def preflight(spec: JobSpec) -> Checked:
+    """Import every function, build the model on the meta device, read one microbatch and send it through by shape.
+
+    Raises the `RayparError` that says what is wrong and how to cure it.
+    """
+    for ref in (spec.loss, spec.lr_schedule, spec.optimizer.optimizer):
+        if ref is not None:
+            ref.resolve()
+    graph = make_graph(spec)
+    samples = len(make_dataset(spec.data))
+    if spec.steps < 1:
+        raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
+    by_shape(spec, graph, first_batch(spec, graph))
+    validation = 0
+    if spec.validation is not None:
+        size = len(make_dataset(spec.validation.data))
+        validation = min(size, spec.validation.samples or size)
+    return Checked(graph, samples, validation)
+
+
+def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
+    """Send a microbatch through all layers and the loss on the meta device: shapes and dtypes without numbers.
+
+    Code that reads numbers (`.item()`, branches on data) cannot be checked this way and is left to the first step.
+    """
+    values = {name: tensor.to("meta") for name, tensor in batch.items()}
+    for layer in graph.layers:
+        missing = [name for name in layer.inputs if name not in values]
+        if missing:
+            raise DataError(
+                f"layer {layer.name!r} reads {missing[0]!r}, which is neither a field of the samples nor written by a layer",
+                cure=f"the samples have fields {sorted(batch)}; name them with data.names or choose data.input",
+            )
+        try:
+            with torch.no_grad():
+                out = on_meta(layer).to(_dtype(spec))(*(values[name] for name in layer.inputs))
+        except NotImplementedError:
+            return
+        except RayparError:
+            raise
+        except Exception as error:
+            if "meta" in str(error).lower():
+                return
+            shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
+            raise DataError(
+                f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised "
+                f"{type(error).__name__}: {error}",
+                cure="compare the shape of a sample (data) with what the layer expects (model)",
+            ) from error
+        outputs = out if isinstance(out, tuple) else (out,)
+        if len(outputs) != len(layer.outputs):
+            raise ModelError(
+                f"layer {layer.name!r} returned {len(outputs)} values, not {len(layer.outputs)}",
+                cure=f"return {', '.join(layer.outputs)}",
+            )
+        values.update(zip(layer.outputs, outputs, strict=True))
+    _check_loss(spec, graph, values, batch)
+
+
+def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    fields = list(batch)
+    target = spec.data.target or (fields[1] if len(fields) > 1 else fields[0])
+    if target not in values:
+        raise DataError(f"the loss reads field {target!r}, which the samples do not have", cure=f"data.target: one of {fields}")
+    try:
+        with torch.no_grad():
+            found = spec.loss.partial()(values[graph.output], values[target])
+    except Exception:
+        # A loss may read numbers; if it is wrong, the first step says so with its own traceback.
+        return
+    total = found[0] if isinstance(found, tuple) and found else found
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+        raise ModelError(
+            f"the loss {spec.loss.label} returned {shape}, not a scalar", cure="return a scalar, or (sum, count) as scalars"
+        )
+
+
+def _dtype(spec: JobSpec) -> torch.dtype:
+    return torch.float64 if spec.dtype == "float64" else torch.float32
+
+
+def function_beside(ref: Ref, name: str) -> Any:
+    """The function `name` of the module that `ref` comes from, or None: `generate` beside the model's function."""
+    module = sys.modules.get(getattr(ref.resolve(), "__module__", ""))
+    found = getattr(module, name, None)
+    return found if callable(found) else None
