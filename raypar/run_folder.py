@@ -1,0 +1,112 @@
+"""The folder of one run: where everything lies, how it is made and found again. `run_dir/NAME/`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypar.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run's folder. Nothing but `create` makes one."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def job(self) -> Path:
+        """The job with its overrides and defaults written out; loads like any job file."""
+        return self.path / "job.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan of the last start, as JSON."""
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per committed step or validation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON line per event of the cluster or the run."""
+        return self.path / "events.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """Chrome/Perfetto trace of a measured step."""
+        return self.path / "trace.json"
+
+    @property
+    def swimlane(self) -> Path:
+        """Predicted and measured step on one sheet."""
+        return self.path / "swimlane.svg"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Holds `step_00000050/`, ..."""
+        return self.path / "checkpoints"
+
+    @staticmethod
+    def create(run_dir: str | Path, name: str) -> RunFolder:
+        """A new folder `name`, or `name-2`, `name-3`, ... beside runs that have it already. Raises `ConfigError`."""
+        root = Path(run_dir)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            number = 1
+            while True:
+                path = root / (name if number == 1 else f"{name}-{number}")
+                try:
+                    # mkdir decides between two runs that start at once.
+                    path.mkdir()
+                    (path / "checkpoints").mkdir()
+                    return RunFolder(path)
+                except FileExistsError:
+                    if root.is_file():
+                        raise
+                    number += 1
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a run folder {root / name}: {error.strerror or error}",
+                cure="set run_dir to a folder you may write",
+            ) from error
+
+    @staticmethod
+    def find(run: str | Path, run_dir: str | Path = "runs/") -> RunFolder:
+        """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
+        for path in (Path(run), Path(run_dir) / run):
+            if (path / "job.yaml").is_file():
+                return RunFolder(path)
+        root = Path(run_dir)
+        there = sorted(p.parent.name for p in root.glob("*/job.yaml")) if root.is_dir() else []
+        near = difflib.get_close_matches(str(run), there, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"no run {str(run)!r}, neither as a path nor under {root}",
+            cure=(f"did you mean {near[0]}? " if near else "")
+            + (f"runs under {root}: {', '.join(there[-10:])}" if there else f"there are no runs under {root}"),
+        )
+
+    def append(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """One JSON line at the end of `metrics` or `events`, handed to the system before this returns."""
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(facts)) + "\n")
+
+    def read(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The lines of `metrics` or `events`; a last line cut off by a crash is left out."""
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    return
