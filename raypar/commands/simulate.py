@@ -7,6 +7,7 @@ through one worker, all of its chunks together. Lists are one value, or one per 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--microbatches", type=_count, metavar="M", help="the step's total, over all replicas")
     _list(what, "--replicas", _count, "workers per stage (default 1)")
     what.add_argument("--chunks", type=_count, metavar="V", help="stages hosted by each worker (default 2 where it matters)")
-    _list(what, "--warmup", _natural, "forwards before the first backward of a worker")
+    _list(what, "--warmup", _count, "forwards before the first backward of a worker")
     costs = parser.add_argument_group("costs")
     _list(costs, "--forward-ms", _amount, "forward (default 1)")
     _list(costs, "--backward-ms", _amount, "whole backward (default 2)")
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print("{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items()) + "\n}")
     else:
-        print(_report(title, timeline, facts, shutil.get_terminal_size((120, 24)).columns))
+        print(_report(title, timeline, shutil.get_terminal_size((120, 24)).columns))
         for path in written:
             print(f"wrote {path}")
     return 0
@@ -89,7 +90,7 @@ def _built(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
     replicas = _per_stage("--replicas", args.replicas, args.stages, 1)
     plan = ParallelPlan.of(replicas, chunks=chunks, placement=registry.placement(name))
     routing = Routing(plan, Microbatches(args.microbatches, blocks=args.microbatches))
-    warmup = _per_stage("--warmup", args.warmup, args.stages, 0) if args.warmup else None
+    warmup = _per_stage("--warmup", args.warmup, args.stages, 1) if args.warmup else None
     return name, registry.build(name, routing, warmup=warmup), routing
 
 
@@ -102,32 +103,54 @@ def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
         if getattr(args, option) is not None:
             raise ConfigError(f"--schedule-file and --{option} exclude each other", cure=f"leave --{option} out")
     path = Path(args.schedule_file)
-    schedule = read_csv(path)
-    plan = _plan_of(schedule)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", cure="name a schedule file; --csv F writes one") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file: {error}", cure="name a schedule file; --csv F writes one") from error
+    schedule = read_csv(text)
+    if args.replicas:
+        given = [count for group in args.replicas for count in group]
+        replicas = _per_stage("--replicas", args.replicas, args.stages or len(given), 1)
+    else:
+        replicas = _replicas_of(schedule)
+    if args.stages not in (None, len(replicas)) or len(schedule) > sum(replicas):
+        raise ConfigError(
+            f"{path} has {len(schedule)} workers, in {len(replicas)} groups with {replicas} replicas",
+            cure="make --stages and --replicas agree with it, or leave them out",
+        )
+    # Lines at the end of the file that hold nothing are workers too, when there are more replicas than microbatches.
+    schedule += ((),) * (sum(replicas) - len(schedule))
+    plan = _plan_of(schedule, replicas)
     count = args.microbatches or 1 + max(i.microbatch for order in schedule for i in order)
-    replicas = [next(s.replicas for s in plan.stages if s.position == p) for p in range(plan.positions)]
-    if args.stages not in (None, plan.positions):
-        raise ConfigError(f"{path} has {plan.positions} pipeline stages, not {args.stages}", cure="leave --stages out")
-    if args.replicas and _per_stage("--replicas", args.replicas, plan.positions, 1) != replicas:
-        raise ConfigError(f"{path} has {replicas} replicas per stage, not {args.replicas}", cure="leave --replicas out")
     routing = Routing(plan, Microbatches(count, blocks=count))
     validate(schedule, routing, Crossing.chain(len(plan.stages)))
     return path.name, schedule, routing
 
 
-def _plan_of(schedule: Schedule) -> ParallelPlan:
+def _replicas_of(schedule: Schedule) -> list[int]:
     """Neighbouring workers with the same stages are replicas of one position."""
-    hosted: list[tuple[int, ...]] = [tuple(sorted({i.stage for i in order})) for order in schedule]
-    if () in hosted:
-        raise ConfigError(f"worker {hosted.index(())} of the schedule file has nothing to do", cure="remove its line")
-    positions = list(dict.fromkeys(hosted))
-    stages = {stage: position for position, group in enumerate(positions) for stage in group}
-    if sorted(stages) != list(range(len(stages))) or sum(map(len, positions)) != len(stages):
+    hosted = [frozenset(i.stage for i in order) for order in schedule]
+    if frozenset() in hosted:
         raise ConfigError(
-            f"the workers of the schedule file host stages {', '.join(str(list(group)) for group in positions[:8])}",
-            cure="number the stages 0, 1, 2, ... without gaps, and give a stage to one worker or its replicas only",
+            f"line {hosted.index(frozenset()) + 1} of the schedule file is a worker without instructions",
+            cure="say with --replicas how many workers each stage has, or remove the line",
         )
-    return ParallelPlan(tuple(StagePlan(s, s + 1, stages[s], hosted.count(positions[stages[s]])) for s in sorted(stages)))
+    return [len(list(group)) for _, group in itertools.groupby(hosted)]
+
+
+def _plan_of(schedule: Schedule, replicas: Sequence[int]) -> ParallelPlan:
+    """The workers of a position host the stages that their lines name."""
+    lines = iter(schedule)
+    hosted = [sorted({i.stage for order in itertools.islice(lines, count) for i in order}) for count in replicas]
+    position = {stage: place for place, stages in enumerate(hosted) for stage in stages}
+    if sorted(position) != list(range(sum(map(len, hosted)))) or not all(hosted):
+        raise ConfigError(
+            f"the workers of the schedule file host stages {', '.join(map(str, hosted[:8]))}" + ", ..." * (len(hosted) > 8),
+            cure="number the stages 0, 1, 2, ... without gaps, and give a stage to one worker or its replicas only, line by line",
+        )
+    return ParallelPlan(tuple(StagePlan(s, s + 1, place, replicas[place]) for s, place in sorted(position.items())))
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------------
@@ -186,10 +209,6 @@ def _count(word: str) -> int:
     return _number(word, int, 1)
 
 
-def _natural(word: str) -> int:
-    return _number(word, int, 0)
-
-
 def _amount(word: str) -> float:
     return _number(word, float, 0)
 
@@ -220,7 +239,7 @@ def _write(
             if option == "csv":
                 from raypar.schedule.file import write_csv
 
-                write_csv(schedule, path)
+                path.write_text(write_csv(schedule), encoding="utf-8")
             elif option == "svg":
                 from raypar.schedule.svg import swimlane
 
@@ -268,7 +287,7 @@ def _tidy(value: float) -> float:
     return int(near) if near == int(near) else near
 
 
-def _report(title: str, timeline: Timeline, facts: dict[str, Any], columns: int) -> str:
+def _report(title: str, timeline: Timeline, columns: int) -> str:
     """Title, grid if it fits, table."""
     from raypar.schedule.picture import milliseconds
 
@@ -279,7 +298,7 @@ def _report(title: str, timeline: Timeline, facts: dict[str, Any], columns: int)
         ("makespan", milliseconds(timeline.makespan_ms)),
         ("bubble", f"{timeline.bubble_of_total:.1%} of total, {timeline.bubble_of_ideal:.1%} of ideal"),
         ("utilization", f"{timeline.utilization:.1%}"),
-        ("peak activations", f"{_values(facts['peak_activations'])} microbatches, by worker"),
+        ("peak activations", f"{_values([f'{round(n, 2):g}' for n in timeline.peak_activations])} microbatches, by worker"),
     ]
     if timeline.peak_bytes is not None:
         rows.append(
@@ -306,9 +325,8 @@ def _grid(timeline: Timeline, columns: int) -> str | None:
     return text_grid(timeline, columns) if timeline.makespan_ms <= room * shortest else None
 
 
-def _values(values: Sequence[object], most: int = 16) -> str:
+def _values(shown: Sequence[str], most: int = 16) -> str:
     """All of them, or the first few and the last."""
-    shown = [str(v) for v in values]
     return " ".join(shown if len(shown) <= most else [*shown[: most // 2], "...", shown[-1]])
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import pairwise
 from math import gcd, isclose
 
-from raypar.schedule.instructions import Instruction
-from raypar.schedule.timeline import COMPUTE, Span, Timeline
+from raypar.schedule.instructions import Compute, Instruction
+from raypar.schedule.timeline import COMPUTE, Timeline
 
 _FINEST = 4
 """A unit below a quarter of the shortest instruction would only make the grid wide: then its scale is not exact."""
@@ -16,22 +16,36 @@ _FINEST = 4
 
 def order_grid(schedule: Sequence[Sequence[Instruction]]) -> str:
     """The compute instructions of each worker in order, without time: `F0 F1 B0 B1`, or `0F0 4F0` where workers have chunks."""
-    short = _one_stage_each(schedule)
-    return "\n".join(" ".join(_label(i, short) for i in order if isinstance(i, COMPUTE)) for order in schedule)
+    orders = [[i for i in order if isinstance(i, COMPUTE)] for order in schedule]
+    chunked = any(len({i.stage for i in order}) > 1 for order in orders)
+    return "\n".join(" ".join(str(i) if chunked else _without_stage(i) for i in order) for order in orders)
 
 
 def text_grid(timeline: Timeline, width: int | None = None) -> str:
     """A timeline to scale: one row per worker, `.` for idle time, `-` while an instruction lasts, then the bubble.
 
-    Without `width` the scale is the smallest at which every label fits, and exact where the times have a common unit of at
-    least a quarter of the shortest instruction. With `width` the grid is squeezed into at most that many characters, and all
-    labels are cut to their letter if one does not fit.
+    Instructions of a worker's second chunk are in lower case (of more than two chunks: with their stage). Without `width` the
+    scale is the smallest at which every label fits, and exact where the times have a common unit of at least a quarter of the
+    shortest instruction. With `width` the grid is squeezed into at most that many characters, and all labels are cut to
+    their letter if one does not fit.
     """
-    rows = [[span for span in row if isinstance(span.instruction, COMPUTE)] for row in timeline.spans]
-    short = _one_stage_each([[span.instruction for span in row] for row in rows])
+    rows = [[(i, start, end) for i, start, end in row if isinstance(i, COMPUTE)] for row in timeline.spans]
+    chunk_of = timeline.chunk_of
+    chunks = max(chunk_of.values(), default=0) + 1
+
+    def label(instruction: Compute) -> str:
+        if chunks > 2:
+            return str(instruction)
+        text = _without_stage(instruction)
+        return text.lower() if chunk_of[instruction.stage] else text
+
+    def letter(instruction: Compute) -> str:
+        text = _without_stage(instruction)[0]
+        return text.lower() if chunk_of[instruction.stage] % 2 else text
+
     heads = _heads(rows)
     margin = max(map(len, heads)) + 2
-    unit_ms, columns = _scale(rows, short)
+    unit_ms, columns = _scale(rows, label)
     if width is not None:
         room = max(1, width - margin - len(_BUBBLE))
         fitting = int(room * unit_ms / timeline.makespan_ms) if timeline.makespan_ms else columns
@@ -40,49 +54,43 @@ def text_grid(timeline: Timeline, width: int | None = None) -> str:
         columns = min(columns, max(fitting, 1))
     per_ms = columns / unit_ms
     total = round(timeline.makespan_ms * per_ms)
-    whole = all(
-        round(s.end_ms * per_ms) - round(s.start_ms * per_ms) > len(_label(s.instruction, short)) for row in rows for s in row
+    whole = all(round(end * per_ms) - round(start * per_ms) > len(label(i)) for row in rows for i, start, end in row)
+    note = (
+        "" if chunks == 1 or (whole and chunks > 2) else "lower case: second chunk" if chunks == 2 else "lower case: odd chunks"
     )
-    lines = [" " * (margin + total) + _BUBBLE]
+    lines = [" " * margin + note.ljust(total) + _BUBBLE]
     for head, row, bubble in zip(heads, rows, timeline.bubbles, strict=True):
-        lines.append(f"{head:<{margin}}{_row(row, short, whole, per_ms, total, columns)}{bubble:{len(_BUBBLE)}.0%}")
+        cells = _cells(row, label if whole else letter, per_ms, total, columns)
+        lines.append(f"{head:<{margin}}{cells}{bubble:{len(_BUBBLE)}.0%}")
     lines.append(" " * margin + _axis(timeline.makespan_ms, per_ms, total))
     return "\n".join(line.rstrip() for line in lines)
 
 
 _BUBBLE = "  bubble"
+_Timed = tuple[Compute, float, float]
 
 
-def _one_stage_each(schedule: Sequence[Sequence[Instruction]]) -> bool:
-    return all(len({i.stage for i in order if isinstance(i, COMPUTE)}) <= 1 for order in schedule)
+def _without_stage(instruction: Compute) -> str:
+    return str(instruction).lstrip("0123456789")
 
 
-def _label(instruction: Instruction, short: bool) -> str:
-    text = str(instruction)
-    return text.lstrip("0123456789") if short else text
-
-
-def _heads(rows: Sequence[Sequence[Span]]) -> list[str]:
+def _heads(rows: Sequence[Sequence[_Timed]]) -> list[str]:
     """`worker 3`, with its stages where they are not simply number 3."""
-    hosted = [sorted({s.instruction.stage for s in row if isinstance(s.instruction, COMPUTE)}) for row in rows]
+    hosted = [sorted({i.stage for i, _, _ in row}) for row in rows]
     if all(stages == [rank] for rank, stages in enumerate(hosted)):
         return [f"worker {rank}" for rank in range(len(rows))]
     return [f"worker {rank} stage {','.join(map(str, stages)) or '-'}" for rank, stages in enumerate(hosted)]
 
 
-def _scale(rows: Sequence[Sequence[Span]], short: bool) -> tuple[float, int]:
+def _scale(rows: Sequence[Sequence[_Timed]], label: Callable[[Compute], str]) -> tuple[float, int]:
     """(unit in ms, columns per unit): the largest unit of which all times are multiples, and the fewest columns that hold
     every label and the blank after it."""
-    spans = [span for row in rows for span in row if span.end_ms > span.start_ms]
-    if not spans:
+    timed = [(label(i), start, end) for row in rows for i, start, end in row if end > start]
+    if not timed:
         return 1.0, 1
-    shortest = min(span.end_ms - span.start_ms for span in spans)
-    times = {time for span in spans for time in (span.start_ms, span.end_ms)}
-    unit = _common_unit(times, shortest)
-    columns = 1
-    for span in spans:
-        units = max(1, round((span.end_ms - span.start_ms) / unit))
-        columns = max(columns, -(-(len(_label(span.instruction, short)) + 1) // units))
+    shortest = min(end - start for _, start, end in timed)
+    unit = _common_unit({time for _, *both in timed for time in both}, shortest)
+    columns = max(-(-(len(text) + 1) // max(1, round((end - start) / unit))) for text, start, end in timed)
     return unit, columns
 
 
@@ -95,15 +103,14 @@ def _common_unit(times: set[float], shortest: float) -> float:
     return shortest
 
 
-def _row(row: Sequence[Span], short: bool, whole: bool, per_ms: float, total: int, columns: int) -> str:
-    """Cells of one worker; idle units are a dot each, so that they can be counted. `whole`: labels with their numbers."""
+def _cells(row: Sequence[_Timed], label: Callable[[Compute], str], per_ms: float, total: int, columns: int) -> str:
+    """One worker's line; idle units are a dot each, so that they can be counted."""
     cells = [" "] * total
     cells[::columns] = "." * len(cells[::columns])
-    for span in row:
-        first, last = round(span.start_ms * per_ms), round(span.end_ms * per_ms)
+    for instruction, start, end in row:
+        first, last = round(start * per_ms), round(end * per_ms)
         size = last - first
-        label = _label(span.instruction, short) if whole else _label(span.instruction, short=True)[:1]
-        text = (label + "-" * size)[: max(size - 1, 1)] + " "
+        text = (label(instruction) + "-" * size)[: max(size - 1, 1)] + " "
         cells[first:last] = text[:size]
     return "".join(cells)
 

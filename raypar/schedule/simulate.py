@@ -201,7 +201,7 @@ def _reductions(rows: dict[int, list[Span]], plan: ParallelPlan, costs: Costs) -
         return []
     ready: dict[int, float] = {}
     for span in chain.from_iterable(rows.values()):
-        if isinstance(span.instruction, (Backward, BackwardWeight)):
+        if isinstance(span.instruction, (Backward, BackwardWeight)) and costs.reduce_ms[span.instruction.stage]:
             stage = span.instruction.stage
             ready[stage] = max(ready.get(stage, 0), span.end_ms)
     found: list[tuple[Span, tuple[int, ...]]] = []

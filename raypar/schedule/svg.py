@@ -295,7 +295,7 @@ def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
     kinds = {type(s.instruction) for p in panels for r in p.ranks for s in p.timeline.spans[r]}
     chunks = max((max(p.timeline.chunk_of.values(), default=0) + 1 for p in panels), default=1)
     items = [(_COLOURS[kind][0], _COLOURS[kind][1]) for kind in _COLOURS if kind in kinds]
-    items += [(_tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c}") for c in range(chunks) if chunks > 1][1:]
+    items += [(_tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1][1:]
     items.append(("url(#idle)", "idle"))
     out, x = [f'<g font-size="13" fill="{_QUIET}">'], 24.0
     for colour, text in items:
