@@ -148,7 +148,7 @@ def _plan_of(schedule: Schedule, replicas: Sequence[int]) -> ParallelPlan:
     if sorted(position) != list(range(sum(map(len, hosted)))) or not all(hosted):
         raise ConfigError(
             f"the workers of the schedule file host stages {', '.join(map(str, hosted[:8]))}" + ", ..." * (len(hosted) > 8),
-            cure="number the stages 0, 1, 2, ... without gaps, and give a stage to one worker or its replicas only, line by line",
+            cure="number the stages 0, 1, 2, ... without gaps, and give each to one worker, or to replicas in a row",
         )
     return ParallelPlan(tuple(StagePlan(s, s + 1, place, replicas[place]) for s, place in sorted(position.items())))
 
