@@ -17,8 +17,8 @@ def list_schedule(routing: Routing, *, split: bool, ahead: Sequence[int], alive:
     """Backwards first, then forwards of the latest chunk, weight gradients when nothing else can run or memory is full.
 
     Each of F, I and W of a stage takes one unit. Per position, a worker's first chunk may be at most `ahead` microbatches
-    ahead of its own backward, and hold at most `alive` microbatches whose weight gradients are not done. Every list is first in,
-    first out in order of entry, so what has been started can always be finished: no limit blocks a later chunk.
+    ahead of its own backward, and hold at most `alive` microbatches whose weight gradients are not done. Every list is first
+    in, first out in order of entry, so what has been started can always be finished: no limit blocks a later chunk.
     """
     plan = routing.plan
     last = len(plan.stages) - 1

@@ -1,8 +1,8 @@
 """Models that are ugly on purpose, as layer graphs of at least eight layers, and jobs around them.
 
 `tangled`: a parameter tied within a stage and across stages, a skip with three consumers, convolution and LayerNorm, a
-layer that returns a transposed (not contiguous) value, frozen parameters, dropout drawn from torch's generator, a token-weighted loss
-whose counts differ, an integer value that crosses stages. `plain`: a Sequential with a mean loss (sample-weighted).
+layer that returns a transposed (not contiguous) value, frozen parameters, dropout drawn from torch's generator, a
+token-weighted loss whose counts differ, an integer value that crosses stages. `plain`: a Sequential with a mean loss (sample-weighted).
 """
 
 from __future__ import annotations
