@@ -55,7 +55,7 @@ def swimlanes(
     """Timelines (heading, timeline) under each other, to one scale; e.g. predicted and measured.
 
     `edges`: (src, dst) stages whose messages are drawn as arrows, left out where there are more than a few hundred.
-    `width` in pixels; 0: from 1280 to 2560, so that microbatch numbers fit where possible. Of more than 96 workers, evenly
+    `width` in pixels; 0: from 1280 to 1920, so that microbatch numbers fit where possible. Of more than 96 workers, evenly
     chosen ones are drawn, and the drawing says so.
     """
     drawn = [_Panel.of(heading, timeline) for heading, timeline in panels]
@@ -251,10 +251,10 @@ class _Panel:
 
 
 def _width(panels: Sequence[_Panel], extent: float, margins: float) -> int:
-    """Wide enough for two digits in nearly all boxes, between 1280 and 2560 pixels."""
+    """Wide enough for two digits in nearly all boxes, between 1280 and 1920 pixels."""
     sizes = sorted(s.end_ms - s.start_ms for p in panels for r in p.ranks for s in p.timeline.spans[r])
     short = sizes[len(sizes) // 10] if sizes else extent
-    return round(min(2560.0, max(1280.0, margins + 16 * extent / max(short, extent / 1e4))))
+    return round(min(1920.0, max(1280.0, margins + 16 * extent / max(short, extent / 1e4))))
 
 
 def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:

@@ -1,13 +1,15 @@
 """`raypar simulate` as a user calls it."""
 
 import json
+import pkgutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from raypar.cli import main
+import raypar.commands
+from raypar.cli import COMMANDS, main
 
 SMALL = ["simulate", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8"]
 
@@ -195,3 +197,28 @@ def test_python_m_raypar_is_the_same_command():
         [sys.executable, "-m", "raypar", *SMALL, "--json"], capture_output=True, text=True, timeout=60, check=True
     )
     assert json.loads(found.stdout)["makespan_ms"] == 33
+
+
+LARGE = ["--stages", "64", "--replicas", "16", "--microbatches", "2048"]
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", *(pytest.param(n, marks=pytest.mark.full) for n in ("naive", "gpipe", "interleaved", "zb-h1", "zb-v"))]
+)
+def test_a_thousand_workers_take_under_20_s_and_2_gb(name, tmp_path):
+    script = (
+        "import resource, sys, time\nfrom raypar.cli import main\nstart = time.perf_counter()\n"
+        f"main(['simulate', '--schedule', {name!r}, *{LARGE!r}, '--json', '--svg', {str(tmp_path / 'large.svg')!r}])\n"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)\n"
+        "print(time.perf_counter() - start, peak, file=sys.stderr)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    seconds, peak_bytes = map(float, found.stderr.split())
+    assert json.loads(found.stdout)["workers"] == 1024
+    assert seconds < 20 and peak_bytes < 2e9
+    assert (tmp_path / "large.svg").stat().st_size < 4_000_000
+
+
+def test_every_command_module_is_in_the_overview():
+    modules = {m.name for m in pkgutil.iter_modules(raypar.commands.__path__) if not m.name.startswith("_")}
+    assert modules <= set(COMMANDS)

@@ -9,7 +9,7 @@ from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Forward, Reduce, Vote
 from raypar.schedule.lower import lower
-from raypar.schedule.registry import build
+from raypar.schedule.registry import NAMES, build, default_chunks, placement
 from raypar.schedule.simulate import Costs, simulate
 from raypar.schedule.timeline import Span, Timeline, parse
 
@@ -135,15 +135,18 @@ def test_shards_of_a_seat_move_in_lockstep():
     assert simulate(lower(schedule, routing, crossing), routing, crossing, costs).spans == timeline.spans
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_costs_give_the_longest_paths(name, seed):
     dice = random.Random(seed)
-    replicas = [dice.choice([1, 2, 3]) for _ in range(3)]
-    routing = routed(replicas, 6)
-    nbytes = [dice.randrange(50) for _ in range(2)]
-    crossing = Crossing((*Crossing.chain(3, nbytes).edges, Edge(0, 2, nbytes=9)))
-    times_ms = [tuple(dice.uniform(0.5, 3) for _ in range(3)) for _ in range(3)]
+    chunks = default_chunks(name)
+    replicas = [dice.choice([1, 2, 3]) for _ in range(3)] if chunks == 1 else [2, 2, 2]
+    plan = ParallelPlan.of(replicas, chunks=chunks, placement=placement(name))
+    routing = Routing(plan, Microbatches(6, blocks=6))
+    count = len(plan.stages)
+    nbytes = [dice.randrange(50) for _ in range(count - 1)]
+    crossing = Crossing((*Crossing.chain(count, nbytes).edges, Edge(0, 2, nbytes=9)))
+    times_ms = [tuple(dice.uniform(0.5, 3) for _ in range(count)) for _ in range(3)]
     costs = Costs(*times_ms, latency_ms=dice.uniform(0, 1), bandwidth_bytes_per_ms=dice.uniform(10, 100))
     schedule = build(name, routing)
     timeline = simulate(schedule, routing, crossing, costs)
