@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,9 +149,9 @@ class RayparOnRay:
         self.loop = asyncio.new_event_loop()
         self.pool = Pool(f"bench-{os.getpid()}", plan)
         places = self.loop.run_until_complete(self.pool.reserve(CONNECT_TIMEOUT_S, print))
-        self.pool.hire(places, spec, host, 600.0)
+        self.pool.hire(places, pickle.dumps(spec), host, 600.0)
         addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]
-        self._ask("adopt", [(part, addresses, 0, None, 0, CONNECT_TIMEOUT_S) for part in parts])
+        self._ask("adopt", [(pickle.dumps(p), addresses, 0, None, 0, CONNECT_TIMEOUT_S) for p in parts])
         self.hello: dict[str, Any] = {}
         self.peak_rss_bytes: list[int] = []
 
@@ -182,8 +183,8 @@ class RayparOnRay:
         for answer in answers:
             if hasattr(answer, "error"):
                 raise answer.error
-        self.peak_rss_bytes = [report.peak_rss_bytes for report in answers]
-        return float(answers[0].loss)
+        self.peak_rss_bytes = [report["peak_rss_bytes"] for report in answers]
+        return float(answers[0]["loss"])
 
     def info(self) -> dict[str, Any]:
         """The workers' memory, not this driver's."""
