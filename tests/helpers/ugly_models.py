@@ -2,7 +2,8 @@
 
 `tangled`: a parameter tied within a stage and across stages, a skip with three consumers, convolution and LayerNorm, a
 layer that returns a transposed (not contiguous) value, frozen parameters, dropout drawn from torch's generator, a
-token-weighted loss whose counts differ, an integer value that crosses stages. `plain`: a Sequential with a mean loss (sample-weighted).
+token-weighted loss whose counts differ, an integer value that crosses stages. `plain`: a Sequential with a mean loss
+(sample-weighted).
 """
 
 from __future__ import annotations

@@ -1,0 +1,114 @@
+"""Layouts, and the comparison of a run with the one-process reference: every bit of loss, gradients, norm, state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from helpers import reference, ugly_models
+
+from raypar.plan import ParallelPlan
+from raypar.schedule import registry
+from raypar.worker.assignment import make_graph
+from raypar.worker.local_run import LocalJob
+from raypar.worker.spec import JobSpec
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One cell of the grid. `replicas`: one number per stage."""
+
+    model: str
+    schedule: str
+    replicas: tuple[int, ...]
+    microbatches: int
+    chunks: int | None = None
+    blocks: int = 0
+
+    def __str__(self) -> str:
+        dims = "-".join(map(str, self.replicas))
+        extra = (f" v={self.chunks}" if self.chunks else "") + (f" V={self.blocks}" if self.blocks else "")
+        return f"{self.model} {self.schedule} replicas {dims} m={self.microbatches}{extra}"
+
+    @property
+    def job(self) -> JobSpec:
+        """Five AdamW steps with clipping on a ragged batch."""
+        return ugly_models.job(self.model, microbatches=self.microbatches, steps=STEPS, virtual_replicas=self.blocks)
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan of this cell for this model."""
+        return ParallelPlan.of(
+            self.replicas,
+            layers=len(make_graph(self.job).layers),
+            chunks=registry.default_chunks(self.schedule, self.chunks),
+            placement=registry.placement(self.schedule),
+        )
+
+
+def layouts() -> list[Layout]:
+    """Replicas 1-4 x stages 1-4 x every schedule, m cycling over several values; then uneven replicas and other cuts."""
+    cells = []
+    counts = (1, 2, 3, 4, 5, 7, 8)
+    for schedule in registry.NAMES:
+        for stages in range(1, 5):
+            for replicas in range(1, 5):
+                m = counts[len(cells) % len(counts)]
+                model = "tangled" if (stages + replicas) % 3 else "plain"
+                cells.append(Layout(model, schedule, (replicas,) * stages, m))
+        for uneven in ((1, 2), (3, 1), (1, 2, 1), (2, 1, 3), (1, 2, 3, 1), (2, 3, 1, 2)):
+            m = counts[3 + len(cells) % 4]
+            cells.append(Layout("tangled", schedule, uneven, m))
+        cells.append(Layout("tangled", schedule, (3, 3), 7, blocks=5))
+        cells.append(Layout("plain", schedule, (1, 4, 1), 8, blocks=8))
+        cells.append(Layout("tangled", schedule, (2, 2), 5, blocks=1))  # one block: the second replica is a spare
+        cells.append(Layout("tangled", schedule, (2, 2), 3, blocks=7))  # more blocks than microbatches: some are empty
+    cells.append(Layout("plain", "interleaved", (2, 2), 5, chunks=4))
+    cells.append(Layout("tangled", "interleaved", (1, 1, 1), 7, chunks=3))
+    cells.append(Layout("tangled", "gpipe", (2, 2), 6, chunks=2))
+    cells.append(Layout("tangled", "naive", (1, 1), 3, chunks=3))
+    return cells
+
+
+@functools.cache
+def expected(model: str, microbatches: int, blocks: int) -> reference.Result:
+    """The reference run, once per numerics contract: no layout has any part in it."""
+    job = ugly_models.job(model, microbatches=microbatches, steps=STEPS, virtual_replicas=blocks)
+    return reference.train(make_graph(job), job)
+
+
+def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: Any) -> list[str]:
+    """Holders whose copy is not bit for bit what the reference has."""
+    bad = []
+    for holder, copy in enumerate(got):
+        same = copy is None and wanted is None
+        if copy is not None and wanted is not None:
+            same = torch.equal(torch.as_tensor(copy), torch.as_tensor(wanted))
+        if not same:
+            bad.append(f"{name} (holder {holder})")
+    return bad
+
+
+def check_local(layout: Layout, order_seed: int = 0) -> None:
+    """Run the layout in one process and compare everything with the reference."""
+    job, want = layout.job, expected(layout.model, layout.microbatches, layout.blocks)
+    with LocalJob(job, layout.plan, layout.schedule, seed=order_seed) as run:
+        for step in range(STEPS):
+            reports = run.step(step)
+            assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"
+            assert {r.norm for r in reports} == {want.norms[step]}, f"{layout}, step {step}: norm"
+            found = run.gradients()
+            bad = [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+            assert not bad, f"{layout}, step {step}: gradients of {bad}"
+        parameters, state = run.parameters(), run.optimizer_state()
+        assert parameters.keys() == want.parameters.keys()
+        bad = [d for n, p in want.parameters.items() for d in differences(want, n, parameters[n], p)]
+        for name, keys in want.state.items():
+            for key, value in keys.items():
+                bad += differences(want, f"{name}.{key}", [copy[key] for copy in state[name]], value)
+        assert not bad, f"{layout}: {bad}"
