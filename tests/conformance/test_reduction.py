@@ -184,7 +184,7 @@ def test_bytes_are_those_of_a_ring_where_runs_are_complete_subtrees(replicas, bl
     Cooperative().run([routine(t) for t in mesh.transports], mesh)
     for transport in mesh.transports:
         ledger = transport.ledger.as_dict()
-        moved = ledger["all_to_all"]["sent"] + ledger["all_gather"]["sent"]
+        moved = sum(ledger[phase]["sent"] for phase in ("all_to_all", "all_gather") if phase in ledger)
         assert moved * replicas == 2 * (replicas - 1) * numel * 4
         assert ledger["all_reduce"]["sent"] == (replicas - 1) * 7 * 4, "one count per parameter: which gradients are defined"
 
