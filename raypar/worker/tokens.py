@@ -1,0 +1,150 @@
+"""Token files: a text as one flat, memory-mapped array of token ids (nanoGPT's `.bin`), read as windows of `context` tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypar.errors import DataError
+
+DTYPES = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
+"""Little endian, whatever the machine."""
+
+Split = Literal["train", "validation", "all"]
+
+
+def meta_path(path: Path) -> Path:
+    """Where `raypar prepare` notes dtype, number of tokens and tokenizer: FILE.bin.json. Files from elsewhere have none."""
+    return path.with_name(path.name + ".json")
+
+
+class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a token file, side by side: sample i is (tokens [context], the same shifted by one), int64.
+
+    `dtype`: uint16 or uint32; by default what `raypar prepare` noted, else uint16, as nanoGPT has it. `split`: the last
+    `held_out` (a fraction) of the tokens is for validation. Raises `DataError` for files that cannot be that.
+    """
+
+    raypar_thread_safe = True
+    """Draws no random numbers: nothing needs to be seeded before a sample."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        context: int,
+        *,
+        split: Split = "train",
+        dtype: str | None = None,
+        held_out: float = 0.1,
+    ) -> None:
+        self.path, self.context = Path(path), context
+        if context < 1 or not 0 <= held_out < 1:
+            raise DataError(f"context {context}, held_out {held_out}", cure="set context >= 1 and 0 <= held_out < 1")
+        if split not in ("train", "validation", "all"):
+            raise DataError(f"token file {self.path} has no split {split!r}", cure="one of train, validation, all")
+        kind = dtype or self._noted().get("dtype", "uint16")
+        if kind not in DTYPES:
+            raise DataError(f"token file {self.path}: dtype {kind!r}", cure=f"one of {', '.join(DTYPES)}")
+        self.dtype = DTYPES[kind]
+        try:
+            nbytes = self.path.stat().st_size
+        except OSError as error:
+            raise DataError(
+                f"cannot read token file {self.path}: {error.strerror}", cure=f"make it: raypar prepare TEXT --out {self.path}"
+            ) from error
+        total, rest = divmod(nbytes, self.dtype.itemsize)
+        noted = self._noted().get("tokens", total)
+        if rest or noted != total:
+            raise DataError(
+                f"token file {self.path} has {nbytes} bytes, not {noted} tokens of {self.dtype.itemsize} bytes",
+                cure="it was cut off, or is of another dtype: make it again, or set dtype",
+            )
+        cut = total - int(total * held_out)
+        self.first, self.last = {"train": (0, cut), "validation": (cut, total), "all": (0, total)}[split]
+        if self.last - self.first <= context:
+            raise DataError(
+                f"the {split} part of token file {self.path} has {self.last - self.first} tokens, too few for one window of "
+                f"{context} + 1",
+                cure="use a longer text, a shorter context or another held_out",
+            )
+        self._tokens: Any = None
+
+    def _noted(self) -> dict[str, Any]:
+        try:
+            found = json.loads(meta_path(self.path).read_text())
+        except OSError:
+            return {}
+        except ValueError as error:
+            raise DataError(f"{meta_path(self.path)} is not JSON: {error}", cure="remove it and set dtype") from error
+        return found if isinstance(found, dict) else {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process maps the file itself; the tokens do not travel."""
+        return {**self.__dict__, "_tokens": None}
+
+    def __len__(self) -> int:
+        return (self.last - self.first - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        if self._tokens is None:
+            self._tokens = numpy.memmap(self.path, dtype=self.dtype, mode="r")
+        start = self.first + index * self.context
+        window = torch.from_numpy(self._tokens[start : start + self.context + 1].astype(numpy.int64))
+        return window[:-1], window[1:]
+
+
+def token_loss(logits: Tensor, targets: Tensor, ignore: int = -100) -> tuple[Tensor, float]:
+    """Cross-entropy in nats of logits [mb, seq, vocab] against ids [mb, seq]: (sum over tokens, number of tokens).
+
+    Targets equal to `ignore` (padding) count for nothing.
+    """
+    total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=ignore)
+    return total, float((targets != ignore).sum())
+
+
+def write_tokens(out: Path, pieces: Iterable[Any], *, dtype: str, notes: dict[str, Any]) -> int:
+    """Write `pieces` (each a sequence of ids) one after the other, aside, and name the file `out` when it is whole.
+
+    Returns the number of tokens. Raises `DataError` for an id that does not fit and for no tokens at all; `out` stays.
+    """
+    kind = DTYPES[dtype]
+    limit = numpy.iinfo(kind).max
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    total = 0
+    try:
+        with open(aside, "wb") as file:
+            for piece in pieces:
+                ids = numpy.asarray(piece)
+                if not ids.size:
+                    continue
+                low, high = int(ids.min()), int(ids.max())
+                if low < 0 or high > limit or ids.dtype.kind not in "iu":
+                    raise DataError(
+                        f"token ids {low} to {high} ({ids.dtype}) do not fit {dtype}",
+                        cure="use --dtype uint32" if low >= 0 and high < 2**32 else "the tokenizer must return ids >= 0",
+                    )
+                file.write(ids.astype(kind).tobytes())
+                total += ids.size
+            file.flush()
+            os.fsync(file.fileno())
+        if not total:
+            raise DataError("the text has no tokens", cure="give a text that is not empty")
+        # The old notes do not belong to the new tokens: there is no moment at which a reader would believe them.
+        meta_path(out).unlink(missing_ok=True)
+        os.replace(aside, out)
+        noted = meta_path(aside)
+        noted.write_text(json.dumps({"dtype": dtype, "tokens": total, **notes}) + "\n")
+        os.replace(noted, meta_path(out))
+    finally:
+        aside.unlink(missing_ok=True)
+    return total
