@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from raypar.model.graph import Graph
 from raypar.plan import Routing
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
+from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
 from raypar.worker.optimizer import build_optimizer
 from raypar.worker.spec import DataSpec, JobSpec
 from raypar.worker.stage import Stage
+from raypar.worker.state import Writer, restore, snapshot, written_by
 from raypar.worker.step import Span, StepEnd
 
 
@@ -64,6 +67,7 @@ class WorkerCore:
         self.transport: Transport | None = None
         self._loaders: list[Loader] = []
         self._datasets: dict[str, Any] = {}
+        self._writer = Writer()
         torch.set_num_threads(spec.threads)
 
     # -- building ------------------------------------------------------------------------------------------------------
@@ -228,6 +232,21 @@ class WorkerCore:
     def validate(self, step: int) -> ValidationReport:
         """One whole validation pass on a real transport."""
         return drive(self.validation_routine(step), self.step_timeout_s)
+
+    # -- state -------------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, done: int) -> None:
+        """Copy this rank's share of the state after `done` steps, write it in the background; see `save_result`."""
+        names = written_by(self.assignment.plan, self.assignment.crossing, self.rank, self.stages)
+        self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", snapshot(self.stages, self.end.optimizers, names))
+
+    def save_result(self) -> ShardRecord:
+        """Waits for what `save` began. Raises `CheckpointError` when the disk did not take it."""
+        return self._writer.result()
+
+    def load(self, path: Path) -> None:
+        """Put a checkpoint's state into the stages adopted. Raises `CheckpointError`."""
+        restore(path, self.stages, self.end.optimizers)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

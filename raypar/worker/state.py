@@ -1,0 +1,125 @@
+"""A worker's state out and in: which of it this worker writes, copies of it, and putting it back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raypar.errors import CheckpointError
+from raypar.plan import Crossing, ParallelPlan
+from raypar.worker.checkpoint import PARAMETER, Name, Scalar, ShardRecord, read_tensors, write_shard
+from raypar.worker.optimizer import load_state, state_of
+from raypar.worker.stage import Stage
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of parameters and optimizer state at one committed step."""
+
+    tensors: Mapping[Name, Tensor]
+    scalars: Mapping[Name, Scalar]
+
+
+def written_by(plan: ParallelPlan, crossing: Crossing, rank: int, stages: Mapping[int, Stage]) -> dict[int, tuple[str, ...]]:
+    """stage -> names whose state this rank writes: replicas take turns, a tied parameter is its first stage's."""
+    seat = plan.seats[rank]
+    first = {tie.name: tie.stages[0] for tie in crossing.ties}
+    return {
+        index: tuple(
+            name
+            for turn, name in enumerate(stage.parameters)
+            if turn % plan.stages[index].replicas == seat.replica and first.get(name, index) == index
+        )
+        for index, stage in stages.items()
+    }
+
+
+def snapshot(
+    stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, tuple[str, ...]]
+) -> Snapshot:
+    """Copies on the CPU of what `names` (stage -> parameters) says. Takes one pass over that memory."""
+    tensors: dict[Name, Tensor] = {}
+    scalars: dict[Name, Scalar] = {}
+    with torch.no_grad():
+        for index, mine in names.items():
+            state = state_of(optimizers[index]) if index in optimizers else {}
+            for name in mine:
+                tensors[name, PARAMETER] = _copy(stages[index].parameters[name])
+                for key, value in state.get(name, {}).items():
+                    if isinstance(value, Tensor):
+                        tensors[name, key] = _copy(value)
+                    elif value is None or isinstance(value, (bool, int, float)):
+                        scalars[name, key] = value
+                    else:
+                        raise CheckpointError(
+                            f"optimizer state {key!r} of {name} is a {type(value).__name__}, neither tensor nor number",
+                            cure="use an optimizer with plain state, or set checkpoint.every: 0 and checkpoint.at_end: false",
+                        )
+    return Snapshot(tensors, scalars)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def restore(path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]) -> None:
+    """Put a checkpoint's state into these stages and optimizers, reading only what they hold. Raises `CheckpointError`."""
+    names = {name for stage in stages.values() for name in stage.parameters}
+    found = read_tensors(path, names)
+    with torch.no_grad():
+        for index, stage in stages.items():
+            for name, parameter in stage.parameters.items():
+                kept = found[name][PARAMETER]
+                if kept.shape != parameter.shape or kept.dtype != parameter.dtype:
+                    raise CheckpointError(
+                        f"{name} is {list(parameter.shape)} {parameter.dtype} in the model and {list(kept.shape)} {kept.dtype} "
+                        f"in checkpoint {path}",
+                        cure="use a checkpoint of this model",
+                    )
+                parameter.copy_(kept)
+            if index in optimizers:
+                state = {name: {k: v for k, v in found[name].items() if k != PARAMETER} for name in stage.parameters}
+                # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
+                load_state(optimizers[index], {name: kinds for name, kinds in state.items() if kinds})
+
+
+class Writer:
+    """Writes one snapshot at a time in a background thread, so that training goes on meanwhile."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._record: ShardRecord | None = None
+        self._error: Exception | None = None
+
+    def start(self, folder: Path, file_name: str, state: Snapshot) -> None:
+        """Begin to write; a snapshot that is still being written is waited for first."""
+        if self._thread is not None:
+            self._thread.join()
+        self._record = self._error = None
+
+        def write() -> None:
+            try:
+                self._record = write_shard(folder, file_name, state.tensors, state.scalars)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="raypar-checkpoint", daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_s: float = 600.0) -> ShardRecord:
+        """Wait for the file. Raises the `CheckpointError` it failed with, or one when the deadline has passed."""
+        assert self._thread is not None, "nothing was started"
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the disk did not take a checkpoint within {timeout_s:g} s", cure="set run_dir to a faster disk"
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._record is not None
+        return self._record
