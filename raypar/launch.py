@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-import time
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.errors import ConfigError
+from raypar.errors import CheckpointError, ConfigError, Interrupted, RayparError
 from raypar.plan import ParallelPlan, Routing
+from raypar.run_folder import RunFolder
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 
 if TYPE_CHECKING:
+    from raypar.config import Job
     from raypar.schedule.timeline import Timeline
     from raypar.worker.preflight import Checked
 
@@ -34,11 +38,11 @@ class Planned:
 class Options:
     """Everything about a run that cannot change its bits.
 
+    `folder`: makes or finds the run folder and writes job and plan into it; called when all input has been found good.
     `resume`: checkpoint folder to go on from, `first`: the steps it has done. Times in seconds.
     """
 
-    folder: Path
-    run: str
+    folder: Callable[[Planned], RunFolder]
     resume: Path | None = None
     first: int = 0
     save_every: int = 0
@@ -62,10 +66,13 @@ class Result:
     path: str
     end: str
     done: int
+    why: str = ""
     error: Exception | None = None
     checkpoint_path: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     weights_sha256: str | None = None
+    sample: str | None = None
+    picture_path: str | None = None
 
     @property
     def checkpoint(self) -> Any:
@@ -89,10 +96,9 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
 
     Returns a `Result` also for interrupted and failed runs; raises `RayparError` when nothing was started.
     """
-    start = time.monotonic()
 
     def say(stage: str, text: str) -> None:
-        tell({"kind": "stage", "stage": stage, "text": text, "seconds": time.monotonic() - start})
+        tell({"kind": "stage", "stage": stage, "text": text})
 
     from raypar.worker.preflight import preflight
 
@@ -107,7 +113,42 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     with connected(options.address, planned.plan.world, Path.cwd()) as connection:
         say("connected", connection.text)
         require(planned.plan.world, capacity())
-        return _follow(request(connection.host), options, tell, say)
+        folder = options.folder(planned)
+        result = _follow(request(folder, connection.host), folder, tell, say)
+    if result.done == 0 and not folder.metrics.exists() and options.resume is None:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    if result.end in ("done", "stopped") and result.checkpoint_path is not None:
+        from raypar.worker.checkpoint import hash_of
+
+        result.weights_sha256 = hash_of(Path(result.checkpoint_path))
+        result.sample = sample_of(spec, Path(result.checkpoint_path))
+    return result
+
+
+def sample_of(spec: JobSpec, checkpoint: Path) -> str | None:
+    """What the trained model generates, where its module has a `generate(model, ...)` beside the model's function.
+
+    `generate` gets those of `model.args` that it has parameters for. A failure in it is no failure of the run.
+    """
+    import inspect
+
+    from torch import nn
+
+    from raypar.worker.checkpoint import Parameters
+    from raypar.worker.preflight import function_beside
+
+    generate = function_beside(spec.model, "generate")
+    if generate is None:
+        return None
+    try:
+        model = spec.model.call()
+        if not isinstance(model, nn.Module):
+            return None
+        model.load_state_dict(dict(Parameters(checkpoint)), strict=False)
+        taken = inspect.signature(generate).parameters
+        return str(generate(model, **{key: value for key, value in spec.model.args.items() if key in taken}))
+    except Exception as error:
+        return f"({spec.model.label} has a generate function beside it, but it raised {type(error).__name__}: {error})"
 
 
 def choose(spec: JobSpec, checked: Checked, plan: Callable[[int], ParallelPlan] | None, schedule: str, workers: int) -> Planned:
@@ -126,14 +167,15 @@ def choose(spec: JobSpec, checked: Checked, plan: Callable[[int], ParallelPlan] 
     return Planned(fixed, schedule, timeline)
 
 
-def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options) -> Callable[[str | None], Any]:
-    """Everything for the driver but the host to listen on; lowering and its checks happen here, before anything starts."""
+def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options) -> Callable[[RunFolder, str | None], Any]:
+    """Everything for the driver but folder and host; lowering and its checks happen here, before anything starts."""
     from ray import cloudpickle
 
     from raypar.actors.request import RunRequest
     from raypar.elastic.machine import Course
     from raypar.schedule import registry
     from raypar.worker.assignment import assignments
+    from raypar.worker.checkpoint import contract_of
 
     schedule = registry.build(planned.schedule, Routing(planned.plan, spec.cut))
     lowered = assignments(spec, checked.graph, planned.plan, schedule, validation_samples=checked.validation_samples)
@@ -147,10 +189,10 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         stop_at=options.stop_at_step,
     )
 
-    def request(host: str | None) -> RunRequest:
+    def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
-            run=options.run,
-            folder=str(options.folder.resolve()),
+            run=folder.name,
+            folder=str(folder.path.resolve()),
             course=course,
             plan=planned.plan,
             schedule_name=planned.schedule,
@@ -160,6 +202,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             spec=cloudpickle.dumps(spec),
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
             callbacks=cloudpickle.dumps(options.callbacks),
+            contract=contract_of(spec),
             resume=str(options.resume.resolve()) if options.resume is not None else None,
             keep=options.keep,
             host=host,
@@ -177,10 +220,10 @@ def traced_steps(first: int, end: int) -> frozenset[int]:
     return frozenset(s for s in (first, first + 4, first + 20, first + 100, end - 1) if first <= s < end)
 
 
-def _follow(request: Any, options: Options, tell: Tell, say: Callable[[str, str], None]) -> Result:
+def _follow(request: Any, folder: RunFolder, tell: Tell, say: Callable[[str, str], None]) -> Result:
     from raypar.actors.client import follow
 
-    result = Result({}, str(options.folder), "failed", options.first)
+    result = Result({}, str(folder.path), "failed", request.course.first, checkpoint_path=request.resume)
 
     def listen(event: dict[str, Any]) -> None:
         facts = {key: value for key, value in event.items() if key not in ("kind", "time")}
@@ -195,10 +238,12 @@ def _follow(request: Any, options: Options, tell: Tell, say: Callable[[str, str]
             result.history.append(facts)
         elif event["kind"] == "checkpoint":
             result.checkpoint_path = event["path"]
+        elif event["kind"] == "picture":
+            result.picture_path = event["path"]
         tell(event)
 
     end = follow(request, listen)
-    result.end, result.done, result.error = end.end, end.done, end.error
+    result.end, result.done, result.why, result.error = end.end, end.done, end.why, end.error
     tell({"kind": "end", "end": end.end, "text": end.why, "done": end.done})
     return result
 
@@ -216,6 +261,102 @@ def describe(planned: Planned) -> str:
         bubble = 100 * planned.predicted.bubble_of_total
         text += f"; predicted step {planned.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     return f"{text}\n{planned.why}" if planned.why else text
+
+
+def run_job(job: Job, tell: Tell, *, stop_at_step: int | None = None, address: str | None = None) -> Result:
+    """Train a job from a job file in a new run folder."""
+    make_importable(job.source_dir)
+    spec = job.to_spec()
+
+    def folder(planned: Planned) -> RunFolder:
+        made = RunFolder.create(job.run_dir, job.name)
+        made.job.write_text(job.to_yaml())
+        made.plan.write_text(plan_json(planned))
+        return made
+
+    return launch(spec, chooser(job, spec), options_of(job, folder, stop_at_step, address), tell)
+
+
+def resume_job(
+    job: Job, folder: RunFolder, tell: Tell, *, stop_at_step: int | None = None, address: str | None = None
+) -> Result:
+    """Go on from the last good checkpoint of a run, under the plan of `job`. Raises `CheckpointError`."""
+    from raypar.worker.checkpoint import check_contract, check_model, load_manifest, usable
+
+    make_importable(job.source_dir)
+    spec = job.to_spec()
+    path, skipped = usable(folder.checkpoints)
+    for line in skipped:
+        tell({"kind": "warning", "text": line})
+    if path is None:
+        raise CheckpointError(
+            f"run {folder.name} has no usable checkpoint under {folder.checkpoints}", cure="train it again with `raypar train`"
+        )
+    manifest = load_manifest(path)
+    check_contract(manifest, spec)
+    if manifest.steps_done >= min(spec.steps, stop_at_step or spec.steps):
+        raise CheckpointError(
+            f"run {folder.name} has done {manifest.steps_done} of {spec.steps} steps already",
+            cure=f"raise the number of steps: --set steps={2 * spec.steps}, or leave --stop-at-step out",
+        )
+    chosen = chooser(job, spec)
+
+    def plan(checked: Checked) -> Planned:
+        from raypar.model.build import parameter_shapes
+
+        check_model(manifest, parameter_shapes(checked.graph))
+        return chosen(checked)
+
+    def found(planned: Planned) -> RunFolder:
+        kept = [line for line in folder.read(folder.metrics) if line["step"] <= manifest.steps_done]
+        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        folder.job.write_text(job.to_yaml())
+        folder.plan.write_text(plan_json(planned))
+        return folder
+
+    tell({"kind": "resuming", "text": f"from {path.name}: {manifest.steps_done} steps are done", "step": manifest.steps_done})
+    options = replace(options_of(job, found, stop_at_step, address), resume=path, first=manifest.steps_done)
+    return launch(spec, plan, options, tell)
+
+
+def options_of(job: Job, folder: Callable[[Planned], RunFolder], stop_at_step: int | None, address: str | None) -> Options:
+    """What a job file says about its run."""
+    if stop_at_step is not None and stop_at_step < 1:
+        raise ConfigError(f"--stop-at-step {stop_at_step}", cure="give 1 step or more")
+    return Options(
+        folder=folder,
+        save_every=job.checkpoint.every,
+        keep=job.checkpoint.keep,
+        stop_at_step=stop_at_step,
+        max_time_s=job.max_time_s,
+        address=address,
+        wait_for_workers_s=job.wait_for_workers_s,
+    )
+
+
+def chooser(job: Job, spec: JobSpec) -> Callable[[Checked], Planned]:
+    """The plan a job file asks for."""
+    fixed = None if job.plan_is_auto else job.to_plan
+    name = "1f1b" if job.plan_is_auto else job.schedule_name
+    return lambda checked: choose(spec, checked, fixed, name, job.workers)
+
+
+def make_importable(folder: Path) -> None:
+    """Functions of a job file are imported from the folder it was started in; workers inherit this path."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def plan_json(planned: Planned) -> str:
+    """The plan for the run folder."""
+    facts: dict[str, Any] = {
+        "schedule": planned.schedule,
+        "stages": [asdict(stage) for stage in planned.plan.stages],
+        "workers": [planned.plan.coordinate(rank) for rank in range(planned.plan.world)],
+    }
+    if planned.predicted is not None:
+        facts |= {"predicted_ms": planned.predicted.makespan_ms, "predicted_bubble": planned.predicted.bubble_of_total}
+    return json.dumps(facts, indent=1) + "\n"
 
 
 class Trainer:
@@ -297,7 +438,60 @@ class Trainer:
 
     def fit(self, *, verbose: bool = True) -> Result:
         """Train to the end. Raises what a failed run failed with, and `RayparError` when nothing could be started."""
-        raise NotImplementedError
+        from raypar.commands._console import Console
+
+        make_importable(Path.cwd())
+        tell: Tell = Console(steps=self.spec.steps) if verbose else lambda event: None
+        options = Options(
+            folder=self._folder,
+            save_every=self.save_every,
+            keep=self.keep,
+            stop_at_step=self.stop_at_step,
+            max_time_s=self.max_time_s,
+            callbacks=self.callbacks,
+            address=self.address,
+            wait_for_workers_s=self.wait_for_workers_s,
+        )
+        plan, schedule = self._plan()
+        workers = self.workers or os.cpu_count() or 1
+        result = launch(self.spec, lambda checked: choose(self.spec, checked, plan, schedule, workers), options, tell)
+        raise_failure(result)
+        return result
+
+    def _plan(self) -> tuple[Callable[[int], ParallelPlan] | None, str]:
+        """A function of the number of layers (None: the planner's choice), and the schedule."""
+        given = self.plan
+        if isinstance(given, ParallelPlan):
+            return lambda layers: given, self.schedule
+        if isinstance(given, str):
+            if given != "auto":
+                raise ConfigError(f"plan is {given!r}", cure='give "auto", a dict such as {"stages": 2}, or a ParallelPlan')
+            return None, self.schedule
+        from raypar.config import PlanConfig
+
+        try:
+            config = PlanConfig(**{"schedule": self.schedule, **given})
+        except ValueError as error:
+            raise ConfigError(f"plan {dict(given)!r}: {error}", cure="use the keys of a job file's plan section") from None
+        return config.to_plan, config.schedule
+
+    def _folder(self, planned: Planned) -> RunFolder:
+        folder = RunFolder.create(self.run_dir, self.spec.name)
+        folder.plan.write_text(plan_json(planned))
+        return folder
+
+
+def raise_failure(result: Result) -> None:
+    """Raise what a failed run failed with, or `Interrupted`."""
+    if result.end == "failed":
+        if isinstance(result.error, RayparError):
+            raise result.error
+        raise RayparError(f"the run failed after {result.done} steps: {result.why}") from result.error
+    if result.end == "interrupted":
+        at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
+        name = Path(result.path).name
+        cure = f"raypar resume {name}" if result.checkpoint_path else ""
+        raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)
 
 
 def as_ref(value: Any, what: str) -> Ref:

@@ -254,8 +254,12 @@ class DriverActor:
 
     async def _save(self, done: int) -> None:
         """Snapshot on every worker, then, while training goes on, wait for the files and give the checkpoint its name."""
-        folder = await asyncio.to_thread(self.recorder.checkpoint_begin, done)
-        asked = [self._ask(rank, w.save.remote(str(folder), done)) for rank, w in enumerate(self.pool.workers)]
+        try:
+            folder = await asyncio.to_thread(self.recorder.checkpoint_begin, done)
+        except RayparError as error:
+            self.queue.put_nowait(on.SaveFailed(done, error))
+            return
+        asked = [self._ask(rank, w.save.remote(str(folder))) for rank, w in enumerate(self.pool.workers)]
         taken = await asyncio.gather(*asked)
         if not any(isinstance(answer, Failed) for answer in taken):
             self.queue.put_nowait(on.SnapshotTaken(done))

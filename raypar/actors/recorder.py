@@ -17,6 +17,9 @@ from raypar.actors.messages import Hello
 from raypar.actors.pictures import draw
 from raypar.actors.request import RunRequest
 from raypar.elastic.actions import Teardown
+from raypar.errors import CheckpointError
+from raypar.worker import checkpoint
+from raypar.worker.checkpoint import ShardRecord
 
 
 class Recorder:
@@ -29,6 +32,8 @@ class Recorder:
         self._seconds: deque[float] = deque(maxlen=50)
         self.traced: dict[str, Any] | None = None
         self.nodes: list[str] = []
+        self._last: dict[str, Any] = {}
+        self.checkpoint_path: Path | None = None
 
     def news(self) -> list[dict[str, Any]]:
         """What the client should hear, since the last call."""
@@ -72,6 +77,7 @@ class Recorder:
             metrics["skipped"] = True
         if step in request.trace:
             self.traced = {"step": step + 1, "spans": [reports[r]["spans"] for r in sorted(reports)], "ledger": one["ledger"]}
+        self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
         self._write(metrics)
         left = request.course.end - step - 1
         self._news.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._seconds)})
@@ -103,24 +109,32 @@ class Recorder:
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def checkpoint_begin(self, done: int) -> Path:
-        """A new folder aside, in which workers write."""
-        folder = self.folder / "checkpoints" / f".step-{done}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        """A new folder aside, in which workers write. Raises `CheckpointError`."""
+        return checkpoint.begin(self.folder / "checkpoints", done)
 
     def checkpoint_drop(self, folder: Path) -> None:
-        import shutil
+        """Forget one that could not be finished."""
+        checkpoint.drop(folder)
 
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def checkpoint_end(self, done: int, folder: Path, records: Sequence[Any]) -> None:
-        """Manifest, final name, oldest ones removed."""
-        folder.rename(folder.with_name(f"step-{done}"))
+    def checkpoint_end(self, done: int, folder: Path, records: Sequence[ShardRecord | None]) -> None:
+        """Manifest, final name; the oldest ones beyond `keep` are removed. Raises `CheckpointError`."""
+        written = [record for record in records if record is not None]
+        for record in written:
+            if not (folder / record.file).is_file():
+                raise CheckpointError(
+                    f"{folder / record.file}, written by a worker, cannot be seen by the driver",
+                    cure="set run_dir to storage that all nodes share",
+                )
+        self.checkpoint_path = checkpoint.commit(
+            folder, written, steps_done=done, contract=self.request.contract, metrics=self._last
+        )
+        checkpoint.keep_last(self.folder / "checkpoints", self.request.keep)
 
     def checkpoint_seen(self, done: int) -> None:
         """Tell people."""
-        self._news.append({"kind": "checkpoint", "step": done, "path": str(self.folder / "checkpoints" / f"step-{done}")})
-        self._call("on_checkpoint", {"step": done})
+        facts = {"step": done, "path": str(self.checkpoint_path)}
+        self._news.append({"kind": "checkpoint", **facts})
+        self._call("on_checkpoint", facts)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from raypar.elastic.machine import Course
 from raypar.plan import Crossing, Microbatches, ParallelPlan
@@ -28,6 +30,7 @@ class RunRequest:
     spec: bytes
     assignments: tuple[bytes, ...]
     callbacks: bytes
+    contract: Mapping[str, Any]
     predicted: Timeline | None = None
     resume: str | None = None
     keep: int = 2

@@ -33,6 +33,7 @@ class WorkerActor:
         self.spec: Any = None
         self.host = host
         self.core: Any = None
+        self.keeper: Any = None
         self.mesh: Any = None
         self.failed: Failed | None = None
         self.done = 0
@@ -70,6 +71,7 @@ class WorkerActor:
             import torch
 
             from raypar.worker.core import WorkerCore
+            from raypar.worker.keeper import Keeper
 
             torch.set_num_threads(self.spec.threads)
             self.core = WorkerCore(self.spec)
@@ -82,8 +84,9 @@ class WorkerActor:
                 deadline_s=deadline_s,
             )
             described: dict[str, Any] = self.core.adopt(pickle.loads(assignment), transport)
+            self.keeper = Keeper(self.core)
             if state is not None:
-                self.core.load(Path(state))
+                self.keeper.restore(Path(state))
             self.done = done
             return described
 
@@ -109,16 +112,16 @@ class WorkerActor:
         return self._guard(f"in the validation after {done} steps", lambda: vars(self.core.validate(done)))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def save(self, folder: str, done: int) -> Any:
+    def save(self, folder: str) -> Any:
         """Copy the state now, write it in the background; `save_result` has the outcome."""
-        return self._guard("saving", lambda: self.core.save(Path(folder), done))
+        return self._guard("saving", lambda: self.keeper.snapshot(Path(folder)))
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
         """Waits for the writer: its record, or `Failed` with the error of the disk."""
-        return self._guard("writing", self.core.save_result)
+        return self._guard("writing", self.keeper.result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str]:

@@ -6,7 +6,11 @@ import json
 import sys
 import time
 from collections import deque
-from typing import Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from raypar.launch import Result
 
 STAGES = ("read", "checked", "planned", "connected", "started", "built")
 EVERY_S = 10.0
@@ -17,8 +21,9 @@ REDRAW_S = 0.1
 class Console:
     """Give it every event. On a terminal the progress line is redrawn in place."""
 
-    def __init__(self, *, steps: int, as_json: bool = False, out: TextIO | None = None) -> None:
+    def __init__(self, *, steps: int, as_json: bool = False, start_s: float | None = None, out: TextIO | None = None) -> None:
         self.out = out or sys.stdout
+        self.start_s = time.monotonic() if start_s is None else start_s
         self.steps, self.as_json = steps, as_json
         self.live = self.out.isatty()
         self.drawn_s = float("-inf")
@@ -28,6 +33,8 @@ class Console:
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Show an event."""
+        if event["kind"] == "stage":
+            event = {**event, "seconds": round(time.monotonic() - self.start_s, 3)}
         if self.as_json:
             self.line(json.dumps({"time": time.time(), **event}))
             return
@@ -48,7 +55,7 @@ class Console:
             self.line(f"step {event['step']}: checkpoint {event['path']}")
         elif kind == "warning":
             self.line(f"warning: {event['text']}")
-        elif kind in ("waiting", "stopping"):
+        elif kind in ("waiting", "stopping", "resuming"):
             self.line(event["text"])
 
     def progress(self, event: dict[str, Any]) -> None:
@@ -91,6 +98,31 @@ class Console:
         samples = sum(e["samples_per_s"] * e["seconds"] for e in self.recent) / seconds
         counted = sum(e["count"] for e in self.recent) / seconds
         return f"{samples:,.0f} samples/s" + (f", {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
+
+    def finish(self, result: Result) -> int:
+        """What the run came to; the hash of the weights is the last line. Returns the exit code."""
+        if self.as_json:
+            facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
+            self.line(json.dumps({"kind": "result", **facts}))
+            return 0
+        lines = [f"{result.why}: {result.done} steps, {self.speed()}"]
+        if self.validation is not None:
+            lines.append(f"validation loss {self.validation:.4f}")
+        if result.sample:
+            lines += ["sample:", *("    " + line for line in result.sample.splitlines())]
+        name = Path(result.path).name
+        if result.picture_path:
+            lines.append(
+                f"picture: {result.picture_path} (the schedule as predicted and as measured; trace.json opens in Perfetto)"
+            )
+        if result.end == "stopped":
+            lines.append(f"next: raypar resume {name}, also under another plan: raypar resume {name} --set plan.stages=...")
+        else:
+            lines.append(f"next: raypar export {name} --out model.safetensors; train again with --set plan.schedule=zb-h1")
+        if result.weights_sha256:
+            lines.append(f"weights sha256 {result.weights_sha256}")
+        self.line("\n".join(lines))
+        return 0
 
 
 def duration(seconds: float) -> str:

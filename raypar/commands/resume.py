@@ -1,0 +1,41 @@
+"""`raypar resume RUN`: goes on from a run's last good checkpoint, under another plan if you like."""
+
+from __future__ import annotations
+
+import argparse
+
+from raypar.commands.train import add_run_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar resume`."""
+    parser.add_argument("run", help="name of a run under --run-dir, or the path of its folder")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="override a job key (not what decides the bits)",
+    )
+    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    add_run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains on; exit codes as `raypar train`."""
+    import time
+
+    start = time.monotonic()
+    from raypar.commands._console import Console
+    from raypar.config import load_job
+    from raypar.launch import raise_failure, resume_job
+    from raypar.run_folder import RunFolder
+
+    folder = RunFolder.find(args.run, args.run_dir)
+    job = load_job(folder.job, args.overrides)
+    console = Console(steps=job.steps, as_json=args.json, start_s=start)
+    console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.path}: {job.steps} steps"})
+    result = resume_job(job, folder, console, stop_at_step=args.stop_at_step, address=args.address)
+    raise_failure(result)
+    return console.finish(result)
