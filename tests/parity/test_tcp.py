@@ -1,0 +1,68 @@
+"""The same bits over real processes and real sockets."""
+
+import os
+
+import pytest
+import torch
+from helpers import tcp_calls
+from helpers.parity import STEPS, Layout, expected
+from helpers.processes import Workers
+
+LAYOUTS = [
+    Layout("tangled", "1f1b", (2, 2), 4),
+    Layout("tangled", "zb-v", (1, 1), 5),
+    Layout("plain", "interleaved", (2, 2), 7),
+    Layout("tangled", "gpipe", (4,), 7, blocks=5),
+    Layout("tangled", "zb-h1", (1, 2, 1), 8),
+    Layout("plain", "1f1b", (1, 1, 1, 1), 5),
+    Layout("tangled", "naive", (2, 1), 3),
+    Layout("tangled", "interleaved", (1, 1, 1), 7, chunks=3),
+    Layout("tangled", "zb-v", (2, 2), 7),
+    Layout("plain", "zb-h1", (2, 2), 4),
+    Layout("tangled", "1f1b", (3, 1), 7, blocks=5),
+    Layout("tangled", "gpipe", (1, 3), 6),
+]
+QUICK = LAYOUTS[:4]
+
+
+@pytest.fixture(scope="module")
+def workers():
+    group = Workers(4)
+    yield group
+    group.end()
+
+
+def check(workers, layout):
+    on = list(range(layout.plan.world))
+    addresses = workers.each(tcp_calls.listen, on=on)
+    found = workers.each(tcp_calls.train, layout, addresses, f"parity-{os.getpid()}", on=on, timeout_s=60.0)
+    want = expected(layout.model, layout.microbatches, layout.blocks)
+    bad = []
+    for rank, got in enumerate(found):
+        assert got["losses"] == want.losses
+        assert got["norms"] == want.norms
+        for step in range(STEPS):
+            for name, gradient in want.gradients[step].items():
+                if name in got["gradients"][step]:
+                    copy = got["gradients"][step][name]
+                    same = copy is None if gradient is None else torch.equal(torch.from_numpy(copy), gradient)
+                    bad += [] if same else [f"rank {rank}, step {step}: gradient of {name}"]
+        for name, copy in got["parameters"].items():
+            bad += [] if torch.equal(torch.from_numpy(copy), want.parameters[name]) else [f"rank {rank}: {name}"]
+        for name, kinds in got["state"].items():
+            for key, value in want.state[name].items():
+                same = torch.equal(torch.as_tensor(kinds[key]), torch.as_tensor(value))
+                bad += [] if same else [f"rank {rank}: {name}.{key}"]
+    assert not bad
+    assert {name for got in found for name in got["parameters"]} == set(want.parameters)
+
+
+@pytest.mark.parametrize("layout", QUICK, ids=str)
+def test_a_layout_over_tcp_gives_the_bits_of_one_process(workers, layout):
+    check(workers, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS[len(QUICK) :], ids=str)
+def test_the_other_layouts_over_tcp_give_the_bits_of_one_process(workers, layout):
+    check(workers, layout)
