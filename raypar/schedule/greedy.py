@@ -1,80 +1,165 @@
-"""List scheduling: every worker, whenever it is free, runs the most urgent of its instructions that could run now.
+"""List scheduling (Graham 1966): orders found by playing the step, where no closed form is known: stages with different
+replica counts under interleaved and zero-bubble schedules.
 
-Used where no closed form is known: stages with different replica counts under interleaved and zero-bubble schedules, and ZB-H1.
-The result cannot deadlock, because it is read off an execution.
+All workers are played on one clock. F, I and W take one unit, B two, times the stage's replicas: a stage is given more of
+them because it is slower, in that proportion if none is to wait for the others. Whoever is idle takes the most urgent
+instruction that could start now: input gradients first, because others wait for them; then a forward, if few enough
+microbatches are ahead and alive; then a weight gradient, which can wait and so fills what would be a bubble. Only
+instructions whose inputs exist are ever taken, so the orders cannot deadlock, whatever the limits are.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from raypar.plan import Routing
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 
 
-def list_schedule(routing: Routing, *, split: bool, ahead: Sequence[int], alive: Sequence[int]) -> Schedule:
-    """Backwards first, then forwards of the latest chunk, weight gradients when nothing else can run or memory is full.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker may have open, per pipeline position, in microbatches through one chunk each.
 
-    Each of F, I and W of a stage takes one unit. Per position, a worker's first chunk may be at most `ahead` microbatches
-    ahead of its own backward, and hold at most `alive` microbatches whose weight gradients are not done. Every list is first
-    in, first out in order of entry, so what has been started can always be finished: no limit blocks a later chunk.
+    `ahead`: forwards whose input gradient is not computed yet. `alive`: forwards whose weight gradient is not. A limit is
+    raised by one where all workers would stand still otherwise. `group`: microbatches that go through a chunk before
+    the next chunk of the same worker gets its turn, counted over all replicas.
     """
-    plan = routing.plan
-    last = len(plan.stages) - 1
-    orders: list[list[Compute]] = [[] for _ in plan.seats]
-    mine = [routing.of_replica(plan.stages_of(rank)[0], seat.replica) for rank, seat in enumerate(plan.seats)]
-    forward = {(rank, s): 0 for rank in range(plan.world) for s in plan.stages_of(rank)}
-    backward, weight = dict(forward), dict(forward)
-    done: set[tuple[str, int, int]] = set()
-    asleep = set(range(plan.world))
-    events: list[tuple[int, int, tuple[str, int, int]]] = []
 
-    def ready(kind: str, stage: int, m: int) -> bool:
-        if kind == "F":
-            return stage == 0 or ("F", stage - 1, m) in done
-        return ("F", stage, m) in done and (stage == last or ("B", stage + 1, m) in done)
+    ahead: tuple[int, ...]
+    alive: tuple[int, ...]
+    group: int
 
-    def choose(rank: int) -> Compute | None:
-        stages, todo, position = plan.stages_of(rank), mine[rank], plan.seats[rank].position
-        for s in reversed(stages):
-            if backward[rank, s] < len(todo) and ready("B", s, todo[backward[rank, s]]):
-                m = todo[backward[rank, s]]
-                backward[rank, s] += 1
-                return BackwardInput(s, m) if split else Backward(s, m)
-        first = stages[0]
-        for s in reversed(stages):
-            at = forward[rank, s]
-            if at == len(todo) or not ready("F", s, todo[at]):
+
+@dataclass(slots=True)
+class _Queue:
+    """A stage on one worker: its microbatches in order of entry, and how many of each kind are done."""
+
+    stage: int
+    microbatches: tuple[int, ...]
+    forwards: int = 0
+    inputs: int = 0
+    weights: int = 0
+
+
+class _Player:
+    """The state of the clock, the workers and what has been computed."""
+
+    def __init__(self, routing: Routing, limits: Limits, split: bool) -> None:
+        plan, count = routing.plan, routing.microbatches.count
+        self.routing, self.limits, self.split = routing, limits, split
+        self.last = len(plan.stages) - 1
+        self.has_forward = [bytearray(count) for _ in plan.stages]
+        self.has_gradient = [bytearray(count) for _ in plan.stages]
+        self.entry = {m: i for i, m in enumerate(routing.entry_order)}
+        # Only one shard of each replica is played; the others get its order.
+        self.speakers = [rank for rank, seat in enumerate(plan.seats) if seat.shard == 0]
+        self.queues: dict[int, list[_Queue]] = {
+            rank: [_Queue(s, routing.of_replica(s, plan.seats[rank].replica)) for s in plan.stages_of(rank)]
+            for rank in self.speakers
+        }
+        self.more = dict.fromkeys(self.speakers, 0)
+        self.orders: dict[int, list[Compute]] = {rank: [] for rank in self.speakers}
+        self.idle = set(self.speakers)
+        self.events: list[tuple[int, int]] = []
+        self.slowness = [stage.replicas for stage in plan.stages]
+
+    def play(self) -> Schedule:
+        """Orders of all workers."""
+        now, touched = 0, set(self.speakers)
+        while True:
+            for rank in sorted(touched & self.idle):
+                self._start(rank, now)
+            if not self.events:
+                held_back = [(key, rank) for rank in self.speakers for key in self._forwards(rank)]
+                if not held_back:
+                    break
+                _, rank = min(held_back)
+                self.more[rank] += 1
+                touched = {rank}
                 continue
-            if s == first and (
-                at - backward[rank, s] >= ahead[position] or (split and at - weight[rank, s] >= alive[position])
-            ):
-                continue
-            forward[rank, s] += 1
-            return Forward(s, todo[at])
-        if split:
-            for s in reversed(stages):
-                if weight[rank, s] < backward[rank, s] and ("B", s, todo[weight[rank, s]]) in done:
-                    weight[rank, s] += 1
-                    return BackwardWeight(s, todo[weight[rank, s] - 1])
+            now, touched = self.events[0][0], set()
+            while self.events and self.events[0][0] == now:
+                _, rank = heapq.heappop(self.events)
+                self.idle.add(rank)
+                touched |= {rank, *self._finish(self.orders[rank][-1])}
+        seats = self.routing.plan.seats
+        return tuple(tuple(self.orders[rank - seat.shard]) for rank, seat in enumerate(seats))
+
+    def _start(self, rank: int, now: int) -> None:
+        instruction = self._choose(rank)
+        if instruction is not None:
+            self.orders[rank].append(instruction)
+            self.idle.discard(rank)
+            units = 2 if isinstance(instruction, Backward) else 1
+            heapq.heappush(self.events, (now + units * self.slowness[instruction.stage], rank))
+
+    def _choose(self, rank: int) -> Compute | None:
+        queues = self.queues[rank]
+        ready = [
+            (self.entry[q.microbatches[q.inputs]] // self.limits.group, -q.stage, q)
+            for q in queues
+            if q.inputs < q.forwards and self._gradient_is_here(q.stage, q.microbatches[q.inputs])
+        ]
+        if ready:
+            queue = min(ready, key=lambda r: r[:2])[2]
+            m = queue.microbatches[queue.inputs]
+            queue.inputs += 1
+            if self.split:
+                return BackwardInput(queue.stage, m)
+            queue.weights += 1
+            return Backward(queue.stage, m)
+        position = self.routing.plan.seats[rank].position
+        ahead = sum(q.forwards - q.inputs for q in queues)
+        alive = sum(q.forwards - q.weights for q in queues)
+        if ahead < self.limits.ahead[position] + self.more[rank] and alive < self.limits.alive[position] + self.more[rank]:
+            keys = self._forwards(rank)
+            if keys:
+                stage = min(keys)[1]
+                queue = next(q for q in queues if q.stage == stage)
+                queue.forwards += 1
+                return Forward(stage, queue.microbatches[queue.forwards - 1])
+        waiting = [q for q in queues if q.weights < q.inputs]
+        if waiting:
+            queue = min(waiting, key=lambda q: (self.entry[q.microbatches[q.weights]], -q.stage))
+            queue.weights += 1
+            return BackwardWeight(queue.stage, queue.microbatches[queue.weights - 1])
         return None
 
-    now = 0
-    while True:
-        for rank in sorted(asleep):
-            instruction = choose(rank)
-            if instruction is None:
-                continue
-            asleep.discard(rank)
-            orders[rank].append(instruction)
-            kind = "F" if isinstance(instruction, Forward) else "W" if isinstance(instruction, BackwardWeight) else "B"
-            units = 2 if isinstance(instruction, Backward) else 1
-            heapq.heappush(events, (now + units, rank, (kind, instruction.stage, instruction.microbatch)))
-        if not events:
-            return tuple(tuple(order) for order in orders)
-        now = events[0][0]
-        while events and events[0][0] == now:
-            _, rank, what = heapq.heappop(events)
-            done.add(what)
-            asleep.add(rank)
+    def _forwards(self, rank: int) -> list[tuple[int, int, int]]:
+        """(group, stage, entry) of the forwards whose values are here, limits aside."""
+        found = []
+        for queue in self.queues[rank]:
+            if queue.forwards < len(queue.microbatches):
+                m = queue.microbatches[queue.forwards]
+                if queue.stage == 0 or self.has_forward[queue.stage - 1][m]:
+                    found.append((self.entry[m] // self.limits.group, queue.stage, self.entry[m]))
+        return found
+
+    def _gradient_is_here(self, stage: int, microbatch: int) -> bool:
+        """Of the last stage the forward is enough; it may still be running on this very worker, never elsewhere."""
+        return bool(stage == self.last or self.has_gradient[stage + 1][microbatch])
+
+    def _finish(self, instruction: Compute) -> tuple[int, ...]:
+        """Note what now exists; returns who may have waited for it."""
+        stage, m = instruction.stage, instruction.microbatch
+        if isinstance(instruction, Forward):
+            self.has_forward[stage][m] = 1
+            return (self.routing.rank(stage + 1, m),) if stage < self.last else ()
+        if isinstance(instruction, BackwardWeight):
+            return ()
+        self.has_gradient[stage][m] = 1
+        return (self.routing.rank(stage - 1, m),) if stage else ()
+
+
+def list_schedule(routing: Routing, limits: Limits, *, split: bool) -> Schedule:
+    """Orders under `limits`; `split` computes I and W apart. Every stage keeps the order of entry, so blocks stay canonical."""
+    return _Player(routing, limits, split).play()
+
+
+def per_replica(plan_replicas: Sequence[int], uniform: Sequence[int]) -> tuple[int, ...]:
+    """Limits for stages with different replica counts: what all replicas of a stage together would need if every stage had
+    as many as the most replicated one, shared among those the stage has."""
+    most = max(plan_replicas)
+    return tuple(-(-limit * most // own) for limit, own in zip(uniform, plan_replicas, strict=True))

@@ -6,24 +6,26 @@ from collections.abc import Sequence
 
 from raypar.plan import Routing
 from raypar.plan.microbatches import part
-from raypar.schedule.greedy import list_schedule
+from raypar.schedule.greedy import Limits, list_schedule, per_replica
 from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
-from raypar.schedule.one_f_one_b import in_flight, warmups
+from raypar.schedule.one_f_one_b import replica_counts, warmups
 
 
 def interleaved(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Bubble (p-1)/(v m) of the ideal time for m a multiple of p; at most 2(p-s-1) + (v-1)p + 1 chunk activations alive.
+    """Bubble (p-1)/(v m) of the ideal time; at most 2(p-s-1) + (v-1)p + 1 chunk activations alive.
 
-    Microbatches go round in groups of p; where m is no multiple of p the groups are larger, as even as can be (a smaller one
-    would leave chunks waiting for a round that never fills), and where m < p there is one group of m. `warmup`: forwards (of chunks) before the first
-    backward, per position. Positions with different replica counts are list-scheduled.
+    Microbatches go round in groups of p; where m is no multiple of p the groups are larger, as even as can be (a smaller
+    one would leave chunks waiting for a round that never fills), and where m < p there is one group of m. `warmup`:
+    forwards (of chunks) before the first backward, per position. Positions with different replica counts are
+    list-scheduled.
     """
     plan = routing.plan
-    pp = plan.positions
-    if len({stage.replicas for stage in plan.stages}) > 1:
-        depth = warmups(plan, warmup) if warmup is not None else tuple(w + pp for w in in_flight(plan))
-        return list_schedule(routing, split=False, ahead=depth, alive=depth)
+    pp, replicas = plan.positions, replica_counts(plan)
+    chunks = len(plan.stages) // pp
     ahead = warmups(plan, warmup) if warmup is not None else None
+    if len(set(replicas)) > 1:
+        depth = ahead or per_replica(replicas, [2 * (pp - s - 1) + (chunks - 1) * pp + 1 for s in range(pp)])
+        return list_schedule(routing, Limits(depth, depth, group=pp * max(replicas)), split=False)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         stages = plan.stages_of(rank)

@@ -9,12 +9,20 @@ from raypar.plan import ParallelPlan, Routing
 from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 
 
+def replica_counts(plan: ParallelPlan) -> tuple[int, ...]:
+    """Replicas of each position."""
+    counts = [1] * plan.positions
+    for stage in plan.stages:
+        counts[stage.position] = stage.replicas
+    return tuple(counts)
+
+
 def in_flight(plan: ParallelPlan) -> tuple[int, ...]:
     """Forwards before the first backward, per position and replica: enough to keep every later stage busy.
 
     w of the last stage is 1; w_s = 1 + ceil(w_(s+1) R_(s+1) / R_s), which is p - s when all stages have as many replicas.
     """
-    replicas = [next(s.replicas for s in plan.stages if s.position == p) for p in range(plan.positions)]
+    replicas = replica_counts(plan)
     counts = [1]
     for own, after in zip(replicas[-2::-1], replicas[:0:-1], strict=True):
         counts.append(1 - -counts[-1] * after // own)

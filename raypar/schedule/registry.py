@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raypar.errors import ScheduleError
 from raypar.plan import Routing
-from raypar.plan.parallel_plan import Placement
+from raypar.plan.parallel_plan import Placement, position_of
 from raypar.schedule.gpipe import gpipe
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.interleaved import interleaved
@@ -21,21 +21,23 @@ Builder = Callable[[Routing, Sequence[int] | None], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A schedule's builder, where its stages lie, and its chunks: `chunks` by default, and only that many if `fixed`."""
+    """A schedule's builder, where its stages lie, its chunks (`chunks` by default, only that many if `fixed`), and whether
+    forwards before the first backward can be set."""
 
     build: Builder
     placement: Placement = "loop"
     chunks: int = 1
     fixed: bool = True
+    takes_warmup: bool = False
 
 
 _ENTRIES: dict[str, Entry] = {
     "naive": Entry(naive, fixed=False),
     "gpipe": Entry(gpipe, fixed=False),
-    "1f1b": Entry(one_f_one_b),
-    "interleaved": Entry(interleaved, chunks=2, fixed=False),
-    "zb-h1": Entry(zb_h1),
-    "zb-v": Entry(zb_v, placement="v", chunks=2),
+    "1f1b": Entry(one_f_one_b, takes_warmup=True),
+    "interleaved": Entry(interleaved, chunks=2, fixed=False, takes_warmup=True),
+    "zb-h1": Entry(zb_h1, takes_warmup=True),
+    "zb-v": Entry(zb_v, placement="v", chunks=2, takes_warmup=True),
 }
 _ALIASES = {"afab": "gpipe"}
 NAMES = tuple(_ENTRIES)
@@ -79,4 +81,13 @@ def build(name: str, routing: Routing, *, warmup: Sequence[int] | None = None) -
             f"schedule {name} needs {known.chunks} stage(s) per worker; the plan has {len(plan.stages)} on {plan.positions}",
             cure="build the plan with registry.default_chunks and registry.placement",
         )
+    if any(stage.position != position_of(i, plan.positions, known.placement) for i, stage in enumerate(plan.stages)):
+        raise ScheduleError(
+            f"schedule {name} wants its stages on positions in {known.placement!r} order; the plan has them on "
+            f"{[stage.position for stage in plan.stages]}",
+            cure=f"build the plan with placement={known.placement!r} (registry.placement)",
+        )
+    if warmup is not None and not known.takes_warmup:
+        takers = " or ".join(n for n, e in _ENTRIES.items() if e.takes_warmup)
+        raise ScheduleError(f"schedule {name} has no warmup to set", cure=f"leave warmup out, or use {takers}")
     return known.build(routing, warmup)

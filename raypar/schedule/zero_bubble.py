@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.plan import Routing
-from raypar.schedule.greedy import list_schedule
+from raypar.schedule.greedy import Limits, list_schedule, per_replica
 from raypar.schedule.instructions import BackwardInput, BackwardWeight, Compute, Forward, Schedule
-from raypar.schedule.one_f_one_b import in_flight, warmups
+from raypar.schedule.one_f_one_b import replica_counts, warmups
 
 
 def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Bubble (p-1)(F + I - W), a third of 1F1B's when all are equal, with 1F1B's largest number of activations on every worker."""
+    """Bubble (p-1)(F + I - W), a third of 1F1B's when all are equal; on every worker as many activations as 1F1B's first
+    worker has, min(p, m). Positions with different replica counts are list-scheduled."""
     plan = routing.plan
-    depth = warmups(plan, warmup)
-    if len({stage.replicas for stage in plan.stages}) > 1:
-        return list_schedule(routing, split=True, ahead=depth, alive=(max(depth),) * len(depth))
+    depth, replicas = warmups(plan, warmup), replica_counts(plan)
+    if len(set(replicas)) > 1:
+        alive = tuple(max(own, -(-depth[0] * replicas[0] // r)) for own, r in zip(depth, replicas, strict=True))
+        return list_schedule(routing, Limits(depth, alive, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         (stage,) = plan.stages_of(rank)
@@ -37,14 +39,17 @@ def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
 
 
 def zb_v(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Two chunks a worker in a V, so that the first worker also computes the loss. Bubble (p-1)/2 F when F = I = W; p activations.
+    """Two chunks a worker in a V, so that the first worker also computes the loss. With F = I = W and m >= 2p - 2 the bubble
+    is (p-1) F / 2, F of both chunks together; min(p, m) activations on every worker.
 
-    Positions with different replica counts are list-scheduled.
+    Positions with different replica counts, or with a given `warmup` (forwards of chunks), are list-scheduled.
     """
     plan = routing.plan
-    if warmup is not None or len({stage.replicas for stage in plan.stages}) > 1:
-        depth = warmups(plan, warmup) if warmup is not None else tuple(2 * w for w in in_flight(plan))
-        return list_schedule(routing, split=True, ahead=depth, alive=depth)
+    replicas = replica_counts(plan)
+    if warmup is not None or len(set(replicas)) > 1:
+        given = warmups(plan, warmup) if warmup is not None else None
+        depth = given or per_replica(replicas, [2 * plan.positions] * plan.positions)
+        return list_schedule(routing, Limits(depth, depth, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         down, up = plan.stages_of(rank)
