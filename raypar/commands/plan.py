@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
 from raypar.plan import Microbatches, ParallelPlan, Routing
 
 if TYPE_CHECKING:
+    from raypar.config import Job
     from raypar.model.build import LayerSize
     from raypar.planner.profile import ModelProfile
     from raypar.planner.search import Choice
+    from raypar.schedule.instructions import Schedule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
     from raypar.config import load_job
+    from raypar.launch import make_importable
     from raypar.model.build import describe
     from raypar.worker.assignment import make_graph
     from raypar.worker.profile import profile_job
@@ -34,9 +38,10 @@ def run(args: argparse.Namespace) -> int:
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
     job = load_job(args.job, args.overrides)
+    make_importable(job.source_dir)
     spec = job.to_spec()
     graph = make_graph(spec)
-    choose = args.workers is not None or job.plan == "auto"
+    choose = args.workers is not None or job.plan_is_auto
     if choose and args.no_profile:
         raise ConfigError(
             "a plan cannot be chosen without a profile", cure="leave out --no-profile, or name stages and replicas"
@@ -52,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
         workers = args.workers or job.workers
         profile = profile_job(spec, workers=workers, graph=graph)
         choice = search(profile, workers, spec.cut)
-        plan, schedule = choice.plan, choice.schedule
+        plan, name, schedule = choice.plan, choice.schedule, None
     else:
-        plan, schedule = job.to_plan(len(graph.layers)), job.schedule_name
+        plan, name, schedule = job.to_plan(len(graph.layers)), job.schedule_name, _from_file(job)
         if not args.no_profile:
             profile = profile_job(spec, workers=plan.world, graph=graph)
-    found = description(plan, schedule, spec.cut, sizes, profile)
+    found = description(plan, name, spec.cut, sizes, profile, schedule)
     if choice is not None:
         from raypar.planner.report import as_dict, report
 
@@ -67,10 +72,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _from_file(job: Job) -> Schedule | None:
+    from raypar.config import PlanConfig
+    from raypar.schedule.file import read_csv
+
+    if not isinstance(job.plan, PlanConfig) or job.plan.schedule_file is None:
+        return None
+    return read_csv(Path(job.plan.schedule_file).read_text(encoding="utf-8"))
+
+
 def description(
-    plan: ParallelPlan, schedule: str, cut: Microbatches, sizes: tuple[LayerSize, ...], profile: ModelProfile | None
+    plan: ParallelPlan,
+    name: str,
+    cut: Microbatches,
+    sizes: tuple[LayerSize, ...],
+    profile: ModelProfile | None,
+    schedule: Schedule | None = None,
 ) -> dict[str, Any]:
-    """The plan as data. `share` is a worker's microbatches over the mean of its position's replicas."""
+    """The plan as data, under the schedule of that name or the user's own orders.
+
+    `share` is a worker's microbatches over the mean of its position's replicas.
+    """
     routing = Routing(plan, cut)
     workers = []
     for rank, seat in enumerate(plan.seats):
@@ -94,7 +116,7 @@ def description(
             }
         )
     found: dict[str, Any] = {
-        "schedule": schedule,
+        "schedule": name,
         "microbatches": cut.count,
         "virtual_replicas": cut.blocks,
         "parameters": sum(layer.parameters for layer in sizes),
@@ -104,7 +126,7 @@ def description(
     if profile is not None:
         from raypar.planner.search import predict
 
-        timeline, memory = predict(profile, plan, schedule, cut)
+        timeline, memory = predict(profile, plan, schedule or name, cut)
         found |= {
             "predicted_ms": timeline.makespan_ms,
             "bubble_of_ideal": timeline.bubble_of_ideal,

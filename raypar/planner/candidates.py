@@ -18,7 +18,8 @@ stage needs no schedule: 1F1B, which keeps one activation."""
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan with its schedule. `bound_ms`: no run of it can be faster than that (busiest worker's compute)."""
+    """One plan with its schedule. `bound_ms`: no run of it can be faster; the compute of its busiest worker, or of all workers on
+    the processors they share."""
 
     replicas: int
     stages: int
@@ -50,4 +51,7 @@ def _candidate(profile: ModelProfile, replicas: int, stages: int, schedule: str,
         sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)
     )
     most = max(sum(len(cut.of_block(b)) for b in part(r, replicas, cut.blocks)) for r in range(replicas))
-    return Candidate(replicas, stages, schedule, chunks, plan, busiest * most)
+    bound = busiest * most
+    if profile.processors is not None:
+        bound = max(bound, sums[-1] * cut.count / profile.processors)
+    return Candidate(replicas, stages, schedule, chunks, plan, bound)

@@ -48,6 +48,7 @@ class ModelProfile:
 
     `outputs`: (producer, consumer) layer pairs whose values cross when they are cut apart, with bytes; by default each
     layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and reduction (vote, call, data).
+    `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -55,6 +56,7 @@ class ModelProfile:
     memory_bytes: int | None = None
     step_ms: float = 0.0
     outputs: tuple[tuple[int, int, int], ...] | None = None
+    processors: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -13,7 +13,7 @@ from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.candidates import Candidate, candidates
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
-from raypar.schedule.instructions import BackwardInput
+from raypar.schedule.instructions import BackwardInput, Schedule
 from raypar.schedule.simulate import Costs, simulate
 from raypar.schedule.timeline import Timeline
 
@@ -98,13 +98,20 @@ def judge(profile: ModelProfile, candidate: Candidate, microbatches: Microbatche
 
 
 def predict(
-    profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
 ) -> tuple[Timeline, tuple[int, ...]]:
-    """One step of any plan under a schedule: its timeline, and the bytes of state and activations of each worker."""
+    """One step of any plan under a schedule (a name, or orders): its timeline, and bytes of state and activations by worker."""
     routing = Routing(plan, microbatches)
-    orders = registry.build(schedule, routing)
+    orders = registry.build(schedule, routing) if isinstance(schedule, str) else schedule
     split = any(isinstance(i, BackwardInput) for order in orders for i in order)
-    timeline = simulate(orders, routing, profile.crossing(plan), costs(profile, plan, split=split))
+    crossing = profile.crossing(plan)
+    timeline = simulate(orders, routing, crossing, costs(profile, plan, split=split))
+    if profile.processors is not None:
+        needed_ms = sum(timeline.busy_ms) / profile.processors
+        if needed_ms > timeline.makespan_ms:
+            # Workers take turns on the processors: everything is slower by the same factor.
+            slower = costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
+            timeline = simulate(orders, routing, crossing, slower)
     activations = timeline.peak_bytes or (0,) * plan.world
     memory = tuple(
         activations[rank] + sum(_state_bytes(profile, routing, stage, rank) for stage in plan.stages_of(rank))
@@ -113,18 +120,19 @@ def predict(
     return timeline, memory
 
 
-def costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool) -> Costs:
-    """The simulator's view of a plan on this profile. Unsplit backward passes are measured whole, so they count whole."""
+def costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, factor: float = 1.0) -> Costs:
+    """The simulator's view of a plan on this profile. Unsplit backward passes count as measured whole. All times are
+    multiplied by `factor`."""
     stages = profile.stages(plan)
     optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
     return Costs(
-        forward_ms=tuple(s.forward_ms for s in stages),
-        input_ms=tuple(s.input_ms if split else s.backward_ms for s in stages),
-        weight_ms=tuple(s.weight_ms if split else 0.0 for s in stages),
-        latency_ms=profile.link.latency_ms,
-        bandwidth_bytes_per_ms=profile.link.bandwidth,
-        reduce_ms=tuple(reduction_ms(s, p.replicas, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
-        step_ms=profile.step_ms + optimizer_ms,
+        forward_ms=tuple(factor * s.forward_ms for s in stages),
+        input_ms=tuple(factor * (s.input_ms if split else s.backward_ms) for s in stages),
+        weight_ms=tuple(factor * s.weight_ms if split else 0.0 for s in stages),
+        latency_ms=factor * profile.link.latency_ms,
+        bandwidth_bytes_per_ms=profile.link.bandwidth / factor,
+        reduce_ms=tuple(factor * reduction_ms(s, p.replicas, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
+        step_ms=factor * (profile.step_ms + optimizer_ms),
         activation_bytes=tuple(s.activation_bytes for s in stages),
     )
 

@@ -35,14 +35,22 @@ LINK_TIMEOUT_S = 20.0
 def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None) -> ModelProfile:
     """Everything the planner needs to know of a job on this machine. Reads the first microbatch of the data set.
 
-    `workers` share this machine's free memory. One layer is held at a time, so models larger than this process can be profiled.
+    `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
+    this process can be profiled.
     """
     torch.set_num_threads(spec.threads)
     graph = graph if graph is not None else make_graph(spec)
     layers, outputs = profile_layers(spec, graph, first_batch(spec, graph))
     link = profile_loopback()
     # The vote is one exchange of all with all, and the step ends with its answer.
-    return ModelProfile(layers, link, free_memory_bytes(workers), step_ms=2 * link.latency_ms, outputs=outputs)
+    return ModelProfile(
+        layers,
+        link,
+        free_memory_bytes(workers),
+        step_ms=2 * link.latency_ms,
+        outputs=outputs,
+        processors=max(1, processors() // spec.threads),
+    )
 
 
 def first_batch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
@@ -179,6 +187,11 @@ def free_memory_bytes(workers: int) -> int | None:
     return max(0, free // workers - pages * os.sysconf("SC_PAGE_SIZE"))
 
 
+def processors() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def profile_loopback() -> LinkProfile:
     """The TCP transport between two workers of this machine."""
     meshes = [CpuMesh.listen() for _ in range(2)]
@@ -256,4 +269,4 @@ def agree(profiles: Sequence[ModelProfile]) -> ModelProfile:
     )
     link = LinkProfile(max(p.link.latency_ms for p in profiles), min(p.link.bandwidth for p in profiles))
     memory = min((p.memory_bytes for p in profiles if p.memory_bytes is not None), default=None)
-    return ModelProfile(layers, link, memory, max(p.step_ms for p in profiles), profiles[0].outputs)
+    return ModelProfile(layers, link, memory, max(p.step_ms for p in profiles), profiles[0].outputs, None)

@@ -10,7 +10,7 @@ from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.candidates import candidates
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.report import as_dict, report
-from raypar.planner.search import costs, judge, search
+from raypar.planner.search import costs, judge, predict, search
 
 MIB = 1 << 20
 
@@ -97,3 +97,12 @@ def test_the_report_names_the_choice_first_and_what_the_job_gave():
 def test_microbatches_and_blocks_are_never_chosen():
     cut = Microbatches(5, 3)
     assert search(replace(model(), step_ms=1.0), 4, cut).microbatches is cut
+
+
+def test_workers_that_share_processors_take_turns():
+    alone, shared = model(), replace(model(), processors=2)
+    cut, plan = Microbatches(8), ParallelPlan.mesh(dp=4, layers=8)
+    assert predict(alone, plan, "1f1b", cut)[0].makespan_ms == 2 * 8 * 3
+    assert predict(shared, plan, "1f1b", cut)[0].makespan_ms == 8 * 8 * 3 / 2
+    choice = search(shared, 4, cut)
+    assert (choice.best.candidate.replicas, choice.best.candidate.stages) == (2, 1)
