@@ -18,7 +18,7 @@ stage needs no schedule: 1F1B, which keeps one activation."""
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan with its schedule. `bound_ms`: no run of it can be faster; the compute of its busiest worker, or of all workers on
+    """One plan with its schedule. `bound_ms`: no run of it can be faster; the compute of its busiest worker, or of all on
     the processors they share."""
 
     replicas: int
