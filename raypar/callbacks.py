@@ -1,0 +1,402 @@
+"""What users hook into a run: callbacks, early stopping, and the trackers TensorBoard, Weights & Biases and MLflow.
+
+Callbacks are pickled, live in the driver and are called off its event loop: each hook once for every committed step, validation
+or checkpoint, in order, however the cluster behaves. A resumed run makes them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from raypar.errors import ConfigError, RayparError, UserCodeError
+
+if TYPE_CHECKING:
+    from raypar.config import Job
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Returned by `on_step` or `on_validation`: end the run after the step under way, with a checkpoint."""
+
+    reason: str
+
+
+Metrics = Mapping[str, float | int | str | bool | None]
+Answer = Stop | Metrics | None
+"""What `on_step` and `on_validation` may return; a mapping is metrics of your own, written with those of the step."""
+
+
+@dataclass(frozen=True)
+class StartInfo:
+    """`folder`: the run folder; `first`: number of the first step to come, from 1; larger in a resumed run."""
+
+    run: str
+    folder: str
+    first: int
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """A committed step, counted from 1. `count`: what the loss is averaged over (tokens, samples); `bubble`: a fraction.
+
+    `seconds`: wall time since the step before; `norm`: of the gradient before clipping; `metrics`: all of these and more.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    count: float
+    seconds: float
+    samples_per_s: float
+    count_per_s: float
+    bubble: float
+    skipped: bool = False
+    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class ValidationInfo:
+    """A validation pass after `step` steps."""
+
+    step: int
+    validation_loss: float
+    count: float
+    seconds: float
+    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint of `step` steps, whole and under its final name."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True)
+class EndInfo:
+    """How the run ended, after `step` steps, and why in words."""
+
+    end: Literal["done", "stopped", "interrupted", "failed"]
+    why: str
+    step: int
+
+
+@dataclass(frozen=True)
+class FailureInfo:
+    """What a failed run failed with."""
+
+    error: Exception
+    step: int
+
+
+class Callback:
+    """Override what you need. Hooks must be quick: the next step's metrics wait for them, though training does not."""
+
+    def on_start(self, info: StartInfo) -> None:
+        """Before the first step."""
+
+    def on_step(self, info: StepInfo) -> Answer:
+        """After every committed step."""
+
+    def on_validation(self, info: ValidationInfo) -> Answer:
+        """After every validation pass."""
+
+    def on_checkpoint(self, info: CheckpointInfo) -> None:
+        """After every checkpoint."""
+
+    def on_exception(self, info: FailureInfo) -> None:
+        """Before `on_end` of a run that failed."""
+
+    def on_end(self, info: EndInfo) -> None:
+        """Last of all, however the run ended."""
+
+
+_INFOS: dict[str, type[Any]] = {
+    "on_start": StartInfo,
+    "on_step": StepInfo,
+    "on_validation": ValidationInfo,
+    "on_checkpoint": CheckpointInfo,
+    "on_exception": FailureInfo,
+    "on_end": EndInfo,
+}
+Info = TypeVar("Info")
+
+
+def _info(kind: type[Info], facts: Mapping[str, Any]) -> Info:
+    """An info of the facts it has names for; `metrics` gets all of them."""
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{k: v for k, v in {**facts, "metrics": dict(facts)}.items() if k in names})
+
+
+class Callbacks:
+    """All callbacks of a run. Every one of them is called even if one before it raises."""
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self._callbacks = tuple(callbacks)
+
+    def call(self, hook: str, facts: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+        """Call one hook of each; returns the first reason to stop and the metrics they added.
+
+        Raises `UserCodeError` with the traceback of the first that raised, after all were called.
+        """
+        info = _info(_INFOS[hook], facts)
+        stop: str | None = None
+        metrics: dict[str, Any] = {}
+        failed: RayparError | None = None
+        for callback in self._callbacks:
+            name = f"{type(callback).__name__}.{hook}"
+            try:
+                answer = getattr(callback, hook)(info)
+                if isinstance(answer, Stop):
+                    stop = stop or f"{type(callback).__name__}: {answer.reason}"
+                elif isinstance(answer, Mapping):
+                    metrics.update(_own_metrics(answer, facts))
+                elif answer is not None:
+                    raise TypeError(f"returned a {type(answer).__name__}, neither Stop nor a dict of metrics nor None")
+            except RayparError as error:
+                failed = failed or error
+            except Exception as error:
+                text = f"callback {name} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+                failed = failed or UserCodeError(
+                    text, cure="mend the callback; `raypar resume` goes on from the last checkpoint"
+                )
+        if failed is not None:
+            raise failed
+        return stop, metrics
+
+
+def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    taken = sorted(set(answer) & set(facts))
+    if taken:
+        raise ValueError(f"metric {taken[0]!r} is one of the run's own: choose another name")
+    json.dumps(dict(answer))  # raises TypeError for what metrics.jsonl cannot hold
+    return dict(answer)
+
+
+@dataclass
+class EarlyStopping(Callback):
+    """Stop when `metric` has not fallen by more than `min_delta` below its best for `patience` validations in a row.
+
+    `metric`: of a validation (`validation_loss`), or of a step (`loss`), or one that a callback before this one added.
+    A resumed run goes on counting: what came before is read from its metrics.jsonl.
+    """
+
+    patience: int = 3
+    min_delta: float = 0.0
+    metric: str = "validation_loss"
+    best: float = math.inf
+    waited: int = 0
+
+    def on_start(self, info: StartInfo) -> None:
+        """Catch up with what the run did before."""
+        if info.first > 1:
+            from raypar.run_folder import RunFolder
+
+            folder = RunFolder(Path(info.folder))
+            for line in folder.read(folder.metrics):
+                if line["step"] < info.first:
+                    self._look(line)
+
+    def on_step(self, info: StepInfo) -> Answer:
+        """Judges metrics of steps."""
+        return self._look(info.metrics)
+
+    def on_validation(self, info: ValidationInfo) -> Answer:
+        """Judges metrics of validations."""
+        return self._look(info.metrics)
+
+    def _look(self, metrics: Mapping[str, Any]) -> Stop | None:
+        if self.metric not in metrics:
+            return None
+        value = float(metrics[self.metric])
+        if value < self.best - self.min_delta:
+            self.best, self.waited = value, 0
+            return None
+        self.waited += 1
+        if self.waited < self.patience:
+            return None
+        return Stop(f"{self.metric} {value:.4f} is not below its best {self.best:.4f} for the {self.waited}. time")
+
+
+# -- trackers ----------------------------------------------------------------------------------------------------------------
+
+
+class Tracker(Callback):
+    """Sends the numbers of every step and validation somewhere. Needs its package when it is made, on whatever machine."""
+
+    packages: ClassVar[Sequence[str]] = ()
+    """Any one of these will do."""
+
+    def __init__(self) -> None:
+        import importlib.util
+
+        if not any(importlib.util.find_spec(package) for package in self.packages):
+            raise ConfigError(
+                f"{type(self).__name__} needs the package {' or '.join(self.packages)}, which is not installed",
+                cure=f"pip install {self.packages[0]} (where the driver runs), or leave the tracker out",
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send numbers of one step."""
+        raise NotImplementedError
+
+    def on_step(self, info: StepInfo) -> None:
+        """Training metrics."""
+        self.log(info.step, _numbers(info.metrics))
+
+    def on_validation(self, info: ValidationInfo) -> None:
+        """Only the loss: seconds and count of a validation would mix with those of steps."""
+        self.log(info.step, {"validation_loss": info.validation_loss})
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {k: float(v) for k, v in metrics.items() if k != "step" and isinstance(v, (int, float))}
+
+
+class TensorBoard(Tracker):
+    """Event files in the run folder, under `tensorboard/` unless `log_dir` says otherwise."""
+
+    packages = ("tensorboardX",)
+
+    def __init__(self, log_dir: str | None = None) -> None:
+        super().__init__()
+        self.log_dir = log_dir
+        self._writer: Any = None
+
+    def on_start(self, info: StartInfo) -> None:
+        """Open the event file; steps that a resumed run does again replace the old ones."""
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(self.log_dir or str(Path(info.folder) / "tensorboard"), purge_step=info.first)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar a metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def on_end(self, info: EndInfo) -> None:
+        """Write out what is buffered."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB(Tracker):
+    """A Weights & Biases run of the run's name; `options` go to `wandb.init`. A resumed run goes on in the same one."""
+
+    packages = ("wandb",)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self._run: Any = None
+
+    def on_start(self, info: StartInfo) -> None:
+        """Start or go on."""
+        import wandb
+
+        note = Path(info.folder) / "wandb.id"
+        options = {"name": info.run, "dir": info.folder, "resume": "allow", **self.options}
+        if note.is_file():
+            options["id"] = note.read_text().strip()
+        self._run = wandb.init(**options)
+        note.write_text(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One call a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def on_end(self, info: EndInfo) -> None:
+        """Close the run; a failed one is marked as failed."""
+        if self._run is not None:
+            self._run.finish(exit_code=int(info.end == "failed"))
+
+
+class MLflow(Tracker):
+    """An MLflow run of the run's name. A resumed run goes on in the same one."""
+
+    packages = ("mlflow",)
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+        super().__init__()
+        self.tracking_uri, self.experiment = tracking_uri, experiment
+        self._active = False
+
+    def on_start(self, info: StartInfo) -> None:
+        """Start or go on."""
+        import mlflow
+
+        if self.tracking_uri is not None:
+            mlflow.set_tracking_uri(self.tracking_uri)
+        if self.experiment is not None:
+            mlflow.set_experiment(self.experiment)
+        note = Path(info.folder) / "mlflow.id"
+        if note.is_file():
+            run = mlflow.start_run(run_id=note.read_text().strip())
+        else:
+            run = mlflow.start_run(run_name=info.run)
+        note.write_text(run.info.run_id)
+        self._active = True
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One call a step."""
+        import mlflow
+
+        mlflow.log_metrics(dict(metrics), step=step)
+
+    def on_end(self, info: EndInfo) -> None:
+        """Close the run; a failed one is marked as failed."""
+        if self._active:
+            import mlflow
+
+            status = {"failed": "FAILED", "interrupted": "KILLED"}.get(info.end, "FINISHED")
+            mlflow.end_run(status=status)
+
+
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+# -- from a job file ---------------------------------------------------------------------------------------------------------
+
+
+def callbacks_of(job: Job) -> tuple[Callback, ...]:
+    """What a job file asks for: its callbacks first (they may add metrics), then early stopping, then trackers.
+
+    Raises `ConfigError` for functions that give no callback and trackers whose package is missing.
+    """
+    found: list[Callback] = []
+    for config in job.callbacks:
+        try:
+            made = config.to_ref().call()
+        except RayparError:
+            raise
+        except Exception as error:
+            raise UserCodeError(
+                f"callback {config.function} raised {type(error).__name__}: {error}\n{traceback.format_exc()}",
+                cure="call it by itself with its args",
+            ) from error
+        found.append(checked(made, config.function))
+    if job.early_stopping is not None:
+        found.append(EarlyStopping(job.early_stopping.patience, job.early_stopping.min_delta))
+    for tracker in job.trackers:
+        try:
+            found.append(TRACKERS[tracker.tracker](**tracker.args))
+        except TypeError as error:
+            raise ConfigError(f"tracker {tracker.tracker}: {error}", cure="correct its args") from error
+    return tuple(found)
+
+
+def checked(made: Any, name: str) -> Callback:
+    """Raises `ConfigError` unless it is a `Callback`."""
+    if not isinstance(made, Callback):
+        raise ConfigError(
+            f"callback {name} is a {type(made).__name__}, not a raypar.callbacks.Callback",
+            cure="derive your class from raypar.callbacks.Callback, and give an object of it",
+        )
+    return made

@@ -1,0 +1,78 @@
+"""`raypar export RUN --out FILE`: the whole model of a run as one file, `.safetensors` or `.pt` (a state_dict)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from raypar.errors import CheckpointError, ConfigError
+
+SUFFIXES = (".safetensors", ".pt")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar export`."""
+    parser.add_argument("run", help="a run's name under --run-dir, its path, or the path of one checkpoint")
+    parser.add_argument("--out", required=True, metavar="FILE", help="what to write: .safetensors, or .pt for torch.load")
+    parser.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
+    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the file and prints the weights hash of what is in it; exit code 0. A tied parameter has its first name."""
+    out = Path(args.out)
+    if out.suffix not in SUFFIXES or not out.parent.is_dir():
+        raise ConfigError(f"cannot write --out {args.out}", cure=f"name a {' or '.join(SUFFIXES)} file in a folder that exists")
+    path = _checkpoint(args.run, args.run_dir, args.step)
+    from raypar.worker.checkpoint import Parameters, load_manifest
+    from raypar.worker.numerics import weights_hash
+
+    tensors = dict(Parameters(path))
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        if out.suffix == ".pt":
+            import torch
+
+            torch.save(tensors, aside)
+        else:
+            from safetensors.torch import save_file
+
+            save_file(tensors, aside, metadata={"format": "pt"})
+        os.replace(aside, out)
+    except Exception as error:
+        # torch and safetensors tell of a full disk in classes of their own.
+        raise CheckpointError(f"cannot write {out}: {error}", cure="choose another --out, or free space") from error
+    finally:
+        aside.unlink(missing_ok=True)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    steps = load_manifest(path).steps_done
+    print(f"{len(tensors)} parameters, {count:,} numbers, after {steps} steps, in {out} ({out.stat().st_size / 2**20:.1f} MiB)")
+    print(f"weights sha256 {weights_hash(tensors)}", flush=True)
+    return 0
+
+
+def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
+    """The checkpoint folder meant; what had to be skipped is said on stderr. Raises `CheckpointError`."""
+    from raypar.run_folder import RunFolder
+    from raypar.worker.checkpoint import MANIFEST, usable, verify
+
+    if (Path(run) / MANIFEST).is_file():
+        return verify(Path(run)).path
+    folder = RunFolder.find(run, run_dir)
+    if step is not None:
+        there = sorted(p.name for p in folder.checkpoints.glob("step_*"))
+        path = folder.checkpoints / f"step_{step:08d}"
+        if not path.is_dir():
+            raise CheckpointError(f"run {folder.name} has no checkpoint after {step} steps", cure=f"it has: {', '.join(there)}")
+        return verify(path).path
+    found, skipped = usable(folder.checkpoints)
+    for line in skipped:
+        print(f"warning: {line}", file=sys.stderr)
+    if found is None:
+        raise CheckpointError(
+            f"run {folder.name} has no checkpoint that is whole",
+            cure="train it with checkpoint.at_end, or set checkpoint.every",
+        )
+    return found
