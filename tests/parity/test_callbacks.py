@@ -1,0 +1,166 @@
+"""Callbacks are called as one: every one of them, once, and what they answer comes back whole."""
+
+import importlib.machinery
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+from raypar.callbacks import Callback, Callbacks, EarlyStopping, MLflow, Stop, TensorBoard, WandB, callbacks_of
+from raypar.config import parse_job
+from raypar.errors import ConfigError, UserCodeError
+
+START = {"run": "r", "first": 1}
+END = {"end": "done", "why": "", "step": 3}
+JOB = "name: j, steps: 1, batch_size: 1, microbatches: 1, model: 'm:f', loss: 'm:f', data: 'm:f', optimizer: 'm:f'"
+
+
+def step(number: int, loss: float = 1.0, **more: Any) -> dict[str, Any]:
+    speed = {"seconds": 0.5, "samples_per_s": 8.0, "count_per_s": 8.0, "bubble": 0.1, "peak_rss_bytes": [1, 2]}
+    return {"step": number, "loss": loss, "norm": 2.0, "count": 4.0, **speed, **more}
+
+
+def validation(number: int, loss: float) -> dict[str, Any]:
+    return {"step": number, "validation_loss": loss, "count": 4.0, "seconds": 0.1}
+
+
+class Said(Callback):
+    """Writes down what it was called with, and answers what it was told to."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.heard: list[Any] = []
+        self.answer = answer
+
+    def on_step(self, info):
+        self.heard.append(info)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_the_first_stop_and_all_added_metrics_come_back():
+    all_of_them = Callbacks([Said({"perplexity": 2.7}), Said(Stop("enough")), Said(Stop("too")), Said({"more": 1})])
+    assert all_of_them.call("on_step", step(7)) == ("Said: enough", {"perplexity": 2.7, "more": 1})
+
+
+def test_infos_are_frozen_and_hold_what_the_step_was():
+    said = Said()
+    Callbacks([said]).call("on_step", step(7, skipped=True))
+    info = said.heard[0]
+    assert (info.step, info.loss, info.skipped, info.metrics["peak_rss_bytes"]) == (7, 1.0, True, [1, 2])
+    with pytest.raises(AttributeError):
+        info.loss = 0.0
+
+
+def test_a_callback_that_raises_keeps_no_other_from_its_call():
+    before, after = Said(ValueError("mistake of the user")), Said()
+    with pytest.raises(UserCodeError, match=r"(?s)Said\.on_step raised ValueError: mistake of the user.*Traceback") as error:
+        Callbacks([before, after]).call("on_step", step(7))
+    assert len(after.heard) == 1 and "resume" in error.value.cure
+
+
+@pytest.mark.parametrize("answer", [{"loss": 0.0}, {"tensor": object()}, "stop"])
+def test_answers_that_cannot_be_written_down_are_refused(answer: Any):
+    with pytest.raises(UserCodeError, match=r"Said\.on_step"):
+        Callbacks([Said(answer)]).call("on_step", step(7))
+
+
+def test_early_stopping_waits_for_patience_validations_without_progress():
+    early = Callbacks([EarlyStopping(patience=2, min_delta=0.1)])
+    stops = [early.call("on_validation", validation(i, loss))[0] for i, loss in enumerate([3.0, 2.0, 1.95, 1.8, 1.75, 1.79])]
+    assert [stop is not None for stop in stops] == [False, False, False, False, False, True]
+    assert "best 1.8000" in stops[-1]
+
+
+def test_early_stopping_takes_a_nan_for_no_progress():
+    early = Callbacks([EarlyStopping(patience=1, metric="loss")])
+    assert early.call("on_step", step(1, math.nan))[0] is not None
+
+
+def test_early_stopping_of_a_resumed_run_goes_on_counting(tmp_path: Path):
+    lines = [validation(10, 2.0), step(11), validation(20, 2.5), validation(30, 1.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    early = Callbacks([EarlyStopping(patience=2)])
+    early.call("on_start", {"run": "r", "folder": str(tmp_path), "first": 21})
+    assert early.call("on_validation", validation(30, 2.1))[0] is not None
+
+
+def test_tensorboard_files_hold_the_numbers_and_the_tracker_travels(tmp_path: Path):
+    tracker = Callbacks([cloudpickle.loads(cloudpickle.dumps(TensorBoard()))])
+    tracker.call("on_start", {**START, "folder": str(tmp_path)})
+    tracker.call("on_step", step(1, 2.5))
+    tracker.call("on_validation", validation(1, 1.5))
+    tracker.call("on_end", END)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert all(name in events.read_bytes() for name in (b"loss", b"validation_loss", b"samples_per_s"))
+
+
+@pytest.mark.parametrize("tracker", [WandB, MLflow])
+def test_a_tracker_that_is_not_installed_says_how_to_install_it(tracker: Any):
+    with pytest.raises(ConfigError, match="which is not installed") as error:
+        tracker()
+    assert f"pip install {tracker.packages[0]}" in error.value.cure
+
+
+class FakeWandB(types.ModuleType):
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.ended: list[int] = []
+
+    def init(self, **options: Any) -> Any:
+        self.inits.append(options)
+        return types.SimpleNamespace(
+            id="abc",
+            log=lambda metrics, step: self.logged.append((step, metrics)),
+            finish=lambda exit_code: self.ended.append(exit_code),
+        )
+
+
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for first in (1, 2):
+        tracker = Callbacks([WandB(project="p")])
+        tracker.call("on_start", {"run": "r", "folder": str(tmp_path), "first": first})
+        tracker.call("on_step", step(first))
+        tracker.call("on_end", {**END, "end": "failed"})
+    assert [options.get("id") for options in fake.inits] == [None, "abc"]
+    assert fake.inits[0]["project"] == "p" and fake.inits[0]["name"] == "r"
+    assert [number for number, _ in fake.logged] == [1, 2] and fake.ended == [1, 1]
+
+
+def quiet(patience: int = 1) -> Callback:
+    return EarlyStopping(patience)
+
+
+def test_a_job_file_asks_for_callbacks_first_then_trackers():
+    found = callbacks_of(job(f"callbacks: [{{function: '{__name__}:quiet', args: {{patience: 5}}}}], trackers: [tensorboard]"))
+    assert [type(callback) for callback in found] == [EarlyStopping, TensorBoard]
+    assert found[0].patience == 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("callbacks: ['os:getcwd']", "is a str, not a"),
+        ("callbacks: ['os:getenv']", "raised TypeError"),
+        ("trackers: [{tracker: tensorboard, args: {colour: red}}]", "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_what_is_no_callback_is_refused(asked: str, said: str):
+    with pytest.raises((ConfigError, UserCodeError), match=said):
+        callbacks_of(job(asked))
+
+
+def job(more: str) -> Any:
+    return parse_job(f"{{{JOB}, {more}}}")
