@@ -73,8 +73,6 @@ class RunFolder:
                     (path / "checkpoints").mkdir()
                     return RunFolder(path)
                 except FileExistsError:
-                    if root.is_file():
-                        raise
                     number += 1
         except OSError as error:
             raise ConfigError(

@@ -1,0 +1,216 @@
+"""Job files: what is wrong is said before anything starts, with the nearest right key; what is right means one thing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raypar.config import load_job, parse_job
+from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
+from raypar.run_folder import RunFolder
+from raypar.worker.spec import Ref
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "jobs" / "quickstart.yaml"
+SMALL = """
+name: small
+steps: 3
+batch_size: 8
+microbatches: 4
+model: m:layers
+loss: m:loss
+data: m:text
+optimizer: {function: "torch.optim:SGD", args: {lr: 3e-4}}
+"""
+
+
+def test_the_quickstart_is_a_job():
+    job = load_job(QUICKSTART)
+    spec = job.to_spec()
+    assert (spec.seed, spec.steps, spec.batch_size, spec.microbatches, spec.cut.blocks) == (1337, 200, 32, 8, 4)
+    assert spec.optimizer.optimizer == Ref(
+        "torch.optim:AdamW", {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True}
+    )
+    assert spec.validation is not None and (spec.validation.every, spec.validation.samples) == (50, 128)
+    assert spec.lr_schedule == Ref("examples.gpt:cosine", {"warmup": 20, "total": 200}) and spec.clip_norm == 1.0
+    assert (job.schedule_name, job.workers, job.plan_is_auto, job.checkpoint.keep) == ("1f1b", 4, False, 2)
+    plan = job.to_plan(layers=6)
+    assert plan.world == 4 and [(s.first, s.last, s.replicas) for s in plan.stages] == [(0, 3, 2), (3, 6, 2)]
+
+
+@pytest.mark.parametrize("text", [QUICKSTART.read_text(), SMALL], ids=["quickstart", "small"])
+def test_a_job_written_out_loads_to_the_same_job(text: str):
+    job = parse_job(text)
+    assert parse_job(job.to_yaml()) == job
+    assert yaml.safe_load(job.to_yaml())["data"]["function"] == job.data.function
+
+
+def test_short_forms_defaults_and_numbers_with_an_exponent():
+    job = parse_job(SMALL)
+    spec = job.to_spec()
+    assert spec.model == Ref("m:layers") and spec.optimizer.optimizer.args == {"lr": 3e-4}
+    assert (job.run_dir, job.workers, job.schedule_name, job.checkpoint.at_end) == ("runs/", 1, "1f1b", True)
+    assert (spec.dtype, spec.reduction, spec.threads, spec.non_finite, spec.cut.blocks) == (
+        "float32",
+        "canonical",
+        1,
+        "stop",
+        4,
+    )
+
+
+def test_the_name_of_a_job_is_by_default_that_of_its_file(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL.replace("name: small", ""))
+    assert load_job(path).name == "mine"
+    assert load_job(path, ["name=other"]).name == "other"
+
+
+OVERRIDES = {
+    "plan.stages=4": lambda job: job.plan.stages == 4 and job.schedule_name == "1f1b",
+    "plan=auto": lambda job: job.plan_is_auto and job.plan == "auto" and job.workers >= 1,
+    "plan={replicas: [2, 1, 3], stages: 3}": lambda job: job.workers == 6 and job.to_plan(3).world == 6,
+    "model.args.width=64": lambda job: job.model.function == "m:layers" and job.model.args == {"width": 64},
+    "validation.function=m:text": lambda job: job.validation.function == "m:text",
+    "optimizer.args.lr=1e-2": lambda job: job.optimizer.args["lr"] == 0.01,
+    "optimizer.groups=[{match: '*.bias', weight_decay: 0}]": lambda job: (
+        job.to_spec().optimizer.groups == (("*.bias", {"weight_decay": 0}),)
+    ),
+    "clip_norm=1": lambda job: job.clip_norm == 1.0,
+    "lr_schedule=m:cosine": lambda job: job.to_spec().lr_schedule == Ref("m:cosine"),
+    "data={function: 'm:text', names: [a, b], input: a, target: b, processes: 2}": lambda job: (
+        (
+            job.to_spec().data.names,
+            job.to_spec().data.processes,
+        )
+        == (("a", "b"), 2)
+    ),
+    "plan={stages: 2, cuts: [4], schedule: gpipe}": lambda job: [s.last for s in job.to_plan(6).stages] == [4, 6],
+    "trackers=[tensorboard]": lambda job: job.trackers[0].tracker == "tensorboard",
+    "callbacks=['m:Log']": lambda job: job.callbacks[0].to_ref() == Ref("m:Log"),
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_overrides(override: str):
+    assert OVERRIDES[override](parse_job(SMALL, [override]))
+
+
+def test_overrides_apply_in_order_and_reach_into_lists():
+    job = parse_job(SMALL, ["plan=auto", "plan.stages=2", "optimizer.groups=[{match: a, lr: 1}]", "optimizer.groups.0.lr=2"])
+    assert job.plan.stages == 2 and job.optimizer.groups[0]["lr"] == 2
+
+
+BAD = {
+    "plan.stagse=2": (ConfigError, "unknown key plan.stagse: did you mean plan.stages?"),
+    "microbatchs=2": (ConfigError, "unknown key microbatchs: did you mean microbatches?"),
+    "stages=2": (ConfigError, "unknown key stages: did you mean plan.stages?"),
+    "validation.evry=2": (ConfigError, "did you mean validation.every?"),
+    "xyzzy=1": (ConfigError, "unknown key xyzzy"),
+    "steps=many": (ConfigError, "steps: expected a valid integer, got 'many' (str)"),
+    "steps=true": (ConfigError, "steps: expected a valid integer, got True (bool)"),
+    "steps='3'": (ConfigError, "steps: expected a valid integer, got '3' (str)"),
+    "batch_size=0": (ConfigError, "batch_size: expected greater than 0, got 0 (int)"),
+    "clip_norm=-1": (ConfigError, "clip_norm: expected greater than 0"),
+    "plan.replicas=0": (ConfigError, "plan.replicas: expected a number >= 1, or a list with one per stage, got 0 (int)"),
+    "plan=fast": (ConfigError, "plan: expected auto, or keys and values (stages, replicas"),
+    "plan=3": (ConfigError, "plan: expected keys and values (stages, replicas"),
+    "data=3": (ConfigError, "data: expected keys and values (function, args"),
+    "model=layers": (ConfigError, "model.function: expected module:name"),
+    "model.args=3": (ConfigError, "model.args: expected keys and values, got 3 (int)"),
+    "optimizer.groups=[{lr: 1}]": (ConfigError, "every group needs a match"),
+    "dtype=float16": (ConfigError, "dtype: expected 'float32' or 'float64', got 'float16' (str)"),
+    "name=../up": (ConfigError, "name: expected letters, digits"),
+    "trackers=[tensorbord]": (ConfigError, "trackers.0.tracker: expected 'tensorboard', 'wandb' or 'mlflow'"),
+    "steps": (ConfigError, "override 'steps' is not key=value"),
+    "steps.more=1": (ConfigError, "steps is 3 and has no keys"),
+    "steps=[": (ConfigError, "not valid YAML"),
+    "plan.schedule_file=none.csv": (ConfigError, "plan.schedule_file none.csv does not exist"),
+    "early_stopping={patience: 2}": (ConfigError, "early_stopping needs validation losses"),
+    "elastic={min_workers: 2}": (ConfigError, "elastic jobs are not available yet"),
+    "microbatches=9": (PlanError, "9 microbatches cannot be cut from a batch of 8 samples"),
+    "plan.shards=2": (PlanError, "tensor parallelism is not available yet"),
+    "plan.replicas=[1, 2]": (PlanError, "plan.replicas has 2 entries for 1 stages"),
+    "plan.cuts=[1, 2]": (PlanError, "plan.cuts has 2 cuts for 1 stages"),
+    "plan.schedule=1f1c": (ScheduleError, "unknown schedule '1f1c'"),
+    "plan={schedule: 1f1b, chunks: 3}": (ScheduleError, "not 3"),
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_input_is_one_message_with_its_cure(override: str):
+    kind, text = BAD[override]
+    with pytest.raises(RayparError) as found:
+        parse_job(SMALL, [override])
+    assert type(found.value) is kind and text in found.value.what and found.value.cure
+    assert isinstance(found.value, InputError) and found.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "holds a NoneType, not keys and values"),
+        ("- a", "holds a list, not keys and values"),
+        ("a: [1", "line 1, column 6: not valid YAML"),
+        ("steps: 1\nsteps: 2", "key 'steps' is given twice"),
+        ("name: x\nsteps: 3", "batch_size is missing; microbatches is missing; model is missing"),
+    ],
+)
+def test_a_text_that_is_no_job(text: str, said: str):
+    with pytest.raises(ConfigError) as found:
+        parse_job(text)
+    assert said in found.value.what
+
+
+def test_a_missing_job_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot read job file .*: No such file"):
+        load_job(tmp_path / "none.yaml")
+
+
+def test_too_few_layers_for_the_stages():
+    with pytest.raises(PlanError, match="3 layers cannot fill 4 stages"):
+        parse_job(SMALL, ["plan.stages=4"]).to_plan(layers=3)
+
+
+def test_an_automatic_plan_is_not_there_before_the_planner_has_run():
+    job = parse_job(SMALL, ["plan=auto"])
+    with pytest.raises(PlanError, match="plan is auto"):
+        job.to_plan(4)
+
+
+def test_reading_a_job_loads_neither_torch_nor_ray():
+    code = (
+        "import sys; from raypar.config import load_job; import raypar.run_folder; "
+        f"load_job({str(QUICKSTART)!r}).to_plan(6); print(*sorted({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    assert found.stdout.strip() == ""
+
+
+def test_run_folders_never_share_a_name_and_are_found_by_name_or_path(tmp_path: Path):
+    folders = [RunFolder.create(tmp_path, "quick") for _ in range(3)]
+    assert [f.name for f in folders] == ["quick", "quick-2", "quick-3"]
+    for folder in folders:
+        folder.job.write_text(SMALL)
+    assert RunFolder.find("quick-2", tmp_path) == RunFolder.find(folders[1].path) == folders[1]
+    with pytest.raises(ConfigError, match="no run 'quik'") as found:
+        RunFolder.find("quik", tmp_path)
+    assert "did you mean quick" in found.value.cure
+
+
+def test_lines_of_a_run_survive_a_last_one_cut_off(tmp_path: Path):
+    folder = RunFolder.create(tmp_path, "run")
+    assert list(folder.read(folder.metrics)) == []
+    for step in (1, 2):
+        folder.append(folder.metrics, {"step": step, "loss": 0.5})
+    with open(folder.metrics, "a") as file:
+        file.write('{"step": 3, "lo')
+    assert [line["step"] for line in folder.read(folder.metrics)] == [1, 2]
+
+
+def test_a_run_dir_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make a run folder"):
+        RunFolder.create(tmp_path / "file", "run")
