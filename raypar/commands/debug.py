@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bdb
 import sys
 
 from raypar.errors import ConfigError
@@ -24,11 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the first steps of a job under `LocalJob`; exit code 0."""
     from raypar.config import load_job
+    from raypar.launch import make_importable
     from raypar.worker.assignment import make_graph
     from raypar.worker.local_run import LocalJob
 
     place = _place(args.stop_at)
     job = load_job(args.job, args.overrides)
+    make_importable(job.source_dir)
     spec = job.to_spec()
     graph = make_graph(spec)
     plan = job.to_plan(len(graph.layers))
@@ -42,7 +45,11 @@ def run(args: argparse.Namespace) -> int:
 
     with LocalJob(spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before=before) as local:
         for step in range(min(args.steps, spec.steps)):
-            report = local.step(step)[0]
+            try:
+                report = local.step(step)[0]
+            except bdb.BdbQuit:
+                print(f"left the debugger in step {step}", file=sys.stderr)
+                return 130
             print(f"step {step}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}", flush=True)
     return 0
 
