@@ -1,0 +1,244 @@
+"""Data by sample id: the same bits wherever and whenever a microbatch is read, and one clear error for what is wrong."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from helpers import data_cases
+from helpers.data_cases import Noisy, Of
+
+from raypar.errors import ConfigError, DataError, UserCodeError
+from raypar.plan.microbatches import Microbatches
+from raypar.plan.seeds import seed_of
+from raypar.worker.data import Loader, SampleOrder, make_dataset
+from raypar.worker.spec import DataSpec, Ref
+
+ALL = ("x", "noise", "draw", "id")
+CUT = Microbatches(3, 0, 7)
+
+
+def loader(dataset: Any, *, fields: tuple[str, ...] = ALL, cut: Microbatches = CUT, seed: int = 4, **spec: Any) -> Loader:
+    options = {key: spec.pop(key) for key in ("readers", "timeout_s") if key in spec}
+    order = SampleOrder(seed, len(dataset))
+    described = DataSpec(spec.pop("ref", Ref(type(dataset))), **spec)
+    return Loader(dataset, described, order, cut, seed=seed, fields=fields, **options)
+
+
+def expected(step: int, microbatch: int, size: int = 13, seed: int = 4) -> dict[str, torch.Tensor]:
+    """Rule 1 of the contract, read again."""
+    rows = []
+    for position in range(step * 7 + microbatch * 7 // 3, step * 7 + (microbatch + 1) * 7 // 3):
+        epoch, entry = divmod(position, size)
+        index = torch.randperm(size, generator=torch.Generator().manual_seed(seed_of(seed, "epoch", epoch)))[entry].item()
+        here = seed_of(seed, "sample", epoch, index) % 2**32
+        random.seed(here)
+        numpy.random.seed(here)
+        torch.manual_seed(here)
+        rows.append(Noisy(size)[index])
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in ALL}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 13])
+def test_every_epoch_has_every_sample_once_in_an_order_of_its_own(size: int):
+    order = SampleOrder(3, size)
+    stream = order.ids(0, 5 * size)
+    assert Counter(stream) == {(epoch, index): 1 for epoch in range(5) for index in range(size)}
+    assert [place for start in range(0, 5 * size, 3) for place in order.ids(start, min(start + 3, 5 * size))] == stream
+    assert order.ids(7, 7) == [] and SampleOrder(3, size).ids(3 * size, 3 * size + 1) == stream[3 * size : 3 * size + 1]
+    assert SampleOrder(3, size, shuffle=False).ids(size - 1, size + 1) == [(0, size - 1), (1, 0)]
+
+
+def test_a_step_may_reach_over_many_epochs():
+    assert len(SampleOrder(3, 2).ids(1, 12)) == 11
+
+
+def test_samples_are_those_of_the_contract_in_any_order_of_asking():
+    read = loader(Noisy())
+    asked = [(0, 0), (0, 1), (0, 2), (1, 0), (5, 2), (0, 1), (1, 2)]
+    assert all(same(read.get(*place), expected(*place)) for place in asked)
+
+
+def test_data_processes_give_the_same_bits_and_end_with_the_loader():
+    read = loader(Noisy(), ref=Ref("helpers.data_cases:Noisy"), processes=2)
+    for step in (0, 1, 2):
+        read.prefetch(step, (0, 2))
+    assert all(same(read.get(*place), expected(*place)) for place in [(0, 0), (0, 2), (0, 1), (1, 0), (1, 2), (2, 0), (0, 0)])
+    assert read._pool is not None
+    processes = list(read._pool._processes)
+    assert all(alive(pid) for pid in processes)
+    read.close()
+    read.close()
+    assert all_end(processes, within_s=5)
+
+
+def test_batches_are_fresh_and_only_the_fields_asked_for():
+    read = loader(Noisy(), fields=("id",))
+    first = read.get(0, 0)
+    first["id"].zero_()
+    assert list(first) == ["id"] and torch.equal(read.get(0, 0)["id"], expected(0, 0)["id"])
+
+
+def test_a_microbatch_with_two_readers_is_read_once_and_then_let_go():
+    seen: Counter[int] = Counter()
+
+    class Counted(Noisy):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            seen[index] += 1
+            return super().__getitem__(index)
+
+    read = loader(Counted(), readers=2, cut=Microbatches(1, 0, 13))
+    assert same(read.get(0, 0), read.get(0, 0)) and set(seen.values()) == {1}
+    assert not read._kept
+    read.get(0, 0)
+    read.get(1, 0)
+    assert list(read._kept) == [(1, 0)]
+
+
+def test_tuples_get_names_and_numbers_become_tensors():
+    pairs = Of([(float(i), i, [i, i]) for i in range(7)])
+    batch = loader(pairs, fields=("x", "y", "z")).get(0, 0)
+    assert [(b.dtype, tuple(b.shape)) for b in batch.values()] == [
+        (torch.float32, (2,)),
+        (torch.int64, (2,)),
+        (torch.int64, (2, 2)),
+    ]
+    assert list(loader(pairs, fields=("b", "c"), names=("a", "b", "c")).get(0, 0)) == ["b", "c"]
+    assert loader(Of([3.0] * 7), fields=("x",)).get(0, 0)["x"].tolist() == [3.0, 3.0]
+
+
+def test_a_data_set_that_promises_to_draw_nothing_is_not_seeded():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    loader(data_cases.Calm(), fields=("x",)).get(0, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def wrong_shape(odd: Any, at: int = 4) -> Of:
+    return Of([{"x": odd if i == at else torch.zeros(2)} for i in range(7)])
+
+
+WHOLE = Microbatches(1, 0, 7)
+BAD = {
+    "no such field": (lambda: loader(Of([(1, 2)] * 7), fields=("z",)), "has no field 'z', only x, y"),
+    "a dict without the field": (lambda: loader(Of([{"a": 1}] * 7), fields=("x",)), "has no field 'x', only a"),
+    "more values than names": (lambda: loader(Of([(1, 2, 3, 4)] * 7), fields=("x",)), "4 fields, but names for 3: x, y, z"),
+    "another shape": (
+        lambda: loader(wrong_shape(torch.zeros(3)), fields=("x",), cut=WHOLE),
+        r"sample 4 \(epoch 0\), field 'x': expected shape \(2,\) torch.float32 as in sample \d of .* found shape \(3,\)",
+    ),
+    "another dtype": (lambda: loader(wrong_shape(torch.zeros(2).long()), fields=("x",), cut=WHOLE), "torch.int64"),
+    "text": (lambda: loader(Noisy(), fields=("text",)), "field 'text': a str cannot be made a tensor"),
+    "empty": (lambda: Loader(Of([]), DataSpec(Ref(Of)), SampleOrder(1, 1), CUT, seed=1, fields=("x",)), "is empty"),
+    "an iterable one": (lambda: make_dataset(DataSpec(Ref(data_cases.Stream))), "cannot be read by sample id"),
+    "no samples": (lambda: SampleOrder(1, 0), "a data set of 0 samples"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_with_data_is_said(case: str):
+    make, said = BAD[case]
+    with pytest.raises(DataError, match=said) as found:
+        made = make()
+        made.get(0, 0)
+    assert found.value.cure
+
+
+def test_a_data_set_that_raises_is_reported_with_sample_epoch_and_traceback():
+    read = loader(data_cases.Raises(), cut=Microbatches(1, 0, 13))
+    with pytest.raises(UserCodeError, match=r"sample 5 \(epoch 1\)") as found:
+        read.get(1, 0)
+    assert "no such picture" in found.value.what and "data_cases.py" in found.value.what
+
+
+def test_a_factory_that_raises_or_is_not_there():
+    with pytest.raises(UserCodeError, match="broken_factory raised RuntimeError: no data here"):
+        make_dataset(DataSpec(Ref("helpers.data_cases:broken_factory")))
+    with pytest.raises(ConfigError, match=r"cannot import 'helpers.data_cases:none'"):
+        make_dataset(DataSpec(Ref("helpers.data_cases:none")))
+
+
+@pytest.mark.parametrize(
+    "name, kind, said",
+    [
+        (
+            "Raises",
+            UserCodeError,
+            r"step 0, microbatch 0 \(samples [\d, ]+\.\.\. 13 in all\): sample 5 \(epoch 0\).*no such picture",
+        ),
+        ("Slow", UserCodeError, r"did not give step 0, microbatch 0 \(samples .* within 0.5 s, read by 1 processes"),
+        ("Dies", UserCodeError, "a data process died while it read step 0, microbatch 0"),
+    ],
+)
+def test_failures_in_data_processes_name_step_microbatch_and_samples(name: str, kind: type[Exception], said: str):
+    read = loader(
+        getattr(data_cases, name)(),
+        ref=Ref(f"helpers.data_cases:{name}"),
+        cut=Microbatches(1, 0, 13),
+        processes=1,
+        timeout_s=0.5 if name == "Slow" else 60,
+    )
+    try:
+        with pytest.raises(kind) as found:
+            read.get(0, 0)
+        assert re.search(said, str(found.value), re.DOTALL)
+    finally:
+        read.close()
+
+
+PARENT = """
+import sys, time
+from helpers.data_cases import Leaves
+from raypar.plan.microbatches import Microbatches
+from raypar.worker.data import Loader, SampleOrder
+from raypar.worker.spec import DataSpec, Ref
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    spec = DataSpec(Ref("helpers.data_cases:Leaves", {"folder": folder}), processes=1)
+    Loader(Leaves(folder), spec, SampleOrder(1, 13), Microbatches(1, 0, 4), seed=1, fields=("x",)).get(0, 0)
+    print("read", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_data_processes_end_when_their_worker_is_killed(tmp_path: Path):
+    script, pids = tmp_path / "parent.py", tmp_path / "pids"
+    script.write_text(PARENT)
+    pids.mkdir()
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+    with subprocess.Popen(
+        [sys.executable, str(script), str(pids)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    ) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"read\n"
+        parent.send_signal(signal.SIGKILL)
+    children = [int(p.name) for p in pids.iterdir()]
+    assert children
+    assert all_end(children, within_s=5)
+
+
+def all_end(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline and any(alive(pid) for pid in pids):
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    """A zombie that nobody reaps counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
