@@ -220,7 +220,10 @@ def test_data_processes_end_when_their_worker_is_killed(tmp_path: Path):
     pids.mkdir()
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     with subprocess.Popen(
-        [sys.executable, str(script), str(pids)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, str(script), str(pids)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
     ) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == b"read\n"
         parent.send_signal(signal.SIGKILL)

@@ -1,0 +1,83 @@
+"""`raypar export`: the whole model as one file, from the last checkpoint that is whole."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from raypar.cli import main
+from raypar.run_folder import RunFolder
+from raypar.worker import checkpoint
+from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.numerics import weights_hash
+
+
+def weights(done: int) -> dict[str, torch.Tensor]:
+    return {"b": torch.full((3,), float(done)), "a.w": torch.arange(6.0).view(2, 3) + done}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run with checkpoints after 5 and 10 steps, two files each."""
+    folder = RunFolder.create(tmp_path, "mine")
+    folder.job.write_text("name: mine\n")
+    for done in (5, 10):
+        aside = checkpoint.begin(folder.checkpoints, done)
+        records = [
+            checkpoint.write_shard(aside, f"{i}.safetensors", {(name, PARAMETER): w, (name, "exp_avg"): w + 1})
+            for i, (name, w) in enumerate(weights(done).items())
+        ]
+        checkpoint.commit(aside, records, steps_done=done, contract={})
+    return folder
+
+
+def test_one_file_holds_all_parameters_and_nothing_else(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for suffix, read in ((".safetensors", load_file), (".pt", torch.load)):
+        out = tmp_path / f"model{suffix}"
+        assert main(["export", "mine", "--run-dir", str(tmp_path), "--out", str(out)]) == 0
+        found = read(out)
+        assert set(found) == {"a.w", "b"} and all(torch.equal(found[k], v) for k, v in weights(10).items())
+        assert capsys.readouterr().out.splitlines()[-1] == f"weights sha256 {weights_hash(weights(10))}"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("run_is", ["a path", "a checkpoint", "a name with a step"])
+def test_a_run_may_be_a_path_and_a_checkpoint_may_be_chosen(run_is: str, run: RunFolder, tmp_path: Path):
+    out = tmp_path / "model.safetensors"
+    arguments = {
+        "a path": [str(run.path), "--step", "5"],
+        "a checkpoint": [str(run.checkpoints / "step_00000005")],
+        "a name with a step": ["mine", "--run-dir", str(tmp_path), "--step", "5"],
+    }[run_is]
+    assert main(["export", *arguments, "--out", str(out)]) == 0
+    assert torch.equal(load_file(out)["b"], weights(5)["b"])
+
+
+def test_a_damaged_checkpoint_is_skipped_and_that_is_said(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (run.checkpoints / "step_00000010" / "1.safetensors").unlink()
+    assert main(["export", str(run.path), "--out", str(tmp_path / "m.pt")]) == 0
+    said = capsys.readouterr()
+    assert "warning: skipped step_00000010" in said.err and "after 5 steps" in said.out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["mine", "--out", "model.txt"], "name a .safetensors or .pt file"),
+        (["mine", "--out", "nowhere/model.pt"], "in a folder that exists"),
+        (["yours", "--out", "model.pt"], "no run 'yours'"),
+        (["mine", "--step", "7", "--out", "model.pt"], "it has: step_00000005, step_00000010"),
+    ],
+)
+def test_bad_arguments_exit_with_2(
+    arguments: list[str],
+    said: str,
+    run: RunFolder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *arguments, "--run-dir", "."]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.glob("*.pt"))
