@@ -21,35 +21,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the file and prints the weights hash of what is in it; exit code 0. A tied parameter has its first name."""
+    """Writes the file and prints the weights hash of what is in it; exit code 0.
+
+    Parameters and persistent buffers, so that `load_state_dict` takes a .pt as it is. A tied parameter has all names in a .pt;
+    in a .safetensors, which holds a tensor once, it has its first name, and the metadata lead from the others to it.
+    """
     out = Path(args.out)
     if out.suffix not in SUFFIXES or not out.parent.is_dir():
         raise ConfigError(f"cannot write --out {args.out}", cure=f"name a {' or '.join(SUFFIXES)} file in a folder that exists")
     path = _checkpoint(args.run, args.run_dir, args.step)
-    from raypar.worker.checkpoint import Parameters, load_manifest
-    from raypar.worker.numerics import weights_hash
+    from raypar.worker.checkpoint import BUFFER, PARAMETER, Parameters, hash_of, load_manifest, write_safetensors
 
-    tensors = dict(Parameters(path))
+    ties, tensors = load_manifest(path).ties, Parameters(path, kinds=(PARAMETER, BUFFER))
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         if out.suffix == ".pt":
             import torch
 
-            torch.save(tensors, aside)
+            whole = dict(tensors)
+            torch.save(whole | {name: whole[first] for name, first in ties.items()}, aside)
         else:
-            from safetensors.torch import save_file
-
-            save_file(tensors, aside, metadata={"format": "pt"})
+            write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
         os.replace(aside, out)
+    except CheckpointError:
+        raise
     except Exception as error:
-        # torch and safetensors tell of a full disk in classes of their own.
+        # torch tells of a full disk in classes of its own.
         raise CheckpointError(f"cannot write {out}: {error}", cure="choose another --out, or free space") from error
     finally:
         aside.unlink(missing_ok=True)
-    count = sum(tensor.numel() for tensor in tensors.values())
-    steps = load_manifest(path).steps_done
-    print(f"{len(tensors)} parameters, {count:,} numbers, after {steps} steps, in {out} ({out.stat().st_size / 2**20:.1f} MiB)")
-    print(f"weights sha256 {weights_hash(tensors)}", flush=True)
+    steps, size = load_manifest(path).steps_done, out.stat().st_size / 2**20
+    print(f"{len(tensors)} tensors after {steps} steps in {out} ({size:.1f} MiB)")
+    print(f"weights sha256 {hash_of(path)}", flush=True)
     return 0
 
 

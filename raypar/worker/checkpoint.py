@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,10 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 PARAMETER = "parameter"
 """The kind of a parameter's own values; other kinds are the optimizer's keys (`exp_avg`, `step`, ...)."""
+BUFFER = "buffer"
+"""The kind of a persistent buffer: kept for exports only, since every module's constructor makes it again."""
+TIE = "tie"
+"""The kind of a tied parameter's other names: the entry leads to the tensor of its first name. For exports only."""
 
 Name = tuple[str, str]
 """(qualified parameter name, kind)."""
@@ -80,6 +85,11 @@ class Manifest:
     metrics: Mapping[str, Any]
 
     @property
+    def ties(self) -> dict[str, str]:
+        """Other name of a tied parameter -> its first name."""
+        return {e.name: e.key for e in self.entries if e.kind == TIE}
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameter name -> shape of the unsharded tensor."""
         return {e.name: e.shape for e in self.entries if e.kind == PARAMETER}
@@ -103,38 +113,58 @@ def write_shard(
     tensors: Mapping[Name, Tensor],
     scalars: Mapping[Name, Scalar] | None = None,
     slices: Mapping[Name, tuple[tuple[int, ...], Slice]] | None = None,
+    ties: Mapping[str, Sequence[str]] | None = None,
 ) -> ShardRecord:
     """Write CPU tensors as one safetensors file. `slices`: (shape of the unsharded tensor, part held), where not the whole.
 
-    Streams: no second copy in memory, and the checksum is taken in the same pass. Raises `CheckpointError` (disk full, ...).
+    `ties`: first name of a tied parameter -> its other names. Streams: no second copy in memory, and the checksum is taken
+    in the same pass. Raises `CheckpointError` (disk full, ...).
     """
-    header: dict[str, Any] = {}
     entries = [Entry(name, kind, value=value) for (name, kind), value in (scalars or {}).items()]
-    data: list[Tensor] = []
-    offset = 0
+    specs: list[tuple[str, str, Sequence[int]]] = []
     for (name, kind), tensor in tensors.items():
         shape, part = (slices or {}).get((name, kind), (tuple(tensor.shape), tuple((0, n) for n in tensor.shape)))
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise CheckpointError(f"{name} ({kind}) has dtype {dtype}, which checkpoints do not hold", cure="use a real dtype")
         key = name if kind == PARAMETER else f"{name}#{kind}"
-        nbytes = tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": _DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
+        specs.append((key, dtype, tensor.shape))
         entries.append(Entry(name, kind, shape, dtype, part, file_name, key))
-        data.append(tensor)
+        if kind == PARAMETER:
+            entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
+    nbytes, digest = write_safetensors(folder / file_name, specs, tensors.values())
+    return ShardRecord(file_name, nbytes, digest, tuple(entries))
+
+
+def write_safetensors(
+    path: Path,
+    specs: Sequence[tuple[str, str, Sequence[int]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Write `tensors` one after the other under the (key, dtype, shape) of `specs`; returns bytes and sha256 of the file.
+
+    Raises `CheckpointError` (disk full, ...).
+    """
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for key, dtype, shape in specs:
+        end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
+        header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
     # The format: length of the header (8 bytes, little endian), header, tensors; padded so that tensors lie at multiples of 8.
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    path = folder / file_name
     with _disk(path), open(path, "wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text, *map(_raw, data)):
+        for piece in itertools.chain((len(text).to_bytes(8, "little"), text), map(_raw, tensors)):
             file.write(piece)
             digest.update(piece)
         file.flush()
         os.fsync(file.fileno())
-    return ShardRecord(file_name, 8 + len(text) + offset, digest.hexdigest(), tuple(entries))
+    return 8 + len(text) + offset, digest.hexdigest()
 
 
 def _raw(tensor: Tensor) -> Any:
@@ -314,18 +344,22 @@ def _read(manifest: Manifest, entries: Sequence[Entry]) -> dict[str, dict[str, A
 
 
 class Parameters(Mapping[str, "Tensor"]):
-    """The parameters of a checkpoint, each read when it is asked for."""
+    """The parameters of a checkpoint (or, with `kinds`, buffers too), each read when it is asked for."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kinds: Collection[str] = (PARAMETER,)) -> None:
         self._manifest = load_manifest(path)
         self._entries: dict[str, list[Entry]] = {}
         for entry in self._manifest.entries:
-            if entry.kind == PARAMETER:
+            if entry.kind in kinds:
                 self._entries.setdefault(entry.name, []).append(entry)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = _read(self._manifest, self._entries[name])[name][PARAMETER]
+        tensor: Tensor = _read(self._manifest, self._entries[name])[name][self._entries[name][0].kind]
         return tensor
+
+    def specs(self) -> list[tuple[str, str, Sequence[int]]]:
+        """(name, dtype, shape) of each, for `write_safetensors`; nothing is read for it."""
+        return [(name, entries[0].dtype, entries[0].shape) for name, entries in self._entries.items()]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

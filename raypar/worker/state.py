@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,27 +12,28 @@ from torch import Tensor
 
 from raypar.errors import CheckpointError
 from raypar.plan import Crossing, ParallelPlan
-from raypar.worker.checkpoint import PARAMETER, Name, Scalar, ShardRecord, read_tensors, write_shard
+from raypar.worker.checkpoint import BUFFER, PARAMETER, Name, Scalar, ShardRecord, read_tensors, write_shard
 from raypar.worker.optimizer import load_state, state_of
 from raypar.worker.stage import Stage
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of parameters and optimizer state at one committed step."""
+    """Copies of parameters, optimizer state and buffers at one committed step. `ties`: first name -> the other names."""
 
     tensors: Mapping[Name, Tensor]
     scalars: Mapping[Name, Scalar]
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def written_by(plan: ParallelPlan, crossing: Crossing, rank: int, stages: Mapping[int, Stage]) -> dict[int, tuple[str, ...]]:
-    """stage -> names whose state this rank writes: replicas take turns, a tied parameter is its first stage's."""
+    """stage -> parameters (and buffers) that this rank writes: replicas take turns, a tied parameter is its first stage's."""
     seat = plan.seats[rank]
     first = {tie.name: tie.stages[0] for tie in crossing.ties}
     return {
         index: tuple(
             name
-            for turn, name in enumerate(stage.parameters)
+            for turn, name in enumerate([*stage.parameters, *buffers_of(stage)])
             if turn % plan.stages[index].replicas == seat.replica and first.get(name, index) == index
         )
         for index, stage in stages.items()
@@ -42,13 +43,17 @@ def written_by(plan: ParallelPlan, crossing: Crossing, rank: int, stages: Mappin
 def snapshot(
     stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, tuple[str, ...]]
 ) -> Snapshot:
-    """Copies on the CPU of what `names` (stage -> parameters) says. Takes one pass over that memory."""
+    """Copies on the CPU of what `names` (stage -> parameters and buffers) says. Takes one pass over that memory."""
     tensors: dict[Name, Tensor] = {}
     scalars: dict[Name, Scalar] = {}
     with torch.no_grad():
         for index, mine in names.items():
             state = state_of(optimizers[index]) if index in optimizers else {}
+            buffers = buffers_of(stages[index])
             for name in mine:
+                if name in buffers:
+                    tensors[name, BUFFER] = _copy(buffers[name])
+                    continue
                 tensors[name, PARAMETER] = _copy(stages[index].parameters[name])
                 for key, value in state.get(name, {}).items():
                     if isinstance(value, Tensor):
@@ -60,7 +65,19 @@ def snapshot(
                             f"optimizer state {key!r} of {name} is a {type(value).__name__}, neither tensor nor number",
                             cure="use an optimizer with plain state, or set checkpoint.every: 0 and checkpoint.at_end: false",
                         )
-    return Snapshot(tensors, scalars)
+    ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.ties}
+    return Snapshot(tensors, scalars, ties)
+
+
+def buffers_of(stage: Stage) -> dict[str, Tensor]:
+    """Qualified name -> persistent buffer, in layer order."""
+    found: dict[str, Tensor] = {}
+    for layer, module in stage.modules.items():
+        parameters = {path for path, _ in module.named_parameters(remove_duplicate=False)}
+        for path, value in module.state_dict().items():
+            if path not in parameters and isinstance(value, Tensor):
+                found[f"{layer}.{path}"] = value
+    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -104,7 +121,7 @@ class Writer:
 
         def write() -> None:
             try:
-                self._record = write_shard(folder, file_name, state.tensors, state.scalars)
+                self._record = write_shard(folder, file_name, state.tensors, state.scalars, ties=state.ties)
             except Exception as error:
                 self._error = error
 
