@@ -1,14 +1,14 @@
-"""An independent judge of programs: explores every reachable state of all workers and their message queues.
+"""An independent judge of programs: it executes them in every possible way.
 
-Written from the rules in words, sharing nothing with `schedule.validate`: a state is (position of every worker, messages moved
-per pair). From a state, any worker may run its next instruction if what it uses is there, and any pair may move the message
-that both ends have at the head of their queue. The programs are good if every reachable dead end is the finished state.
+Written from the rules in words, sharing no code with `raypar.schedule`'s rules. Two questions, asked apart because a
+worker's own order never changes: does each worker, if all messages come, do exactly its work and use only what it has
+(`_does_its_work` walks the program with the values it holds)? And can the workers ever get stuck (`_never_stuck` searches
+all reachable states)? A state is how far every worker is and how many messages each pair has exchanged; from a state any
+worker may go on if what it uses is there, and any pair may move the message that both have at the head of their queue.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Sequence
 
 from raypar.plan import Crossing, Routing
@@ -16,7 +16,9 @@ from raypar.schedule.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    ExchangeTies,
     Forward,
+    Free,
     Instruction,
     OptimizerStep,
     Recv,
@@ -25,166 +27,191 @@ from raypar.schedule.instructions import (
     Vote,
 )
 
-
-def good(programs: Sequence[Sequence[Instruction]], routing: Routing, crossing: Crossing, *, all_orders: bool = True) -> bool:
-    """Whether the programs compute exactly the right things in a legal order and can never get stuck.
-
-    `all_orders=False` follows twenty random interleavings instead (for cases with too many states to explore).
-    """
-    walks = [None] if all_orders else [random.Random(seed) for seed in range(20)]
-    return _work_is_right(programs, routing, crossing) and all(_never_stuck(programs, routing, crossing, w) for w in walks)
+Programs = Sequence[Sequence[Instruction]]
+Message = tuple[str, int, int, int]
+"""(kind, producer's stage, consumer's stage, microbatch)."""
 
 
-def _work_is_right(programs: Sequence[Sequence[Instruction]], routing: Routing, crossing: Crossing) -> bool:
-    plan = routing.plan
-    if len(programs) != plan.world:
+def good(programs: Programs, routing: Routing, crossing: Crossing) -> bool:
+    """Whether the programs compute exactly the right things in a legal order and can never get stuck."""
+    assert all(stage.shards == 1 for stage in routing.plan.stages), "shards follow their first one"
+    return (
+        len(programs) == routing.plan.world
+        and all(_does_its_work(rank, program, routing, crossing) for rank, program in enumerate(programs))
+        and _never_stuck(programs, crossing)
+    )
+
+
+class _Wrong(Exception):
+    """The program does something it must not do."""
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise _Wrong
+
+
+def _does_its_work(rank: int, program: Sequence[Instruction], routing: Routing, crossing: Crossing) -> bool:
+    try:
+        _Worker(rank, routing, crossing).run(program)
+    except _Wrong:
         return False
-    for rank, program in enumerate(programs):
-        texts = Counter(str(i) for i in program if isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight)))
-        wanted = 0
-        for stage in plan.stages_of(rank):
-            weights: dict[int, list[int]] = {}
-            inputs: dict[int, list[int]] = {}
-            for i in program:
-                if getattr(i, "stage", None) == stage and not isinstance(i, (Send, Recv)):
-                    block = routing.microbatches.block(i.microbatch) if hasattr(i, "microbatch") else -1
-                    if isinstance(i, (Backward, BackwardWeight)):
-                        weights.setdefault(block, []).append(i.microbatch)
-                    if isinstance(i, (Backward, BackwardInput)):
-                        inputs.setdefault(block, []).append(i.microbatch)
-            if any(v != sorted(v) for v in (*weights.values(), *inputs.values())):
-                return False
-            for m in range(routing.microbatches.count):
-                if routing.rank(stage, m) != rank:
-                    continue
-                split = texts[f"{stage}I{m}"] + texts[f"{stage}W{m}"]
-                if texts[f"{stage}F{m}"] != 1 or (texts[f"{stage}B{m}"], split) not in ((1, 0), (0, 2)):
-                    return False
-                if split and texts[f"{stage}I{m}"] != 1:
-                    return False
-                wanted += 2 if not split else 3
-            last = max(
-                (n for n, i in enumerate(program) if isinstance(i, (Backward, BackwardWeight)) and i.stage == stage), default=-1
-            )
-            reduce = [n for n, i in enumerate(program) if isinstance(i, Reduce) and i.stage == stage]
-            votes = [n for n, i in enumerate(program) if isinstance(i, Vote)]
-            steps = [n for n, i in enumerate(program) if isinstance(i, OptimizerStep)]
-            if not reduce or not votes or not steps or not last < reduce[-1] < votes[-1] < steps[-1]:
-                return False
-        if wanted != sum(texts.values()):
-            return False
     return True
 
 
-def _message(rank: int, i: Send | Recv) -> tuple[object, ...]:
-    """(kind, producer, consumer, microbatch, sending rank, receiving rank)"""
-    if isinstance(i, Send):
-        pair = (i.stage, i.to_stage) if i.kind == "activation" else (i.to_stage, i.stage)
-        return (i.kind, *pair, i.microbatch, rank, i.peer)
-    pair = (i.from_stage, i.stage) if i.kind == "activation" else (i.stage, i.from_stage)
-    return (i.kind, *pair, i.microbatch, i.peer, rank)
+class _Worker:
+    """One worker and everything in its memory; every message it has posted a receive for counts as arrived."""
+
+    def __init__(self, rank: int, routing: Routing, crossing: Crossing) -> None:
+        self.rank, self.routing, self.crossing = rank, routing, crossing
+        stages = [s for s, plan in enumerate(routing.plan.stages) if rank in routing.plan.replica_ranks(s)]
+        self.phase = {
+            (s, m): "waiting" for s in stages for m in range(routing.microbatches.count) if routing.rank(s, m) == rank
+        }
+        self.values: set[Message] = set()
+        self.to_send: dict[Message, int] = {}
+        self.last: dict[tuple[str, int, int], int] = {}
+        self.unreduced = set(stages)
+        self.ended: list[str] = []
+
+    def run(self, program: Sequence[Instruction]) -> None:
+        for instruction in program:
+            if isinstance(instruction, Vote):
+                _require(self.ended == (["ties"] if self.crossing.ties else []) and not self.unreduced)
+                self.ended.append("vote")
+            elif isinstance(instruction, OptimizerStep):
+                _require(self.ended[-1:] == ["vote"])
+                self.ended.append("step")
+            elif isinstance(instruction, ExchangeTies):
+                _require(not self.ended and not self.unreduced and bool(self.crossing.ties))
+                self.ended.append("ties")
+            else:
+                _require(not self.ended)
+                self.step(instruction)
+        _require(self.ended[-1:] == ["step"])
+        _require(all(phase == "freed" for phase in self.phase.values()) and not self.values and not self.to_send)
+
+    def step(self, i: Instruction) -> None:
+        if isinstance(i, Send):
+            message = (i.kind, *((i.stage, i.to_stage) if i.kind == "activation" else (i.to_stage, i.stage)), i.microbatch)
+            _require(self.to_send.pop(message, None) == i.peer)
+        elif isinstance(i, Recv):
+            message = (i.kind, *((i.from_stage, i.stage) if i.kind == "activation" else (i.stage, i.from_stage)), i.microbatch)
+            _require(i.peer != self.rank and message not in self.values)
+            self.values.add(message)
+        elif isinstance(i, Forward):
+            self.change(i, "waiting", "F")
+            self.take([("activation", e.src, e.dst, i.microbatch) for e in self.crossing.edges if e.dst == i.stage])
+            self.give([("activation", e.src, e.dst, i.microbatch) for e in self.crossing.edges if e.src == i.stage])
+        elif isinstance(i, (Backward, BackwardInput)):
+            self.change(i, "F", "B" if isinstance(i, Backward) else "I")
+            edges = [e for e in self.crossing.edges if e.differentiable]
+            self.take([("gradient", e.src, e.dst, i.microbatch) for e in edges if e.src == i.stage])
+            self.give([("gradient", e.src, e.dst, i.microbatch) for e in edges if e.dst == i.stage])
+            self.in_order("inputs", i)
+        elif isinstance(i, BackwardWeight):
+            self.change(i, "I", "W")
+            self.in_order("weights", i)
+        elif isinstance(i, Free):
+            key = (i.stage, i.microbatch)
+            _require(self.phase.get(key) in ("B", "W"))
+            self.phase[key] = "freed"
+        else:
+            assert isinstance(i, Reduce)
+            _require(i.stage in self.unreduced)
+            _require(all(phase in ("B", "W", "freed") for (stage, _), phase in self.phase.items() if stage == i.stage))
+            self.unreduced.remove(i.stage)
+
+    def change(self, i: Forward | Backward | BackwardInput | BackwardWeight, before: str, after: str) -> None:
+        _require(self.phase.get((i.stage, i.microbatch)) == before)
+        self.phase[i.stage, i.microbatch] = after
+
+    def take(self, messages: list[Message]) -> None:
+        for message in messages:
+            _require(message in self.values)
+            self.values.remove(message)
+
+    def give(self, messages: list[Message]) -> None:
+        for message in messages:
+            kind, src, dst, m = message
+            consumer = self.routing.rank(dst if kind == "activation" else src, m)
+            if consumer == self.rank:
+                self.values.add(message)
+            else:
+                self.to_send[message] = consumer
+
+    def in_order(self, what: str, i: Backward | BackwardInput | BackwardWeight) -> None:
+        """Whole backward passes count as input gradients: a stage's block has only one kind where the order is checked."""
+        key = (what, i.stage, self.routing.microbatches.block(i.microbatch))
+        _require(self.last.get(key, -1) < i.microbatch)
+        self.last[key] = i.microbatch
 
 
-def _never_stuck(
-    programs: Sequence[Sequence[Instruction]], routing: Routing, crossing: Crossing, walk: random.Random | None
-) -> bool:
+def _never_stuck(programs: Programs, crossing: Crossing) -> bool:
+    """Presupposes `_does_its_work` of all workers."""
     size = len(programs)
     pairs = [(a, b) for a in range(size) for b in range(a + 1, size)]
-    queues: dict[tuple[int, int], list[list[tuple[int, tuple[object, ...], bool]]]] = {p: [[], []] for p in pairs}
+    # Each end's queue: (place of the post, sending rank, receiving rank, message).
+    ends: list[tuple[list[tuple[int, int, int, Message]], list[tuple[int, int, int, Message]]]] = [([], []) for _ in pairs]
+    arrival: dict[tuple[int, Message], tuple[int, int]] = {}
     for rank, program in enumerate(programs):
         for place, i in enumerate(program):
-            if isinstance(i, (Send, Recv)):
-                if not 0 <= i.peer < size or i.peer == rank:
-                    return False
-                pair = (min(rank, i.peer), max(rank, i.peer))
-                queues[pair][rank != pair[0]].append((place, _message(rank, i), isinstance(i, Send)))
-    pairs = [p for p in pairs if queues[p][0] or queues[p][1]]
-    uses = [[_uses(rank, i, routing, crossing) for i in program] for rank, program in enumerate(programs)]
-    arrivals = [
-        ((rank, message), (pair, n))
-        for pair in pairs
-        for side, rank in enumerate(pair)
-        for n, (_, message, sends) in enumerate(queues[pair][side])
-        if not sends
+            if not isinstance(i, (Send, Recv)):
+                continue
+            pair = pairs.index((min(rank, i.peer), max(rank, i.peer)))
+            if isinstance(i, Send):
+                producer_first, other, way = i.kind == "activation", i.to_stage, (rank, i.peer)
+            else:
+                producer_first, other, way = i.kind == "gradient", i.from_stage, (i.peer, rank)
+            message = (i.kind, *((i.stage, other) if producer_first else (other, i.stage)), i.microbatch)
+            queue = ends[pair][rank > i.peer]
+            if isinstance(i, Recv):
+                arrival[rank, message] = (pair, len(queue))
+            queue.append((place, *way, message))
+    # Of every instruction: which pairs must have moved more than how many messages.
+    waits = [
+        [[arrival[rank, m] for m in _used(i, crossing) if (rank, m) in arrival] for i in program]
+        for rank, program in enumerate(programs)
     ]
-    received = dict(arrivals)
-    # every received bundle must be used by its receiver, and only once
-    needed = Counter((rank, m) for rank in range(size) for here in uses[rank] for m in here[1])
-    have = Counter(
-        (rank, m) for pair in pairs for side, rank in enumerate(pair) for _, m, sends in queues[pair][side] if not sends
-    )
-    if have != needed:
-        return False
 
-    start = (tuple([0] * size), tuple([0] * len(pairs)))
-    seen, todo = {start}, [start]
+    def movable(pair: int, moved: int, places: Sequence[int]) -> bool:
+        low, high = ends[pair]
+        a, b = pairs[pair]
+        return (
+            moved < len(low)
+            and moved < len(high)
+            and low[moved][1:] == high[moved][1:]
+            and low[moved][0] < places[a]
+            and high[moved][0] < places[b]
+        )
+
+    state = ((0,) * size, (0,) * len(pairs))
+    seen, todo = {state}, [state]
     while todo:
         places, moved = todo.pop()
         following = []
-        for rank in range(size):
-            at = places[rank]
-            if at == len(programs[rank]):
-                continue
-            local, remote = uses[rank][at]
-            before = {str(i) for i in programs[rank][:at]}
-            if any(not (set(choice) & before) for choice in local):
-                return False  # uses something of its own worker that does not exist yet: a wrong program, not a wait
-            ok = True
-            for message in remote:
-                where = received.get((rank, message))
-                if where is None:
-                    return False
-                pair, n = where
-                if queues[pair][rank != pair[0]][n][0] >= at:
-                    return False  # used before its receive is posted
-                ok &= moved[pairs.index(pair)] > n
-            if ok:
-                following.append((places[:rank] + (at + 1,) + places[rank + 1 :], moved))
-        for number, pair in enumerate(pairs):
-            n = moved[number]
-            if n < len(queues[pair][0]) and n < len(queues[pair][1]):
-                (low, left, left_sends), (high, right, right_sends) = queues[pair][0][n], queues[pair][1][n]
-                if left == right and left_sends != right_sends and low < places[pair[0]] and high < places[pair[1]]:
-                    following.append((places, moved[:number] + (n + 1,) + moved[number + 1 :]))
-        if not following:
-            finished = all(places[r] == len(programs[r]) for r in range(size)) and all(
-                moved[n] == len(queues[p][0]) == len(queues[p][1]) for n, p in enumerate(pairs)
-            )
-            if not finished:
-                return False
-        for state in following if walk is None or not following else [walk.choice(following)]:
+        for rank, at in enumerate(places):
+            if at < len(programs[rank]) and all(moved[pair] > n for pair, n in waits[rank][at]):
+                following.append(((*places[:rank], at + 1, *places[rank + 1 :]), moved))
+        for pair, n in enumerate(moved):
+            if movable(pair, n, places):
+                following.append((places, (*moved[:pair], n + 1, *moved[pair + 1 :])))
+        if not following and not (
+            all(at == len(program) for at, program in zip(places, programs, strict=True))
+            and all(n == len(low) == len(high) for n, (low, high) in zip(moved, ends, strict=True))
+        ):
+            return False
+        for state in following:
             if state not in seen:
                 seen.add(state)
                 todo.append(state)
     return True
 
 
-def _uses(rank: int, i: Instruction, routing: Routing, crossing: Crossing) -> tuple[list[set[str]], list[tuple[object, ...]]]:
-    """(sets of own instructions of which one must stand before, messages that must have arrived)"""
-    local: list[set[str]] = []
-    remote: list[tuple[object, ...]] = []
+def _used(i: Instruction, crossing: Crossing) -> list[Message]:
+    """The messages an instruction uses, if they come from another worker."""
     if isinstance(i, Forward):
-        for edge in crossing.edges:
-            if edge.dst == i.stage:
-                source = routing.rank(edge.src, i.microbatch)
-                if source == rank:
-                    local.append({f"{edge.src}F{i.microbatch}"})
-                else:
-                    remote.append(("activation", edge.src, i.stage, i.microbatch, source, rank))
-    elif isinstance(i, (Backward, BackwardInput)):
-        local.append({f"{i.stage}F{i.microbatch}"})
-        for edge in crossing.edges:
-            if edge.src == i.stage and edge.differentiable:
-                source = routing.rank(edge.dst, i.microbatch)
-                if source == rank:
-                    local.append({f"{edge.dst}B{i.microbatch}", f"{edge.dst}I{i.microbatch}"})
-                else:
-                    remote.append(("gradient", i.stage, edge.dst, i.microbatch, source, rank))
-    elif isinstance(i, BackwardWeight):
-        local.append({f"{i.stage}I{i.microbatch}"})
-    elif isinstance(i, Send):
-        if i.kind == "activation":
-            local.append({f"{i.stage}F{i.microbatch}"})
-        else:
-            local.append({f"{i.stage}B{i.microbatch}", f"{i.stage}I{i.microbatch}"})
-    return local, remote
+        return [("activation", e.src, e.dst, i.microbatch) for e in crossing.edges if e.dst == i.stage]
+    if isinstance(i, (Backward, BackwardInput)):
+        return [("gradient", e.src, e.dst, i.microbatch) for e in crossing.edges if e.src == i.stage and e.differentiable]
+    return []

@@ -1,0 +1,121 @@
+"""Whether workers wait for each other for ever, under rendezvous semantics.
+
+Posts do not block, but every communicator has one in-order queue at each of its ends, and a message moves only when both ends
+have it at the head of theirs. A compute instruction waits for the bundles it uses, the end of the step for everything
+posted. Execution is confluent (no step disables another), so one maximal run decides; `tests/helpers/brute_force.py`
+checks that against all interleavings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+from raypar.schedule.dependences import Bundle, Result, result
+from raypar.schedule.instructions import Compute, Recv, Send
+from raypar.schedule.rules import COMPUTE, Case, Problem, bundle, named
+
+Communicators = Literal["pair", "world"]
+"""`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
+Awaited = tuple[int, Bundle] | tuple[int, Result]
+"""(receiver, bundle) in a program, (worker, result) in a bare schedule."""
+
+
+def deadlock_free(case: Case, communicators: Communicators) -> list[Problem]:
+    """Run everything as far as it goes; whoever has not finished waits in a circle."""
+    run = _Run(case, communicators)
+    run.to_the_end()
+    found: list[Problem] = []
+    for rank, place in enumerate(run.place):
+        if place < len(case.lists[rank]):
+            text = f"waits for ever at {case.lists[rank][place]}"
+            awaited = run.awaited(rank)
+            if awaited is not None:
+                text += f" for {_words(awaited)}"
+            found.append(Problem("deadlock-free", rank, text))
+    if not found:
+        for (rank, _), queue in run.queues.items():
+            if queue:
+                text = f"the step cannot end: {named(queue[0][0])} never moves"
+                found.append(Problem("deadlock-free", rank, text))
+    return found
+
+
+def _words(awaited: Awaited) -> str:
+    worker, what = awaited
+    if len(what) == 4:
+        return named(what)
+    return f"{what[1]}{what[0]}{what[2]} of worker {worker}"
+
+
+class _Run:
+    """Places of all workers, and what waits in which queue."""
+
+    def __init__(self, case: Case, communicators: Communicators) -> None:
+        self.case = case
+        self.paired = communicators == "pair"
+        self.place = [0] * len(case.lists)
+        self.queues: dict[tuple[int, int], deque[tuple[Bundle, int, bool]]] = {}
+        self.exists: set[Awaited] = set()
+        self.sleepers: dict[Awaited, list[int]] = {}
+        self.runnable = deque(range(len(case.lists)))
+
+    def to_the_end(self) -> None:
+        """Until nobody can go on."""
+        while self.runnable:
+            rank = self.runnable.popleft()
+            order = self.case.lists[rank]
+            for place in range(self.place[rank], len(order)):
+                instruction = order[place]
+                if isinstance(instruction, (Send, Recv)):
+                    post = (bundle(instruction), instruction.peer, isinstance(instruction, Send))
+                    self._queue(rank, instruction.peer).append(post)
+                    self._move(rank, instruction.peer)
+                elif isinstance(instruction, COMPUTE):
+                    awaited = self._missing(rank, instruction)
+                    if awaited is not None:
+                        self.sleepers.setdefault(awaited, []).append(rank)
+                        self.place[rank] = place
+                        break
+                    if not self.case.lowered:
+                        self._now_exists((rank, result(instruction)))
+            else:
+                self.place[rank] = len(order)
+
+    def awaited(self, rank: int) -> Awaited | None:
+        """What a worker that stands still needs from another worker."""
+        instruction = self.case.lists[rank][self.place[rank]]
+        return self._missing(rank, instruction) if isinstance(instruction, COMPUTE) else None
+
+    def _missing(self, rank: int, instruction: Compute) -> Awaited | None:
+        for need, carried in self.case.flow.needs(instruction):
+            if carried is not None:
+                home = self.case.source(need[1], need[2], rank)
+                if home != rank:
+                    key: Awaited = (rank, carried) if self.case.lowered else (home, need)
+                    if key not in self.exists:
+                        return key
+        return None
+
+    def _queue(self, rank: int, peer: int) -> deque[tuple[Bundle, int, bool]]:
+        return self.queues.setdefault((rank, peer if self.paired else -1), deque())
+
+    def _move(self, rank: int, peer: int) -> None:
+        """Move messages from the head of a queue, then from whatever that uncovers."""
+        ends = [(rank, peer)]
+        while ends:
+            here, there = ends.pop()
+            mine = self._queue(here, there)
+            while mine:
+                moved, other, sent = mine[0]
+                theirs = self._queue(other, here)
+                if not theirs or theirs[0] != (moved, here, not sent):
+                    break
+                mine.popleft()
+                theirs.popleft()
+                self._now_exists((other if sent else here, moved))
+                ends.append((other, here))
+
+    def _now_exists(self, what: Awaited) -> None:
+        self.exists.add(what)
+        self.runnable.extend(self.sleepers.pop(what, ()))
