@@ -372,8 +372,15 @@ def parse_job(text: str, overrides: Sequence[str] = (), *, source: str = "job", 
     try:
         return Job.model_validate(tree)
     except ValidationError as error:
-        found = [_explain(e) for e in error.errors()]
-        raise ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1]) from None
+        raise _told(error, ()) from None
+
+
+def parse_plan(given: Mapping[str, Any]) -> PlanConfig:
+    """The section `plan` alone, as `Trainer` takes it. Raises `ConfigError` or `PlanError`."""
+    try:
+        return PlanConfig.model_validate(dict(given))
+    except ValidationError as error:
+        raise _told(error, ("plan",)) from None
 
 
 def _yaml(text: str, source: str) -> Any:
@@ -458,6 +465,12 @@ def _nearest(key: str, path: Sequence[str | int]) -> str | None:
         return elsewhere[0]
     found = difflib.get_close_matches(key, _keys(_section_at(path)), n=1, cutoff=0.6)
     return ".".join(map(str, [*path, found[0]])) if found else None
+
+
+def _told(error: ValidationError, inside: tuple[str, ...]) -> ConfigError:
+    """One error for all findings; `inside`: the section that was checked alone."""
+    found = [_explain({**one, "loc": (*inside, *one["loc"])}) for one in error.errors()]
+    return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
 
 
 def _explain(error: Mapping[str, Any]) -> tuple[str, str]:

@@ -58,7 +58,8 @@ def make_dataset(spec: DataSpec) -> Any:
 def size_of(dataset: Any, label: str = "") -> int:
     """Number of samples. Raises `DataError` for an empty data set and for one without `__len__` and `__getitem__`."""
     name = label or type(dataset).__name__
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
+    if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"data set {name} is a {type(dataset).__name__}, which cannot be read by sample id",
             cure="give it __len__ and __getitem__ (a map-style data set); an iterable one can be listed, or saved, first",

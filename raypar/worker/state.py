@@ -16,6 +16,9 @@ from raypar.worker.checkpoint import BUFFER, PARAMETER, Name, Scalar, ShardRecor
 from raypar.worker.optimizer import load_state, state_of
 from raypar.worker.stage import Stage
 
+WRITE_TIMEOUT_S = 600.0
+"""How long the disk may take over one worker's file."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -114,9 +117,9 @@ class Writer:
         self._error: Exception | None = None
 
     def start(self, folder: Path, file_name: str, state: Snapshot) -> None:
-        """Begin to write; a snapshot that is still being written is waited for first."""
+        """Begin to write; a snapshot that is still being written is waited for first (`CheckpointError` if for too long)."""
         if self._thread is not None:
-            self._thread.join()
+            self._wait(WRITE_TIMEOUT_S)
         self._record = self._error = None
 
         def write() -> None:
@@ -128,14 +131,17 @@ class Writer:
         self._thread = threading.Thread(target=write, name="raypar-checkpoint", daemon=True)
         self._thread.start()
 
-    def result(self, timeout_s: float = 600.0) -> ShardRecord:
-        """Wait for the file. Raises the `CheckpointError` it failed with, or one when the deadline has passed."""
+    def _wait(self, timeout_s: float) -> None:
         assert self._thread is not None, "nothing was started"
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise CheckpointError(
                 f"the disk did not take a checkpoint within {timeout_s:g} s", cure="set run_dir to a faster disk"
             )
+
+    def result(self, timeout_s: float = WRITE_TIMEOUT_S) -> ShardRecord:
+        """Wait for the file. Raises the `CheckpointError` it failed with, or one when the deadline has passed."""
+        self._wait(timeout_s)
         if self._error is not None:
             raise self._error
         assert self._record is not None

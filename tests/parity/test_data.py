@@ -131,6 +131,14 @@ def wrong_shape(odd: Any, at: int = 4) -> Of:
     return Of([{"x": odd if i == at else torch.zeros(2)} for i in range(7)])
 
 
+class Endless(torch.utils.data.IterableDataset):
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self):
+        return iter(range(7))
+
+
 WHOLE = Microbatches(1, 0, 7)
 BAD = {
     "no such field": (lambda: loader(Of([(1, 2)] * 7), fields=("z",)), "has no field 'z', only x, y"),
@@ -143,6 +151,7 @@ BAD = {
     "another dtype": (lambda: loader(wrong_shape(torch.zeros(2).long()), fields=("x",), cut=WHOLE), "torch.int64"),
     "text": (lambda: loader(Noisy(), fields=("text",)), "field 'text': a str cannot be made a tensor"),
     "empty": (lambda: Loader(Of([]), DataSpec(Ref(Of)), SampleOrder(1, 1), CUT, seed=1, fields=("x",)), "is empty"),
+    "an iterable one with a length": (lambda: make_dataset(DataSpec(Ref(Endless))), "cannot be read by sample id"),
     "an iterable one": (lambda: make_dataset(DataSpec(Ref(data_cases.Stream))), "cannot be read by sample id"),
     "no samples": (lambda: SampleOrder(1, 0), "a data set of 0 samples"),
 }

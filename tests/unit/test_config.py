@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raypar.config import load_job, parse_job
+from raypar.config import load_job, parse_job, parse_plan
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
 from raypar.run_folder import RunFolder
 from raypar.worker.spec import Ref
@@ -162,6 +162,14 @@ def test_a_text_that_is_no_job(text: str, said: str):
     with pytest.raises(ConfigError) as found:
         parse_job(text)
     assert said in found.value.what
+
+
+def test_a_plan_alone_is_checked_like_that_of_a_job_file():
+    assert parse_plan({"stages": 2, "replicas": [1, 3]}).to_plan(4).world == 4
+    with pytest.raises(ConfigError, match=r"unknown key plan\.stges: did you mean plan\.stages"):
+        parse_plan({"stges": 2})
+    with pytest.raises(ConfigError, match=r"plan\.stages: expected a valid integer, got 'two'"):
+        parse_plan({"stages": "two"})
 
 
 def test_a_missing_job_file(tmp_path: Path):
