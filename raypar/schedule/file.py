@@ -1,12 +1,14 @@
 """Schedules as text: one row per worker, one cell per instruction (`1F0`), so that a user can bring one of their own.
 
-Rows are CSV; `#` starts a comment, empty cells are idle time and are skipped. The compute-only text of
-torch.distributed.pipelining's action lists is the same language; its `0REDUCE_GRAD` is skipped, as lowering adds reductions.
+Rows are CSV. `#` starts a comment, blank lines are skipped; empty cells are idle time and are skipped too, a worker without
+any instruction has the row `-`. The action lists of torch.distributed.pipelining are the same language with more words: what
+they say about sends, receives and reductions is skipped, as lowering adds its own.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from raypar.errors import ScheduleError
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Order, Schedule
@@ -18,35 +20,57 @@ _KINDS: dict[str, type[Forward] | type[Backward] | type[BackwardInput] | type[Ba
     "W": BackwardWeight,
 }
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-_SKIPPED = re.compile(r"|None|\d+REDUCE_GRAD")
+_SKIPPED = re.compile(r"|-|None|\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F\d+|RECV_F\d+|SEND_B\d+|RECV_B\d+)")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_csv(schedule: Schedule) -> str:
     """One line per worker; `read_csv` gives the same schedule back."""
-    return "".join(",".join(str(i) for i in order) + "\n" for order in schedule)
+    return "".join((",".join(map(str, order)) or "-") + "\n" for order in schedule)
 
 
 def read_csv(text: str) -> Schedule:
-    """Compute-only orders, one per non-comment line. Raises `ScheduleError` naming row, column and text of a bad cell."""
+    """Compute-only orders, one per row. Raises `ScheduleError` naming row (line), column (cell) and text of a bad cell."""
+    lines = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), start=1)]
+    return _read((number, line.split(",")) for number, line in lines if line.strip())
+
+
+def from_torch_actions(rows: str | Iterable[str | Sequence[object]]) -> Schedule:
+    """A schedule from torch's lists: CSV text, or one row per rank, each CSV text or a list of actions (None is idle time).
+
+    Two actions that torch runs as one (`(0F1;0B0)OVERLAP_F_B`) come one after the other. The result may well be wrong;
+    `validate` says so. Raises `ScheduleError` for what is no action.
+    """
+    if isinstance(rows, str):
+        return read_csv(rows)
+    cells = [row.split(",") if isinstance(row, str) else list(map(str, row)) for row in rows]
+    return _read(enumerate(cells, start=1))
+
+
+def _read(rows: Iterable[tuple[int, Sequence[str]]]) -> Schedule:
     orders: list[Order] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        content = line.split("#", 1)[0]
-        if "#" in line and not content.strip():
-            continue
-        cells = [(column, cell.strip()) for column, cell in enumerate(content.split(","), start=1)]
-        orders.append(tuple(_instruction(cell, number, column) for column, cell in cells if not _SKIPPED.fullmatch(cell)))
-    while orders and not orders[-1]:
-        orders.pop()
-    if not orders:
+    for number, cells in rows:
+        order: list[Compute] = []
+        for column, cell in enumerate(cells, start=1):
+            order += _instructions(cell.strip(), number, column)
+        orders.append(tuple(order))
+    if not any(orders):
         raise ScheduleError("the schedule file has no instruction", cure="write one row per worker with cells such as 0F0,0B0")
     return tuple(orders)
 
 
-def _instruction(cell: str, row: int, column: int) -> Compute:
+def _instructions(cell: str, row: int, column: int) -> Iterator[Compute]:
     found = _CELL.fullmatch(cell)
-    if found is None:
+    if found is not None:
+        yield _KINDS[found[2]](int(found[1]), int(found[3]))
+        return
+    if _SKIPPED.fullmatch(cell):
+        return
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    if overlapped is None:
         raise ScheduleError(
             f"row {row}, column {column}: {cell!r} is not an instruction",
             cure="write stage, kind (F, B, I or W) and microbatch, for example 1F0",
         )
-    return _KINDS[found[2]](int(found[1]), int(found[3]))
+    for part in overlapped[1].split(";"):
+        yield from _instructions(part.strip(), row, column)

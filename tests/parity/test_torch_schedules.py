@@ -5,14 +5,14 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
-from raypar.schedule.file import read_csv
+from raypar.schedule.file import from_torch_actions
 from raypar.schedule.instructions import Forward
 from raypar.schedule.lower import lower
 from raypar.schedule.validate import problems, validate
 
 
 def imported(name, pp, microbatches, chunks=1):
-    """The text of torch's lists, without building stages or process groups."""
+    """Torch's lists, one per rank, without building stages or process groups."""
     made = object.__new__(getattr(torch_schedules, name))
     made._num_stages = made.num_stages = pp * chunks
     made._n_microbatches = microbatches
@@ -25,11 +25,11 @@ def imported(name, pp, microbatches, chunks=1):
         rows = made._get_pipeline_order()
     else:
         rows = {rank: made._calculate_single_rank_operations(rank) for rank in range(pp)}
-    return "\n".join(",".join("" if a is None else str(a) for a in rows[rank]) for rank in range(pp))
+    return [rows[rank] for rank in range(pp)]
 
 
 def judged(name, pp, microbatches, chunks=1, placement="loop"):
-    schedule = read_csv(imported(name, pp, microbatches, chunks))
+    schedule = from_torch_actions(imported(name, pp, microbatches, chunks))
     plan = ParallelPlan.mesh(pp=pp, chunks=chunks, placement=placement)
     routing, crossing = Routing(plan, Microbatches(microbatches, 1)), Crossing.chain(pp * chunks)
     return schedule, problems(schedule, routing, crossing), routing, crossing
@@ -43,6 +43,9 @@ def judged(name, pp, microbatches, chunks=1, placement="loop"):
         ("ScheduleInterleavedZeroBubble", 4, 8, 2, "loop"),
         ("ScheduleZBVZeroBubble", 4, 8, 2, "v"),
         ("ScheduleZBVZeroBubble", 2, 6, 2, "v"),
+        ("ScheduleZBVZeroBubble", 4, 3, 2, "v"),
+        ("ScheduleDualPipeV", 3, 6, 2, "v"),
+        ("ScheduleDualPipeV", 4, 8, 2, "v"),
     ],
 )
 def test_right_lists_are_accepted_and_lower_to_valid_programs(name, pp, microbatches, chunks, placement):

@@ -10,7 +10,7 @@ from helpers.brute_force import good
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing, Tie
 from raypar.schedule import registry
-from raypar.schedule.file import read_csv, write_csv
+from raypar.schedule.file import read_csv
 from raypar.schedule.instructions import Backward, ExchangeTies, Forward, Send
 from raypar.schedule.lower import lower, lower_forward
 from raypar.schedule.validate import problems, validate
@@ -196,22 +196,6 @@ def test_a_broken_program_is_refused_with_the_rule_the_worker_and_the_instructio
         assert found == []  # a free may stand anywhere after the last use
     else:
         assert any((p.rule, p.rank) == (rule, rank) and text in p.text for p in found), found
-
-
-@pytest.mark.parametrize("name", registry.NAMES)
-def test_csv_gives_the_same_schedule_back(name):
-    schedule, _, _ = case(name, 3, 5)
-    assert read_csv("# mine\n" + write_csv(schedule)) == schedule
-
-
-def test_a_bad_cell_is_named_by_row_and_column():
-    with pytest.raises(ScheduleError, match=r"row 2, column 2: '1Q0'"):
-        read_csv("0F0,0B0\n1F0,1Q0\n")
-
-
-def test_unknown_schedules_get_the_nearest_names():
-    with pytest.raises(ScheduleError, match="interleaved"):
-        registry.entry("interleave")
 
 
 def mutate(programs, rng):
