@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypar.errors import DataError
 
-DTYPES = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
+DTYPES: dict[str, numpy.dtype[Any]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
 """Little endian, whatever the machine."""
 
 Split = Literal["train", "validation", "all"]
@@ -68,7 +68,8 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
                 cure="it was cut off, or is of another dtype: make it again, or set dtype",
             )
         cut = total - int(total * held_out)
-        self.first, self.last = {"train": (0, cut), "validation": (cut, total), "all": (0, total)}[split]
+        parts: dict[str, tuple[int, int]] = {"train": (0, cut), "validation": (cut, total), "all": (0, total)}
+        self.first, self.last = parts[split]
         if self.last - self.first <= context:
             raise DataError(
                 f"the {split} part of token file {self.path} has {self.last - self.first} tokens, too few for one window of "
