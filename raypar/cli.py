@@ -20,7 +20,6 @@ COMMANDS = {
     "resume": "go on from a run's last checkpoint, under another plan if you like",
     "plan": "who would hold what, and how long a step would take",
     "simulate": "a schedule's makespan, bubble and memory, and its picture",
-    "status": "what a run is doing",
     "export": "the whole model of a run as one file",
     "prepare": "a memory-mapped token file from a text",
     "debug": "a job's whole plan in one process, with breakpoints",
@@ -87,7 +86,7 @@ def _overview() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="raypar",
         usage="raypar COMMAND ...",
-        description="Train PyTorch models on a Ray cluster that grows, shrinks and fails, with the bits of one process.",
+        description="Train PyTorch models on a Ray cluster, in stages and replicas as you like, with the bits of one process.",
         epilog="commands:\n"
         + "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
         + "\n\n`raypar COMMAND --help` says more.",
