@@ -1,0 +1,59 @@
+"""The same bits on Ray: loss and norm of every step, parameters and optimizer state (which holds every gradient) at the end."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.parity import STEPS, Layout, expected
+
+from raypar.actors.local_ray import connected
+from raypar.launch import Options, choose, launch
+from raypar.run_folder import RunFolder
+from raypar.worker.checkpoint import PARAMETER, read_tensors
+
+LAYOUTS = [
+    Layout("tangled", "1f1b", (2, 2), 4),
+    Layout("tangled", "zb-v", (2, 2), 7),
+    Layout("tangled", "interleaved", (1, 1, 1), 7, chunks=3),
+    Layout("plain", "zb-h1", (1, 2, 1), 8),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ray():
+    """One local Ray for all layouts."""
+    with connected(None, 4, Path(__file__).parents[1]):
+        yield
+
+
+def check(layout, tmp_path):
+    job = layout.job
+    result = launch(
+        job,
+        lambda checked: choose(job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world),
+        Options(folder=lambda planned: RunFolder.create(tmp_path, "parity")),
+        lambda event: None,
+    )
+    assert result.error is None
+    want = expected(layout.model, layout.microbatches, layout.blocks)
+    metrics = [json.loads(line) for line in (Path(result.path) / "metrics.jsonl").read_text().splitlines()]
+    assert [m["loss"] for m in metrics] == want.losses
+    assert [m["norm"] for m in metrics] == want.norms
+    assert len(metrics) == STEPS
+    found = read_tensors(Path(result.checkpoint_path))
+    assert found.keys() == want.parameters.keys()
+    bad = [name for name, p in want.parameters.items() if not torch.equal(found[name][PARAMETER], p)]
+    for name, kinds in want.state.items():
+        bad += [f"{name}.{k}" for k, v in kinds.items() if not torch.equal(torch.as_tensor(found[name][k]), torch.as_tensor(v))]
+    assert not bad
+
+
+def test_a_layout_on_ray_gives_the_bits_of_one_process(tmp_path):
+    check(LAYOUTS[0], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_the_other_layouts_on_ray_give_the_bits_of_one_process(layout, tmp_path):
+    check(layout, tmp_path)
