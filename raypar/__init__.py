@@ -1,3 +1,34 @@
 """raypar: train PyTorch models on a Ray cluster that grows, shrinks and fails, with the bits of one process."""
 
+from __future__ import annotations
+
+from typing import Any
+
 __version__ = "0.1.0"
+
+_WHERE = {
+    "Trainer": "raypar.launch",
+    "Result": "raypar.launch",
+    "Callback": "raypar.callbacks",
+    "EarlyStopping": "raypar.callbacks",
+    "Stop": "raypar.callbacks",
+    "ParallelPlan": "raypar.plan",
+    "StagePlan": "raypar.plan",
+    "Graph": "raypar.model.graph",
+    "Layer": "raypar.model.graph",
+    "RayparError": "raypar.errors",
+}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are asked for, so that `import raypar` needs neither torch nor ray."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'raypar' has no attribute {name!r}; it has {', '.join(__all__)}")
+    import importlib
+
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.errors import CheckpointError, ConfigError, Interrupted, RayparError
+from raypar.callbacks import checked as checked_callback
+from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, RayparError, UserCodeError
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 
 if TYPE_CHECKING:
-    from raypar.config import Job
+    from raypar.config import Job, PlanConfig
+    from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
     from raypar.worker.preflight import Checked
 
@@ -30,7 +32,9 @@ class Planned:
 
     plan: ParallelPlan
     schedule: str
-    predicted: Timeline | None = None
+    """Its name, for people; `orders` is what runs."""
+    orders: Schedule
+    predicted: Timeline
     why: str = ""
 
 
@@ -46,7 +50,9 @@ class Options:
     resume: Path | None = None
     first: int = 0
     save_every: int = 0
+    save_at_end: bool = True
     keep: int = 2
+    trace_every: int = 0
     stop_at_step: int | None = None
     max_time_s: float | None = None
     callbacks: tuple[Any, ...] = ()
@@ -102,7 +108,10 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
 
     from raypar.worker.preflight import preflight
 
-    checked = preflight(spec)
+    try:
+        checked = preflight(spec)
+    except UserCodeError as error:
+        raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
     say("checked", f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples")
     planned = plan(checked)
     request = _request(spec, checked, planned, options)
@@ -151,10 +160,21 @@ def sample_of(spec: JobSpec, checkpoint: Path) -> str | None:
         return f"({spec.model.label} has a generate function beside it, but it raised {type(error).__name__}: {error})"
 
 
-def choose(spec: JobSpec, checked: Checked, plan: Callable[[int], ParallelPlan] | None, schedule: str, workers: int) -> Planned:
-    """The plan for so many layers and its predicted step; without `plan`, the planner's choice for `workers` and its table."""
+def choose(
+    spec: JobSpec,
+    checked: Checked,
+    plan: Callable[[int], ParallelPlan] | None,
+    schedule: str,
+    workers: int,
+    orders: Callable[[Routing], Schedule] | None = None,
+) -> Planned:
+    """The plan for so many layers and its predicted step; without `plan`, the planner's choice for `workers` and its table.
+
+    `orders`: makes the schedule, where the name alone does not say it (a file, a warmup).
+    """
     from raypar.planner.report import report
     from raypar.planner.search import predict, search
+    from raypar.schedule import registry
     from raypar.worker.profile import profile_job
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
@@ -162,9 +182,12 @@ def choose(spec: JobSpec, checked: Checked, plan: Callable[[int], ParallelPlan] 
     if fixed is None:
         choice = search(profile, workers, spec.cut)
         timeline, _ = predict(profile, choice.plan, choice.schedule, spec.cut)
-        return Planned(choice.plan, choice.schedule, timeline, report(choice))
-    timeline, _ = predict(profile, fixed, schedule, spec.cut)
-    return Planned(fixed, schedule, timeline)
+        made = registry.build(choice.schedule, Routing(choice.plan, spec.cut))
+        return Planned(choice.plan, choice.schedule, made, timeline, report(choice))
+    routing = Routing(fixed, spec.cut)
+    made = registry.build(schedule, routing) if orders is None else orders(routing)
+    timeline, _ = predict(profile, fixed, made, spec.cut)
+    return Planned(fixed, schedule, made, timeline)
 
 
 def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options) -> Callable[[RunFolder, str | None], Any]:
@@ -172,13 +195,12 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     from ray import cloudpickle
 
     from raypar.actors.request import RunRequest
+    from raypar.callbacks import Callbacks
     from raypar.elastic.machine import Course
-    from raypar.schedule import registry
     from raypar.worker.assignment import assignments
     from raypar.worker.checkpoint import contract_of
 
-    schedule = registry.build(planned.schedule, Routing(planned.plan, spec.cut))
-    lowered = assignments(spec, checked.graph, planned.plan, schedule, validation_samples=checked.validation_samples)
+    lowered = assignments(spec, checked.graph, planned.plan, planned.orders, validation_samples=checked.validation_samples)
     course = Course(
         workers=planned.plan.world,
         last=spec.steps,
@@ -186,6 +208,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         validates=spec.validation is not None,
         validate_every=spec.validation.every if spec.validation is not None else 0,
         save_every=options.save_every,
+        save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
     )
 
@@ -201,12 +224,12 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             cut=spec.cut,
             spec=cloudpickle.dumps(spec),
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
-            callbacks=cloudpickle.dumps(options.callbacks),
+            callbacks=cloudpickle.dumps(Callbacks(options.callbacks)),
             contract=contract_of(spec),
             resume=str(options.resume.resolve()) if options.resume is not None else None,
             keep=options.keep,
             host=host,
-            trace=traced_steps(course.first, course.end),
+            trace=traced_steps(course.first, course.end, options.trace_every),
             max_time_s=options.max_time_s,
             wait_for_workers_s=options.wait_for_workers_s,
             orphan_timeout_s=options.orphan_timeout_s,
@@ -215,8 +238,10 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     return request
 
 
-def traced_steps(first: int, end: int) -> frozenset[int]:
-    """Steps whose spans are kept: early ones, so that a short run has a picture; the latest of them is drawn."""
+def traced_steps(first: int, end: int, every: int) -> frozenset[int]:
+    """Steps whose spans are kept; the latest is drawn. Without `every` a few, early ones too, should the run end there."""
+    if every:
+        return frozenset(range(first, end, every))
     return frozenset(s for s in (first, first + 4, first + 20, first + 100, end - 1) if first <= s < end)
 
 
@@ -253,13 +278,12 @@ def describe(planned: Planned) -> str:
     plan = planned.plan
     counts = [s.replicas for s in plan.stages]
     replicas = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
+    bubble = 100 * planned.predicted.bubble_of_total
     text = (
         f"{plan.world} worker{'s' * (plan.world > 1)} = {len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} x {replicas} "
-        f"replica{'s' * (replicas != '1')}, schedule {planned.schedule}"
+        f"replica{'s' * (replicas != '1')}, schedule {planned.schedule}; "
+        f"predicted step {planned.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     )
-    if planned.predicted is not None:
-        bubble = 100 * planned.predicted.bubble_of_total
-        text += f"; predicted step {planned.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     return f"{text}\n{planned.why}" if planned.why else text
 
 
@@ -320,13 +344,18 @@ def resume_job(
 
 
 def options_of(job: Job, folder: Callable[[Planned], RunFolder], stop_at_step: int | None, address: str | None) -> Options:
-    """What a job file says about its run."""
+    """What a job file says about its run. Raises `ConfigError` for callbacks that cannot be made."""
+    from raypar.callbacks import callbacks_of
+
     if stop_at_step is not None and stop_at_step < 1:
         raise ConfigError(f"--stop-at-step {stop_at_step}", cure="give 1 step or more")
     return Options(
         folder=folder,
         save_every=job.checkpoint.every,
+        save_at_end=job.checkpoint.at_end,
         keep=job.checkpoint.keep,
+        trace_every=job.trace_every,
+        callbacks=callbacks_of(job),
         stop_at_step=stop_at_step,
         max_time_s=job.max_time_s,
         address=address,
@@ -336,9 +365,27 @@ def options_of(job: Job, folder: Callable[[Planned], RunFolder], stop_at_step: i
 
 def chooser(job: Job, spec: JobSpec) -> Callable[[Checked], Planned]:
     """The plan a job file asks for."""
-    fixed = None if job.plan_is_auto else job.to_plan
-    name = "1f1b" if job.plan_is_auto else job.schedule_name
-    return lambda checked: choose(spec, checked, fixed, name, job.workers)
+    from raypar.config import PlanConfig
+
+    config = job.plan
+    if not isinstance(config, PlanConfig):
+        return lambda checked: choose(spec, checked, None, "", job.workers)
+    name = config.schedule_file or config.schedule
+    return lambda checked: choose(spec, checked, config.to_plan, name, job.workers, orders_of(config))
+
+
+def orders_of(config: PlanConfig) -> Callable[[Routing], Schedule]:
+    """The schedule that a plan section asks for: a file, or a name with an optional warmup."""
+
+    def orders(routing: Routing) -> Schedule:
+        from raypar.schedule import registry
+        from raypar.schedule.file import read_csv
+
+        if config.schedule_file is not None:
+            return read_csv(Path(config.schedule_file).read_text(encoding="utf-8"))
+        return registry.build(config.schedule, routing, warmup=config.warmup)
+
+    return orders
 
 
 def make_importable(folder: Path) -> None:
@@ -354,8 +401,7 @@ def plan_json(planned: Planned) -> str:
         "stages": [asdict(stage) for stage in planned.plan.stages],
         "workers": [planned.plan.coordinate(rank) for rank in range(planned.plan.world)],
     }
-    if planned.predicted is not None:
-        facts |= {"predicted_ms": planned.predicted.makespan_ms, "predicted_bubble": planned.predicted.bubble_of_total}
+    facts |= {"predicted_ms": planned.predicted.makespan_ms, "predicted_bubble": planned.predicted.bubble_of_total}
     return json.dumps(facts, indent=1) + "\n"
 
 
@@ -432,7 +478,8 @@ class Trainer:
             **rest,
         )
         self.plan, self.schedule, self.workers = plan, schedule, workers
-        self.callbacks, self.address, self.run_dir = tuple(callbacks), address, Path(run_dir)
+        self.callbacks = tuple(checked_callback(c, type(c).__name__) for c in callbacks)
+        self.address, self.run_dir = address, Path(run_dir)
         self.save_every, self.keep, self.stop_at_step = checkpoint_every, keep, stop_at_step
         self.max_time_s, self.wait_for_workers_s = max_time_s, wait_for_workers_s
 
@@ -452,28 +499,28 @@ class Trainer:
             address=self.address,
             wait_for_workers_s=self.wait_for_workers_s,
         )
-        plan, schedule = self._plan()
+        plan, schedule, orders = self._plan()
         workers = self.workers or os.cpu_count() or 1
-        result = launch(self.spec, lambda checked: choose(self.spec, checked, plan, schedule, workers), options, tell)
+        result = launch(self.spec, lambda checked: choose(self.spec, checked, plan, schedule, workers, orders), options, tell)
         raise_failure(result)
         return result
 
-    def _plan(self) -> tuple[Callable[[int], ParallelPlan] | None, str]:
-        """A function of the number of layers (None: the planner's choice), and the schedule."""
+    def _plan(self) -> tuple[Callable[[int], ParallelPlan] | None, str, Callable[[Routing], Schedule] | None]:
+        """A function of the number of layers (None: the planner's choice), the schedule's name, and what makes it."""
         given = self.plan
         if isinstance(given, ParallelPlan):
-            return lambda layers: given, self.schedule
+            return lambda layers: given, self.schedule, None
         if isinstance(given, str):
             if given != "auto":
                 raise ConfigError(f"plan is {given!r}", cure='give "auto", a dict such as {"stages": 2}, or a ParallelPlan')
-            return None, self.schedule
+            return None, self.schedule, None
         from raypar.config import PlanConfig
 
         try:
             config = PlanConfig(**{"schedule": self.schedule, **given})
         except ValueError as error:
             raise ConfigError(f"plan {dict(given)!r}: {error}", cure="use the keys of a job file's plan section") from None
-        return config.to_plan, config.schedule
+        return config.to_plan, config.schedule_file or config.schedule, orders_of(config)
 
     def _folder(self, planned: Planned) -> RunFolder:
         folder = RunFolder.create(self.run_dir, self.spec.name)

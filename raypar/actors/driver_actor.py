@@ -56,7 +56,7 @@ class DriverActor:
         self.effects = ThreadPoolExecutor(1, "raypar-effects")
         self.disk = ThreadPoolExecutor(1, "raypar-disk")
         self.heard_s = time.monotonic()
-        self.worker_calls = 0
+        self.step_calls = 0
 
     # -- called by the client ----------------------------------------------------------------------------------------------
 
@@ -112,6 +112,7 @@ class DriverActor:
         match decision.action:
             case do.RunStep(step):
                 trace = step in self.request.trace
+                self.step_calls += len(self.pool.workers)
                 self._call_all(lambda w: w.step.remote(step, trace), lambda rank, report: self._stepped(rank, step, report))
             case do.Journal(step):
                 self._effect(lambda: self.journal.commit(step), lambda _: on.Journalled(step))
@@ -142,7 +143,6 @@ class DriverActor:
     def _call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
         """One call to every worker; each answer becomes an event."""
         for rank, worker in enumerate(self.pool.workers):
-            self.worker_calls += 1
             task = self._spawn(self._answer(rank, call(worker), event))
             self.answered.add(task)
             task.add_done_callback(self.answered.discard)
@@ -312,7 +312,7 @@ class DriverActor:
             await asyncio.to_thread(self.journal.erase)
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self.effects, self.recorder.end, teardown, self.worker_calls)
+            await loop.run_in_executor(self.effects, self.recorder.end, teardown, self.step_calls)
         except Exception as error:
             self._tell("warning", text=f"the end of the run could not be recorded: {error}")
         for line in self.recorder.news():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from raypar.actors.request import RunRequest
@@ -19,9 +20,8 @@ def draw(request: RunRequest, step: int, spans: Rows, nodes: Sequence[str]) -> N
     """Writes `swimlane.svg` and `trace.json` into the run folder. `nodes[rank]`: the machine of a worker."""
     names = [request.plan.coordinate(rank) for rank in range(request.plan.world)]
     measured = Timeline.from_spans(one_clock(spans, nodes), names)
-    panels = [(f"measured: step {step}", measured)]
-    if request.predicted is not None:
-        panels.insert(0, ("predicted before the run", request.predicted))
+    predicted = replace(request.predicted, names=tuple(names))
+    panels = [("predicted before the run", predicted), (f"measured: step {step}", measured)]
     edges = [(e.src, e.dst) for e in request.crossing.edges]
     folder = Path(request.folder)
     title = f"{request.run}: {request.plan.world} workers, schedule {request.schedule_name}, {request.cut.count} microbatches"

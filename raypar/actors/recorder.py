@@ -6,6 +6,7 @@ Steps are counted from 1 here: `step` 50 is the fiftieth, and `checkpoint`s and 
 from __future__ import annotations
 
 import json
+import pickle
 import statistics
 import time
 from collections import deque
@@ -31,6 +32,7 @@ class Recorder:
         self._news: list[dict[str, Any]] = []
         self._seconds: deque[float] = deque(maxlen=50)
         self.traced: dict[str, Any] | None = None
+        self.callbacks: Any = None
         self.nodes: list[str] = []
         self._last: dict[str, Any] = {}
         self.checkpoint_path: Path | None = None
@@ -51,7 +53,8 @@ class Recorder:
 
     def begin(self) -> None:
         """Training starts now."""
-        self._started_s = self._last_s = time.monotonic()
+        self.callbacks = pickle.loads(self.request.callbacks)
+        self._last_s = time.monotonic()
         self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.course.first + 1})
 
     def step(self, step: int, reports: Mapping[int, Mapping[str, Any]]) -> str | None:
@@ -78,10 +81,12 @@ class Recorder:
         if step in request.trace:
             self.traced = {"step": step + 1, "spans": [reports[r]["spans"] for r in sorted(reports)], "ledger": one["ledger"]}
         self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
+        stop, own = self._call("on_step", metrics)
+        metrics |= own
         self._write(metrics)
         left = request.course.end - step - 1
         self._news.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._seconds)})
-        return self._call("on_step", metrics)
+        return stop
 
     def validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
         """The validation loss: sums in microbatch order / count."""
@@ -92,10 +97,12 @@ class Recorder:
             count += losses[microbatch][1]
         seconds = max(r["seconds"] for r in reports)
         metrics = {"step": done, "validation_loss": total / count, "count": count, "seconds": seconds}
+        stop, own = self._call("on_validation", metrics)
+        metrics |= own
         self._write(metrics)
         self._last_s = time.monotonic()
         self._news.append({"kind": "validation", **metrics})
-        return self._call("on_validation", metrics)
+        return stop
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
         with open(self.folder / "metrics.jsonl", "a") as file:
@@ -103,8 +110,12 @@ class Recorder:
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, *facts: Any) -> str | None:
-        return None
+    def _call(self, hook: str, facts: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+        """(reason to stop, metrics they added). Raises `UserCodeError`."""
+        if self.callbacks is None:  # a run that failed before it began has none
+            return None, {}
+        stop, metrics = self.callbacks.call(hook, facts)
+        return stop, metrics
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -138,9 +149,16 @@ class Recorder:
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    def end(self, teardown: Teardown, worker_calls: int) -> None:
-        """The pictures and the last callbacks."""
+    def end(self, teardown: Teardown, step_calls: int) -> None:
+        """The pictures, the end in events.jsonl, and the last callbacks."""
+        steps = teardown.done - self.request.course.first
+        facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
+        calls = {"driver_calls_per_step": step_calls / steps if steps else 0.0}
+        with open(self.folder / "events.jsonl", "a") as file:
+            file.write(json.dumps({"time": time.time(), "kind": "end", **facts, **calls}) + "\n")
         if self.traced is not None:
             draw(self.request, self.traced["step"], self.traced["spans"], self.nodes)
             self._news.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
-        self._call("on_end", {"end": teardown.end, "why": teardown.why, "step": teardown.done})
+        if teardown.error is not None:
+            self._call("on_exception", {"error": teardown.error, "step": teardown.done})
+        self._call("on_end", facts)

@@ -31,7 +31,7 @@ class RunRequest:
     assignments: tuple[bytes, ...]
     callbacks: bytes
     contract: Mapping[str, Any]
-    predicted: Timeline | None = None
+    predicted: Timeline
     resume: str | None = None
     keep: int = 2
     host: str | None = None

@@ -33,7 +33,7 @@ class WorkerActor:
         self.spec: Any = None
         self.host = host
         self.core: Any = None
-        self.keeper: Any = None
+        self.writer: Any = None
         self.mesh: Any = None
         self.failed: Failed | None = None
         self.done = 0
@@ -71,7 +71,7 @@ class WorkerActor:
             import torch
 
             from raypar.worker.core import WorkerCore
-            from raypar.worker.keeper import Keeper
+            from raypar.worker.state import Writer, restore
 
             torch.set_num_threads(self.spec.threads)
             self.core = WorkerCore(self.spec)
@@ -84,9 +84,9 @@ class WorkerActor:
                 deadline_s=deadline_s,
             )
             described: dict[str, Any] = self.core.adopt(pickle.loads(assignment), transport)
-            self.keeper = Keeper(self.core)
+            self.writer = Writer()
             if state is not None:
-                self.keeper.restore(Path(state))
+                restore(Path(state), self.core.stages, self.core.end.optimizers)
             self.done = done
             return described
 
@@ -114,14 +114,22 @@ class WorkerActor:
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def save(self, folder: str) -> Any:
         """Copy the state now, write it in the background; `save_result` has the outcome."""
-        return self._guard("saving", lambda: self.keeper.snapshot(Path(folder)))
+        return self._guard("saving", lambda: self._snapshot(Path(folder)))
+
+    def _snapshot(self, folder: Path) -> None:
+        from raypar.worker.state import snapshot, written_by
+
+        core = self.core
+        names = written_by(core.assignment.plan, core.assignment.crossing, self.rank, core.stages)
+        state = snapshot(core.stages, core.end.optimizers, names)
+        self.writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
         """Waits for the writer: its record, or `Failed` with the error of the disk."""
-        return self._guard("writing", self.keeper.result)
+        return self._guard("writing", self.writer.result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str]:

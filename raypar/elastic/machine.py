@@ -81,7 +81,8 @@ class Course:
     """What the run is meant to do. `first`: steps already done (resumed); `last`: steps of the job.
 
     `validate_every`, `save_every`: 0 means only at the end, and never when `validates` is False.
-    `stop_at`: end after that many steps, without the last validation.
+    `stop_at`: end after that many steps, without the last validation. `save_at_end`: also when the job is done; a run that is
+    stopped is always saved.
     """
 
     workers: int
@@ -90,6 +91,7 @@ class Course:
     validates: bool = False
     validate_every: int = 0
     save_every: int = 0
+    save_at_end: bool = True
     stop_at: int | None = None
     start_deadline_s: float = 600.0
     step_deadline_s: float = 60.0
@@ -195,7 +197,9 @@ class RunMachine:
         every = course.validate_every
         if course.validates and fresh and ((every and done % every == 0) or done == course.last) and not self._interrupted:
             due.append("validate")
-        if done not in (self.saved, self.saving) and ((course.save_every and done % course.save_every == 0) or ends):
+        if done not in (self.saved, self.saving) and (
+            (course.save_every and done % course.save_every == 0) or (ends and (course.save_at_end or done < course.last))
+        ):
             due.append("save")
         if ends:
             due.append("end")

@@ -1,0 +1,55 @@
+"""Ctrl-C ends a run of the command line within 5 s with a resumable checkpoint and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from helpers.tiny_job import write_job
+
+ROOT = Path(__file__).parents[2]
+START_S = 120.0
+
+
+def test_ctrl_c_leaves_a_resumable_checkpoint_and_nothing_else(tmp_path):
+    home, temp = tmp_path / "home", Path("/tmp") / f"rp{os.getpid()}"
+    home.mkdir()
+    temp.mkdir()
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    env |= {"HOME": str(home), "TMPDIR": str(temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    job = write_job(tmp_path)
+    words = ["train", str(job), "--set", "steps=100000", "--set", "plan.replicas=1", "--set", "model.args.sleep_s=0.02"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "raypar", *words, "--set", "validation=null", "--set", "checkpoint.every=1000"],
+        env=env,
+        cwd=ROOT / "tests",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + START_S
+        for line in run.stdout:
+            assert time.monotonic() < deadline
+            if line.startswith("step 1/"):
+                break
+        time.sleep(0.5)
+        started = time.monotonic()
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does: every process of the foreground group gets it
+        out, err = run.communicate(timeout=30)
+        seconds = time.monotonic() - started
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 130, err
+    assert "stopped after" in err and "cure: raypar resume tiny" in err
+    assert "checkpoint" in out
+    assert seconds < 5.0
+    checkpoints = list((tmp_path / "runs/tiny/checkpoints").iterdir())
+    assert len(checkpoints) == 1 and (checkpoints[0] / "manifest.json").is_file()
+    assert not list(home.iterdir()) and not list(temp.iterdir())
+    assert str(temp) not in subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+    temp.rmdir()

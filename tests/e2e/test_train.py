@@ -1,0 +1,178 @@
+"""Training on Ray from end to end, on one local Ray shared by all tests of this file."""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from helpers.tiny_job import Diary, write_job
+
+from raypar import Trainer
+from raypar.actors.local_ray import connected
+from raypar.cli import main
+from raypar.errors import ClusterError, NonFiniteError, UserCodeError, WorkerLost
+from raypar.worker.checkpoint import Parameters
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ray():
+    """raypar uses the Ray that a process has joined, and leaves it alone."""
+    with connected(None, 4, Path(__file__).parents[1]):
+        yield
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """`job("--set", ...)` runs `raypar train` on the tiny job and returns its exit code."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    path = write_job(tmp_path)
+
+    def train(*words: str) -> int:
+        return main(["train", str(path), *words])
+
+    return train
+
+
+def nothing_left() -> bool:
+    """No placement group, actor or key of a run is left on the cluster."""
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_list
+    from ray.util import list_named_actors, placement_group_table
+
+    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    return (
+        not groups and not list_named_actors(all_namespaces=True) and not _internal_kv_list("raypar/") and ray.is_initialized()
+    )
+
+
+def hash_in(text: str) -> str:
+    """The last line's."""
+    return re.fullmatch(r"weights sha256 ([0-9a-f]{64})", text.strip().splitlines()[-1])[1]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_when_resumed(job, tmp_path, capfd):
+    assert job() == 0
+    out = capfd.readouterr().out
+    assert [f"[{i}/6]" in out for i in range(1, 7)] == [True] * 6
+    first = hash_in(out)
+    folder = tmp_path / "runs/tiny"
+    made = {p.name for p in folder.iterdir()}
+    assert made >= {"job.yaml", "plan.json", "metrics.jsonl", "trace.json", "swimlane.svg", "checkpoints"}
+    metrics = lines(folder / "metrics.jsonl")
+    assert [m["step"] for m in metrics if "loss" in m] == list(range(1, 13))
+    assert [m["step"] for m in metrics if "validation_loss" in m] == [6, 12]
+    assert "predicted" in (folder / "swimlane.svg").read_text() and "measured" in (folder / "swimlane.svg").read_text()
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
+    there = Parameters(folder / "checkpoints/step_00000012")
+    named = b"".join(name.encode() + b"\0" + there[name].numpy().tobytes() for name in sorted(there))
+    assert hashlib.sha256(named).hexdigest() == first
+    assert nothing_left()
+
+    assert job("--set", "plan.replicas=1", "--set", "plan.schedule=gpipe", "--stop-at-step", "5") == 0
+    assert hash_in(capfd.readouterr().out) != first
+    run = str(tmp_path / "runs/tiny-2")
+    assert main(["resume", run, "--set", "plan.stages=1", "--set", "plan.replicas=2"]) == 0
+    assert hash_in(capfd.readouterr().out) == first
+    assert [m["step"] for m in lines(Path(run) / "metrics.jsonl") if "loss" in m] == list(range(1, 13))
+    assert nothing_left()
+
+    assert main(["resume", run, "--set", "seed=4", "--set", "steps=20"]) == 2
+    assert "seed was 3, is 4" in capfd.readouterr().err
+    assert main(["resume", run]) == 2
+    assert "12 of 12 steps already" in capfd.readouterr().err
+
+
+def test_the_driver_makes_one_call_per_worker_and_step_whatever_the_microbatches(job, tmp_path):
+    few = ["--set", "validation=null", "--set", "steps=3", "--set", "plan.replicas=1"]
+    assert job("--set", "microbatches=64", "--set", "batch_size=64", *few) == 0
+    assert lines(tmp_path / "runs/tiny/events.jsonl")[-1]["driver_calls_per_step"] == 2
+
+
+def test_callbacks_are_called_once_a_step_in_order_and_a_stop_takes_effect_after_one_more_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    diary = tmp_path / "diary"
+    result = Trainer(
+        model="helpers.tiny_job:model",
+        loss="helpers.tiny_job:loss",
+        data=("helpers.tiny_job:data", {"size": 32}),
+        steps=50,
+        batch_size=8,
+        microbatches=4,
+        plan={"stages": 1, "replicas": 2},
+        callbacks=[Diary(str(diary), stop_after=3)],
+        checkpoint_every=2,
+        run_dir=tmp_path,
+    ).fit(verbose=False)
+    assert [w for w in diary.read_text().splitlines() if not w.startswith("checkpoint")] == [
+        "start 1", "step 1", "step 2", "step 3", "step 4", "end stopped 4",
+    ]  # fmt: skip
+    assert result.metrics["step"] == 4 and result.metrics["twice"] == 2 * result.metrics["loss"]
+    assert result.checkpoint.path.endswith("step_00000004") and result.error is None
+    assert nothing_left()
+
+
+@pytest.mark.parametrize("fault, error", [("raise", UserCodeError), ("die", WorkerLost), ("nan", NonFiniteError)])
+def test_a_failure_in_a_worker_ends_the_run_with_one_error_and_leaves_nothing(fault, error, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    with pytest.raises(error) as caught:
+        Trainer(
+            model=("helpers.tiny_job:model", {"fault": fault, "at": 9}),
+            loss="helpers.tiny_job:loss",
+            data="helpers.tiny_job:data",
+            steps=50,
+            batch_size=8,
+            microbatches=4,
+            plan={"stages": 2, "replicas": 1},
+            run_dir=tmp_path,
+        ).fit(verbose=False)
+    if fault != "nan":
+        assert "worker 1 (stage 1, replica 0)" in str(caught.value)
+    if fault == "raise":
+        assert "ZeroDivisionError: the fault that was asked for" in str(caught.value) and "tiny_job.py" in str(caught.value)
+    assert nothing_left()
+
+
+def test_more_workers_than_the_cluster_can_ever_have_is_an_error_with_numbers_at_once(job, tmp_path, capfd):
+    assert job("--set", "plan.replicas=4") == 1
+    error = capfd.readouterr().err
+    assert "8 workers of 1 CPU" in error and "has 5 CPUs" in error and "cure:" in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_damaged_checkpoint_is_skipped_and_one_that_cannot_be_written_does_not_stop_training(job, tmp_path, capfd):
+    assert job("--stop-at-step", "8", "--set", "validation=null", "--set", "plan.stages=1", "--set", "plan.replicas=1") == 0
+    checkpoints = tmp_path / "runs/tiny/checkpoints"
+    shard = next((checkpoints / "step_00000008").glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    # A link to nowhere in place of the folder: mkdir fails as on a full disk, for root too.
+    (checkpoints / ".tmp-step_00000008").symlink_to("/proc/none/none")
+    capfd.readouterr()
+    assert main(["resume", str(tmp_path / "runs/tiny")]) == 0
+    out = capfd.readouterr().out
+    assert "skipped step_00000008" in out and "truncated" in out and "from step_00000004" in out
+    assert "warning: the checkpoint after 8 steps could not be written" in out and "after 4 steps stays" in out
+    assert main(["resume", str(tmp_path / "runs/tiny"), "--set", "steps=20", "--set", "model.args.depth=5"]) == 2
+    assert "belongs to another job: model was" in capfd.readouterr().err
+
+
+def test_a_run_that_is_active_cannot_be_started_twice(tmp_path):
+    import ray
+
+    from raypar.actors.client import follow
+    from raypar.actors.pool import namespace
+
+    @ray.remote(num_cpus=0)
+    class Other:
+        pass
+
+    other = Other.options(name="driver", namespace=namespace("taken")).remote()
+    request = type("Request", (), {"run": "taken"})()
+    with pytest.raises(ClusterError, match="'taken' is active"):
+        follow(request, print)
+    ray.kill(other)

@@ -1,0 +1,126 @@
+"""A job that trains in milliseconds: 4 linear layers on 64 samples, with the faults that the end-to-end tests ask for."""
+
+import os
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from raypar.callbacks import Callback, Stop
+
+WIDTH = 8
+
+
+class Recorded(nn.Module):
+    """Linear and tanh; `fault` happens in the forward pass of that step's first training microbatch (counted from 0)."""
+
+    def __init__(self, fault: str = "", at: int = 0, sleep_s: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fault, self.at, self.sleep_s, self.calls = fault, at, sleep_s, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not x.is_meta:
+            self.calls += 1
+            time.sleep(self.sleep_s)
+            if self.calls == self.at + 1:
+                if self.fault == "raise":
+                    raise ZeroDivisionError("the fault that was asked for")
+                if self.fault == "die":
+                    os._exit(3)
+                if self.fault == "nan":
+                    return torch.tanh(self.linear(x)) * float("nan")
+        return torch.tanh(self.linear(x))
+
+
+def model(depth: int = 4, fault: str = "", at: int = 0, sleep_s: float = 0.0, width: int = WIDTH) -> nn.Sequential:
+    """`fault` and `sleep_s` are the last layer's; a `width` other than the samples' does not fit them."""
+    layers = [(f"layer{i}", Recorded(*((fault, at, sleep_s) if i == depth - 1 else ()))) for i in range(depth)]
+    if width != WIDTH:
+        layers[0] = ("layer0", nn.Linear(width, WIDTH))
+    return nn.Sequential(OrderedDict(layers))
+
+
+def raises() -> nn.Module:
+    raise KeyError("no such model")
+
+
+class Samples:
+    """Sample i: (x [WIDTH], y [WIDTH])."""
+
+    raypar_thread_safe = True
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(2, size, WIDTH, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def data(size: int = 64) -> Samples:
+    return Samples(size)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def vector_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean(1)
+
+
+class Diary(Callback):
+    """Writes a line per hook into `path`; asks to stop after `stop_after` steps."""
+
+    def __init__(self, path: str, stop_after: int = 0) -> None:
+        self.path, self.stop_after = path, stop_after
+
+    def note(self, text: str) -> None:
+        with open(self.path, "a") as file:
+            file.write(text + "\n")
+
+    def on_start(self, info):
+        self.note(f"start {info.first}")
+
+    def on_step(self, info):
+        self.note(f"step {info.step}")
+        return Stop("enough") if info.step == self.stop_after else {"twice": 2 * info.loss}
+
+    def on_validation(self, info):
+        self.note(f"validation {info.step}")
+
+    def on_checkpoint(self, info):
+        self.note(f"checkpoint {info.step}")
+
+    def on_end(self, info):
+        self.note(f"end {info.end} {info.step}")
+
+
+JOB = """
+name: tiny
+seed: 3
+steps: 12
+batch_size: 8
+microbatches: 4
+model: {function: helpers.tiny_job:model, args: {}}
+loss: helpers.tiny_job:loss
+data: {function: helpers.tiny_job:data, args: {}}
+validation: {function: helpers.tiny_job:data, args: {size: 8}, every: 6}
+optimizer: {function: torch.optim:AdamW, args: {lr: 1.0e-2}}
+clip_norm: 1.0
+plan: {stages: 2, replicas: 2}
+checkpoint: {every: 4}
+"""
+
+
+def write_job(folder: Path) -> Path:
+    """The job file, with its run folder under `folder`."""
+    path = folder / "tiny.yaml"
+    path.write_text(JOB + f"run_dir: {folder / 'runs'}\n")
+    return path
