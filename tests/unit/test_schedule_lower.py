@@ -1,0 +1,112 @@
+"""Lowering: what is added to orders, where, and for whom."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from raypar.errors import ScheduleError
+from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing, Tie
+from raypar.schedule import registry
+from raypar.schedule.file import read_csv
+from raypar.schedule.instructions import ExchangeTies, Free, Recv, Reduce, Send
+from raypar.schedule.lower import lower, lower_forward
+from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.validate import validate
+
+
+def case(name="1f1b", replicas=(1, 1), microbatches=2, shards=None, edges=(), ties=()):
+    plan = ParallelPlan.of(list(replicas), shards, chunks=registry.default_chunks(name), placement=registry.placement(name))
+    crossing = Crossing.chain(len(plan.stages))
+    routing = Routing(plan, Microbatches(microbatches))
+    return routing, replace(crossing, edges=(*crossing.edges, *edges), ties=tuple(ties))
+
+
+def text(programs):
+    return [" ".join(map(str, program)) for program in programs]
+
+
+def lowered(name="1f1b", **shape):
+    routing, crossing = case(name, **shape)
+    programs = lower(registry.build(name, routing), routing, crossing)
+    validate(programs, routing, crossing)
+    return programs
+
+
+def test_activations_go_on_gradients_go_back_and_the_receiver_posts_at_once():
+    assert text(lowered()) == [
+        "0F0 0SA0>1@1 0F1 0SA1>1@1 0RG0<1@1 0B0 0X0 0RG1<1@1 0B1 0X1 0G V O",
+        "1RA0<0@0 1RA1<0@0 1F0 1B0 1SG0>0@0 1X0 1F1 1B1 1SG1>0@0 1X1 1G V O",
+    ]
+
+
+def test_with_split_backwards_gradients_leave_after_i_and_activations_are_freed_after_w():
+    assert text(lowered("zb-h1", microbatches=1)) == [
+        "0F0 0SA0>1@1 0RG0<1@1 0I0 0W0 0X0 0G V O",
+        "1RA0<0@0 1F0 1I0 1SG0>0@0 1W0 1X0 1G V O",
+    ]
+
+
+def test_stages_on_one_worker_send_each_other_nothing():
+    assert text(lowered("zb-v", replicas=[1], microbatches=1)) == ["0F0 1F0 1I0 1W0 1X0 1G 0I0 0W0 0X0 0G V O"]
+
+
+def test_a_skip_goes_straight_to_its_consumer_and_no_gradient_returns_where_none_exists():
+    programs = lowered(replicas=[1, 1, 1], microbatches=1, edges=[Edge(0, 2, ("mask",), differentiable=False)])
+    assert text(programs) == [
+        "0F0 0SA0>1@1 0SA0>2@2 0RG0<1@1 0B0 0X0 0G V O",
+        "1RA0<0@0 1F0 1SA0>2@2 1RG0<2@2 1B0 1SG0>0@0 1X0 1G V O",
+        "2RA0<0@0 2RA0<1@1 2F0 2B0 2SG0>1@1 2X0 2G V O",
+    ]
+
+
+def test_tied_parameters_are_exchanged_between_the_reductions_and_the_vote():
+    for program in lowered(ties=[Tie("embedding.weight", (0, 1))]):
+        assert isinstance(program[-3], ExchangeTies)
+        assert max(n for n, i in enumerate(program) if isinstance(i, Reduce)) < len(program) - 3
+
+
+def test_a_replica_without_microbatches_takes_part_in_reduction_and_vote():
+    assert text(lowered(replicas=[1, 3], microbatches=2))[1:] == [
+        "1G V O",
+        "1RA0<0@0 1F0 1B0 1SG0>0@0 1X0 1G V O",
+        "1RA1<0@0 1F1 1B1 1SG1>0@0 1X1 1G V O",
+    ]
+
+
+@pytest.mark.parametrize("shards", [[2, 2], [1, 2], [2, 1], [4, 2], [2, 3]])
+def test_each_shard_is_served_once_by_a_shard_of_the_neighbour(shards):
+    routing, crossing = case(shards=shards, microbatches=1)
+    programs = lower(registry.build("1f1b", routing), routing, crossing)
+    validate(programs, routing, crossing)
+    seats = routing.plan.seats
+    for rank, program in enumerate(programs):
+        received = [i for i in program if isinstance(i, Recv)]
+        assert [seats[i.peer].shard for i in received] == [seats[rank].shard % shards[1 - seats[rank].position]]
+
+
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_lists_depend_on_nothing_but_their_arguments(name):
+    assert lowered(name, replicas=[2, 2, 2], microbatches=7) == lowered(name, replicas=[2, 2, 2], microbatches=7)
+
+
+def test_a_validation_pass_has_forwards_and_frees_only():
+    routing, crossing = case("interleaved", replicas=[1, 2], microbatches=3, ties=[Tie("w", (0, 3))])
+    programs = lower_forward(routing, crossing)
+    validate(programs, routing, crossing, training=False)
+    assert {type(i) for p in programs for i in p} == {type(programs[0][0]), Send, Recv, Free}
+
+
+def test_a_validation_pass_of_several_chunks_keeps_every_worker_busy():
+    routing, crossing = case("interleaved", replicas=[1] * 4, microbatches=16)
+    programs = lower_forward(routing, crossing)
+    timeline = simulate(programs, routing, crossing, Costs.uniform(8, 1, 2))
+    assert timeline.makespan_ms == 2 * 16 + 3
+
+
+def test_orders_that_cannot_run_are_refused_with_what_is_missing():
+    routing, crossing = case()
+    orders = read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    wanted = "2 of 2 workers cannot finish: worker 0 (stage 0, replica 0) stands at 0B0, which needs 1B0"
+    with pytest.raises(ScheduleError, match=re.escape(wanted)):
+        lower(orders, routing, crossing)
