@@ -14,8 +14,9 @@ from raypar.schedule.one_f_one_b import replica_counts, warmups
 
 
 def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Bubble (p-1)(F + I - W), a third of 1F1B's when all are equal; on every worker as many activations as 1F1B's first
-    worker has, min(p, m). Positions with different replica counts are list-scheduled."""
+    """Bubble (p-1)(F + I - W) while W <= min(F, I), a third of 1F1B's when all are equal, (p-1) max(F, I) beyond; on every
+    worker as many activations as 1F1B's first worker has, min(p, m). Positions with different replica counts are
+    list-scheduled."""
     plan = routing.plan
     depth, replicas = warmups(plan, warmup), replica_counts(plan)
     if len(set(replicas)) > 1:
@@ -39,7 +40,7 @@ def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
 
 
 def zb_v(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Two chunks a worker in a V, so that the first worker also computes the loss. With F = I = W and m >= 2p - 2 the bubble
+    """Two chunks a worker in a V, so that the first worker also computes the loss. With F = I = W and m >= 2p - 1 the bubble
     is (p-1) F / 2, F of both chunks together; min(p, m) activations on every worker.
 
     Positions with different replica counts, or with a given `warmup` (forwards of chunks), are list-scheduled.
