@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 bad input (nothing was started), 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import os
 import sys
@@ -40,8 +41,24 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit code. `--help` and `--version` leave by SystemExit, as argparse does it."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one subcommand; returns its exit code. `--help` and `--version` leave by SystemExit, as argparse does it.
+
+    Without `argv` (as a command) a process that has loaded Ray leaves at once: taking torch and Ray apart object by object
+    takes a second or more, and whoever has pressed Ctrl-C waits for it.
+    """
+    if argv is not None:
+        return _guarded(argv)
+    status = _guarded(sys.argv[1:])
+    if "ray" in sys.modules:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _guarded(argv: Sequence[str]) -> int:
+    words = list(argv)
     try:
         status = _run(words)
         sys.stdout.flush()

@@ -1,9 +1,11 @@
 """Ctrl-C ends a run of the command line within 5 s with a resumable checkpoint and nothing left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,9 +16,9 @@ START_S = 120.0
 
 
 def test_ctrl_c_leaves_a_resumable_checkpoint_and_nothing_else(tmp_path):
-    home, temp = tmp_path / "home", Path("/tmp") / f"rp{os.getpid()}"
+    home = tmp_path / "home"
     home.mkdir()
-    temp.mkdir()
+    temp = Path(tempfile.mkdtemp(prefix="rp"))  # short: Ray puts its sockets in it
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     env |= {"HOME": str(home), "TMPDIR": str(temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
     job = write_job(tmp_path)
@@ -44,12 +46,13 @@ def test_ctrl_c_leaves_a_resumable_checkpoint_and_nothing_else(tmp_path):
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
+        left = list(temp.iterdir())
+        shutil.rmtree(temp)
     assert run.returncode == 130, err
     assert "stopped after" in err and "cure: raypar resume tiny" in err
     assert "checkpoint" in out
     assert seconds < 5.0
     checkpoints = list((tmp_path / "runs/tiny/checkpoints").iterdir())
     assert len(checkpoints) == 1 and (checkpoints[0] / "manifest.json").is_file()
-    assert not list(home.iterdir()) and not list(temp.iterdir())
+    assert not list(home.iterdir()) and not left
     assert str(temp) not in subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
-    temp.rmdir()
