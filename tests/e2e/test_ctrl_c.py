@@ -46,7 +46,8 @@ def test_ctrl_c_leaves_a_resumable_checkpoint_and_nothing_else(tmp_path):
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
-        left = list(temp.iterdir())
+        # torch makes its compiler's cache folder when torch.optim is first used; it is the user's and stays.
+        left = [path for path in temp.iterdir() if not path.name.startswith("torchinductor_")]
         shutil.rmtree(temp)
     assert run.returncode == 130, err
     assert "stopped after" in err and "cure: raypar resume tiny" in err
