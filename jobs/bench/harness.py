@@ -25,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
+sys.path.insert(0, str(ROOT))  # `examples` is imported from the repository
+
 START_TIMEOUT_S = 120.0
 RUN_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0

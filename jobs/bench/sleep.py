@@ -18,8 +18,6 @@ from typing import Any
 
 from harness import ROOT, Contender, environment, page, table, worker_command
 
-sys.path.insert(0, str(ROOT))
-
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
 from raypar.planner.profile import LinkProfile
 from raypar.schedule import registry

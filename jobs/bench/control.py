@@ -1,0 +1,226 @@
+"""What control costs: driver calls and object-store bytes a step on a real run, interpreter time an instruction.
+
+`python jobs/bench/control.py [--json] [--page FILE] [--microbatches 4 16 64 256]`. Calls and bytes are those of a longer run
+less those of a shorter one, over the difference in steps: start and end of a run cancel. The interpreter runs one rank of two
+over a transport that does nothing; its time is what is left of a step beside the time inside compute instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import environment, page, table
+from ours import sleeping_job
+
+from raypar.actors import client
+from raypar.actors.driver_actor import DriverActor
+from raypar.comm.ledger import Ledger
+from raypar.comm.transport import drive
+from raypar.launch import Options, choose, launch, make_importable
+from raypar.plan import ParallelPlan, Routing
+from raypar.run_folder import RunFolder
+from raypar.schedule import registry
+from raypar.schedule.instructions import ExchangeTies, OptimizerStep, Reduce, Vote
+from raypar.worker.assignment import assignments, make_graph
+from raypar.worker.core import WorkerCore
+from raypar.worker.spec import JobSpec
+
+SHORT, LONG = 10, 60
+COUNTS_FILE = "counts.json"
+INLINE_BYTES = 100 << 10
+"""Ray's `max_direct_call_object_size`, at its default."""
+
+
+NOTE = (
+    "Calls are counted where the driver makes them. Object-store bytes are worked out, not read from the store: answers to step "
+    f"calls, pickled, that are larger than the {INLINE_BYTES >> 10} KiB which travel with the reply (arguments are two numbers). "
+    "Interpreter time is the wall time of a step's program less the time inside compute instructions, transport calls being "
+    "answered at once; what the interpreter does inside a compute instruction to hand values on counts as compute."
+)
+
+
+class CountingDriver(DriverActor):
+    """The driver; at the end it leaves in the run folder what it has counted.
+
+    Ray puts an answer into the object store when it is larger than `INLINE_BYTES`; smaller ones travel with the reply.
+    """
+
+    calls_made = answer_bytes = stored_bytes = 0
+
+    def _call_all(self, call: Any, event: Any) -> None:
+        def counted(worker: Any) -> Any:
+            self.calls_made += 1
+            return call(worker)
+
+        DriverActor._call_all(self, counted, event)
+
+    def _stepped(self, rank: int, step: int, report: Any) -> Any:
+        size = len(pickle.dumps(report))
+        self.answer_bytes = max(self.answer_bytes, size)
+        self.stored_bytes += size if size > INLINE_BYTES else 0
+        return DriverActor._stepped(self, rank, step, report)
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        if kind == "end":
+            found = {"calls": self.calls_made, "answer_bytes": self.answer_bytes, "stored_bytes": self.stored_bytes}
+            (Path(self.request.folder) / COUNTS_FILE).write_text(json.dumps(found))
+        DriverActor._tell(self, kind, **facts)
+
+
+def job(stages: int, microbatches: int) -> JobSpec:
+    """Layers that compute next to nothing."""
+    return sleeping_job([0.0] * stages, [0.0] * stages, [0.0] * stages, microbatches, min(16, microbatches))
+
+
+def run(microbatches: int, steps: int) -> dict[str, int]:
+    """What the driver counted in a whole run of 2 stages x 2 replicas."""
+    spec = replace(job(2, microbatches), steps=steps)
+    plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
+    with tempfile.TemporaryDirectory(prefix="rp-") as folder:
+        place = RunFolder.create(folder, "control")
+        options = Options(folder=lambda planned: place)
+        result = launch(
+            spec,
+            lambda checked: choose(spec, checked, lambda layers: plan, "1f1b", plan.world),
+            options,
+            lambda event: None,
+        )
+        if result.error is not None:
+            raise result.error
+        found: dict[str, int] = json.loads((place.path / COUNTS_FILE).read_text())
+    return found
+
+
+def per_step(microbatches: int) -> dict[str, float]:
+    """Calls and bytes of one step, 4 workers."""
+    short, long = run(microbatches, SHORT), run(microbatches, LONG)
+    return {
+        "microbatches": microbatches,
+        "workers": 4,
+        "calls": (long["calls"] - short["calls"]) / (LONG - SHORT),
+        "object_store_bytes": (long["stored_bytes"] - short["stored_bytes"]) / (LONG - SHORT),
+        "largest_answer_bytes": long["answer_bytes"],
+    }
+
+
+class Done:
+    """A handle of something that is over."""
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        self._tensor = tensor
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def tensor(self) -> torch.Tensor:
+        assert self._tensor is not None
+        return self._tensor
+
+
+class Nothing:
+    """A transport that does nothing: every send is taken, every receive has the same [1, 1] tensor."""
+
+    generation, carries_shapes = 0, True
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.ledger = rank, size, Ledger()
+        self.received = Done(torch.zeros(1, 1))
+        self.sent = Done()
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int) -> Done:
+        return self.sent
+
+    def recv(self, out: torch.Tensor | None, *, source: int, tag: int) -> Done:
+        return self.received
+
+    def close(self) -> None:
+        return None
+
+
+def interpreter(microbatches: int, schedule: str, repeats: int = 30) -> dict[str, Any]:
+    """Microseconds an instruction of the first of two stages, its end of step left out."""
+    spec = job(2 * registry.default_chunks(schedule), microbatches)
+    plan = ParallelPlan.mesh(pp=2, chunks=registry.default_chunks(schedule), placement=registry.placement(schedule))
+    core = WorkerCore(spec)
+    part = assignments(spec, make_graph(spec), plan, registry.build(schedule, Routing(plan, spec.cut)))[0]
+    core.adopt(part, Nothing(0, plan.world))  # type: ignore[arg-type]
+    program = tuple(i for i in part.program if not isinstance(i, (Reduce, ExchangeTies, Vote, OptimizerStep)))
+    found = []
+    for step in range(repeats):
+        core.loader.prefetch(step, range(microbatches))
+        found.append(_beside_compute_us(core, program, step) / len(program))
+    core.close()
+    return {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "instructions": len(program),
+        "us_per_instruction": statistics.median(found[repeats // 3 :]),
+    }
+
+
+def _beside_compute_us(core: WorkerCore, program: Any, step: int) -> float:
+    start = time.perf_counter_ns()
+    drive(core.interpreter.run(program, step), 60.0)
+    return (time.perf_counter_ns() - start - core.interpreter.busy_ns) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
+    parser.add_argument("--page", type=Path, help="also write a results page")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 16, 64, 256])
+    given = parser.parse_args()
+    make_importable(Path(__file__).parent)
+    torch.set_num_threads(1)
+    facts = environment()
+    client.DriverActor = CountingDriver
+    overhead = [interpreter(m, s) for s in ("1f1b", "zb-v") for m in (8, 64)]
+    calls = [per_step(m) for m in given.microbatches]
+    text = "\n\n".join(
+        [
+            NOTE,
+            table(
+                ["microbatches", "workers", "driver calls a step", "object-store bytes a step", "largest answer, bytes"],
+                [
+                    [
+                        str(c["microbatches"]),
+                        str(c["workers"]),
+                        f"{c['calls']:.2f}",
+                        f"{c['object_store_bytes']:.0f}",
+                        str(c["largest_answer_bytes"]),
+                    ]
+                    for c in calls
+                ],
+            ),
+            table(
+                ["schedule", "microbatches", "instructions", "interpreter us an instruction (wanted: 50)"],
+                [
+                    [o["schedule"], str(o["microbatches"]), str(o["instructions"]), f"{o['us_per_instruction']:.1f}"]
+                    for o in overhead
+                ],
+            ),
+        ]
+    )
+    print(json.dumps({"environment": facts, "calls": calls, "interpreter": overhead}) if given.json else text)
+    if given.page:
+        command = "python jobs/bench/control.py --microbatches " + " ".join(map(str, given.microbatches))
+        given.page.write_text(page("What does control cost?", command, text))
+    good = all(c["calls"] == c["workers"] and c["object_store_bytes"] == 0 for c in calls)
+    sys.exit(0 if good and all(o["us_per_instruction"] <= 50 for o in overhead) else 1)
+
+
+if __name__ == "__main__":
+    main()
