@@ -36,9 +36,15 @@ from raypar.schedule.instructions import (
 def lower(schedule: Schedule, routing: Routing, crossing: Crossing) -> tuple[Program, ...]:
     """Programs of a training step, one per rank. Raises `ScheduleError` when the orders cannot be executed."""
     programs = _replay(schedule, routing, crossing, training=True)
-    for rank, program in enumerate(programs):
-        reduced = {i.stage for i in program if isinstance(i, Reduce)}
-        program += [Reduce(stage) for stage in routing.plan.stages_of(rank) if stage not in reduced]
+    # A worker without microbatches takes part in reductions in the order of those replicas that have some.
+    in_turn: dict[int, list[Instruction]] = {}
+    for seat, program in zip(routing.plan.seats, programs, strict=True):
+        reductions: list[Instruction] = [i for i in program if isinstance(i, Reduce)]
+        if reductions:
+            in_turn.setdefault(seat.position, reductions)
+    for seat, program in zip(routing.plan.seats, programs, strict=True):
+        if not program:
+            program += in_turn.get(seat.position, [])
         program += [ExchangeTies()] if crossing.ties else []
         program += [Vote(), OptimizerStep()]
     return tuple(tuple(program) for program in programs)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -72,6 +73,17 @@ def test_a_replica_without_microbatches_takes_part_in_reduction_and_vote():
         "1RA0<0@0 1F0 1B0 1SG0>0@0 1X0 1G V O",
         "1RA1<0@0 1F1 1B1 1SG1>0@0 1X1 1G V O",
     ]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-v"])
+def test_replicas_reduce_their_chunks_in_one_order_whatever_they_have_to_do(name):
+    for replicas, microbatches in product(([3, 3], [1, 2, 3], [3, 1]), (1, 2, 5, 7)):
+        plan = ParallelPlan.of(replicas, chunks=2, placement=registry.placement(name))
+        routing, crossing = Routing(plan, Microbatches(microbatches)), Crossing.chain(len(plan.stages))
+        turns = {}
+        for seat, program in zip(plan.seats, lower(registry.build(name, routing), routing, crossing), strict=True):
+            mine = [i for i in program if isinstance(i, Reduce)]
+            assert turns.setdefault(seat.position, mine) == mine
 
 
 @pytest.mark.parametrize("shards", [[2, 2], [1, 2], [2, 1], [4, 2], [2, 3]])
