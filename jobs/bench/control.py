@@ -42,10 +42,10 @@ INLINE_BYTES = 100 << 10
 
 
 NOTE = (
-    "Calls are counted where the driver makes them. Object-store bytes are worked out, not read from the store: answers to step "
-    f"calls, pickled, that are larger than the {INLINE_BYTES >> 10} KiB which travel with the reply (arguments are two numbers). "
-    "Interpreter time is the wall time of a step's program less the time inside compute instructions, transport calls being "
-    "answered at once; what the interpreter does inside a compute instruction to hand values on counts as compute."
+    "Calls are counted where the driver makes them. Object-store bytes are worked out, not read from the store: answers to "
+    f"step calls, pickled, that are larger than the {INLINE_BYTES >> 10} KiB which travel with the reply (arguments are two "
+    "numbers). Interpreter time is the wall time of a step's program less the time inside compute instructions, transport "
+    "calls being answered at once; what the interpreter does inside a compute instruction to hand values on counts as compute."
 )
 
 
