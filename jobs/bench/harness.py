@@ -12,6 +12,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 sys.path.insert(0, str(ROOT))  # `examples` is imported from the repository
+
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that contenders are stopped then, too
 
 START_TIMEOUT_S = 120.0
 RUN_TIMEOUT_S = 300.0
