@@ -141,21 +141,26 @@ def causal(case: Case) -> list[Problem]:
 
 
 def canonical(case: Case) -> list[Problem]:
-    """Per stage and block, instructions that produce weight gradients come in index order (rule 6 of the contract)."""
+    """Per stage and block, instructions that produce weight gradients come in index order (rule 6 of the contract): B and W,
+    and B and I, because a layer whose backward cannot be split produces them in I."""
     found: list[Problem] = []
     for rank in range(len(case.lists)):
         last: dict[tuple[str, int, int], int] = {}
         for instruction in case.compute(rank):
             if isinstance(instruction, Forward):
                 continue
-            kind = "W" if isinstance(instruction, BackwardWeight) else "B"
-            key = (kind, instruction.stage, case.routing.microbatches.block(instruction.microbatch))
-            before = last.get(key, -1)
-            if instruction.microbatch < before:
-                text = f"{instruction} stands after microbatch {before} of the same block"
-                found.append(Problem("canonical", rank, text))
-            last[key] = max(instruction.microbatch, before)
+            m, block = instruction.microbatch, case.routing.microbatches.block(instruction.microbatch)
+            for kind in _PRODUCES[type(instruction)]:
+                before = last.get((kind, instruction.stage, block), -1)
+                if m < before:
+                    text = f"{instruction} stands after microbatch {before} of the same block"
+                    found.append(Problem("canonical", rank, text))
+                    break
+                last[kind, instruction.stage, block] = m
     return found
+
+
+_PRODUCES: dict[type[Compute], str] = {Backward: "IW", BackwardInput: "I", BackwardWeight: "W"}
 
 
 End = tuple[int, int, bool, Bundle]

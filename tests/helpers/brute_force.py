@@ -109,6 +109,8 @@ class _Worker:
             self.take([("gradient", e.src, e.dst, i.microbatch) for e in edges if e.src == i.stage])
             self.give([("gradient", e.src, e.dst, i.microbatch) for e in edges if e.dst == i.stage])
             self.in_order("inputs", i)
+            if isinstance(i, Backward):
+                self.in_order("weights", i)
         elif isinstance(i, BackwardWeight):
             self.change(i, "I", "W")
             self.in_order("weights", i)
@@ -141,7 +143,6 @@ class _Worker:
                 self.to_send[message] = consumer
 
     def in_order(self, what: str, i: Backward | BackwardInput | BackwardWeight) -> None:
-        """Whole backward passes count as input gradients: a stage's block has only one kind where the order is checked."""
         key = (what, i.stage, self.routing.microbatches.block(i.microbatch))
         _require(self.last.get(key, -1) < i.microbatch)
         self.last[key] = i.microbatch

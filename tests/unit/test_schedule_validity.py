@@ -11,7 +11,7 @@ from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing, Tie
 from raypar.schedule import registry
 from raypar.schedule.file import read_csv
-from raypar.schedule.instructions import Backward, ExchangeTies, Forward, Send
+from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeTies, Forward, Send
 from raypar.schedule.lower import lower, lower_forward
 from raypar.schedule.validate import problems, validate
 
@@ -123,6 +123,23 @@ def test_a_broken_schedule_is_refused_with_the_rule_the_worker_and_a_cure(rule):
     assert error.value.cure
 
 
+@pytest.mark.parametrize(
+    "order, first_wrong",
+    [
+        ("0F0,0F1,0I0,0I1,0W1,0W0", "0W0"),
+        ("0F0,0F1,0I1,0I0,0W0,0W1", "0I0"),
+        ("0F0,0F1,0I0,0B1,0W0", "0W0"),
+        ("0F0,0F1,0I1,0B0,0W1", "0B0"),
+    ],
+)
+def test_weight_gradients_of_a_block_come_in_index_order_from_b_i_and_w_alike(order, first_wrong):
+    _, routing, crossing = case("1f1b", 1, 2, blocks=1)
+    text = f"{first_wrong} stands after microbatch 1 of the same block"
+    assert [(p.rule, p.text) for p in problems(read_csv(order), routing, crossing)] == [("canonical", text)]
+    _, routing, crossing = case("1f1b", 1, 2, blocks=2)
+    assert problems(read_csv(order), routing, crossing) == []
+
+
 def test_workers_that_wait_for_each_other_in_a_circle_are_named_with_what_they_wait_for():
     _, routing, crossing = case("1f1b", 2, 2)
     orders = read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
@@ -199,12 +216,12 @@ def test_a_broken_program_is_refused_with_the_rule_the_worker_and_the_instructio
 
 
 def mutate(programs, rng):
-    """One random change of a valid set of programs: swap, delete, duplicate, move, retarget, renumber."""
+    """One random change of a valid set of programs: swap, delete, duplicate, move, retarget, renumber, I and W made one B."""
     lists = [list(p) for p in programs]
     rank = rng.randrange(len(lists))
     order = lists[rank]
     a, b = rng.randrange(len(order)), rng.randrange(len(order))
-    kind = rng.choice(["swap", "neighbours", "delete", "duplicate", "move", "retarget", "renumber"])
+    kind = rng.choice(["swap", "neighbours", "delete", "duplicate", "move", "retarget", "renumber", "merge"])
     if kind == "swap":
         order[a], order[b] = order[b], order[a]
     elif kind == "neighbours":
@@ -218,6 +235,10 @@ def mutate(programs, rng):
         order.insert(b, order.pop(a))
     elif kind == "retarget" and hasattr(order[a], "peer"):
         order[a] = replace(order[a], peer=rng.randrange(len(lists)))
+    elif kind == "merge" and isinstance(order[a], BackwardInput):
+        stage, microbatch = order[a].stage, order[a].microbatch
+        order[a] = Backward(stage, microbatch)
+        lists[rank] = [i for i in order if i != BackwardWeight(stage, microbatch)]
     elif hasattr(order[a], "microbatch"):
         order[a] = replace(order[a], microbatch=rng.randrange(3))
     return tuple(tuple(o) for o in lists)
