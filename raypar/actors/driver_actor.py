@@ -307,7 +307,10 @@ class DriverActor:
 
     async def _end(self, teardown: do.Teardown) -> None:
         """Remove everything, then tell the client. The actor itself leaves when the client has seen it, or is gone."""
-        await self.pool.close()
+        try:
+            await self.pool.close()
+        except Exception as error:
+            self._tell("warning", text=f"not every worker could be removed: {error}")
         with contextlib.suppress(Exception):
             await asyncio.to_thread(self.journal.erase)
         loop = asyncio.get_running_loop()
@@ -328,8 +331,16 @@ class DriverActor:
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._settled)
         return task
+
+    def _settled(self, task: asyncio.Task[None]) -> None:
+        """A task that raised is a mistake of ours; it must end the run, not leave it waiting for an event that never comes."""
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            text = "".join(traceback.format_exception(error)).rstrip()
+            wrong = RayparError(f"the driver failed:\n{text}", cure="please report it with the lines above")
+            self.queue.put_nowait(on.CallFailed("error", wrong))
 
     def _tell(self, kind: str, **facts: Any) -> None:
         self.told.append({"kind": kind, "time": time.time(), **facts})
