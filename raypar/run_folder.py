@@ -86,6 +86,11 @@ class RunFolder:
         for path in (Path(run), Path(run_dir) / run):
             if (path / "job.yaml").is_file():
                 return RunFolder(path)
+            if (path / "checkpoints").is_dir():
+                raise ConfigError(
+                    f"run {path} has no job.yaml: raypar.Trainer made it, and a job file may not name its functions",
+                    cure=f"give one of its checkpoints to `raypar export`: {path}/checkpoints/step_...",
+                )
         root = Path(run_dir)
         there = sorted(p.parent.name for p in root.glob("*/job.yaml")) if root.is_dir() else []
         near = difflib.get_close_matches(str(run), there, n=1, cutoff=0.5)

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-at",
         metavar="STEP,STAGE,MICROBATCH",
-        help="open pdb just before the instructions of this stage and microbatch in this step",
+        help="open pdb just before the instructions of this stage and microbatch in this step; all count from 0",
     )
     parser.add_argument("--order-seed", type=int, default=None, help="interleave the workers in another (seeded) order")
 
@@ -35,6 +35,13 @@ def run(args: argparse.Namespace) -> int:
     spec = job.to_spec()
     graph = make_graph(spec)
     plan = job.to_plan(len(graph.layers))
+    if place is not None:
+        sizes = (min(args.steps, spec.steps), len(plan.stages), spec.microbatches)
+        if not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):
+            raise ConfigError(
+                f"--stop-at {args.stop_at} is never reached: {sizes[0]} steps, {sizes[1]} stages, {sizes[2]} microbatches",
+                cure="all three count from 0; --steps runs more steps",
+            )
     print(f"{plan.world} workers, {len(plan.stages)} stages in one process; schedule {job.schedule_name}", flush=True)
 
     def before(step: int, instruction: object) -> None:
