@@ -54,7 +54,9 @@ class WorkerActor:
 
         from raypar.actors.fingerprint import fingerprint
         from raypar.comm.cpu import CpuMesh
+        from raypar.worker.allocator import keep_freed_memory
 
+        keep_freed_memory()
         self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
         self.mesh = CpuMesh.listen(self.host or ray.util.get_node_ip_address())
