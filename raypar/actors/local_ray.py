@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -94,15 +95,16 @@ def own(workers: int) -> Iterator[Connection]:
         start_new_session=True,
     )
     try:
-        ray.init(
-            address="local",
-            num_cpus=workers + 1,
-            num_gpus=0,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            _temp_dir=str(folder),
-        )
+        with in_sessions_of_their_own():
+            ray.init(
+                address="local",
+                num_cpus=workers + 1,
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
         yield Connection("own", f"a Ray of our own with {workers + 1} logical CPUs", host="127.0.0.1")
     finally:
         ray.shutdown()
@@ -113,6 +115,26 @@ def own(workers: int) -> Iterator[Connection]:
             cleaner.stdin.close()
         cleaner.wait(timeout=10)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def in_sessions_of_their_own() -> Iterator[None]:
+    """Ray's processes are started outside our process group.
+
+    Slurm, systemd and `timeout` send SIGTERM to the whole group: it would end Ray's control store at once, while this process
+    still wants to finish the step and save. The name is private to Ray; where it is gone, only that protection is.
+    """
+    from ray._private import services
+
+    popen = getattr(services, "ConsolePopen", None)
+    if popen is None:
+        yield
+        return
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def short_folder() -> Path:

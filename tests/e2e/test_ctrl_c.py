@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run of the command line within 5 s with a resumable checkpoint and nothing left behind."""
+"""Ctrl-C, or SIGTERM to the group, ends a run within 5 s with a resumable checkpoint and nothing left behind."""
 
 import os
 import shutil
@@ -9,13 +9,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 from helpers.tiny_job import write_job
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
 
 
-def test_ctrl_c_leaves_a_resumable_checkpoint_and_nothing_else(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_group_leaves_a_resumable_checkpoint_and_nothing_else(number, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     temp = Path(tempfile.mkdtemp(prefix="rp"))  # short: Ray puts its sockets in it
@@ -40,7 +42,7 @@ def test_ctrl_c_leaves_a_resumable_checkpoint_and_nothing_else(tmp_path):
                 break
         time.sleep(0.5)
         started = time.monotonic()
-        os.killpg(run.pid, signal.SIGINT)  # as a terminal does: every process of the foreground group gets it
+        os.killpg(run.pid, number)  # as a terminal (SIGINT), Slurm or `timeout` (SIGTERM) does
         out, err = run.communicate(timeout=30)
         seconds = time.monotonic() - started
     finally:
