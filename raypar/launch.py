@@ -81,6 +81,12 @@ class Result:
     picture_path: str | None = None
 
     @property
+    def handle(self) -> str:
+        """What `raypar resume` and `raypar export` find the run by from here: its name under runs/, else its path."""
+        path = Path(self.path)
+        return path.name if path.parent == Path("runs") else self.path
+
+    @property
     def checkpoint(self) -> Any:
         """The last checkpoint as a `ray.train.Checkpoint`, or None."""
         if self.checkpoint_path is None:
@@ -536,8 +542,7 @@ def raise_failure(result: Result) -> None:
         raise RayparError(f"the run failed after {result.done} steps: {result.why}") from result.error
     if result.end == "interrupted":
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
-        name = Path(result.path).name
-        cure = f"raypar resume {name}" if result.checkpoint_path else ""
+        cure = f"raypar resume {result.handle}" if result.checkpoint_path else ""
         raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)
 
 

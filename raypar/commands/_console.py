@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class Console:
             lines.append(f"validation loss {self.validation:.4f}")
         if result.sample:
             lines += ["sample:", *("    " + line for line in result.sample.splitlines())]
-        name = Path(result.path).name
+        name = result.handle
         if result.picture_path:
             lines.append(
                 f"picture: {result.picture_path} (the schedule as predicted and as measured; trace.json opens in Perfetto)"
