@@ -17,6 +17,7 @@ from raypar.worker.assignment import make_graph
 from raypar.worker.data import make_dataset
 from raypar.worker.profile import first_batch
 from raypar.worker.spec import JobSpec, Ref
+from raypar.worker.stage import inputs_unwritten
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
                 cure=f"the samples have fields {sorted(batch)}; name them with data.names or choose data.input",
             )
         try:
-            with torch.no_grad():
-                out = on_meta(layer).to(_dtype(spec))(*(values[name] for name in layer.inputs))
+            inputs = [values[name] for name in layer.inputs]
+            with torch.no_grad(), inputs_unwritten(layer, inputs):
+                out = on_meta(layer).to(_dtype(spec))(*inputs)
         except NotImplementedError:
             return
         except RayparError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,14 @@ from raypar.worker.accumulate import Accumulator, Ready
 from raypar.worker.spec import JobSpec
 
 Batch = Mapping[str, Tensor]
+
+
+_WRITTEN_IN_PLACE = (
+    "is a view and is being modified inplace",
+    "a leaf Variable that requires grad is being used in an in-place operation",
+    "a view of a leaf Variable that requires grad is being used in an in-place operation",
+)
+"""What PyTorch says when a layer writes into an alias (`_Boundary`) or a received value."""
 
 
 class _Boundary(torch.autograd.Function):
@@ -44,6 +53,40 @@ def gradient_counts(graph: Graph, plan: ParallelPlan, value: str, consumer_stage
     stage = plan.stages[consumer_stage]
     here = [c for c in consumers if stage.first <= c < stage.last]
     return 1 if consumers[-1] in here else len(here)
+
+
+def distinct(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A tensor that a layer returns under two names is two values, each with gradients of its own to fold (rule 4)."""
+    seen: set[int] = set()
+    found = []
+    for output in outputs:
+        again = id(output) in seen and output.requires_grad
+        seen.add(id(output))
+        found.append(_Boundary.apply(output) if again else output)  # type: ignore[no-untyped-call]
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def inputs_unwritten(layer: Layer, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Refuses a layer that writes into what it reads: another consumer would see that in its own stage, but not in another.
+
+    Raises `UserCodeError`, also in place of PyTorch's error about the aliases that layers read through.
+    """
+    before = [tensor._version for tensor in inputs]
+    cause: RuntimeError | None = None
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _WRITTEN_IN_PLACE):
+            raise
+        cause = error
+    written = [name for name, t, version in zip(layer.inputs, inputs, before, strict=True) if t._version != version]
+    if written or cause is not None:
+        raise UserCodeError(
+            f"layer {layer.name!r} writes into its input {' or '.join(map(repr, written or layer.inputs))} in place, "
+            "which other layers may read too" + (f" ({cause})" if cause is not None else ""),
+            cure="use the operation that returns a new tensor (inplace=False, relu instead of relu_), or clone the input first",
+        ) from cause
 
 
 def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -183,7 +226,7 @@ class Stage:
                         value = value.contiguous()
                 inputs[name] = value
             torch.default_generator.manual_seed(seed_of(self.spec.seed, "forward", self.step, microbatch, layer.name))
-            outputs = self._call(layer, microbatch, [inputs[name] for name in layer.inputs])
+            outputs = distinct(self._call(layer, microbatch, [inputs[name] for name in layer.inputs]))
             values.update(zip(layer.outputs, outputs, strict=True))
             local.update(layer.outputs)
         live.produced = {name: values[name] for name in self._outgoing}
@@ -216,7 +259,8 @@ class Stage:
 
     def _call(self, layer: Layer, microbatch: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         try:
-            result = self.modules[layer.name](*inputs)
+            with inputs_unwritten(layer, inputs):
+                result = self.modules[layer.name](*inputs)
         except Exception as error:
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error

@@ -127,7 +127,10 @@ def train(graph: Graph, spec: JobSpec) -> Result:
                         inputs[name] = value
                     torch.manual_seed(seed_of(spec.seed, "forward", step, microbatch, layer.name))
                     out = modules[layer.name](*(inputs[name] for name in layer.inputs))
-                    values.update(zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True))
+                    outputs = out if isinstance(out, tuple) else (out,)
+                    for place, output in enumerate(outputs):
+                        again = output.requires_grad and any(output is other for other in outputs[:place])
+                        values[layer.outputs[place]] = Alias.apply(output) if again else output
                 found = loss_fn(Alias.apply(values[graph.output]), fields[spec.data.target or "y"])
                 if isinstance(found, tuple):
                     total, count = found
