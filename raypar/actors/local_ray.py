@@ -7,13 +7,16 @@ import functools
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from raypar.errors import ClusterError
@@ -67,7 +70,8 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
     if not on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
     try:
-        ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
+        with interruptible():
+            ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise ClusterError(
             f"cannot join a Ray cluster at {address!r}: {error}",
@@ -95,7 +99,7 @@ def own(workers: int) -> Iterator[Connection]:
         start_new_session=True,
     )
     try:
-        with in_sessions_of_their_own():
+        with in_sessions_of_their_own(), interruptible():
             ray.init(
                 address="local",
                 num_cpus=workers + 1,
@@ -115,6 +119,29 @@ def own(workers: int) -> Iterator[Connection]:
             cleaner.stdin.close()
         cleaner.wait(timeout=10)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """A Ctrl-C that Ray's start swallows is raised when the start is over."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

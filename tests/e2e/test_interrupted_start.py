@@ -1,0 +1,26 @@
+"""Ctrl-C while Ray starts ends the start, also where Ray's own code swallows it."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from raypar.actors.local_ray import own
+
+
+def test_a_ctrl_c_that_ray_swallows_still_ends_the_start(monkeypatch, tmp_path):
+    def swallowing(**arguments):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            pass
+
+    monkeypatch.setattr(ray, "init", swallowing)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), own(1):
+        pytest.fail("the run went on")
+    assert signal.getsignal(signal.SIGINT) is before
