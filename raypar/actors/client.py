@@ -37,7 +37,7 @@ class RunEnd:
 def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEnd:
     """Run a request on the Ray this process is connected to; every event is given to `tell`. Blocks until the run is over.
 
-    The first Ctrl-C (or SIGTERM) asks the driver to save and end, the second one removes everything at once.
+    The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
     Raises `ClusterError` when a run of this name is active already, `WorkerLost` when the driver itself dies.
     """
     place = namespace(request.run)
@@ -53,7 +53,7 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
         ) from error
     try:
         with interrupts() as asked:
-            return _follow(driver, tell, asked)
+            return _follow(driver, tell, asked, request.course.first)
     finally:
         with contextlib.suppress(Exception):
             ray.kill(driver, no_restart=True)
@@ -61,23 +61,36 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
             sweep(request.run)
 
 
-def _follow(driver: Any, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> RunEnd:
+def _follow(driver: Any, tell: Callable[[dict[str, Any]], None], asked: list[str], done: int) -> RunEnd:
     cursor, passed_on = 0, False
+
+    def say(event: dict[str, Any]) -> None:
+        try:
+            tell(event)
+        except OSError:
+            if not asked:  # after SIGHUP the terminal is gone, and the checkpoint is still to be written
+                raise
+
     try:
         started = driver.start.remote()
         while True:
-            events, cursor = ray.get(driver.events.remote(cursor, 0.3))
+            asking = driver.events.remote(cursor, 0.3)
+            while not ray.wait([asking], timeout=0.5)[0] and len(asked) < 2:
+                pass  # a driver that does not answer: the second Ctrl-C does not wait for it
+            events, cursor = ray.get(asking) if len(asked) < 2 else ([], cursor)
             for event in events:
                 if event["kind"] == "end":
                     error = pickle.loads(event["error"]) if event["error"] is not None else None
                     return RunEnd(event["end"], event["why"], event["done"], error)
-                tell(event)
+                if event["kind"] == "step":
+                    done = event["step"]
+                say(event)
             if asked and not passed_on:
                 passed_on = True
-                tell({"kind": "stopping", "time": time.time(), "text": f"{asked[0]}: finishing the step and saving"})
+                say({"kind": "stopping", "time": time.time(), "text": f"{asked[0]}: finishing the step and saving"})
                 driver.stop.remote(asked[0], GRACE_S)
             if len(asked) > 1:
-                return RunEnd("interrupted", f"{asked[1]} again: ended without waiting", 0, None)
+                return RunEnd("interrupted", f"{asked[1]} again: ended without waiting", done, None)
             if started is not None and ray.wait([started], timeout=0)[0]:
                 ray.get(started)
                 started = None
@@ -88,13 +101,14 @@ def _follow(driver: Any, tell: Callable[[dict[str, Any]], None], asked: list[str
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[list[str]]:
-    """Collects Ctrl-C and SIGTERM instead of raising; in a thread other than the main one, signals stay as they are."""
+    """Collects Ctrl-C, SIGTERM and SIGHUP instead of raising; in a thread other than the main one, signals stay as they are."""
     asked: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-    before = {number: signal.signal(number, lambda n, frame: asked.append(names[signal.Signals(n)])) for number in names}
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+    heard = [number for number in names if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has it
+    before = {number: signal.signal(number, lambda n, frame: asked.append(names[signal.Signals(n)])) for number in heard}
     try:
         yield asked
     finally:
