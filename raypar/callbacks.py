@@ -163,7 +163,8 @@ class Callbacks:
             except RayparError as error:
                 failed = failed or error
             except Exception as error:
-                text = f"callback {name} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+                at = f", after {facts['step']} steps," if "step" in facts else ""
+                text = f"callback {name}{at} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
                 failed = failed or UserCodeError(
                     text, cure="mend the callback; `raypar resume` goes on from the last checkpoint"
                 )

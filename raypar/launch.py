@@ -116,11 +116,11 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
 
     try:
         checked = preflight(spec)
+        say("checked", f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples")
+        planned = plan(checked)
+        request = _request(spec, checked, planned, options)
     except UserCodeError as error:
         raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
-    say("checked", f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples")
-    planned = plan(checked)
-    request = _request(spec, checked, planned, options)
     say("planned", describe(planned))
     from raypar.actors.cluster_watch import capacity, require
     from raypar.actors.local_ray import connected
@@ -538,6 +538,7 @@ def raise_failure(result: Result) -> None:
     """Raise what a failed run failed with, or `Interrupted`."""
     if result.end == "failed":
         if isinstance(result.error, RayparError):
+            result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
             raise result.error
         raise RayparError(f"the run failed after {result.done} steps: {result.why}") from result.error
     if result.end == "interrupted":

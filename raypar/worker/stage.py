@@ -290,6 +290,11 @@ class Stage:
                 f"the loss returned {shape}, not a scalar tensor",
                 cure="return a 0-dim tensor (mean over samples), or (sum, count) for token-weighted losses",
             )
+        if output.requires_grad and not total.requires_grad:
+            raise UserCodeError(
+                "the loss has no gradient although the model's output has one: nothing would be trained",
+                cure="compute it from the output by differentiable operations (no detach(), no .item(), no torch.no_grad())",
+            )
         if count is None:
             samples = float(target.shape[0])
             return total * samples, samples

@@ -246,6 +246,11 @@ class StepEnd:
         """Scale every gradient once and run the optimizer; a non-finite step is skipped or stops the job, by policy."""
         outcome = self.outcome
         assert outcome is not None, "the optimizer may only run after the whole vote"
+        if outcome.count == 0 and self.spec.non_finite == "stop":
+            raise NonFiniteError(
+                f"step {self.step}: the counts returned by the loss add up to 0 over {self.spec.microbatches} microbatches",
+                cure="return (sum, count) with the number of terms that count, or set `non_finite: skip` to skip such steps",
+            )
         if outcome.skipped and self.spec.non_finite == "stop":
             raise NonFiniteError(
                 f"step {self.step}: loss {outcome.loss}, gradient norm {outcome.norm}",

@@ -19,6 +19,7 @@ CASES = {
     "empty data set": (["data.args.size=0"], "is empty"),
     "sample of the wrong shape": (["model.args.width=9"], "the first microbatch does not fit the model: layer 'layer0'"),
     "loss that is not a scalar": (["loss=helpers.tiny_job:vector_loss"], "not a scalar"),
+    "loss that raises": (["loss=helpers.tiny_job:picky_loss"], "ArithmeticError: not these numbers"),
     "unknown schedule": (["plan.schedule=1f1c"], "did you mean 1f1b"),
     "shards": (["plan.shards=2"], "tensor parallelism is not available yet"),
     "optimizer argument": (["optimizer.args.lrr=1.0"], "lrr"),

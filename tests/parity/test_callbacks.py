@@ -59,7 +59,9 @@ def test_infos_are_frozen_and_hold_what_the_step_was():
 
 def test_a_callback_that_raises_keeps_no_other_from_its_call():
     before, after = Said(ValueError("mistake of the user")), Said()
-    with pytest.raises(UserCodeError, match=r"(?s)Said\.on_step raised ValueError: mistake of the user.*Traceback") as error:
+    with pytest.raises(
+        UserCodeError, match=r"(?s)Said\.on_step, after 7 steps, raised ValueError: mistake of the user.*Traceback"
+    ) as error:
         Callbacks([before, after]).call("on_step", step(7))
     assert len(after.heard) == 1 and "resume" in error.value.cure
 
