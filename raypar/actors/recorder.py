@@ -5,7 +5,9 @@ Steps are counted from 1 here: `step` 50 is the fiftieth, and `checkpoint`s and 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
 import statistics
 import time
@@ -30,6 +32,7 @@ class Recorder:
         self.request = request
         self.folder = Path(request.folder)
         self._news: list[dict[str, Any]] = []
+        self._waiting: dict[str, list[str]] = {}
         self._seconds: deque[float] = deque(maxlen=50)
         self.traced: dict[str, Any] | None = None
         self.callbacks: Any = None
@@ -105,8 +108,24 @@ class Recorder:
         return stop
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"time": time.time(), **metrics}) + "\n")
+        self._append("metrics.jsonl", metrics)
+
+    def _append(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Add a line to a file of the run. On a full disk training goes on: lines wait here until they can be written."""
+        path, waiting = self.folder / name, self._waiting.setdefault(name, [])
+        waiting.append(json.dumps({"time": time.time(), **facts}) + "\n")
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "a") as file:
+                file.write("".join(waiting))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # a part may have been written
+            if len(waiting) == 1:
+                text = f"{path} cannot be written ({error}); its lines are kept in memory until it can"
+                self._news.append({"kind": "warning", "text": f"{text}\n  cure: free disk space"})
+            return
+        waiting.clear()
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
@@ -154,11 +173,13 @@ class Recorder:
         steps = teardown.done - self.request.course.first
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
         calls = {"driver_calls_per_step": step_calls / steps if steps else 0.0}
-        with open(self.folder / "events.jsonl", "a") as file:
-            file.write(json.dumps({"time": time.time(), "kind": "end", **facts, **calls}) + "\n")
+        self._append("events.jsonl", {"kind": "end", **facts, **calls})
         if self.traced is not None:
-            draw(self.request, self.traced["step"], self.traced["spans"], self.nodes)
-            self._news.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
+            try:
+                draw(self.request, self.traced["step"], self.traced["spans"], self.nodes)
+                self._news.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
+            except OSError as error:
+                self._news.append({"kind": "warning", "text": f"the picture could not be written: {error}"})
         if teardown.error is not None:
             self._call("on_exception", {"error": teardown.error, "step": teardown.done})
         self._call("on_end", facts)
