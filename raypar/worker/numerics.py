@@ -13,15 +13,23 @@ PIECE = 32768
 """Elements of a parameter whose squares are summed in its own dtype before float64 takes over."""
 
 
-def parameter_squares(gradient: Tensor) -> Tensor:
-    """float64 0-dim: the sum, in order, of the squared pieces of one parameter's unscaled gradient."""
+def parameter_squares(gradients: Sequence[Tensor]) -> list[float]:
+    """For each parameter the float64 sum, in order, of the squared pieces of its unscaled gradient.
+
+    All pieces are read back at once: one wait for the device, however many parameters there are.
+    """
+    if not gradients:
+        return []
     with torch.no_grad():
-        flat = gradient.detach().reshape(-1)
-        pieces = [torch.dot(piece, piece) for piece in flat.split(PIECE)]
+        pieces = [gradient.detach().reshape(-1).split(PIECE) for gradient in gradients]
+        found = iter(torch.stack([torch.dot(piece, piece) for parts in pieces for piece in parts]).tolist())
+    squares = []
+    for parts in pieces:
         total = 0.0
-        for square in torch.stack(pieces).tolist():
-            total += square
-        return torch.tensor(total, dtype=torch.float64)
+        for _ in parts:
+            total += next(found)
+        squares.append(total)
+    return squares
 
 
 def norm_and_factor(squares: Sequence[float], count: float, clip_norm: float | None) -> tuple[float, float]:

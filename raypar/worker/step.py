@@ -84,7 +84,12 @@ class StepEnd:
     """Reduced gradients of tied parameters' uses in stages of other workers: (canonical name, stage) -> uses in layer order."""
 
     def __post_init__(self) -> None:
-        self._canonical = {name: names[0] for names in self.graph.ties for name in names}
+        canonical = {name: names[0] for names in self.graph.ties for name in names}
+        self._places: dict[int, dict[str, list[int]]] = {}
+        for index, stage in self.stages.items():
+            places = self._places[index] = {}
+            for place, (name, _, _) in enumerate(stage.uses):
+                places.setdefault(canonical.get(name, name), []).append(place)
 
     def begin(self, step: int) -> None:
         """Forget the last step; nothing of it is needed any more."""
@@ -109,8 +114,8 @@ class StepEnd:
     # -- ties --------------------------------------------------------------------------------------------------------
 
     def _uses_of(self, stage: int, tie: str) -> list[int]:
-        """Indices of the stage's uses of a tied parameter, in layer order."""
-        return [i for i, use in enumerate(self.stages[stage].uses) if self._canonical.get(use[0], use[0]) == tie]
+        """Indices of the stage's uses of a parameter, in layer order."""
+        return self._places[stage].get(tie, [])
 
     def exchange_ties(self) -> Routine[None]:
         """Every worker that holds a tied parameter gets the reduced gradients of its uses in all other stages."""
@@ -201,21 +206,17 @@ class StepEnd:
         for stage in self.stages.values():
             for microbatch, (total, count) in stage.losses.items():
                 losses += [float(microbatch), float(total), float(count)]
-        parts = [torch.tensor([1.0, len(losses) / 3, *losses], dtype=torch.float64)]
-        speaks = self.routing.plan.seats[self.rank].replica == 0
-        parts.append(torch.tensor([float(len(settled) if speaks else 0)], dtype=torch.float64))
-        if speaks:
-            first_of = {tie.name: tie.stages[0] for tie in self.ties}
-            for stage, gradients in settled.items():
-                squares = [
-                    parameter_squares(g)
-                    for name, g in gradients.items()
-                    if g is not None and first_of.get(name, stage) == stage
-                ]
-                parts.append(torch.tensor([float(stage), float(len(squares))], dtype=torch.float64))
-                if squares:
-                    parts.append(torch.stack(squares))
-        return torch.cat(parts)
+        ballot = [1.0, len(losses) / 3, *losses]
+        if self.routing.plan.seats[self.rank].replica:
+            return torch.tensor([*ballot, 0.0], dtype=torch.float64)  # the first replica has the same gradients
+        ballot.append(len(settled))
+        first_of = {tie.name: tie.stages[0] for tie in self.ties}
+        for stage, gradients in settled.items():
+            squares = parameter_squares(
+                [g for name, g in gradients.items() if g is not None and first_of.get(name, stage) == stage]
+            )
+            ballot += [stage, len(squares), *squares]
+        return torch.tensor(ballot, dtype=torch.float64)
 
     def _count(self, ballots: list[list[float]]) -> None:
         losses: dict[int, tuple[float, float]] = {}
