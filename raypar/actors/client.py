@@ -107,7 +107,7 @@ def interrupts() -> Iterator[list[str]]:
         yield asked
         return
     names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-    heard = [number for number in names if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has it
+    heard = [n for n in names if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # nohup is respected
     before = {number: signal.signal(number, lambda n, frame: asked.append(names[signal.Signals(n)])) for number in heard}
     try:
         yield asked

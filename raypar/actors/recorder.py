@@ -149,15 +149,19 @@ class Recorder:
     def checkpoint_end(self, done: int, folder: Path, records: Sequence[ShardRecord | None]) -> None:
         """Manifest, final name; the oldest ones beyond `keep` are removed. Raises `CheckpointError`."""
         written = [record for record in records if record is not None]
-        for record in written:
-            if not (folder / record.file).is_file():
-                raise CheckpointError(
-                    f"{folder / record.file}, written by a worker, cannot be seen by the driver",
-                    cure="set run_dir to storage that all nodes share",
-                )
-        self.checkpoint_path = checkpoint.commit(
-            folder, written, steps_done=done, contract=self.request.contract, metrics=self._last
-        )
+        try:
+            for record in written:
+                if not (folder / record.file).is_file():
+                    raise CheckpointError(
+                        f"{folder / record.file}, written by a worker, cannot be seen by the driver",
+                        cure="set run_dir to storage that all nodes share",
+                    )
+            self.checkpoint_path = checkpoint.commit(
+                folder, written, steps_done=done, contract=self.request.contract, metrics=self._last
+            )
+        except Exception:
+            checkpoint.drop(folder)  # on a full disk the next one needs its room
+            raise
         checkpoint.keep_last(self.folder / "checkpoints", self.request.keep)
 
     def checkpoint_seen(self, done: int) -> None:

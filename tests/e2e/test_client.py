@@ -19,6 +19,16 @@ def test_a_signal_that_ends_a_run_is_collected_so_that_the_run_can_save(number):
     assert signal.getsignal(number) == before
 
 
+def test_ctrl_c_is_heard_by_a_background_job_of_a_shell_script():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts() as asked:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert asked == ["Ctrl-C"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

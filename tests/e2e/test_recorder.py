@@ -4,8 +4,11 @@ import errno
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from raypar.actors import recorder as module
 from raypar.actors.recorder import Recorder
+from raypar.errors import CheckpointError
 
 
 class Full:
@@ -33,3 +36,15 @@ def test_on_a_full_disk_metrics_wait_in_memory_with_one_warning_and_no_line_is_t
     assert len(warnings) == 2 and all("No space left" in text and "cure: " in text for text in warnings)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, monkeypatch):
+    def full(folder, records, **facts):
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(module.checkpoint, "commit", full)
+    recorder = Recorder(SimpleNamespace(folder=tmp_path, contract={}))
+    folder = recorder.checkpoint_begin(4)
+    with pytest.raises(CheckpointError):
+        recorder.checkpoint_end(4, folder, [])
+    assert not list((tmp_path / "checkpoints").iterdir())
