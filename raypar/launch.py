@@ -129,9 +129,13 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
         say("connected", connection.text)
         require(planned.plan.world, capacity())
         folder = options.folder(planned)
-        result = _follow(request(folder, connection.host), folder, tell, say)
-    if result.done == 0 and not folder.metrics.exists() and options.resume is None:
-        shutil.rmtree(folder.path, ignore_errors=True)
+        done = options.first
+        try:
+            result = _follow(request(folder, connection.host), folder, tell, say)
+            done = result.done
+        finally:
+            if done == 0 and not folder.metrics.exists() and options.resume is None:
+                shutil.rmtree(folder.path, ignore_errors=True)
     if result.end in ("done", "stopped") and result.checkpoint_path is not None:
         from raypar.worker.checkpoint import hash_of
 

@@ -26,6 +26,9 @@ OBJECT_STORE_BYTES = 150 * 2**20
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
+CONNECT_S = 10.0
+"""How long the head of a cluster may take to accept a connection."""
+
 SOCKET_PATH_ROOM = 40
 """Ray puts about 65 characters of socket path below its folder, and the system allows 107."""
 
@@ -66,6 +69,7 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
     """A cluster that runs already. Its workers import from the working directory, which is sent there if it is elsewhere."""
     import ray
 
+    answers(address)
     runtime_env = None
     if not on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
@@ -81,6 +85,20 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
         yield Connection("joined", f"joined the Ray cluster at {address}")
     finally:
         ray.shutdown()
+
+
+def answers(address: str) -> None:
+    """Raise `ClusterError` when nothing listens at `host:port`: Ray itself would try for minutes without a word."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"nothing answers at {address!r}: {error}",
+            cure="check the address (`ray status --address ...`), or leave it out: raypar then starts a Ray of its own",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -1,12 +1,19 @@
 """What the client makes of signals and of errors, without a cluster."""
 
+import contextlib
 import os
 import signal
+import socket
+from pathlib import Path
 
 import pytest
+from helpers.tiny_job import write_job
 
 from raypar.actors.client import interrupts
-from raypar.errors import DataError
+from raypar.actors.cluster_watch import Capacity
+from raypar.actors.local_ray import Connection
+from raypar.cli import main
+from raypar.errors import ClusterError, DataError
 from raypar.launch import Result, raise_failure
 
 
@@ -45,3 +52,32 @@ def test_bad_input_found_during_a_run_is_a_failed_run():
     with pytest.raises(DataError) as caught:
         raise_failure(failed)
     assert caught.value.exit_code == 1 and DataError.exit_code == 2
+
+
+def test_a_run_that_cannot_begin_leaves_no_run_folder(tmp_path, monkeypatch, capfd):
+    @contextlib.contextmanager
+    def connected(*arguments):
+        yield Connection("joined", "joined")
+
+    def taken(*arguments):
+        assert (tmp_path / "runs/tiny").exists()
+        raise ClusterError("a run called 'tiny' is active on this cluster")
+
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr("raypar.actors.local_ray.connected", connected)
+    monkeypatch.setattr("raypar.actors.cluster_watch.capacity", lambda: Capacity(1, 5, 5, None))
+    monkeypatch.setattr("raypar.actors.client.follow", taken)
+    assert main(["train", str(write_job(tmp_path))]) == 1
+    assert "is active" in capfd.readouterr().err
+    assert not (tmp_path / "runs/tiny").exists()
+
+
+def test_an_address_where_nothing_listens_is_an_error_at_once(tmp_path, monkeypatch, capfd):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"  # bound, but it does not listen
+        monkeypatch.chdir(Path(__file__).parents[1])
+        assert main(["train", str(write_job(tmp_path)), "--address", address]) == 1
+    error = capfd.readouterr().err
+    assert f"nothing answers at '{address}'" in error and "cure: " in error
+    assert not (tmp_path / "runs").exists()
