@@ -1,6 +1,7 @@
 """Zero-bubble schedules compute a Linear's weight gradient apart from its input gradient (arXiv:2401.10241, section 2).
 
-The products are those of torch's own backward of `F.linear` (grad^T x and grad W), in the same form, so the bits are equal.
+The products are those of torch's own backward of `F.linear` in the same form, so the bits are equal: grad^T x, and grad W or,
+for an input that lies column by column in memory, (W^T grad^T)^T (`mm_mat1_grad` in torch/csrc/autograd/FunctionsManual.cpp).
 """
 
 from __future__ import annotations
@@ -40,22 +41,30 @@ class _SplitLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: nn.Linear, stash: Stash) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.linear, ctx.stash = linear, stash
+        ctx.set_materialize_grads(False)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None, None
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        ctx.stash.append(Deferred(ctx.linear, rows, x.reshape(-1, x.shape[-1])))
-        dx = rows.mm(weight).view(*gradient.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.stash.append(Deferred(ctx.linear, rows, flat))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        by_column = flat.stride() == (1, flat.shape[0])
+        dx = weight.t().mm(rows.t()).t() if by_column else rows.mm(weight)
+        return dx.reshape(x.shape), None, None, None, None
 
 
 def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Linear]:
     """Make the trainable Linears of a layer defer their weight gradients to `stash()` (the running microbatch's list).
 
-    Left alone: subclasses with a forward of their own and parameters that several modules of the layer share.
+    Left alone: subclasses with a forward of their own, weights that are computed (parametrizations, weight norm) and parameters
+    that several modules of the layer share.
     """
     owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
     chosen = []
@@ -63,7 +72,7 @@ def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Line
         if not isinstance(part, nn.Linear) or type(part).forward is not nn.Linear.forward:
             continue
         own = [p for p in part._parameters.values() if p is not None]
-        if all(p.requires_grad and owners[id(p)] == 1 for p in own):
+        if part._parameters.get("weight") is not None and all(p.requires_grad and owners[id(p)] == 1 for p in own):
             part.forward = _forward(part, stash)  # type: ignore[method-assign]
             chosen.append(part)
     return chosen
