@@ -82,15 +82,20 @@ class Accumulator:
                 self._report(use)
 
     def settle(self, block: int, use: int) -> None:
-        """Inside the final instruction: use `use` has all its gradients of its last block; report it at once."""
+        """Inside the final instruction: use `use`, not put off, has all its gradients of its last block; report it at once."""
         if self._left[block] and not self._reported[use] and use not in self._deferred.get(block, {}):
             self._close(block, use)
             self._report(use)
 
     def _close(self, block: int, use: int) -> None:
-        if self._reported[use]:
-            return
         leaf = self.leaves[use]
+        if self._reported[use]:
+            if leaf.grad is not None:
+                raise ModelError(
+                    f"{self.names[use]} got a gradient after autograd had completed it, as in two reentrant checkpoints",
+                    cure="call torch.utils.checkpoint with use_reentrant=False",
+                )
+            return
         gradient, deferred = leaf.grad, self._deferred.get(block, {}).get(use)
         if gradient is not None and deferred is not None:
             raise ModelError(

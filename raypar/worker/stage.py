@@ -37,11 +37,13 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # an undefined gradient stays undefined here, as between stages
         return x.view_as(x) if x.is_contiguous() else x.contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
+        (gradient,) = gradients
+        return None if gradient is None else gradient.contiguous()
 
 
 def gradient_counts(graph: Graph, plan: ParallelPlan, value: str, consumer_stage: int) -> int:
@@ -87,6 +89,16 @@ def inputs_unwritten(layer: Layer, inputs: Sequence[Tensor]) -> Iterator[None]:
             "which other layers may read too" + (f" ({cause})" if cause is not None else ""),
             cure="use the operation that returns a new tensor (inplace=False, relu instead of relu_), or clone the input first",
         ) from cause
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """(path, owner, key) of the buffers that are part of the model's state."""
+    return [
+        (f"{path}.{key}" if path else key, part, key)
+        for path, part in module.named_modules()
+        for key, buffer in part._buffers.items()
+        if buffer is not None and key not in part._non_persistent_buffers_set
+    ]
 
 
 def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -143,6 +155,9 @@ class Stage:
 
         dtype = getattr(torch, spec.dtype)
         self.modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype)
+        self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
+        """What a constructor has put into evaluation mode stays in it."""
+        self._kept = {name: _persistent_buffers(module) for name, module in self.modules.items()}
         canonical = canonical_names(graph)
         self.parameters: dict[str, nn.Parameter] = {}
         self.uses: list[tuple[str, torch.Size, torch.dtype]] = []
@@ -157,16 +172,19 @@ class Stage:
                     self.uses.append((name, parameter.shape, parameter.dtype))
                     leaves.append(parameter)
         self._use_of = {id(leaf): use for use, leaf in enumerate(leaves)}
+        put_off: set[int] = set()
         if split:
             for layer in self.layers:
-                split_linears(self.modules[layer.name], lambda: self._stash)
+                for linear in split_linears(self.modules[layer.name], lambda: self._stash):
+                    put_off |= {id(p) for p in linear.parameters(recurse=False)}
+        self._settled = [(use, leaf) for use, leaf in enumerate(leaves) if id(leaf) not in put_off]
+        """Uses whose gradient autograd itself completes, also in a whole backward."""
 
         self._routing = routing
         run = routing.run(index, replica)
         sizes = {block: len(routing.microbatches.of_block(block)) for block in run}
         names = [name for name, _, _ in self.uses]
         self.gradients = Accumulator(leaves, names, run, routing.microbatches.blocks, sizes)
-        self._leaves = leaves
 
         consumed_here = {v: [i for i in graph.consumers(v) if here.first <= i < here.last] for v in graph.values}
         written = {v for layer in self.layers for v in layer.outputs}
@@ -198,9 +216,8 @@ class Stage:
         self._train(True)
 
     def _train(self, mode: bool) -> None:
-        for module in self.modules.values():
-            if module.training != mode:
-                module.train(mode)
+        for part, made in self._modes:
+            part.training = mode and made
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -215,7 +232,7 @@ class Stage:
             for name in dict.fromkeys(layer.inputs):
                 if name in received and name not in local:
                     value = received[name]
-                    if value.is_floating_point():
+                    if value.is_floating_point() or value.is_complex():
                         value = value.detach().requires_grad_()
                         live.received.setdefault(name, []).append(value)
                 else:
@@ -258,12 +275,20 @@ class Stage:
         return values[name]
 
     def _call(self, layer: Layer, microbatch: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        kept = [(path, part, key, part._buffers[key]) for path, part, key in self._kept[layer.name]]
+        versions = [buffer._version for _, _, _, buffer in kept]
         try:
             with inputs_unwritten(layer, inputs):
                 result = self.modules[layer.name](*inputs)
         except Exception as error:
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
+        for (path, part, key, buffer), version in zip(kept, versions, strict=True):
+            if part._buffers[key] is not buffer or buffer._version != version:
+                raise UserCodeError(
+                    f"layer {layer.name!r} writes its buffer {path!r} in forward: replicas would no longer be equal",
+                    cure="compute it from the inputs, or register a buffer that is only a cache with persistent=False",
+                )
         outputs = result if isinstance(result, tuple) else (result,)
         if len(outputs) != len(layer.outputs) or not all(isinstance(o, Tensor) for o in outputs):
             got = ", ".join(type(o).__name__ for o in outputs)
@@ -328,6 +353,7 @@ class Stage:
         self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]], *, work: int
     ) -> dict[str, tuple[Tensor | None, ...]]:
         live = self._live[microbatch]
+        self._stash = live.stash  # a layer that checkpoints runs its forward again in here
         block = self._routing.microbatches.block(microbatch)
         self.gradients.enter(block)
         roots: list[Tensor] = []
@@ -342,7 +368,7 @@ class Stage:
             starts.append(None)
         hooks = []
         if work == 2 and self.gradients.final(work):
-            for use, leaf in enumerate(self._leaves):
+            for use, leaf in self._settled:
                 hooks.append(leaf.register_post_accumulate_grad_hook(self._settler(block, use)))
         try:
             if roots:

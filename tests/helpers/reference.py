@@ -32,11 +32,12 @@ class Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return x.contiguous() if not x.is_contiguous() else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> Tensor:
-        return g[0].contiguous()
+    def backward(ctx: Any, *g: Tensor | None) -> Tensor | None:
+        return None if g[0] is None else g[0].contiguous()
 
 
 @dataclass
