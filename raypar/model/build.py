@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from raypar.errors import ModelError
 from raypar.model.graph import Graph, Layer
 from raypar.plan.seeds import seed_of
 
-_WRITES_IN_FORWARD = (nn.modules.batchnorm._BatchNorm,)
+_RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
+"""Batch and instance norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +32,27 @@ def canonical_names(graph: Graph) -> dict[str, str]:
 
 
 def on_meta(layer: Layer) -> nn.Module:
-    """The layer's module without values. Raises `ModelError` for modules that write state in forward."""
+    """The layer's module without values. Raises `ModelError` for what writes state in forward or has sparse gradients."""
     with torch.device("meta"):
         module = layer.build()
     for path, part in module.named_modules():
-        if isinstance(part, _WRITES_IN_FORWARD) and part.track_running_stats:
+        name = f"{layer.name}.{path}" if path else layer.name
+        if isinstance(part, _RUNNING_STATISTICS) and part.track_running_stats:
             raise ModelError(
-                f"{layer.name}.{path} is a {type(part).__name__} with running statistics, which forward would change",
+                f"{name} is a {type(part).__name__} with running statistics, which forward would change",
                 cure="use LayerNorm or GroupNorm, or track_running_stats=False",
             )
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            if part.max_norm is not None:
+                raise ModelError(
+                    f"{name} is a {type(part).__name__} with max_norm, which forward would apply to its weight",
+                    cure="leave max_norm out, or normalise the vectors that the layer returns",
+                )
+            if part.sparse:
+                raise ModelError(
+                    f"{name} is a {type(part).__name__} with sparse gradients, which cannot be summed over replicas",
+                    cure="leave sparse=True out",
+                )
     return module
 
 
@@ -111,6 +125,8 @@ def _build(graph: Graph, layer: Layer, *, seed: int, dtype: torch.dtype) -> nn.M
             if id(parameter) not in made:
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 fresh = torch.empty(parameter.shape, dtype=kind)
+                if fresh.is_floating_point():
+                    fresh.fill_(math.nan)  # what nobody initialises is found, instead of being whatever the memory held
                 made[id(parameter)] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
             part._parameters[key] = made[id(parameter)]
         for key, buffer in list(part._buffers.items()):
@@ -121,6 +137,15 @@ def _build(graph: Graph, layer: Layer, *, seed: int, dtype: torch.dtype) -> nn.M
         kind = dtype if buffer.is_floating_point() else buffer.dtype
         module.get_submodule(owner)._buffers[key] = buffer.detach().to(kind, copy=True)
     _initialise(graph, layer.name, module, seed)
+    for path, parameter in module.named_parameters():
+        if parameter.is_floating_point() and bool(parameter.isnan().any()):
+            owner, _, _ = path.rpartition(".")
+            kind = type(module.get_submodule(owner)).__name__
+            by = "init(name, tensor)" if graph.init is not None else f"reset_parameters() of {kind}"
+            raise ModelError(
+                f"parameter {layer.name}.{path} is left without (all its) values by {by}",
+                cure="give every parameter its values there: those of the constructor are not kept",
+            )
     return module
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from raypar.errors import ModelError
+from raypar.model.build import on_meta
 from raypar.model.graph import Graph
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.model.graph.Graph"
@@ -19,15 +20,21 @@ def capture(made: object, *, input: str) -> Graph:
     `input`: the batch field that the first layer of a chain reads. Raises `ModelError` for anything that is not layers.
     """
     if isinstance(made, Graph):
+        _check_ties(made)
         return made
     if isinstance(made, nn.Sequential):
+        if type(made).forward is not nn.Sequential.forward:
+            raise ModelError(
+                f"{type(made).__name__} is an nn.Sequential with a forward of its own, which its children in a row are not",
+                cure="move what its forward does into layers of the chain, or return a raypar.model.graph.Graph",
+            )
         pairs: list[tuple[str, nn.Module]] = list(made.named_children())
         if len(pairs) != len(made):  # named_children drops repeats of one module
             raise ModelError(
                 "a module stands in the nn.Sequential more than once",
                 cure="make a module per place and share their parameters (they become ties)",
             )
-    elif isinstance(made, Sequence) and not isinstance(made, (str, bytes)):
+    elif isinstance(made, (Sequence, nn.ModuleList)) and not isinstance(made, (str, bytes)):
         pairs = []
         for index, item in enumerate(made):
             name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(index), item)
@@ -42,6 +49,35 @@ def capture(made: object, *, input: str) -> Graph:
             seen.setdefault(id(parameter), []).append(f"{name}.{path}")
     ties = tuple(tuple(names) for names in seen.values() if len(names) > 1)
     return Graph.sequential([(name, _builder(name, module)) for name, module in pairs], input=input, ties=ties)
+
+
+def _check_ties(graph: Graph) -> None:
+    """The names of a tie exist and mean parameters of one shape, all trained or none: else the cut would decide the bits."""
+    layers = {layer.name: layer for layer in graph.layers}
+    modules: dict[str, nn.Module] = {}
+    for names in graph.ties:
+        found: list[tuple[str, tuple[int, ...], bool]] = []
+        for name in names:
+            owner = graph.layer_of(name)
+            if owner not in modules:
+                modules[owner] = on_meta(layers[owner])
+            parameters = dict(modules[owner].named_parameters())
+            parameter = parameters.get(name[len(owner) + 1 :])
+            if parameter is None:
+                raise ModelError(
+                    f"the tie {' = '.join(names)} names {name!r}, which is no parameter of layer {owner!r}",
+                    cure=f"its parameters are {', '.join(f'{owner}.{path}' for path in parameters) or 'none'}",
+                )
+            found.append((name, tuple(parameter.shape), parameter.requires_grad))
+        for name, shape, trained in found[1:]:
+            first, wanted, wanted_trained = found[0]
+            if (shape, trained) != (wanted, wanted_trained):
+                kinds = {True: "trained", False: "frozen"}
+                raise ModelError(
+                    f"tied parameters differ: {first} {list(wanted)} is {kinds[wanted_trained]}, "
+                    f"{name} {list(shape)} is {kinds[trained]}",
+                    cure="a tie is one parameter: give all its names one shape and one requires_grad",
+                )
 
 
 def _builder(name: str, module: nn.Module) -> Callable[[], nn.Module]:

@@ -49,8 +49,15 @@ class Graph:
         if len(set(names)) != len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
             raise ModelError(f"layer names are used twice: {', '.join(twice)}", cure="give every layer a name of its own")
+        fields = set(self.batch_fields)
         written: set[str] = set()
         for layer in self.layers:
+            early = [value for value in layer.inputs if value not in fields | written]
+            if early:
+                raise ModelError(
+                    f"layer {layer.name!r} reads {early[0]!r}, which is written by itself or by a later layer",
+                    cure="put the layers in the order they run, and give what a layer writes another name than what it reads",
+                )
             again = written & set(layer.outputs)
             if again:
                 raise ModelError(

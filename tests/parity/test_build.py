@@ -1,0 +1,226 @@
+"""A stage's modules: made alone, initialised by name, and refused where values would be lost or decided by the cut."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import ModelError
+from raypar.model.build import describe, materialise, on_meta, parameter_shapes
+from raypar.model.capture import capture
+from raypar.model.graph import Graph, Layer
+from raypar.plan.seeds import seed_of
+
+
+def chain(*builds, **more) -> Graph:
+    return Graph.sequential([(f"l{i}", build) for i, build in enumerate(builds)], input="x", **more)
+
+
+def small() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def made(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, nn.Module]:
+    return materialise(graph, first, len(graph.layers) if last is None else last, seed=7, dtype=torch.float32)
+
+
+class Table(nn.Module):
+    """Buffers that the constructor computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3, 3).tril())
+        self.register_buffer("scratch", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.mask + self.scratch
+
+
+class Gain(nn.Linear):
+    """Has a parameter that the inherited `reset_parameters` knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+# -- initialisation ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_has_the_values_it_would_have_in_any_other_cut():
+    graph = chain(small, small, lambda: nn.Sequential(nn.LayerNorm(4), small()), small)
+    whole = made(graph)
+    for first, last in [(0, 1), (1, 3), (2, 4)]:
+        part = made(graph, first, last)
+        assert list(part) == [layer.name for layer in graph.layers[first:last]]
+        for name, module in part.items():
+            for key, value in module.state_dict().items():
+                assert torch.equal(value, whole[name].state_dict()[key])
+
+
+def test_the_seed_is_the_modules_qualified_name():
+    module = made(chain(small, lambda: nn.Sequential(OrderedDict(up=small()))))["l1"]
+    torch.manual_seed(seed_of(7, "init", "l1.up"))
+    assert torch.equal(module.up.weight, nn.Linear(4, 4).weight)
+
+
+def test_init_by_parameter_sees_canonical_names_and_its_own_seed():
+    names = []
+
+    def init(name: str, tensor: Tensor) -> None:
+        names.append(name)
+        nn.init.normal_(tensor)
+
+    graph = chain(small, small, init=init, ties=(("l0.weight", "l1.weight"),))
+    weight = made(graph, 1, 2)["l1"].weight
+    torch.manual_seed(seed_of(7, "init", "l0.weight"))
+    assert torch.equal(weight, torch.randn(4, 4))
+    assert set(names) == {"l0.weight", "l0.bias", "l1.bias"}
+
+
+def test_frozen_parameters_stay_frozen_and_dtype_is_the_jobs():
+    module = materialise(chain(lambda: small().requires_grad_(False)), 0, 1, seed=1, dtype=torch.float64)["l0"]
+    assert {(p.requires_grad, p.dtype) for p in module.parameters()} == {(False, torch.float64)}
+
+
+@pytest.mark.parametrize("init", [None, lambda name, tensor: tensor.fill_(1) if name != "l0.gain" else None])
+def test_a_parameter_that_nobody_initialises_is_refused(init):
+    with pytest.raises(ModelError, match=r"l0\.gain is left without"):
+        made(chain(Gain, init=init))
+
+
+def test_a_module_without_reset_parameters_is_refused():
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+    with pytest.raises(ModelError, match=r"l0\.0 \(Bare\) owns parameters but has no reset_parameters"):
+        made(chain(lambda: nn.Sequential(Bare())))
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+def test_buffers_keep_what_the_constructor_gave_them():
+    module = made(chain(Table))["l0"]
+    assert torch.equal(module.mask, torch.ones(3, 3).tril()) and torch.equal(module.scratch, torch.arange(3.0))
+    assert list(module.state_dict()) == ["mask"]
+
+
+def test_buffers_of_a_sequential_made_on_meta_are_refused_with_a_cure():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Table())
+    with pytest.raises(ModelError, match=r"1\.mask") as error:
+        capture(model, input="x")
+    assert "build function" in error.value.cure
+
+
+def test_buffers_of_a_sequential_on_a_real_device_are_kept():
+    module = made(capture(nn.Sequential(Table()), input="x"))["0"]
+    assert torch.equal(module.mask, torch.ones(3, 3).tril())
+
+
+# -- size --------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_known_without_values_and_ties_count_once():
+    graph = chain(small, lambda: nn.Linear(4, 2), small, ties=(("l0.weight", "l2.weight"),))
+    assert [(s.name, s.parameters, s.nbytes) for s in describe(graph, torch.float64)] == [
+        ("l0", 20, 160),
+        ("l1", 10, 80),
+        ("l2", 4, 32),
+    ]
+    assert list(parameter_shapes(graph)) == ["l0.weight", "l0.bias", "l1.weight", "l1.bias", "l2.bias"]
+
+
+# -- capture -----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_named_after_children_places_or_pairs():
+    with torch.device("meta"):
+        a, b = small(), small()
+    for given, names in [
+        (nn.Sequential(OrderedDict(up=a, down=b)), ["up", "down"]),
+        ([a, b], ["0", "1"]),
+        (nn.ModuleList([a, b]), ["0", "1"]),
+        ([("first", a), ("second", b)], ["first", "second"]),
+    ]:
+        graph = capture(given, input="tokens")
+        assert [layer.name for layer in graph.layers] == names
+        assert graph.batch_fields == ("tokens",) and graph.layers[1].build() is not b
+
+
+def test_parameters_shared_between_children_become_ties():
+    with torch.device("meta"):
+        a, b = small(), small()
+        b.weight = a.weight
+    assert capture([a, nn.ReLU(), b], input="x").ties == (("0.weight", "2.weight"),)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (3, "returned a int"),
+        ([small(), "relu"], "is a str, not an nn.Module"),
+        (small(), "returned a Linear"),
+        (Residual(small()), "forward of its own"),
+        (nn.Sequential(*[nn.ReLU()] * 2), "more than once"),
+    ],
+)
+def test_what_is_not_layers_is_refused(given, words):
+    with pytest.raises(ModelError, match=words):
+        capture(given, input="x")
+
+
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        (lambda: nn.BatchNorm1d(4), "running statistics"),
+        (lambda: nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True)), r"l\.0 is a InstanceNorm1d"),
+        (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
+        (lambda: nn.EmbeddingBag(4, 4, sparse=True), "sparse"),
+    ],
+)
+def test_layers_that_write_state_in_forward_or_have_sparse_gradients_are_refused(build, words):
+    with pytest.raises(ModelError, match=words):
+        on_meta(Layer("l", build))
+
+
+def test_norms_without_running_statistics_are_taken():
+    for build in (lambda: nn.BatchNorm1d(4, track_running_stats=False), lambda: nn.InstanceNorm1d(4), lambda: nn.LayerNorm(4)):
+        on_meta(Layer("l", build))
+
+
+@pytest.mark.parametrize(
+    "other, name, words",
+    [
+        (small, "l1.wieght", "no parameter of layer 'l1'"),
+        (lambda: nn.Linear(4, 1), "l1.weight", "tied parameters differ"),
+        (lambda: small().requires_grad_(False), "l1.weight", "frozen"),
+        (small, "l2.weight", "no layer owns"),
+    ],
+)
+def test_a_tie_of_things_that_are_not_one_parameter_is_refused(other, name, words):
+    with pytest.raises(ModelError, match=words):
+        capture(chain(small, other, ties=(("l0.weight", name),)), input="x")
+
+
+def test_a_layer_that_reads_a_value_before_it_is_written_is_refused():
+    with pytest.raises(ModelError, match="'a' reads 'late'"):
+        Graph(
+            (
+                Layer("a", small, ("late",), ("x1",)),
+                Layer("b", small, ("x1",), ("late",)),
+                Layer("c", small, ("late",), ("y",)),
+            ),
+            "y",
+        )
+    with pytest.raises(ModelError, match="by itself or by a later layer"):
+        Graph((Layer("a", small),), "x")
