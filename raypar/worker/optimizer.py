@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,8 +36,11 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
     Raises `ConfigError` for something that is no optimizer, needs a closure, or does not take the arguments given.
     """
     made = spec.optimizer.resolve()
-    if made is torch.optim.LBFGS:
-        raise ConfigError("LBFGS evaluates the loss several times a step (a closure)", cure="use an optimizer without closure")
+    if _needs_closure(made):
+        raise ConfigError(
+            f"{spec.optimizer.label} evaluates the loss several times a step (a closure)",
+            cure="use an optimizer without closure",
+        )
     groups: list[dict[str, Any]] = [{**(overrides), "params": [], "names": []} for _, overrides in (*spec.groups, ("*", {}))]
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -55,10 +59,25 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
             f"{spec.optimizer.label} made a {type(optimizer).__name__}, not a torch.optim.Optimizer",
             cure="name a class such as torch.optim:AdamW",
         )
+    for pattern, overrides in spec.groups:
+        unknown = sorted(set(overrides) - set(optimizer.defaults))
+        if unknown:  # torch would keep it in the group and never read it
+            raise ConfigError(
+                f"optimizer group {pattern!r} sets {unknown[0]!r}, which {spec.optimizer.label} does not know",
+                cure=f"it knows {', '.join(sorted(optimizer.defaults))}",
+            )
     for group, made_group in zip([g for g in groups if g["params"]], optimizer.param_groups, strict=True):
         made_group["raypar_names"] = group["names"]
         made_group["raypar_base_lr"] = float(made_group["lr"])
     return optimizer
+
+
+def _needs_closure(made: Any) -> bool:
+    """LBFGS, and classes whose `step` cannot be called without one."""
+    if not isinstance(made, type) or not issubclass(made, torch.optim.Optimizer):
+        return False
+    closure = inspect.signature(made.step).parameters.get("closure")
+    return issubclass(made, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, DataError, ModelError, RayparError
-from raypar.model.build import on_meta
+from raypar.model.build import on_meta, parameter_shapes
 from raypar.model.graph import Graph
 from raypar.worker.assignment import make_graph
 from raypar.worker.data import make_dataset
+from raypar.worker.optimizer import check_groups
 from raypar.worker.profile import first_batch
 from raypar.worker.spec import JobSpec, Ref
 from raypar.worker.stage import inputs_unwritten
@@ -38,6 +39,7 @@ def preflight(spec: JobSpec) -> Checked:
         if ref is not None:
             ref.resolve()
     graph = make_graph(spec)
+    check_groups(spec.optimizer, parameter_shapes(graph))
     samples = len(make_dataset(spec.data))
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")

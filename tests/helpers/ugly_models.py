@@ -168,12 +168,16 @@ class Numbers(torch.utils.data.Dataset[dict[str, Any]]):
         return {"x": x, "y": float(index % 5) / 5}
 
 
-MODELS: dict[str, tuple[Any, Any, Any]] = {"tangled": (tangled, token_loss, Tokens), "plain": (plain, mean_loss, Numbers)}
+MODELS: dict[str, tuple[Any, Any, Any, str]] = {
+    "tangled": (tangled, token_loss, Tokens, "*norm*"),
+    "plain": (plain, mean_loss, Numbers, "*.bias"),
+}
+"""Name -> model, loss, data set, pattern of the parameters without weight decay."""
 
 
 def job(model: str = "tangled", *, microbatches: int = 4, batch_size: int = 0, steps: int = 5, **changes: Any) -> JobSpec:
     """A job of `steps` AdamW steps with clipping; by default a ragged cut: 2 or 3 samples a microbatch."""
-    made, loss, data = MODELS[model]
+    made, loss, data, undecayed = MODELS[model]
     fields: dict[str, Any] = {
         "name": model,
         "seed": 11,
@@ -184,7 +188,7 @@ def job(model: str = "tangled", *, microbatches: int = 4, batch_size: int = 0, s
         "loss": Ref(loss),
         "data": DataSpec(Ref(data)),
         "optimizer": OptimizerSpec(
-            Ref("torch.optim:AdamW", {"lr": 1e-2, "weight_decay": 0.1}), (("*norm*", {"weight_decay": 0.0}),)
+            Ref("torch.optim:AdamW", {"lr": 1e-2, "weight_decay": 0.1}), ((undecayed, {"weight_decay": 0.0}),)
         ),
         "lr_schedule": Ref(warm),
         "clip_norm": 0.5,

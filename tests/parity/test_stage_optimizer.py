@@ -1,0 +1,112 @@
+"""Optimizers by name, and the arithmetic of norm and hash."""
+
+import hashlib
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from raypar.errors import ConfigError
+from raypar.worker.numerics import norm_and_factor, parameter_squares, weights_hash
+from raypar.worker.optimizer import build_optimizer, check_groups, load_state, set_lr, state_of
+from raypar.worker.spec import OptimizerSpec, Ref
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    torch.manual_seed(2)
+    return {name: nn.Parameter(torch.randn(3)) for name in ("a.weight", "a.bias", "norm.weight", "b.weight")}
+
+
+def spec(target="torch.optim:AdamW", groups=(), **args) -> OptimizerSpec:
+    return OptimizerSpec(Ref(target, args), groups)
+
+
+def step(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> None:
+    for index, parameter in enumerate(named.values()):
+        parameter.grad = torch.full((3,), index + 1.0)
+    optimizer.step()
+
+
+def test_the_first_matching_pattern_takes_a_parameter_and_the_rest_form_the_last_group():
+    named = parameters()
+    named["b.weight"].requires_grad_(False)
+    made = build_optimizer(spec(groups=(("*norm*", {"lr": 0.5}), ("*.weight", {"weight_decay": 0.0})), lr=0.1), named)
+    assert [g["raypar_names"] for g in made.param_groups] == [["norm.weight"], ["a.weight"], ["a.bias"]]
+    assert [g["lr"] for g in made.param_groups] == [0.5, 0.1, 0.1]
+    set_lr(made, 0.5)
+    set_lr(made, 0.25)
+    assert [g["lr"] for g in made.param_groups] == [0.125, 0.025, 0.025]
+
+
+def test_state_goes_by_name_and_survives_another_grouping_of_layers():
+    named = parameters()
+    whole = build_optimizer(spec(lr=0.1), named)
+    step(whole, named)
+    saved = {name: {k: torch.as_tensor(v).clone() for k, v in s.items()} for name, s in state_of(whole).items()}
+    values = {name: p.detach().clone() for name, p in named.items()}
+    step(whole, named)
+
+    for names in (["a.weight", "a.bias"], ["norm.weight", "b.weight"]):
+        part = {name: nn.Parameter(values[name].clone()) for name in names}
+        half = build_optimizer(spec(lr=0.1), part)
+        load_state(half, saved)
+        for name, parameter in part.items():
+            parameter.grad = torch.full((3,), list(named).index(name) + 1.0)
+        half.step()
+        assert all(torch.equal(p, named[n]) for n, p in part.items())
+        assert all(v.data_ptr() % 64 == 0 for s in half.state.values() for v in s.values() if v.dim())
+
+
+class Closing(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (spec("torch.optim:LBFGS"), "closure"),
+        (spec(Closing), "closure"),
+        (spec(lrr=0.1), "lrr"),
+        (spec(lr=-1.0), "refused its arguments"),
+        (spec(groups=(("*norm*", {"weigth_decay": 0.0}),)), "sets 'weigth_decay', which torch.optim:AdamW does not know"),
+        (spec("builtins:list"), "made a list"),
+    ],
+)
+def test_what_is_no_optimizer_or_misspelt_is_refused(wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        build_optimizer(wrong, parameters())
+
+
+def test_a_pattern_that_matches_no_parameter_of_the_model_is_refused():
+    check_groups(spec(groups=(("*norm*", {}),)), parameters())
+    with pytest.raises(ConfigError, match=r"'\*nrom\*' matches none of the 4 parameters"):
+        check_groups(spec(groups=(("*nrom*", {}),)), parameters())
+
+
+@pytest.mark.parametrize("size", [0, 1, 32768, 32769, 100_000])
+def test_squares_are_summed_over_pieces_of_32768_in_float64(size):
+    torch.manual_seed(size)
+    gradient = torch.randn(size)
+    want = 0.0
+    for start in range(0, size, 32768):
+        piece = gradient[start : start + 32768]
+        want += torch.dot(piece, piece).item()
+    assert parameter_squares([gradient.view(-1, 1), torch.ones(2)]) == [want, 2.0]
+
+
+def test_the_factor_clips_and_counts_in_one_multiplication():
+    assert norm_and_factor([9.0, 16.0], 2.0, None) == (2.5, 0.5)
+    assert norm_and_factor([9.0, 16.0], 2.0, 1.0) == (2.5, 1.0 / (2.5 + 1e-6) / 2.0)
+    assert norm_and_factor([9.0, 16.0], 2.0, 5.0) == (2.5, 0.5)
+    assert norm_and_factor([math.inf], 1.0, 1.0) == (math.inf, 0.0)
+    assert math.isnan(norm_and_factor([math.nan], 1.0, 1.0)[0]) and math.isnan(norm_and_factor([1.0], 0.0, 1.0)[0])
+
+
+def test_the_hash_is_over_names_and_bytes_in_the_order_of_names():
+    named = parameters()
+    digest = hashlib.sha256()
+    for name in sorted(named):
+        digest.update(f"{name}\0".encode() + named[name].detach().numpy().tobytes())
+    assert weights_hash(named) == digest.hexdigest() == weights_hash(dict(reversed(named.items())))
