@@ -118,6 +118,8 @@ class Windows(torch.utils.data.Dataset):
 
 def text(path: str | None = None, split: str = "train", context: int = 128) -> Windows:
     """English text as bytes: a file, or by default Python's own language reference. The last tenth is for validation."""
+    if split not in ("train", "validation"):
+        raise ValueError(f"split is {split!r}, not 'train' or 'validation'")
     if path is not None:
         data = Path(path).read_bytes()
     else:

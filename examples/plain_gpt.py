@@ -39,11 +39,15 @@ def sample(data, seed, epoch, index):
     return data[index]
 
 
-def tree(sums, add):  # the left subtree is the largest power of two below the number of blocks
+def add(a, b):  # an empty block is skipped
+    return b if a is None else a if b is None else [x + y for x, y in zip(a, b, strict=True)]
+
+
+def tree(sums):  # the left subtree is the largest power of two below the number of blocks
     if len(sums) == 1:
         return sums[0]
     left = 1 << (len(sums) - 1).bit_length() - 1
-    return add(tree(sums[:left], add), tree(sums[left:], add))
+    return add(tree(sums[:left]), tree(sums[left:]))
 
 
 def train(job):
@@ -80,9 +84,8 @@ def train(job):
                 total, count = loss_of(model(x), y)
                 total.backward()
                 losses.append((total.item(), float(count)))
-            if len(members):
-                sums.append([p.grad for p in parameters])
-        gradients = tree(sums, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+            sums.append([p.grad for p in parameters] if len(members) else None)
+        gradients = tree(sums)
         total, count = sum(pair[0] for pair in losses), sum(pair[1] for pair in losses)
         squares = [sum(torch.dot(piece, piece).item() for piece in g.flatten().split(32768)) for g in gradients]
         norm = math.sqrt(sum(squares)) / count

@@ -1,0 +1,52 @@
+"""The one page that imports no raypar has the bits of the workers, also where blocks are empty or a microbatch is ragged."""
+
+import pytest
+import torch
+
+from examples import plain_gpt
+from raypar.plan import ParallelPlan
+from raypar.worker.local_run import LocalJob
+from raypar.worker.numerics import weights_hash
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+
+SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16}
+
+
+@pytest.mark.parametrize("microbatches, blocks", [(4, 4), (3, 7), (5, 2), (4, 0)])
+def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks):
+    model, data = {"function": "examples.gpt:layers", "args": SIZES}, {"function": "examples.gpt:text", "args": {"context": 16}}
+    optimizer = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True}
+    schedule = {"warmup": 2, "total": 3}
+    job = {
+        "seed": 5,
+        "steps": 3,
+        "batch_size": 9,
+        "microbatches": microbatches,
+        "virtual_replicas": blocks,
+        "model": model,
+        "loss": "examples.gpt:loss",
+        "data": data,
+        "optimizer": {"function": "torch.optim:AdamW", "args": optimizer},
+        "lr_schedule": {"function": "examples.gpt:cosine", "args": schedule},
+        "clip_norm": 1.0,
+    }
+    spec = JobSpec(
+        name="plain",
+        seed=5,
+        steps=3,
+        batch_size=9,
+        microbatches=microbatches,
+        virtual_replicas=blocks,
+        model=Ref(model["function"], SIZES),
+        loss=Ref("examples.gpt:loss"),
+        data=DataSpec(Ref(data["function"], data["args"])),
+        optimizer=OptimizerSpec(Ref("torch.optim:AdamW", optimizer)),
+        lr_schedule=Ref("examples.gpt:cosine", schedule),
+        clip_norm=1.0,
+    )
+    plain = weights_hash(dict(plain_gpt.train(job).named_parameters()))
+    with LocalJob(spec, ParallelPlan.of((2, 2), layers=4), "1f1b") as run:
+        for step in range(3):
+            run.step(step)
+        assert weights_hash({name: copies[0] for name, copies in run.parameters().items()}) == plain
+    assert torch.get_num_threads() == 1
