@@ -98,8 +98,8 @@ def sleep_and_plan(
 class Raypar:
     """One rank: `WorkerCore` over the TCP transport."""
 
-    def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str, rank: int) -> None:
-        self.plan, self.rank = plan, rank
+    def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str, rank: int, trace: bool = False) -> None:
+        self.plan, self.rank, self.trace = plan, rank, trace
         keep_freed_memory()  # as worker_actor does
         self.core = WorkerCore(spec)
         order = registry.build(schedule, Routing(plan, spec.cut))
@@ -120,7 +120,7 @@ class Raypar:
         self.core.adopt(self.assignment, transport)
 
     def steps(self, first: int, count: int) -> float:
-        self.reports += [self.core.step(number) for number in range(first, first + count)]
+        self.reports += [self.core.step(number, trace=self.trace) for number in range(first, first + count)]
         return self.reports[-1].loss
 
     def info(self) -> dict[str, Any]:
@@ -130,6 +130,8 @@ class Raypar:
             "instructions": instructions,
             "seconds": [r.seconds for r in self.reports],
             "busy_seconds": [r.busy_seconds for r in self.reports],
+            "rank": self.rank,
+            "spans": [[(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in r.spans] for r in self.reports],
         }
 
     def close(self) -> None:

@@ -1,25 +1,28 @@
 """Simulated against real step time: stages sleep for random given times in real worker processes joined by real sockets.
 
 `python jobs/bench/sleep.py [--json] [--page FILE] [--configurations 20] [--seed 7]`. The simulator is given the sleeping
-times, the measured latency and bandwidth of the transport, and nothing of the runs it predicts.
+times, what this machine adds to an instruction, a message and a step, and nothing of the runs it predicts. What the machine
+adds is measured before, in two runs with other sleeping times (`calibrate`): a processor that wakes from a sleep finds cold
+caches, so an instruction costs many times what it does in a loop, and so does a message.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
-import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, environment, page, table, worker_command
+from harness import Contender, environment, page, table, worker_command
 
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
-from raypar.planner.profile import LinkProfile
 from raypar.schedule import registry
 from raypar.schedule.simulate import Costs, simulate
 
@@ -63,27 +66,48 @@ def random_configuration(chance: random.Random) -> Configuration:
 FOUR_STAGES = Configuration("1f1b", [1, 1, 1, 1], 1, 8, 8, [10.0] * 4, [10.0] * 4, [10.0] * 4)
 
 
-def simulated_ms(configuration: Configuration, link: LinkProfile) -> float:
-    """Makespan, and one latency more for the vote."""
+@dataclass(frozen=True)
+class Machine:
+    """What sleeping workers pay beside their sleep, in ms, on the average: for an instruction by its kind, the gap between
+    two instructions, a message, the end of a step, and a reduction over replicas."""
+
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    input_ms: float = 0.0
+    weight_ms: float = 0.0
+    gap_ms: float = 0.0
+    latency_ms: float = 0.0
+    step_ms: float = 0.0
+    reduce_ms: float = 0.0
+
+
+def simulated_ms(configuration: Configuration, machine: Machine) -> float:
+    """Makespan and what follows it in each step."""
     plan = ParallelPlan.of(
         configuration.replicas, chunks=configuration.chunks, placement=registry.placement(configuration.schedule)
     )
     routing = Routing(plan, Microbatches(configuration.microbatches, configuration.blocks))
+    split = configuration.schedule.startswith("zb")
+    input_ms, weight_ms = (machine.input_ms, machine.weight_ms) if split else (machine.backward_ms, 0.0)
     costs = Costs(
-        tuple(configuration.forward_ms),
-        tuple(configuration.input_ms),
-        tuple(configuration.weight_ms),
-        latency_ms=link.latency_ms,
-        bandwidth_bytes_per_ms=link.bandwidth,
-        reduce_ms=tuple(2 * link.latency_ms if stage.replicas > 1 else 0.0 for stage in plan.stages),
-        step_ms=link.latency_ms,
+        tuple(ms + machine.forward_ms for ms in configuration.forward_ms),
+        tuple(ms + input_ms for ms in configuration.input_ms),
+        tuple(ms + weight_ms for ms in configuration.weight_ms),
+        overhead_ms=machine.gap_ms,
+        latency_ms=machine.latency_ms,
+        reduce_ms=tuple(machine.reduce_ms if stage.replicas > 1 else 0.0 for stage in plan.stages),
+        step_ms=machine.step_ms,
     )
     crossing = Crossing.chain(len(plan.stages), nbytes=4)
     return simulate(registry.build(configuration.schedule, routing), routing, crossing, costs).makespan_ms
 
 
-def real_ms(configuration: Configuration) -> list[float]:
-    """Measured step times: `REPEATS` means of `STEPS` steps."""
+Row = list[tuple[str, float, float]]
+"""One worker's step: label, start and end in ms of each instruction."""
+
+
+def run(configuration: Configuration) -> tuple[list[float], list[list[Row]]]:
+    """Measured step times, `REPEATS` means of `STEPS` steps; and what ran when, [step][rank], without the first step."""
     options = asdict(configuration)
     world = sum(configuration.replicas)
     contender = Contender(
@@ -92,17 +116,77 @@ def real_ms(configuration: Configuration) -> list[float]:
     try:
         contender.start()
         contender.run(1)
-        return [1e3 * contender.run(STEPS) for _ in range(REPEATS)]
+        measured = [1e3 * contender.run(STEPS) for _ in range(REPEATS)]
+        workers = sorted(contender.info(), key=lambda told: told["rank"])
     finally:
         contender.stop()
+    return measured, [list(rows) for rows in zip(*(told["spans"][1:] for told in workers), strict=True)]
 
 
-def measured_link() -> LinkProfile:
-    """Of the TCP transport on this machine, measured in a process of its own: this one stays free of torch."""
-    code = "from raypar.worker.profile import profile_loopback as p; l = p(); print(l.latency_ms, l.bandwidth)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
-    latency, bandwidth = map(float, found.stdout.split())
-    return LinkProfile(latency, bandwidth)
+def calibrate() -> Machine:
+    """From pipelines of four, whole backward and split, and from two stages of two replicas; sleeping times of their own."""
+    asleep = {"F": 12.0, "I": 9.0, "W": 11.0, "B": 20.0}
+    times = [[asleep[kind]] * 4 for kind in "FIW"]
+    whole, split = ([*run(Configuration(name, [1] * 4, 1, 6, 3, *times))[1]] for name in ("1f1b", "zb-h1"))
+    replicated = run(Configuration("1f1b", [2, 2], 1, 6, 3, *(ms[:2] for ms in times)))[1]
+    over: dict[str, list[float]] = {kind: [] for kind in asleep}
+    for rows in whole + split:
+        for kind, start, end in chain.from_iterable(map(_computing, rows)):
+            over[kind].append(end - start - asleep[kind])
+    gap_ms = statistics.mean(gap for rows in whole + split for gap in _gaps(rows))
+    step_ms = statistics.mean(chain(_between(whole), _between(split))) - gap_ms
+    return Machine(
+        *(statistics.mean(over[kind]) for kind in "FBIW"),
+        gap_ms=gap_ms,
+        latency_ms=statistics.mean(delay for rows in whole + split for delay in _delays(rows)) - gap_ms,
+        step_ms=step_ms,
+        reduce_ms=max(0.0, statistics.mean(_between(replicated)) - gap_ms - step_ms),
+    )
+
+
+def _computing(row: Row) -> Iterator[tuple[str, float, float]]:
+    """(F, B, I or W, start, end) of a worker's compute instructions."""
+    for label, start, end in row:
+        if label.lstrip("0123456789")[:1] in ("F", "B", "I", "W"):
+            yield label.lstrip("0123456789")[0], start, end
+
+
+def _made_and_used(rows: list[Row]) -> Iterator[tuple[float, float, float]]:
+    """(end of the instruction before, end of the one that makes the input or nan, start) of each instruction of a chain."""
+    ends = {label: end for row in rows for label, _, end in row}
+    for stage, row in enumerate(rows):
+        before = math.nan
+        for label, start, end in row:
+            if label[1:2] in ("F", "B", "I", "W"):
+                kind, microbatch = label[1], label[2:]
+                makers = {"F": [f"{stage - 1}F{microbatch}"], "W": []}.get(kind, [f"{stage + 1}{k}{microbatch}" for k in "BI"])
+                yield before, next((ends[m] for m in makers if m in ends), math.nan), start
+            before = end
+
+
+FAR_MS = 1.0
+"""Longer than messages take: who is ready this much earlier has waited for one, this much later has not."""
+
+
+def _gaps(rows: list[Row]) -> Iterator[float]:
+    """From an instruction to the next one of its worker, where nothing is waited for."""
+    for before, made, start in _made_and_used(rows):
+        if start - before < FAR_MS and not made > before - FAR_MS:
+            yield start - before
+
+
+def _delays(rows: list[Row]) -> Iterator[float]:
+    """From the instruction that makes a value to the one that has waited for it."""
+    for before, made, start in _made_and_used(rows):
+        if made > before + FAR_MS:
+            yield start - made
+
+
+def _between(steps: list[list[Row]]) -> Iterator[float]:
+    """From the end of a step's last compute instruction to the first of the next step."""
+    for number, (now, then) in enumerate(pairwise(steps)):
+        if number % STEPS != STEPS - 1:  # not from one request for steps to the next
+            yield min(s for row in then for _, s, _ in _computing(row)) - max(e for row in now for _, _, e in _computing(row))
 
 
 def main() -> None:
@@ -114,14 +198,17 @@ def main() -> None:
     given = parser.parse_args()
     facts = environment()
     chance = random.Random(given.seed)
-    link = measured_link()
+    machine = calibrate()
     rows: list[dict[str, Any]] = []
     for configuration in [FOUR_STAGES, *(random_configuration(chance) for _ in range(given.configurations))]:
-        predicted = simulated_ms(configuration, link)
-        measured = real_ms(configuration)
+        predicted = simulated_ms(configuration, machine)
+        measured, _ = run(configuration)
         real = statistics.median(measured)
-        row = {"predicted_ms": predicted, "real_ms": real, "measured_ms": measured, "error": predicted / real - 1}
-        rows.append({"label": configuration.label, **row, "configuration": asdict(configuration)})
+        bare = simulated_ms(configuration, Machine())
+        times = {"bare_ms": bare, "predicted_ms": predicted, "real_ms": real, "measured_ms": measured}
+        rows.append(
+            {"label": configuration.label, **times, "error": predicted / real - 1, "configuration": asdict(configuration)}
+        )
         print(f"{configuration.label}: {predicted:.1f} / {real:.1f} ms", file=sys.stderr, flush=True)
     four, others = rows[0], rows[1:]
     errors = [abs(row["error"]) for row in others] or [abs(four["error"])]
@@ -129,16 +216,22 @@ def main() -> None:
         "four_stages_error": abs(four["error"]),
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
-        "latency_ms": link.latency_ms,
-        "bandwidth_bytes_per_ms": link.bandwidth,
+        "machine": asdict(machine),
         "configurations": len(others),
     }
     text = "\n\n".join(
         [
-            f"Latency {link.latency_ms:.3f} ms and {link.bandwidth / 1e6:.2f} GB/s were measured before the runs.",
+            f"Measured before, in runs with other times, on the average: {machine.forward_ms:.2f} ms beyond the sleep for a "
+            f"forward, {machine.backward_ms:.2f} for a whole backward, {machine.input_ms:.2f} and {machine.weight_ms:.2f} for "
+            f"its halves; {machine.gap_ms:.2f} ms between instructions, {machine.latency_ms:.2f} ms a message, "
+            f"{machine.step_ms:.2f} ms the end of a step, {machine.reduce_ms:.2f} ms more where replicas are reduced. "
+            '"Sleep only": the simulator without these.',
             table(
-                ["configuration", "simulated ms", "real ms", "error"],
-                [[r["label"], f"{r['predicted_ms']:.1f}", f"{r['real_ms']:.1f}", f"{100 * r['error']:+.2f} %"] for r in rows],
+                ["configuration", "sleep only ms", "simulated ms", "real ms", "error"],
+                [
+                    [r["label"], *(f"{r[k]:.1f}" for k in ("bare_ms", "predicted_ms", "real_ms")), f"{100 * r['error']:+.2f} %"]
+                    for r in rows
+                ],
             ),
             f"Four equal stages: {100 * summary['four_stages_error']:.2f} % (wanted: 2). {len(others)} random "
             f"configurations: median {100 * summary['median_error']:.2f} % (wanted: 3), "

@@ -230,7 +230,7 @@ def main() -> None:
         if given.kind == "raypar":
             serve(given.address, ours.Raypar(*ours.job_and_plan(**given.options), given.rank))
         elif given.kind == "sleep":
-            serve(given.address, ours.Raypar(*ours.sleep_and_plan(**given.options), given.rank))
+            serve(given.address, ours.Raypar(*ours.sleep_and_plan(**given.options), given.rank, trace=True))
         else:
             serve(given.address, ours.RayparOnRay(*ours.job_and_plan(**given.options)))
 
