@@ -21,7 +21,7 @@ from torch import Tensor
 from raypar.comm.collectives import ALIGN, slices
 from raypar.comm.transport import Handle, Routine, Transport, Wait
 from raypar.errors import CommError
-from raypar.plan.tree import Node, cover, fold
+from raypar.plan.tree import Node, children, cover, fold
 
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
@@ -158,7 +158,8 @@ class Reduction(ABC):
     def ready(self, index: int, sums: Sums) -> None:
         """The subtree sums of parameter `index` are final; a missing or None node has no gradient. Once per step.
 
-        `sums` must stay as they are until `finish` is done. Posts the bucket's first phase when it was the last one missing.
+        Instead of a node its children may be given, which are added here. `sums` belong to the reduction from now on and must
+        stay as they are until `finish` is done. Posts the bucket's first phase when it was the last one missing.
         """
         if self._sums[index] is not None:
             raise CommError(f"parameter {index} was declared ready twice in one step", cure="call `ready` once per step")
@@ -228,10 +229,29 @@ class Reduction(ABC):
 
     def _alone(self, sums: Sums) -> Tensor | None:
         with torch.no_grad():
-            total = fold(sums, (0, self.blocks), torch.add)
+            total = fold(sums, (0, self.blocks), Tensor.add_)
             if total is None or (total.is_contiguous() and total.data_ptr() % 64 == 0):
                 return total
             return total.clone(memory_format=torch.contiguous_format)
+
+
+def _terms(sums: Sums, node: Node) -> list[Tensor]:
+    """What adds up to a node's sum: itself, or one or both of its children; nothing where there is no gradient."""
+    whole = sums.get(node)
+    if whole is not None:
+        return [whole]
+    parts = children(node) if node[1] - node[0] > 1 else ()
+    return [term for part in parts if (term := fold(sums, part, Tensor.add_)) is not None]
+
+
+def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
+    """The sum of at most two terms, or "no gradient", at its place."""
+    if not terms:
+        place.fill_(-0.0)
+    elif len(terms) == 1:
+        place.copy_(terms[0])
+    else:
+        torch.add(*terms, out=place)
 
 
 class CanonicalBucket(Bucket):
@@ -291,22 +311,21 @@ class CanonicalBucket(Bucket):
         return fold(sums, (0, self.reduction.blocks), add)
 
     def fill(self, sums: Sequence[Sums]) -> None:
-        """See `Bucket.fill`: one copy of every sum."""
+        """See `Bucket.fill`: one copy, or one addition, of every sum."""
         to: list[Tensor] = []
         source: list[Tensor] = []
         for k, node in enumerate(self.reduction.nodes[self.reduction.me]):
             for given, places in zip(sums, self._targets[k], strict=True):
-                tensor = given.get(node)
-                if tensor is None:
-                    for place, _, _ in places:
-                        place.fill_(-0.0)
-                elif len(places) == 1:
+                terms = _terms(given, node)
+                if len(terms) == 1 and len(places) == 1:
                     to.append(places[0][0])
-                    source.append(tensor)
+                    source.append(terms[0])
+                elif len(places) == 1:
+                    _put(places[0][0], terms)
                 else:
-                    flat = tensor.reshape(-1)
-                    to += [place for place, _, _ in places]
-                    source += [flat[lo:hi] for _, lo, hi in places]
+                    flat = [term.reshape(-1) for term in terms]
+                    for place, lo, hi in places:
+                        _put(place, [term[lo:hi] for term in flat])
         if to:
             torch._foreach_copy_(to, source)
 
@@ -336,19 +355,17 @@ class FastBucket(Bucket):
         """See `Bucket.fill`: this replica's subtrees are added here, left to right."""
         to: list[Tensor] = []
         source: list[Tensor] = []
-        more: list[tuple[Tensor, Tensor]] = []
         for given, view in zip(sums, self.views, strict=True):
-            tensors = [t for n in self.reduction.nodes[self.reduction.me] if (t := given.get(n)) is not None]
-            if not tensors:
-                view.fill_(-0.0)
-                continue
-            to.append(view)
-            source.append(tensors[0])
-            more += [(view, t) for t in tensors[1:]]
+            terms = [term for node in self.reduction.nodes[self.reduction.me] for term in _terms(given, node)]
+            if len(terms) == 1:
+                to.append(view)
+                source.append(terms[0])
+            else:
+                _put(view, terms[:2])
+                for term in terms[2:]:
+                    view.add_(term)
         if to:
             torch._foreach_copy_(to, source)
-        for view, tensor in more:
-            view.add_(tensor)
 
     def post_first(self) -> Handle:
         """See `Bucket.post_first`."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
 from raypar.plan.tree import Node, children, cover
 
 Ready = Callable[[int, dict[Node, Tensor]], None]
+Row = list[Tensor | None]
+"""One tensor per use."""
 
 
 class Accumulator:
     """One per stage. `leaves[i]` is the leaf of use i; autograd adds into its `.grad`, which belongs to one block at a time.
 
     `sizes[b]`: microbatches of block b in this replica's `run`. Buffers: one per open block, and at most
-    floor(log2 V) + 1 complete subtrees, as blocks are merged with their siblings at once.
+    floor(log2 V) + 2 subtrees, as blocks are merged with their siblings at once. The last addition of each complete
+    subtree of the run is left to the reduction, which writes its result straight to where it is sent from.
     """
 
     def __init__(self, leaves: Sequence[Tensor], names: Sequence[str], run: range, blocks: int, sizes: dict[int, int]) -> None:
@@ -24,29 +28,32 @@ class Accumulator:
         self.names = list(names)
         self.sizes = sizes
         self.on_ready: Ready | None = None
-        self._merges = {block: _path(block, run, blocks) for block in run}
+        subtrees = cover(run, blocks)
+        self._merges = {block: _path(block, subtrees) for block in run}
+        self._roots = [part for node in subtrees for part in (children(node) if node[1] - node[0] > 1 else (node,))]
         self._empty = [block for block in run if not sizes[block]]
         self._total = 2 * sum(sizes.values())
+        self._all = range(len(self.leaves) - 1, -1, -1)
 
     def begin(self) -> None:
         """A new step: nothing is accumulated."""
-        count = len(self.leaves)
         for leaf in self.leaves:
             leaf.grad = None
         self._current: int | None = None
-        self._open: dict[int, list[Tensor | None]] = {}
+        self._open: dict[int, Row] = {}
         self._deferred: dict[int, dict[int, Tensor]] = {}
         self._left = {block: 2 * size for block, size in self.sizes.items()}
         self._steps_left = self._total
-        self._sums: list[dict[Node, Tensor | None]] = [{} for _ in range(count)]
-        self._reported = [False] * count
+        self._sums: dict[Node, Row] = {}
+        self._complete: set[Node] = set()
+        self._settled: set[int] = set()
         for block in self._empty:
-            for use in range(count):
-                self._insert(use, block, None)
+            self._add(block, (), [])
+            self._completed(block)
 
-    def final(self, work: int) -> bool:
-        """Whether an instruction of `work` halves (B: 2, I or W: 1) is the last that produces weight gradients."""
-        return self._steps_left == work
+    def closes(self, block: int, work: int) -> bool:
+        """Whether an instruction of `work` halves (B: 2, I or W: 1) on the block is its last."""
+        return self._left[block] == work
 
     def enter(self, block: int) -> None:
         """Autograd's additions go to this block from now on."""
@@ -71,62 +78,91 @@ class Accumulator:
         """An instruction of `work` halves on one microbatch of `block` is over; closes the block when it was the last."""
         self._left[block] -= work
         self._steps_left -= work
-        if self._left[block] == 0:
-            self.enter(block)
-            for use in range(len(self.leaves)):
-                self._close(block, use)
-            self._current = None
-            self._deferred.pop(block, None)
-        if self._steps_left == 0:
-            for use in range(len(self.leaves)):
-                self._report(use)
-
-    def settle(self, block: int, use: int) -> None:
-        """Inside the final instruction: use `use`, not put off, has all its gradients of its last block; report it at once."""
-        if self._left[block] and not self._reported[use] and use not in self._deferred.get(block, {}):
-            self._close(block, use)
-            self._report(use)
-
-    def _close(self, block: int, use: int) -> None:
-        leaf = self.leaves[use]
-        if self._reported[use]:
-            if leaf.grad is not None:
-                raise ModelError(
-                    f"{self.names[use]} got a gradient after autograd had completed it, as in two reentrant checkpoints",
-                    cure="call torch.utils.checkpoint with use_reentrant=False",
-                )
+        if self._left[block]:
             return
-        gradient, deferred = leaf.grad, self._deferred.get(block, {}).get(use)
-        if gradient is not None and deferred is not None:
-            raise ModelError(
-                f"{self.names[use]} is used by its Linear module and apart from it, so its gradient cannot be split",
-                cure="use a schedule without weight-gradient instructions (1f1b, interleaved, gpipe)",
-            )
-        leaf.grad = None
-        self._insert(use, block, deferred if gradient is None else gradient)
+        self.enter(block)
+        for use in self._settled:
+            if self.leaves[use].grad is not None:
+                raise ModelError(
+                    f"{self.names[use]} got a gradient after autograd had completed it, as with a backward pass of its own",
+                    cure="call torch.utils.checkpoint with use_reentrant=False; call no backward() inside a layer",
+                )
+        self._close(block, [use for use in self._all if use not in self._settled], last=self._steps_left == 0)
+        self._completed(block)
+        self._settled.clear()
+        self._current = None
+        self._deferred.pop(block, None)
 
-    def _insert(self, use: int, block: int, gradient: Tensor | None) -> None:
-        sums = self._sums[use]
-        sums[block, block + 1] = gradient
+    def settle(self, block: int, uses: Sequence[int]) -> None:
+        """Inside the instruction that closes the block: these uses, not put off, have all their gradients of it."""
+        self._settled.update(uses)
+        self._close(block, uses, last=self._steps_left == 2)
+
+    def _close(self, block: int, uses: Sequence[int], *, last: bool) -> None:
+        """Move the block's gradients of some uses into the tree; report them if no other block is to come."""
+        deferred = self._deferred.get(block)
+        leaves = self.leaves
+        gradients: Row = []
+        for use in uses:
+            gradient = leaves[use].grad
+            if deferred and use in deferred:
+                if gradient is not None:
+                    raise ModelError(
+                        f"{self.names[use]} is used by its Linear module and apart from it, so its gradient cannot be split",
+                        cure="use a schedule without weight-gradient instructions (1f1b, interleaved, gpipe)",
+                    )
+                gradient = deferred[use]
+            leaves[use].grad = None
+            gradients.append(gradient)
+        self._add(block, uses, gradients)
+        if last and self.on_ready is not None:
+            rows = [(node, self._sums[node]) for node in self._roots]
+            for use in uses:
+                self.on_ready(use, {node: t for node, row in rows if (t := row[use]) is not None})
+
+    def _add(self, block: int, uses: Sequence[int], gradients: Row) -> None:
+        """Put gradients at the block's leaf of the tree and add them to what is complete beside it, upwards."""
+        node = (block, block + 1)
+        row = self._sums.setdefault(node, [None] * len(self.leaves))
+        for use, gradient in zip(uses, gradients, strict=True):
+            row[use] = gradient
         for parent, left, right in self._merges[block]:
-            if left not in sums or right not in sums:
+            if (right if node == left else left) not in self._complete:
                 return
-            a, b = sums.pop(left), sums.pop(right)
-            sums[parent] = b if a is None else a if b is None else a.add_(b)
+            a, b = self._sums[left], self._sums[right]
+            out = self._sums.setdefault(parent, [None] * len(self.leaves))
+            into: list[Tensor] = []
+            added: list[Tensor] = []
+            for use in uses:
+                x, y = a[use], b[use]
+                out[use] = y if x is None else x
+                if x is not None and y is not None:
+                    into.append(x)
+                    added.append(y)
+                a[use] = b[use] = None
+            if into:
+                torch._foreach_add_(into, added)
+            node = parent
 
-    def _report(self, use: int) -> None:
-        if not self._reported[use]:
-            self._reported[use] = True
-            if self.on_ready is not None:
-                self.on_ready(use, {node: t for node, t in self._sums[use].items() if t is not None})
+    def _completed(self, block: int) -> None:
+        """All uses of the block are in the tree."""
+        node = (block, block + 1)
+        for parent, left, right in self._merges[block]:
+            sibling = right if node == left else left
+            if sibling not in self._complete:
+                break
+            self._complete.remove(sibling)
+            del self._sums[left], self._sums[right]
+            node = parent
+        self._complete.add(node)
 
 
-def _path(block: int, run: range, blocks: int) -> list[tuple[Node, Node, Node]]:
-    """(parent, left, right) from the leaf up to the complete subtree of `run` that holds the block."""
-    node = next(n for n in cover(run, blocks) if n[0] <= block < n[1])
+def _path(block: int, subtrees: Sequence[Node]) -> list[tuple[Node, Node, Node]]:
+    """(parent, left, right) from the leaf up to below the complete subtree that holds the block."""
+    node = next(n for n in subtrees if n[0] <= block < n[1])
     path = []
     while node[1] - node[0] > 1:
         left, right = children(node)
         path.append((node, left, right))
         node = left if block < left[1] else right
-    return path[::-1]
+    return path[:0:-1]

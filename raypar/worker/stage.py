@@ -6,6 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,21 +30,22 @@ _WRITTEN_IN_PLACE = (
     "a leaf Variable that requires grad is being used in an in-place operation",
     "a view of a leaf Variable that requires grad is being used in an in-place operation",
 )
-"""What PyTorch says when a layer writes into an alias (`_Boundary`) or a received value."""
+"""What PyTorch says when a layer writes into an alias or a received value."""
 
 
-class _Boundary(torch.autograd.Function):
-    """A layer's own alias of a value: contiguous forward, contiguous gradient, one gradient per consuming layer (rule 4)."""
+def _contiguous(gradient: Tensor | None) -> Tensor | None:
+    """A hook: None leaves the gradient as it is."""
+    return None if gradient is None or gradient.is_contiguous() else gradient.contiguous()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # an undefined gradient stays undefined here, as between stages
-        return x.view_as(x) if x.is_contiguous() else x.contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
-        (gradient,) = gradients
-        return None if gradient is None else gradient.contiguous()
+def _alias(x: Tensor, hook: Callable[[Tensor | None], Tensor | None] = _contiguous) -> Tensor:
+    """A layer's own alias of a value: contiguous forward, contiguous gradient, one gradient per consuming layer (rule 4).
+
+    A view and a hook, because an autograd function of our own costs ten times as much in a forward pass.
+    """
+    alias = x.view_as(x) if x.is_contiguous() else x.contiguous()
+    alias.register_hook(hook)  # type: ignore[no-untyped-call]
+    return alias
 
 
 def gradient_counts(graph: Graph, plan: ParallelPlan, value: str, consumer_stage: int) -> int:
@@ -64,7 +66,7 @@ def distinct(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     for output in outputs:
         again = id(output) in seen and output.requires_grad
         seen.add(id(output))
-        found.append(_Boundary.apply(output) if again else output)  # type: ignore[no-untyped-call]
+        found.append(_alias(output) if again else output)
     return tuple(found)
 
 
@@ -75,20 +77,25 @@ def inputs_unwritten(layer: Layer, inputs: Sequence[Tensor]) -> Iterator[None]:
     Raises `UserCodeError`, also in place of PyTorch's error about the aliases that layers read through.
     """
     before = [tensor._version for tensor in inputs]
-    cause: RuntimeError | None = None
     try:
         yield
     except RuntimeError as error:
-        if not any(words in str(error) for words in _WRITTEN_IN_PLACE):
-            raise
-        cause = error
+        _refuse_writing(layer, inputs, before, error)
+        raise
+    if [tensor._version for tensor in inputs] != before:
+        _refuse_writing(layer, inputs, before)
+
+
+def _refuse_writing(layer: Layer, inputs: Sequence[Tensor], before: Sequence[int], error: Exception | None = None) -> None:
+    """`error`: what the layer raised; returns if that had other reasons."""
+    if error is not None and not any(words in str(error) for words in _WRITTEN_IN_PLACE):
+        return
     written = [name for name, t, version in zip(layer.inputs, inputs, before, strict=True) if t._version != version]
-    if written or cause is not None:
-        raise UserCodeError(
-            f"layer {layer.name!r} writes into its input {' or '.join(map(repr, written or layer.inputs))} in place, "
-            "which other layers may read too" + (f" ({cause})" if cause is not None else ""),
-            cure="use the operation that returns a new tensor (inplace=False, relu instead of relu_), or clone the input first",
-        ) from cause
+    raise UserCodeError(
+        f"layer {layer.name!r} writes into its input {' or '.join(map(repr, written or layer.inputs))} in place, "
+        "which other layers may read too" + (f" ({error})" if error is not None else ""),
+        cure="use the operation that returns a new tensor (inplace=False, relu instead of relu_), or clone the input first",
+    ) from error
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
@@ -108,6 +115,20 @@ def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
         if gradient is not None:
             total = gradient if total is None else total + gradient
     return total
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How one layer is run: worked out once, because a step's Python is slow where caches are cold."""
+
+    layer: Layer
+    module: nn.Module
+    reads: tuple[tuple[str, str], ...]
+    """(value, where from: "here", "elsewhere" or "batch"), each value once"""
+    order: tuple[int, ...]
+    """places of the module's arguments in `reads`"""
+    buffers: list[tuple[str, nn.Module, str]]
+    hook: Callable[[Tensor | None], Tensor | None]
 
 
 @dataclass
@@ -157,7 +178,7 @@ class Stage:
         self.modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype)
         self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         """What a constructor has put into evaluation mode stays in it."""
-        self._kept = {name: _persistent_buffers(module) for name, module in self.modules.items()}
+        self._training = True
         canonical = canonical_names(graph)
         self.parameters: dict[str, nn.Parameter] = {}
         self.uses: list[tuple[str, torch.Size, torch.dtype]] = []
@@ -177,8 +198,15 @@ class Stage:
             for layer in self.layers:
                 for linear in split_linears(self.modules[layer.name], lambda: self._stash):
                     put_off |= {id(p) for p in linear.parameters(recurse=False)}
-        self._settled = [(use, leaf) for use, leaf in enumerate(leaves) if id(leaf) not in put_off]
-        """Uses whose gradient autograd itself completes, also in a whole backward."""
+        self._complete_at: list[list[int]] = [[] for _ in self.layers]
+        """By layer, last first: uses whose gradient autograd itself completes (it is not put off) in a whole backward."""
+        place = {layer.name: i for i, layer in enumerate(self.layers)}
+        for use in reversed(range(len(leaves))):
+            if id(leaves[use]) not in put_off:
+                self._complete_at[place[graph.layer_of(self.uses[use][0])]].append(use)
+        self._calls = [self._call(position) for position in range(len(self.layers))]
+        self._closing: int | None = None
+        self._not_passed = len(self.layers)
 
         self._routing = routing
         run = routing.run(index, replica)
@@ -216,8 +244,25 @@ class Stage:
         self._train(True)
 
     def _train(self, mode: bool) -> None:
-        for part, made in self._modes:
-            part.training = mode and made
+        if mode != self._training:
+            self._training = mode
+            for part, made in self._modes:
+                part.training = mode and made
+
+    def _call(self, position: int) -> _Call:
+        layer = self.layers[position]
+        module = self.modules[layer.name]
+        written = {value for before in self.layers[:position] for value in before.outputs}
+        fields = set(self.graph.batch_fields)
+        names = tuple(dict.fromkeys(layer.inputs))
+        return _Call(
+            layer=layer,
+            module=module,
+            reads=tuple((name, "here" if name in written else "batch" if name in fields else "elsewhere") for name in names),
+            order=tuple(names.index(name) for name in layer.inputs),
+            buffers=_persistent_buffers(module),
+            hook=partial(self._passed, position),
+        )
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -225,27 +270,24 @@ class Stage:
         """`received`: values from other stages; `batch`: fields of this microbatch. Returns the values other stages use."""
         live = self._live[microbatch] = _Live()
         self._stash = live.stash
-        values: dict[str, Tensor] = dict(batch)
-        local: set[str] = set()
-        for layer in self.layers:
-            inputs: dict[str, Tensor] = {}
-            for name in dict.fromkeys(layer.inputs):
-                if name in received and name not in local:
-                    value = received[name]
-                    if value.is_floating_point() or value.is_complex():
-                        value = value.detach().requires_grad_()
-                        live.received.setdefault(name, []).append(value)
-                else:
-                    value = self._field(values, name, layer, microbatch)
-                    if name in local and value.requires_grad:
-                        value = _Boundary.apply(value)  # type: ignore[no-untyped-call]
-                    elif name in local and not value.is_contiguous():
+        values: dict[str, Tensor] = {**received, **batch}
+        for call in self._calls:
+            inputs: list[Tensor] = []
+            for name, source in call.reads:
+                value = values[name] if name in values else self._field(values, name, call.layer, microbatch)
+                if source == "here":
+                    if value.requires_grad:
+                        value = _alias(value, call.hook)
+                    elif not value.is_contiguous():
                         value = value.contiguous()
-                inputs[name] = value
-            torch.default_generator.manual_seed(seed_of(self.spec.seed, "forward", self.step, microbatch, layer.name))
-            outputs = distinct(self._call(layer, microbatch, [inputs[name] for name in layer.inputs]))
-            values.update(zip(layer.outputs, outputs, strict=True))
-            local.update(layer.outputs)
+                elif source == "elsewhere" and (value.is_floating_point() or value.is_complex()):
+                    value = value.detach().requires_grad_()
+                    live.received.setdefault(name, []).append(value)
+                inputs.append(value)
+            name = call.layer.name
+            torch.default_generator.manual_seed(seed_of(self.spec.seed, "forward", self.step, microbatch, name))
+            outputs = self._run(call, microbatch, [inputs[place] for place in call.order])
+            values.update(zip(call.layer.outputs, distinct(outputs), strict=True))
         live.produced = {name: values[name] for name in self._outgoing}
         if self.computes_loss:
             total, count = self._loss(values[self.graph.output], values, microbatch)
@@ -258,9 +300,10 @@ class Stage:
         self._train(False)
         with torch.no_grad():
             values = {**batch, **received}
-            for layer in self.layers:
+            for call in self._calls:
+                layer = call.layer
                 inputs = [self._field(values, name, layer, microbatch).contiguous() for name in layer.inputs]
-                values.update(zip(layer.outputs, self._call(layer, microbatch, inputs), strict=True))
+                values.update(zip(layer.outputs, self._run(call, microbatch, inputs), strict=True))
             if self.computes_loss:
                 self.losses[microbatch] = self._loss(values[self.graph.output], values, microbatch)
         return {name: values[name].contiguous() for name in self._outgoing}
@@ -274,16 +317,20 @@ class Stage:
             )
         return values[name]
 
-    def _call(self, layer: Layer, microbatch: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        kept = [(path, part, key, part._buffers[key]) for path, part, key in self._kept[layer.name]]
-        versions = [buffer._version for _, _, _, buffer in kept]
+    def _run(self, call: _Call, microbatch: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        layer = call.layer
+        kept = [(buffer, buffer._version) for _, part, key in call.buffers if (buffer := part._buffers[key]) is not None]
+        before = [tensor._version for tensor in inputs]
         try:
-            with inputs_unwritten(layer, inputs):
-                result = self.modules[layer.name](*inputs)
+            result = call.module(*inputs)
         except Exception as error:
+            if isinstance(error, RuntimeError):
+                _refuse_writing(layer, inputs, before, error)
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
-        for (path, part, key, buffer), version in zip(kept, versions, strict=True):
+        if [tensor._version for tensor in inputs] != before:
+            _refuse_writing(layer, inputs, before)
+        for (path, part, key), (buffer, version) in zip(call.buffers, kept, strict=True):
             if part._buffers[key] is not buffer or buffer._version != version:
                 raise UserCodeError(
                     f"layer {layer.name!r} writes its buffer {path!r} in forward: replicas would no longer be equal",
@@ -302,7 +349,7 @@ class Stage:
         target = self._field(values, self._target, None, microbatch)
         try:
             if output.requires_grad:
-                output = _Boundary.apply(output)  # type: ignore[no-untyped-call]
+                output = _alias(output)
             found = self._loss_fn(output, target)
         except Exception as error:
             raise self._user_error(
@@ -366,10 +413,8 @@ class Stage:
         if live.loss is not None and live.loss.requires_grad:
             roots.append(live.loss)
             starts.append(None)
-        hooks = []
-        if work == 2 and self.gradients.final(work):
-            for use, leaf in self._settled:
-                hooks.append(leaf.register_post_accumulate_grad_hook(self._settler(block, use)))
+        self._closing = block if work == 2 and self.gradients.closes(block, work) else None
+        self._not_passed = len(self.layers)
         try:
             if roots:
                 torch.autograd.backward(roots, starts)
@@ -378,8 +423,7 @@ class Stage:
         except Exception as error:
             raise self._user_error("the backward pass", microbatch, error) from error
         finally:
-            for hook in hooks:
-                hook.remove()
+            self._closing = None
         if work == 2 and live.stash:
             self._weights(microbatch, block)
         returned: dict[str, tuple[Tensor | None, ...]] = {}
@@ -394,8 +438,18 @@ class Stage:
         self.gradients.finished(block, work)
         return returned
 
-    def _settler(self, block: int, use: int) -> Callable[[Tensor], None]:
-        return lambda leaf: self.gradients.settle(block, use)
+    def _passed(self, position: int, gradient: Tensor | None) -> Tensor | None:
+        """The hook of aliases: the backward pass has left the layers from `position` on.
+
+        Of what is ready autograd runs the newest first, and a node's users are newer than it, so all that was made after the
+        alias is over by now, and with it the gradients of these layers' parameters: they are taken while the cache has them.
+        """
+        if self._closing is not None and position < self._not_passed:
+            uses = [use for uses in self._complete_at[position : self._not_passed][::-1] for use in uses]
+            self._not_passed = position
+            with torch.no_grad():
+                self.gradients.settle(self._closing, uses)
+        return _contiguous(gradient)
 
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that `backward_input` put off."""

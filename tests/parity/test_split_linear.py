@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -181,8 +182,45 @@ class RecomputedTwice(Recomputed):
         return super().forward(super().forward(x))
 
 
-def test_a_gradient_that_comes_after_a_parameter_was_reported_is_an_error_not_lost():
+def test_two_reentrant_checkpoints_of_one_layer_have_the_bits_of_one_process():
     graph, job = job_of(RecomputedTwice)
+    want = train(graph, job)
+    with LocalJob(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
+        for step in range(job.steps):
+            run.step(step)
+            found = run.gradients()
+            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+
+
+class Late(nn.Module):
+    """When its backward comes, it runs another backward pass into the weight of the last of its kind."""
+
+    last: ClassVar[list[nn.Module]] = []
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, layer):
+            ctx.layer = layer
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if Late.last[0] is not ctx.layer:
+                with torch.enable_grad():
+                    Late.last[0].linear.weight.sum().backward()
+            return gradient, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(S, S)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Late.last[:] = [self]
+        return Late.Again.apply(x, self) + self.linear(x)
+
+
+def test_a_gradient_that_comes_after_a_parameter_was_reported_is_an_error_not_lost():
+    graph, job = job_of(Late)
     plan = ParallelPlan.of((1,), layers=4)
     with LocalJob(job, plan, "1f1b", graph=graph) as run, pytest.raises(ModelError, match="use_reentrant=False"):
         run.step(0)
