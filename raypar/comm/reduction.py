@@ -25,7 +25,8 @@ from raypar.plan.tree import Node, children, cover, fold
 
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
-Sums = Mapping[Node, Tensor | None]
+Rows = Mapping[Node, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
+"""node -> parameter -> sum of the node's blocks, None where no gradient was defined"""
 Parameter = tuple[torch.Size, torch.dtype]
 
 
@@ -87,8 +88,8 @@ class Bucket(ABC):
         self.second: Handle | None = None
 
     @abstractmethod
-    def fill(self, sums: Sequence[Sums]) -> None:
-        """Copy this replica's subtree sums, one mapping per parameter of the layout, into the buffers."""
+    def fill(self, rows: Sequence[Rows]) -> None:
+        """Copy this replica's subtree sums into the buffers; `rows`: for each parameter of the layout."""
 
     @abstractmethod
     def post_first(self) -> Handle:
@@ -127,7 +128,7 @@ class Reduction(ABC):
         self.me = self.group.index(transport.rank)
         self.nodes = [cover(run, blocks) for run in runs]
         """Subtrees of each replica, left to right."""
-        self._sums: list[Sums | None] = [None] * len(self.parameters)
+        self._rows: list[Rows | None] = [None] * len(self.parameters)
         self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
         self._counted: Handle | None = None
         self._unready = 0
@@ -144,7 +145,7 @@ class Reduction(ABC):
 
     def start(self) -> None:
         """Begin a step. Results of the step before are no longer valid. A replica without blocks posts everything now."""
-        self._sums = [None] * len(self.parameters)
+        self._rows = [None] * len(self.parameters)
         self._counted = None
         self._unready = len(self.parameters)
         self._next_first = self._next_second = 0
@@ -152,24 +153,25 @@ class Reduction(ABC):
             bucket.missing = len(bucket.layout.indices)
             bucket.first = bucket.second = None
         if not self.nodes[self.me]:
-            for index in reversed(range(len(self.parameters))):
-                self.ready(index, {})
+            self.ready(range(len(self.parameters) - 1, -1, -1), {})
 
-    def ready(self, index: int, sums: Sums) -> None:
-        """The subtree sums of parameter `index` are final; a missing or None node has no gradient. Once per step.
+    def ready(self, indices: Sequence[int], rows: Rows) -> None:
+        """The subtree sums of some parameters are final: `rows[node][index]`; None or no row: no gradient. Once per step each.
 
-        Instead of a node its children may be given, which are added here. `sums` belong to the reduction from now on and must
-        stay as they are until `finish` is done. Posts the bucket's first phase when it was the last one missing.
+        Instead of a node its children may be given, which are added here. The sums belong to the reduction from now on and
+        must stay as they are until `finish` is done. Posts the first phase of every bucket that nothing is missing of.
         """
-        if self._sums[index] is not None:
-            raise CommError(f"parameter {index} was declared ready twice in one step", cure="call `ready` once per step")
-        self._sums[index] = sums
-        self._unready -= 1
-        if len(self.group) == 1:
-            return
-        self._bucket_of[index].missing -= 1
-        self._post_ready()
-        self.poll()
+        known, alone = self._rows, len(self.group) == 1
+        for index in indices:
+            if known[index] is not None:
+                raise CommError(f"parameter {index} was declared ready twice in one step", cure="call `ready` once per step")
+            known[index] = rows
+            if not alone:
+                self._bucket_of[index].missing -= 1
+        self._unready -= len(indices)
+        if not alone:
+            self._post_ready()
+            self.poll()
 
     def _post_ready(self) -> None:
         while self._next_first < len(self.buckets):
@@ -177,11 +179,11 @@ class Reduction(ABC):
             if bucket.missing:
                 return
             with torch.no_grad():
-                bucket.fill([self._sums[i] or {} for i in bucket.layout.indices])
+                bucket.fill([self._rows[i] or {} for i in bucket.layout.indices])
             bucket.first = bucket.post_first()
             self._next_first += 1
         if self._unready == 0 and self._counted is None:
-            defined = [any(t is not None for t in sums.values()) if sums else False for sums in self._sums]
+            defined = [any(row[i] is not None for row in (rows or {}).values()) for i, rows in enumerate(self._rows)]
             self._counts.copy_(torch.tensor(defined))
             self._counted = self.transport.all_reduce(self._counts, group=self.group, channel=self.channel)
 
@@ -203,13 +205,13 @@ class Reduction(ABC):
         given sum itself).
         """
         if self._unready:
-            left = [i for i, s in enumerate(self._sums) if s is None]
+            left = [i for i, rows in enumerate(self._rows) if rows is None]
             raise CommError(
                 f"gradients of {len(left)} parameters (first: {left[0]}) were not declared ready",
                 cure="call `ready` for every parameter of the stage, also for those without a gradient",
             )
         if len(self.group) == 1:
-            return [self._alone(sums or {}) for sums in self._sums]
+            return [self._alone(i, rows or {}) for i, rows in enumerate(self._rows)]
         for number, bucket in enumerate(self.buckets):
             if bucket.first is not None and self._next_second <= number:
                 yield Wait(bucket.first, f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}, sums")
@@ -224,24 +226,21 @@ class Reduction(ABC):
         for bucket in self.buckets:
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
                 results[index] = view if counts[index] else None
-        self._sums = [None] * len(self.parameters)
+        self._rows = [None] * len(self.parameters)
         return results
 
-    def _alone(self, sums: Sums) -> Tensor | None:
+    def _alone(self, index: int, rows: Rows) -> Tensor | None:
         with torch.no_grad():
-            total = fold(sums, (0, self.blocks), Tensor.add_)
+            total = fold({node: row[index] for node, row in rows.items()}, (0, self.blocks), Tensor.add_)
             if total is None or (total.is_contiguous() and total.data_ptr() % 64 == 0):
                 return total
             return total.clone(memory_format=torch.contiguous_format)
 
 
-def _terms(sums: Sums, node: Node) -> list[Tensor]:
-    """What adds up to a node's sum: itself, or one or both of its children; nothing where there is no gradient."""
-    whole = sums.get(node)
-    if whole is not None:
-        return [whole]
-    parts = children(node) if node[1] - node[0] > 1 else ()
-    return [term for part in parts if (term := fold(sums, part, Tensor.add_)) is not None]
+def _terms(rows: Rows, index: int, node: Node) -> list[Tensor]:
+    """What adds up to a parameter's sum over a node: the sum itself, or one or both of its children's; nothing if undefined."""
+    parts = (node,) if node in rows or node[1] - node[0] == 1 else children(node)
+    return [term for part in parts if part in rows and (term := rows[part][index]) is not None]
 
 
 def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
@@ -310,13 +309,13 @@ class CanonicalBucket(Bucket):
 
         return fold(sums, (0, self.reduction.blocks), add)
 
-    def fill(self, sums: Sequence[Sums]) -> None:
+    def fill(self, rows: Sequence[Rows]) -> None:
         """See `Bucket.fill`: one copy, or one addition, of every sum."""
         to: list[Tensor] = []
         source: list[Tensor] = []
         for k, node in enumerate(self.reduction.nodes[self.reduction.me]):
-            for given, places in zip(sums, self._targets[k], strict=True):
-                terms = _terms(given, node)
+            for index, given, places in zip(self.layout.indices, rows, self._targets[k], strict=True):
+                terms = _terms(given, index, node)
                 if len(terms) == 1 and len(places) == 1:
                     to.append(places[0][0])
                     source.append(terms[0])
@@ -351,12 +350,13 @@ class FastBucket(Bucket):
         super().__init__(layout, torch.zeros(layout.length, dtype=layout.dtype))
         self.reduction = reduction
 
-    def fill(self, sums: Sequence[Sums]) -> None:
+    def fill(self, rows: Sequence[Rows]) -> None:
         """See `Bucket.fill`: this replica's subtrees are added here, left to right."""
         to: list[Tensor] = []
         source: list[Tensor] = []
-        for given, view in zip(sums, self.views, strict=True):
-            terms = [term for node in self.reduction.nodes[self.reduction.me] for term in _terms(given, node)]
+        nodes = self.reduction.nodes[self.reduction.me]
+        for index, given, view in zip(self.layout.indices, rows, self.views, strict=True):
+            terms = [term for node in nodes for term in _terms(given, index, node)]
             if len(terms) == 1:
                 to.append(view)
                 source.append(terms[0])

@@ -1,5 +1,9 @@
 """How the ranks of one generation find each other over TCP: every worker listens once, higher ranks connect to lower ones.
 
+Between two processes of one machine the connection is a Unix socket, which takes half the processor time of TCP for the same
+bytes. Its name is the TCP address in Linux's abstract namespace: there is no file to be left behind, and who shares the name
+shares the network namespace, so a name that answers is the listener of that very address.
+
 A connecting rank presents (run, generation, rank, size). Whoever comes from another run or an older generation is refused;
 one from a newer generation is kept until this worker is told of that generation too.
 """
@@ -29,6 +33,10 @@ class Listener:
         tune(self._socket)  # accepted sockets inherit the buffers, in time for the window scale of the handshake
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
+        self._near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._near.setblocking(False)
+        self._near.bind(near_name(self.address))
+        self._near.listen(1024)
         self._early: list[tuple[socket.socket, Greeting]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reason: str | None = None
@@ -64,6 +72,7 @@ class Listener:
         self._closed = True
         for early, _ in self._early:
             early.close()
+        self._near.close()
         self._socket.close()
         os.close(self._wake)
 
@@ -82,6 +91,7 @@ class Meeting:
         """See `Listener.connect`."""
         listener, me = self.listener, self.me
         self.selector.register(listener._socket, selectors.EVENT_READ)
+        self.selector.register(listener._near, selectors.EVENT_READ)
         self.selector.register(listener._wake, selectors.EVENT_READ)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(listener._wake)  # an abort from before this call was meant for another generation
@@ -106,9 +116,9 @@ class Meeting:
 
     def turn(self, key: selectors.SelectorKey) -> None:
         """Something is ready."""
-        if key.fileobj is self.listener._socket:
+        if key.fileobj is self.listener._socket or key.fileobj is self.listener._near:
             with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                sock, _ = self.listener._socket.accept()
+                sock, _ = key.fileobj.accept()
                 sock.setblocking(False)
                 self.pending[sock] = (None, bytearray())
                 self.selector.register(sock, selectors.EVENT_READ)
@@ -121,13 +131,12 @@ class Meeting:
         """Connect to a lower rank and present ourselves."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
-        sock = socket.socket(family_of(host), socket.SOCK_STREAM)
-        tune(sock)
-        self.pending[sock] = (rank, bytearray())
         try:
             # It listens already, so connecting is one round trip; the answer may take until it hears of this generation.
-            sock.settimeout(DIAL_S)
-            sock.connect((host, int(port)))
+            try:
+                sock = self.reach(rank, socket.AF_UNIX, near_name(address))
+            except ConnectionRefusedError:  # nobody of that name here: another machine, or nobody at all
+                sock = self.reach(rank, family_of(host), (host, int(port)))
             sock.sendall(self.me.pack())
             sock.setblocking(False)
         except OSError as error:
@@ -136,6 +145,19 @@ class Meeting:
                 cure="the worker has died or its host is not reachable from here; form the next generation without it",
             ) from error
         self.selector.register(sock, selectors.EVENT_READ)
+
+    def reach(self, rank: int, family: socket.AddressFamily, name: bytes | tuple[str, int]) -> socket.socket:
+        """A connection to a lower rank, listed in `pending`."""
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            tune(sock)
+            sock.settimeout(DIAL_S)
+            sock.connect(name)
+        except BaseException:
+            sock.close()
+            raise
+        self.pending[sock] = (rank, bytearray())
+        return sock
 
     def read(self, sock: socket.socket) -> None:
         """Bytes of a greeting (accepted) or an answer (dialled)."""
@@ -210,8 +232,14 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def near_name(address: str) -> bytes:
+    """The abstract Unix name that belongs to a TCP address."""
+    return b"\0raypar/" + address.encode()
+
+
 def tune(sock: socket.socket) -> None:
     """Small messages leave at once; large ones find room."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)

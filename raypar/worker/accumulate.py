@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch import Tensor
 from raypar.errors import ModelError
 from raypar.plan.tree import Node, children, cover
 
-Ready = Callable[[int, dict[Node, Tensor]], None]
 Row = list[Tensor | None]
 """One tensor per use."""
+Ready = Callable[[Sequence[int], Mapping[Node, Row]], None]
+"""Some uses, and the sums of all uses by subtree; those of these uses are final."""
 
 
 class Accumulator:
@@ -51,9 +52,13 @@ class Accumulator:
             self._add(block, (), [])
             self._completed(block)
 
-    def closes(self, block: int, work: int) -> bool:
-        """Whether an instruction of `work` halves (B: 2, I or W: 1) on the block is its last."""
-        return self._left[block] == work
+    def settles(self, block: int) -> bool:
+        """Whether uses should be settled inside a whole backward on the block: it closes the block, and they are added up
+        or reported then. Otherwise all are taken at once when it is over."""
+        if self._left[block] != 2:
+            return False
+        merges = self._merges[block]
+        return self._steps_left == 2 or bool(merges and self._complete.intersection(merges[0][1:]))
 
     def enter(self, block: int) -> None:
         """Autograd's additions go to this block from now on."""
@@ -100,25 +105,24 @@ class Accumulator:
 
     def _close(self, block: int, uses: Sequence[int], *, last: bool) -> None:
         """Move the block's gradients of some uses into the tree; report them if no other block is to come."""
-        deferred = self._deferred.get(block)
         leaves = self.leaves
-        gradients: Row = []
+        gradients: Row = [leaves[use].grad for use in uses]
         for use in uses:
-            gradient = leaves[use].grad
-            if deferred and use in deferred:
-                if gradient is not None:
+            leaves[use].grad = None
+        deferred = self._deferred.get(block)
+        if deferred:
+            for i, use in enumerate(uses):
+                if use not in deferred:
+                    continue
+                if gradients[i] is not None:
                     raise ModelError(
                         f"{self.names[use]} is used by its Linear module and apart from it, so its gradient cannot be split",
                         cure="use a schedule without weight-gradient instructions (1f1b, interleaved, gpipe)",
                     )
-                gradient = deferred[use]
-            leaves[use].grad = None
-            gradients.append(gradient)
+                gradients[i] = deferred[use]
         self._add(block, uses, gradients)
         if last and self.on_ready is not None:
-            rows = [(node, self._sums[node]) for node in self._roots]
-            for use in uses:
-                self.on_ready(use, {node: t for node, row in rows if (t := row[use]) is not None})
+            self.on_ready(uses, {node: self._sums[node] for node in self._roots})
 
     def _add(self, block: int, uses: Sequence[int], gradients: Row) -> None:
         """Put gradients at the block's leaf of the tree and add them to what is complete beside it, upwards."""

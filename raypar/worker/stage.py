@@ -18,7 +18,6 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear import Stash, split_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
-from raypar.plan.tree import Node
 from raypar.worker.accumulate import Accumulator, Ready
 from raypar.worker.spec import JobSpec
 
@@ -227,8 +226,9 @@ class Stage:
         self.batch_fields = tuple(dict.fromkeys([*read, *([self._target] if self.computes_loss else [])]))
 
     @property
-    def on_ready(self) -> Callable[[int, Mapping[Node, Tensor]], None] | None:
-        """Called once per use and step, when its subtree sums are final; from inside the last backward where possible."""
+    def on_ready(self) -> Ready | None:
+        """Called once per use and step, for some at a time, when their subtree sums are final; from inside the last backward
+        where possible."""
         return self.gradients.on_ready
 
     @on_ready.setter
@@ -413,7 +413,7 @@ class Stage:
         if live.loss is not None and live.loss.requires_grad:
             roots.append(live.loss)
             starts.append(None)
-        self._closing = block if work == 2 and self.gradients.closes(block, work) else None
+        self._closing = block if work == 2 and self.gradients.settles(block) else None
         self._not_passed = len(self.layers)
         try:
             if roots:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.comm.transport import Routine, Transport, Wait
 from raypar.errors import NonFiniteError
@@ -51,8 +53,8 @@ class Reduction(Protocol):
     def start(self) -> None:
         """A new step."""
 
-    def ready(self, index: int, sums: Mapping[Node, Tensor]) -> None:
-        """The subtree sums of one use of a parameter are final."""
+    def ready(self, uses: Sequence[int], rows: Mapping[Node, Sequence[Tensor | None]]) -> None:
+        """The subtree sums of some uses of parameters are final: `rows[node][use]`."""
 
     def poll(self) -> None:
         """Opportunistic progress."""
@@ -201,21 +203,22 @@ class StepEnd:
         self._count([ballots[rank].tolist() for rank in range(self.transport.size)])
 
     def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
-        """float64 [1 + 1 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P, squares)."""
+        """float64 [2 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P, squares).
+
+        The replicas of a stage have the same gradients: each squares a share of the parameters.
+        """
         losses: list[float] = []
         for stage in self.stages.values():
             for microbatch, (total, count) in stage.losses.items():
                 losses += [float(microbatch), float(total), float(count)]
-        ballot = [1.0, len(losses) / 3, *losses]
-        if self.routing.plan.seats[self.rank].replica:
-            return torch.tensor([*ballot, 0.0], dtype=torch.float64)  # the first replica has the same gradients
-        ballot.append(len(settled))
+        ballot = [1.0, len(losses) / 3, *losses, len(settled)]
         first_of = {tie.name: tie.stages[0] for tie in self.ties}
-        for stage, gradients in settled.items():
-            squares = parameter_squares(
-                [g for name, g in gradients.items() if g is not None and first_of.get(name, stage) == stage]
-            )
-            ballot += [stage, len(squares), *squares]
+        plan = self.routing.plan
+        for index, gradients in settled.items():
+            own = [g for name, g in gradients.items() if g is not None and first_of.get(name, index) == index]
+            share = _share([g.numel() for g in own], plan.seats[self.rank].replica, plan.stages[index].replicas)
+            squares = parameter_squares(own[share])
+            ballot += [index, len(squares), *squares]
         return torch.tensor(ballot, dtype=torch.float64)
 
     def _count(self, ballots: list[list[float]]) -> None:
@@ -230,7 +233,7 @@ class StepEnd:
                 losses[int(microbatch)] = (total, count)
             for _ in range(int(next(numbers))):
                 stage, size = int(next(numbers)), int(next(numbers))
-                squares[stage] = [next(numbers) for _ in range(size)]
+                squares.setdefault(stage, []).extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
         total = count = 0.0
         for microbatch in sorted(losses):
             total += losses[microbatch][0]
@@ -257,21 +260,34 @@ class StepEnd:
                 f"step {self.step}: loss {outcome.loss}, gradient norm {outcome.norm}",
                 cure="lower the learning rate or set clip_norm; `non_finite: skip` skips such steps instead",
             )
-        scaled: dict[int, Tensor] = {}
+        unscaled: dict[int, Tensor] = {}
+        shared: list[tuple[nn.Parameter, Tensor]] = []
         for stage, gradients in self._settled.items():
             for name, gradient in gradients.items():
                 parameter = self.stages[stage].parameters[name]
-                if gradient is None:
-                    parameter.grad = None
-                elif id(gradient) in scaled:
-                    parameter.grad = scaled[id(gradient)].clone()
-                else:
-                    parameter.grad = scaled[id(gradient)] = gradient.mul_(outcome.factor)
+                if gradient is not None and id(gradient) in unscaled:
+                    shared.append((parameter, gradient))
+                    continue
+                parameter.grad = gradient
+                if gradient is not None:
+                    unscaled[id(gradient)] = gradient
+        if unscaled:
+            torch._foreach_mul_(list(unscaled.values()), outcome.factor)
+        for parameter, gradient in shared:
+            parameter.grad = gradient.clone()
         if not outcome.skipped:
             for optimizer in self.optimizers.values():
                 set_lr(optimizer, self.lr_factor(self.step))
                 optimizer.step()
         self.applied = not outcome.skipped
+
+
+def _share(sizes: Sequence[int], part: int, parts: int) -> slice:
+    """A contiguous part of things of these sizes; all parts together are everything, in order, and about equally large."""
+    total = max(1, sum(sizes))
+    before = itertools.accumulate(sizes[:-1], initial=0) if sizes else ()
+    owners = [parts * start // total for start in before]
+    return slice(bisect.bisect_left(owners, part), bisect.bisect_right(owners, part))
 
 
 def _sum_in_order(uses: list[Tensor | None]) -> Tensor | None:

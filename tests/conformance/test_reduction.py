@@ -56,7 +56,7 @@ def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
         for index in order if len(run) else ():
             yield Work("backward", 1 + transport.rank)
             leaves = {(b, b + 1): gradients[b][index] for b in run}
-            made.ready(index, {n: fold(leaves, n, torch.add) for n in cover(run, blocks)})
+            made.ready([index], {n: {index: fold(leaves, n, torch.add)} for n in cover(run, blocks)})
         results = yield from made.finish()
     return results
 
@@ -145,7 +145,7 @@ def test_two_stages_of_one_group_do_not_mix_though_their_buckets_are_posted_in_d
         for chunk in (0, 1) if t.rank else (1, 0):
             for index in range(3):
                 yield Work("backward", 1.0)
-                made[chunk].ready(index, {(t.rank, t.rank + 1): torch.full((64,), 10.0 * chunk + index)})
+                made[chunk].ready([index], {(t.rank, t.rank + 1): {index: torch.full((64,), 10.0 * chunk + index)}})
         first = yield from made[0].finish()
         second = yield from made[1].finish()
         return [[int(g[0]) for g in grads] for grads in (first, second)]
@@ -178,7 +178,7 @@ def test_bytes_are_those_of_a_ring_where_runs_are_complete_subtrees(replicas, bl
         )
         made.start()
         for index in reversed(range(7)):
-            made.ready(index, {n: torch.ones(numel // 7) for n in cover(runs[transport.rank], blocks)})
+            made.ready([index], {n: {index: torch.ones(numel // 7)} for n in cover(runs[transport.rank], blocks)})
         return (yield from made.finish())
 
     Cooperative().run([routine(t) for t in mesh.transports], mesh)
@@ -206,6 +206,6 @@ def test_a_forgotten_parameter_is_named():
     made.start()
     with pytest.raises(CommError, match="8 parameters"):
         drive(made.finish())
-    made.ready(3, {})
+    made.ready([3], {})
     with pytest.raises(CommError, match="parameter 3 was declared ready twice"):
-        made.ready(3, {})
+        made.ready([3], {})

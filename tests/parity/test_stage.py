@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.tree import Node, cover, fold
+from raypar.worker.accumulate import Row
 from raypar.worker.local_run import LocalJob
 from raypar.worker.spec import JobSpec, Ref, ValidationSpec
 from raypar.worker.stage import Stage, gradient_counts
@@ -97,12 +99,14 @@ def collect(parts: list[Stage]) -> Sums:
     found: Sums = {}
     for part in parts:
 
-        def report(use: int, sums: dict[Node, Tensor], part: Stage = part) -> None:
-            name = part.uses[use][0]
-            assert name not in found, f"{name} reported twice"
+        def report(uses: Sequence[int], rows: Mapping[Node, Row], part: Stage = part) -> None:
             run = range(min(part.gradients.sizes), max(part.gradients.sizes) + 1)
-            totals = {node: fold(sums, node, torch.add) for node in cover(run, part._routing.microbatches.blocks)}
-            found[name] = {node: total.clone() for node, total in totals.items() if total is not None}
+            for use in uses:
+                name = part.uses[use][0]
+                assert name not in found, f"{name} reported twice"
+                sums = {node: row[use] for node, row in rows.items()}
+                totals = {node: fold(sums, node, torch.add) for node in cover(run, part._routing.microbatches.blocks)}
+                found[name] = {node: total.clone() for node, total in totals.items() if total is not None}
 
         part.on_ready = report
     return found
@@ -228,7 +232,7 @@ def test_sums_are_final_while_the_last_backward_still_runs():
     (part,) = stages(wide(), job(2, 2))
     inside: list[str] = []
     running = False
-    part.on_ready = lambda use, sums: inside.append(part.uses[use][0]) if running else None
+    part.on_ready = lambda uses, rows: inside.extend(part.uses[use][0] for use in uses) if running else None
     for m in range(2):
         forward([part], m)
     backward([part], 0)
