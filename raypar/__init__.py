@@ -7,7 +7,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Trainer": "raypar.launch",
+    "Trainer": "raypar.trainer",
     "Result": "raypar.launch",
     "Callback": "raypar.callbacks",
     "EarlyStopping": "raypar.callbacks",

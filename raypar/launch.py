@@ -1,21 +1,19 @@
-"""`Trainer(...).fit()`, and the one way from a checked job to a finished run that the command line uses too."""
+"""The one way from a checked job to a finished run, for the command line and for `Trainer`."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.callbacks import checked as checked_callback
 from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, RayparError, UserCodeError
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.config import Job, PlanConfig
@@ -315,42 +313,55 @@ def resume_job(
     job: Job, folder: RunFolder, tell: Tell, *, stop_at_step: int | None = None, address: str | None = None
 ) -> Result:
     """Go on from the last good checkpoint of a run, under the plan of `job`. Raises `CheckpointError`."""
-    from raypar.worker.checkpoint import check_contract, check_model, load_manifest, usable
-
     make_importable(job.source_dir)
     spec = job.to_spec()
-    path, skipped = usable(folder.checkpoints)
-    for line in skipped:
-        tell({"kind": "warning", "text": line})
-    if path is None:
-        raise CheckpointError(
-            f"run {folder.name} has no usable checkpoint under {folder.checkpoints}", cure="train it again with `raypar train`"
-        )
-    manifest = load_manifest(path)
-    check_contract(manifest, spec)
-    if manifest.steps_done >= min(spec.steps, stop_at_step or spec.steps):
-        raise CheckpointError(
-            f"run {folder.name} has done {manifest.steps_done} of {spec.steps} steps already",
-            cure=f"raise the number of steps: --set steps={2 * spec.steps}, or leave --stop-at-step out",
-        )
-    chosen = chooser(job, spec)
-
-    def plan(checked: Checked) -> Planned:
-        from raypar.model.build import parameter_shapes
-
-        check_model(manifest, parameter_shapes(checked.graph))
-        return chosen(checked)
+    path = last_checkpoint(folder, tell)
 
     def found(planned: Planned) -> RunFolder:
-        kept = [line for line in folder.read(folder.metrics) if line["step"] <= manifest.steps_done]
+        kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.first]
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
         folder.job.write_text(job.to_yaml())
         folder.plan.write_text(plan_json(planned))
         return folder
 
-    tell({"kind": "resuming", "text": f"from {path.name}: {manifest.steps_done} steps are done", "step": manifest.steps_done})
-    options = replace(options_of(job, found, stop_at_step, address), resume=path, first=manifest.steps_done)
+    options, plan = resumed(options_of(job, found, stop_at_step, address), path, spec, chooser(job, spec), tell)
     return launch(spec, plan, options, tell)
+
+
+def last_checkpoint(folder: RunFolder, tell: Tell) -> Path:
+    """The last one that is whole; says which had to be skipped. Raises `CheckpointError`."""
+    from raypar.worker.checkpoint import usable
+
+    path, skipped = usable(folder.checkpoints)
+    for line in skipped:
+        tell({"kind": "warning", "text": line})
+    if path is None:
+        raise CheckpointError(f"run {folder.name} has no usable checkpoint under {folder.checkpoints}", cure="train it again")
+    return path
+
+
+def resumed(
+    options: Options, path: Path, spec: JobSpec, plan: Callable[[Checked], Planned], tell: Tell
+) -> tuple[Options, Callable[[Checked], Planned]]:
+    """A run that goes on from a checkpoint. Raises `CheckpointError` if it is another job's or nothing is left to do."""
+    from raypar.worker.checkpoint import check_contract, check_model, load_manifest
+
+    manifest = load_manifest(path)
+    check_contract(manifest, spec)
+    if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
+        raise CheckpointError(
+            f"run {path.parent.parent.name} has done {manifest.steps_done} of {spec.steps} steps already",
+            cure=f"raise the number of steps: --set steps={2 * spec.steps}, or leave --stop-at-step out",
+        )
+
+    def checked_plan(checked: Checked) -> Planned:
+        from raypar.model.build import parameter_shapes
+
+        check_model(manifest, parameter_shapes(checked.graph))
+        return plan(checked)
+
+    tell({"kind": "resuming", "text": f"from {path.name}: {manifest.steps_done} steps are done", "step": manifest.steps_done})
+    return replace(options, resume=path, first=manifest.steps_done), checked_plan
 
 
 def options_of(job: Job, folder: Callable[[Planned], RunFolder], stop_at_step: int | None, address: str | None) -> Options:
@@ -415,129 +426,6 @@ def plan_json(planned: Planned) -> str:
     return json.dumps(facts, indent=1) + "\n"
 
 
-class Trainer:
-    """Trains a model as a pipeline of replicas on Ray; the bits of the result do not depend on the plan.
-
-    Functions are given as `"module:name"`, as the callable itself, or as a pair (either of those, dict of keyword arguments):
-
-    - `model()`: an `nn.Sequential`, a list of blocks or a `Graph`; called under the meta device;
-    - `loss(output, target)`: a scalar, or (sum, count);
-    - `data()`: a map-style data set, or the data set itself; `validation` likewise;
-    - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates.
-
-    `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan` (then `schedule` is used).
-    `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: Any,
-        loss: Any,
-        data: Any,
-        optimizer: Any = "torch.optim:AdamW",
-        steps: int,
-        batch_size: int,
-        microbatches: int,
-        name: str | None = None,
-        seed: int = 0,
-        virtual_replicas: int = 0,
-        lr_schedule: Any = None,
-        clip_norm: float | None = None,
-        validation: Any = None,
-        validate_every: int = 0,
-        validation_samples: int = 0,
-        plan: str | Mapping[str, Any] | ParallelPlan = "auto",
-        schedule: str = "1f1b",
-        workers: int | None = None,
-        callbacks: Sequence[Any] = (),
-        checkpoint_every: int = 0,
-        keep: int = 2,
-        run_dir: str | os.PathLike[str] = "runs",
-        run_config: Any = None,
-        checkpoint_config: Any = None,
-        address: str | None = None,
-        stop_at_step: int | None = None,
-        max_time_s: float | None = None,
-        wait_for_workers_s: float = 300.0,
-        **rest: Any,
-    ) -> None:
-        if run_config is not None:
-            name = run_config.name or name
-            run_dir = run_config.storage_path or run_dir
-            checkpoint_config = checkpoint_config or run_config.checkpoint_config
-        if checkpoint_config is not None:
-            keep = checkpoint_config.num_to_keep or keep
-            checkpoint_every = getattr(checkpoint_config, "checkpoint_frequency", None) or checkpoint_every
-        self.spec = JobSpec(
-            name=name or "run",
-            seed=seed,
-            steps=steps,
-            batch_size=batch_size,
-            microbatches=microbatches,
-            virtual_replicas=virtual_replicas,
-            model=as_ref(model, "model"),
-            loss=as_ref(loss, "loss"),
-            data=as_data(data, "data"),
-            optimizer=OptimizerSpec(as_ref(optimizer, "optimizer")),
-            lr_schedule=as_ref(lr_schedule, "lr_schedule") if lr_schedule is not None else None,
-            clip_norm=clip_norm,
-            validation=ValidationSpec(as_data(validation, "validation"), validate_every, validation_samples)
-            if validation is not None
-            else None,
-            **rest,
-        )
-        self.plan, self.schedule, self.workers = plan, schedule, workers
-        self.callbacks = tuple(checked_callback(c, type(c).__name__) for c in callbacks)
-        self.address, self.run_dir = address, Path(run_dir)
-        self.save_every, self.keep, self.stop_at_step = checkpoint_every, keep, stop_at_step
-        self.max_time_s, self.wait_for_workers_s = max_time_s, wait_for_workers_s
-
-    def fit(self, *, verbose: bool = True) -> Result:
-        """Train to the end. Raises what a failed run failed with, and `RayparError` when nothing could be started."""
-        from raypar.commands._console import Console
-
-        make_importable(Path.cwd())
-        tell: Tell = Console(steps=self.spec.steps) if verbose else lambda event: None
-        options = Options(
-            folder=self._folder,
-            save_every=self.save_every,
-            keep=self.keep,
-            stop_at_step=self.stop_at_step,
-            max_time_s=self.max_time_s,
-            callbacks=self.callbacks,
-            address=self.address,
-            wait_for_workers_s=self.wait_for_workers_s,
-        )
-        plan, schedule, orders = self._plan()
-        workers = self.workers or os.cpu_count() or 1
-        result = launch(self.spec, lambda checked: choose(self.spec, checked, plan, schedule, workers, orders), options, tell)
-        raise_failure(result)
-        return result
-
-    def _plan(self) -> tuple[Callable[[int], ParallelPlan] | None, str, Callable[[Routing], Schedule] | None]:
-        """A function of the number of layers (None: the planner's choice), the schedule's name, and what makes it."""
-        given = self.plan
-        if isinstance(given, ParallelPlan):
-            return lambda layers: given, self.schedule, None
-        if isinstance(given, str):
-            if given != "auto":
-                raise ConfigError(f"plan is {given!r}", cure='give "auto", a dict such as {"stages": 2}, or a ParallelPlan')
-            return None, self.schedule, None
-        from raypar.config import PlanConfig
-
-        try:
-            config = PlanConfig(**{"schedule": self.schedule, **given})
-        except ValueError as error:
-            raise ConfigError(f"plan {dict(given)!r}: {error}", cure="use the keys of a job file's plan section") from None
-        return config.to_plan, config.schedule_file or config.schedule, orders_of(config)
-
-    def _folder(self, planned: Planned) -> RunFolder:
-        folder = RunFolder.create(self.run_dir, self.spec.name)
-        folder.plan.write_text(plan_json(planned))
-        return folder
-
-
 def raise_failure(result: Result) -> None:
     """Raise what a failed run failed with, or `Interrupted`."""
     if result.end == "failed":
@@ -549,36 +437,3 @@ def raise_failure(result: Result) -> None:
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
         cure = f"raypar resume {result.handle}" if result.checkpoint_path else ""
         raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)
-
-
-def as_ref(value: Any, what: str) -> Ref:
-    """A function as `Trainer` takes it."""
-    if isinstance(value, Ref):
-        return value
-    args: Mapping[str, Any] = {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value, args = value
-    if isinstance(value, str) or callable(value):
-        return Ref(value, args)
-    raise ConfigError(
-        f"{what} is a {type(value).__name__}", cure='give "module:name", a function, or a pair (function, keyword arguments)'
-    )
-
-
-def as_data(value: Any, what: str) -> DataSpec:
-    """A data set as `Trainer` takes it: a factory, or the data set itself."""
-    if isinstance(value, DataSpec):
-        return value
-    if not callable(value) and hasattr(value, "__getitem__") and not isinstance(value, (str, tuple)):
-        return DataSpec(Ref(Given(value)))
-    return DataSpec(as_ref(value, what))
-
-
-@dataclass(frozen=True)
-class Given:
-    """A factory that returns what it was given; pickled to the workers with it."""
-
-    value: Any
-
-    def __call__(self) -> Any:
-        return self.value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import statistics
@@ -113,7 +114,7 @@ class Recorder:
     def _append(self, name: str, facts: Mapping[str, Any]) -> None:
         """Add a line to a file of the run. On a full disk training goes on: lines wait here until they can be written."""
         path, waiting = self.folder / name, self._waiting.setdefault(name, [])
-        waiting.append(json.dumps({"time": time.time(), **facts}) + "\n")
+        waiting.append(json.dumps(_finite({"time": time.time(), **facts})) + "\n")
         size = path.stat().st_size if path.exists() else 0
         try:
             with open(path, "a") as file:
@@ -187,3 +188,8 @@ class Recorder:
         if teardown.error is not None:
             self._call("on_exception", {"error": teardown.error, "step": teardown.done})
         self._call("on_end", facts)
+
+
+def _finite(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}

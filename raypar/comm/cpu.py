@@ -1,4 +1,4 @@
-"""The TCP transport: one mesh of sockets per generation, written for few wake-ups on a busy machine.
+"""The TCP transport (Unix sockets inside one machine): one mesh per generation, written for few wake-ups on a busy machine.
 
 Who moves the bytes. A send goes straight into the socket from the calling thread; what does not fit is left to the I/O
 thread. A thread that waits for an operation takes over the sockets of the operation's peers and reads by itself: no
@@ -50,15 +50,18 @@ def take(table: dict[Key, deque[T]], key: Key) -> T | None:
 class CpuMesh:
     """One worker's address for all its generations: `listen`, tell the address to everybody, `connect` each generation."""
 
-    def __init__(self, host: str) -> None:
-        self._listener = Listener(host)
+    def __init__(self, host: str, near: bool) -> None:
+        self._listener = Listener(host, near)
 
     @classmethod
-    def listen(cls, host: str = "127.0.0.1") -> CpuMesh:
-        """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach)."""
+    def listen(cls, host: str = "127.0.0.1", *, near: bool = True) -> CpuMesh:
+        """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach).
+
+        `near`: workers of this machine come through a Unix socket instead.
+        """
         if not hasattr(select, "epoll"):
             raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
-        return cls(host)
+        return cls(host, near)
 
     @property
     def address(self) -> str:

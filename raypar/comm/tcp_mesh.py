@@ -2,7 +2,7 @@
 
 Between two processes of one machine the connection is a Unix socket, which takes half the processor time of TCP for the same
 bytes. Its name is the TCP address in Linux's abstract namespace: there is no file to be left behind, and who shares the name
-shares the network namespace, so a name that answers is the listener of that very address.
+shares the network namespace, so a name that answers is the listener of that very address, if it is the same user's.
 
 A connecting rank presents (run, generation, rank, size). Whoever comes from another run or an older generation is refused;
 one from a newer generation is kept until this worker is told of that generation too.
@@ -14,6 +14,7 @@ import contextlib
 import os
 import selectors
 import socket
+import struct
 import time
 from collections.abc import Sequence
 
@@ -27,16 +28,22 @@ DIAL_S = 5.0
 class Listener:
     """One worker's listening socket, for all its generations."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, near: bool = True) -> None:
         self._socket = socket.create_server((host, 0), family=family_of(host), backlog=1024)
         self._socket.setblocking(False)
         tune(self._socket)  # accepted sockets inherit the buffers, in time for the window scale of the handshake
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
-        self._near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._near.setblocking(False)
-        self._near.bind(near_name(self.address))
-        self._near.listen(1024)
+        self._doors = [self._socket]
+        if near:
+            door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                door.bind(near_name(self.address))
+                door.listen(1024)
+                door.setblocking(False)
+                self._doors.append(door)
+            except OSError:  # the name is taken by somebody else: everybody comes over TCP
+                door.close()
         self._early: list[tuple[socket.socket, Greeting]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reason: str | None = None
@@ -72,8 +79,8 @@ class Listener:
         self._closed = True
         for early, _ in self._early:
             early.close()
-        self._near.close()
-        self._socket.close()
+        for door in self._doors:
+            door.close()
         os.close(self._wake)
 
 
@@ -90,8 +97,8 @@ class Meeting:
     def run(self, addresses: Sequence[str], deadline: float, deadline_s: float) -> dict[int, socket.socket]:
         """See `Listener.connect`."""
         listener, me = self.listener, self.me
-        self.selector.register(listener._socket, selectors.EVENT_READ)
-        self.selector.register(listener._near, selectors.EVENT_READ)
+        for door in listener._doors:
+            self.selector.register(door, selectors.EVENT_READ)
         self.selector.register(listener._wake, selectors.EVENT_READ)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(listener._wake)  # an abort from before this call was meant for another generation
@@ -116,9 +123,9 @@ class Meeting:
 
     def turn(self, key: selectors.SelectorKey) -> None:
         """Something is ready."""
-        if key.fileobj is self.listener._socket or key.fileobj is self.listener._near:
+        if key.fileobj in self.listener._doors:
             with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                sock, _ = key.fileobj.accept()
+                sock, _ = key.fileobj.accept()  # type: ignore[union-attr]
                 sock.setblocking(False)
                 self.pending[sock] = (None, bytearray())
                 self.selector.register(sock, selectors.EVENT_READ)
@@ -134,9 +141,10 @@ class Meeting:
         try:
             # It listens already, so connecting is one round trip; the answer may take until it hears of this generation.
             try:
-                sock = self.reach(rank, socket.AF_UNIX, near_name(address))
-            except ConnectionRefusedError:  # nobody of that name here: another machine, or nobody at all
-                sock = self.reach(rank, family_of(host), (host, int(port)))
+                sock = connected(socket.AF_UNIX, near_name(address))
+            except (ConnectionRefusedError, PermissionError):  # nobody of ours here: another machine, or nobody at all
+                sock = connected(family_of(host), (host, int(port)))
+            self.pending[sock] = (rank, bytearray())
             sock.sendall(self.me.pack())
             sock.setblocking(False)
         except OSError as error:
@@ -145,19 +153,6 @@ class Meeting:
                 cure="the worker has died or its host is not reachable from here; form the next generation without it",
             ) from error
         self.selector.register(sock, selectors.EVENT_READ)
-
-    def reach(self, rank: int, family: socket.AddressFamily, name: bytes | tuple[str, int]) -> socket.socket:
-        """A connection to a lower rank, listed in `pending`."""
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            tune(sock)
-            sock.settimeout(DIAL_S)
-            sock.connect(name)
-        except BaseException:
-            sock.close()
-            raise
-        self.pending[sock] = (rank, bytearray())
-        return sock
 
     def read(self, sock: socket.socket) -> None:
         """Bytes of a greeting (accepted) or an answer (dialled)."""
@@ -234,7 +229,24 @@ def family_of(host: str) -> socket.AddressFamily:
 
 def near_name(address: str) -> bytes:
     """The abstract Unix name that belongs to a TCP address."""
-    return b"\0raypar/" + address.encode()
+    return b"\0raypar/" + address.encode()[-90:]
+
+
+def connected(family: socket.AddressFamily, name: bytes | tuple[str, int]) -> socket.socket:
+    """A connection within `DIAL_S`. Raises `OSError`; `PermissionError` where a Unix name is another user's."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        sock.settimeout(DIAL_S)
+        sock.connect(name)
+        if family == socket.AF_UNIX:
+            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid != os.getuid():
+                raise PermissionError(f"{name!r} belongs to user {uid}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def tune(sock: socket.socket) -> None:

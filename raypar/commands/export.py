@@ -63,7 +63,7 @@ def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
 
     if (Path(run) / MANIFEST).is_file():
         return verify(Path(run)).path
-    folder = RunFolder.find(run, run_dir)
+    folder = RunFolder.find(run, run_dir, with_job=False)
     if step is not None:
         there = sorted(p.name for p in folder.checkpoints.glob("step_*"))
         path = folder.checkpoints / f"step_{step:08d}"

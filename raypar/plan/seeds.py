@@ -11,5 +11,5 @@ def seed_of(seed: int, *place: object) -> int:
     The text `seed/part/part/...` is hashed (blake2b, 8 bytes, little endian) and the top bit dropped, so that any
     program can compute it in one line; `examples/plain_gpt.py` does.
     """
-    text = "/".join(str(part) for part in (seed, *place))
+    text = "/".join(map(str, (seed, *place)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

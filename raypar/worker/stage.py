@@ -197,6 +197,7 @@ class Stage:
             for layer in self.layers:
                 for linear in split_linears(self.modules[layer.name], lambda: self._stash):
                     put_off |= {id(p) for p in linear.parameters(recurse=False)}
+        self._splits = bool(put_off)
         self._complete_at: list[list[int]] = [[] for _ in self.layers]
         """By layer, last first: uses whose gradient autograd itself completes (it is not put off) in a whole backward."""
         place = {layer.name: i for i, layer in enumerate(self.layers)}
@@ -319,7 +320,8 @@ class Stage:
 
     def _run(self, call: _Call, microbatch: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         layer = call.layer
-        kept = [(buffer, buffer._version) for _, part, key in call.buffers if (buffer := part._buffers[key]) is not None]
+        kept = [part._buffers[key] for _, part, key in call.buffers]
+        versions = [-1 if buffer is None else buffer._version for buffer in kept]
         before = [tensor._version for tensor in inputs]
         try:
             result = call.module(*inputs)
@@ -330,8 +332,8 @@ class Stage:
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
         if [tensor._version for tensor in inputs] != before:
             _refuse_writing(layer, inputs, before)
-        for (path, part, key), (buffer, version) in zip(call.buffers, kept, strict=True):
-            if part._buffers[key] is not buffer or buffer._version != version:
+        for (path, part, key), buffer, version in zip(call.buffers, kept, versions, strict=True):
+            if part._buffers[key] is not buffer or (buffer is not None and buffer._version != version):
                 raise UserCodeError(
                     f"layer {layer.name!r} writes its buffer {path!r} in forward: replicas would no longer be equal",
                     cure="compute it from the inputs, or register a buffer that is only a cache with persistent=False",
@@ -402,7 +404,7 @@ class Stage:
         live = self._live[microbatch]
         self._stash = live.stash  # a layer that checkpoints runs its forward again in here
         block = self._routing.microbatches.block(microbatch)
-        self.gradients.enter(block)
+        self.gradients.enter(block, join=work == 2 and not self._splits)
         roots: list[Tensor] = []
         starts: list[Tensor | None] = []
         for name, value in live.produced.items():

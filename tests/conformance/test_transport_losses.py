@@ -13,9 +13,10 @@ OTHERS = [0, 1, 3]
 BOUND_S = 0.1
 
 
-@pytest.fixture(scope="module")
-def workers():
+@pytest.fixture(scope="module", params=["tcp", "unix"])
+def workers(request):
     made = Workers(4)
+    made.near = request.param == "unix"
     yield made
     made.end()
 
@@ -25,7 +26,7 @@ generations = iter(range(1, 10**6))
 
 def start(workers, name):
     """All four in a new generation and inside the operation."""
-    addresses = workers.each(transport_cases.listen)
+    addresses = workers.each(transport_cases.listen, workers.near)
     generation = next(generations)
     workers.each(transport_cases.connect, addresses, [0, 1, 2, 3], generation)
     for index, worker in enumerate(workers.workers):

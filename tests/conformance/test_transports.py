@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import threading
 import time
 from functools import partial
@@ -12,15 +13,16 @@ from helpers import transport_cases
 from helpers.processes import Workers
 from helpers.transport_cases import CASES, LIMIT_S
 
+from raypar.comm import tcp_mesh
 from raypar.comm.cpu import CpuMesh
 from raypar.comm.local import Cooperative, LocalMesh
 from raypar.comm.transport import Transport, drive
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
-def connected(size, generation=1, run="test"):
-    """`size` TCP ends in this process and their listeners."""
-    meshes = [CpuMesh.listen() for _ in range(size)]
+def connected(size, generation=1, run="test", near=True):
+    """`size` ends in this process, over TCP or Unix sockets, and their listeners."""
+    meshes = [CpuMesh.listen(near=near) for _ in range(size)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):
@@ -52,29 +54,30 @@ def in_threads(size, body):
     return results
 
 
-@pytest.fixture(params=["local", "cpu"])
+@pytest.fixture(params=["local", "tcp", "unix"])
 def pair(request):
     """Two ends in this process."""
     if request.param == "local":
         yield LocalMesh(2).transports
         return
-    meshes, ends = connected(2)
+    meshes, ends = connected(2, near=request.param == "unix")
     yield ends
     for end in (*ends, *meshes):
         end.close()
 
 
-@pytest.fixture(scope="module")
-def workers():
+@pytest.fixture(scope="module", params=["tcp", "unix"])
+def workers(request):
     made = Workers(4)
+    made.near = request.param == "unix"
     yield made
     made.end()
 
 
-@pytest.fixture(scope="module")
-def tcp_threads():
-    """Three TCP ends in this process, used by all cases: nothing of one case disturbs the next."""
-    meshes, ends = connected(3)
+@pytest.fixture(scope="module", params=["tcp", "unix"])
+def tcp_threads(request):
+    """Three ends in this process, used by all cases: nothing of one case disturbs the next."""
+    meshes, ends = connected(3, near=request.param == "unix")
     yield ends
     for end in (*ends, *meshes):
         end.close()
@@ -111,7 +114,7 @@ def test_tcp_in_threads(name, tcp_threads):
 @pytest.mark.parametrize("name", CASES)
 def test_tcp_in_four_processes_with_the_ledger_of_local(name, workers):
     generation = next(generations)
-    addresses = workers.each(transport_cases.listen)
+    addresses = workers.each(transport_cases.listen, workers.near)
     workers.each(transport_cases.connect, addresses, [0, 1, 2, 3], generation)
     ledgers = workers.each(transport_cases.run_case, name)
     workers.each(transport_cases.close)
@@ -360,9 +363,21 @@ def test_connecting_can_be_aborted_and_has_a_deadline():
     meshes[1].close()
 
 
-def test_garbage_on_the_port_is_ignored():
-    import socket
+@pytest.mark.parametrize("taken", [False, True])
+def test_workers_of_one_machine_meet_over_unix_sockets_or_tcp_where_the_name_is_taken(taken, monkeypatch):
+    squatter = socket.socket(socket.AF_UNIX)
+    if taken:  # by one that does not answer
+        squatter.bind(b"\0raypar-test")
+        monkeypatch.setattr(tcp_mesh, "near_name", lambda address: b"\0raypar-test")
+    meshes, ends = connected(2)
+    families = {c.socket.family for end in ends for c in end._connections.values()}
+    assert families == {socket.AF_INET if taken else socket.AF_UNIX}
+    in_threads(2, lambda rank: ends[rank].barrier(group=[0, 1]).wait(LIMIT_S))
+    for end in (*ends, *meshes, squatter):
+        end.close()
 
+
+def test_garbage_on_the_port_is_ignored():
     meshes = [CpuMesh.listen() for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     noise = []

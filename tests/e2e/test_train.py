@@ -12,7 +12,7 @@ from helpers.tiny_job import Diary, write_job
 from raypar import Trainer
 from raypar.actors.local_ray import connected
 from raypar.cli import main
-from raypar.errors import ClusterError, NonFiniteError, UserCodeError, WorkerLost
+from raypar.errors import CheckpointError, ClusterError, NonFiniteError, UserCodeError, WorkerLost
 from raypar.worker.checkpoint import Parameters
 
 
@@ -114,6 +114,26 @@ def test_callbacks_are_called_once_a_step_in_order_and_a_stop_takes_effect_after
     ]  # fmt: skip
     assert result.metrics["step"] == 4 and result.metrics["twice"] == 2 * result.metrics["loss"]
     assert result.checkpoint.path.endswith("step_00000004") and result.error is None
+    assert nothing_left()
+
+
+def test_a_trainer_goes_on_from_a_checkpoint_under_another_plan_with_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+
+    def trainer(**more):
+        parts = {part: f"helpers.tiny_job:{part}" for part in ("model", "loss", "data")}
+        return Trainer(**parts, steps=6, batch_size=8, microbatches=4, run_dir=tmp_path, **more)
+
+    whole = trainer(plan={"stages": 1}).fit(verbose=False)
+    half = trainer(plan={"stages": 2}, stop_at_step=3, name="half").fit(verbose=False)
+    for given in (half.checkpoint, half.path):
+        again = trainer(plan={"replicas": 2}, resume_from_checkpoint=given).fit(verbose=False)
+        assert [row["step"] for row in again.history] == [4, 5, 6]
+        assert again.weights_sha256 == whole.weights_sha256 and again.path != half.path
+    with pytest.raises(CheckpointError, match="seed was 0, is 1"):
+        trainer(seed=1, resume_from_checkpoint=half.path).fit(verbose=False)
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
+        trainer(resume_from_checkpoint=tmp_path).fit(verbose=False)
     assert nothing_left()
 
 

@@ -98,7 +98,12 @@ class Worker:
 
 
 class Workers:
-    """`count` workers, kept over several tests. `each` runs one call on all (or some) at the same time."""
+    """`count` workers, kept over several tests. `each` runs one call on all (or some) at the same time.
+
+    `near`: whether those of a test talk over Unix sockets.
+    """
+
+    near = True
 
     def __init__(self, count: int) -> None:
         self.workers = [Worker() for _ in range(count)]

@@ -14,7 +14,7 @@ from raypar.worker.optimizer import state_of
 
 def listen(state: dict[str, Any], index: int) -> str:
     """The worker's address."""
-    state["mesh"] = CpuMesh.listen("127.0.0.1")
+    state["mesh"] = CpuMesh.listen("127.0.0.1", near=False)
     return state["mesh"].address
 
 

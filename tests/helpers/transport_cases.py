@@ -422,10 +422,10 @@ FOREVER: dict[str, Callable[[Transport, int], Routine[None]]] = {
 State = dict[str, Any]
 
 
-def listen(state: State, index: int) -> str:
+def listen(state: State, index: int, near: bool) -> str:
     """Listen once per process; the address."""
     if "mesh" not in state:
-        state["mesh"] = CpuMesh.listen()
+        state["mesh"] = CpuMesh.listen(near=near)
     return state["mesh"].address
 
 

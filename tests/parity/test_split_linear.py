@@ -182,14 +182,37 @@ class RecomputedTwice(Recomputed):
         return super().forward(super().forward(x))
 
 
-def test_two_reentrant_checkpoints_of_one_layer_have_the_bits_of_one_process():
+@pytest.mark.parametrize("blocks", [2, 7])
+def test_two_reentrant_checkpoints_of_one_layer_have_the_bits_of_one_process(blocks):
     graph, job = job_of(RecomputedTwice)
+    job = replace(job, virtual_replicas=blocks)
     want = train(graph, job)
     with LocalJob(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
         for step in range(job.steps):
             run.step(step)
             found = run.gradients()
             assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+
+
+class NowAndThen(RecomputedTwice):
+    """Checkpoints twice in the second microbatch only."""
+
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        return super().forward(x) if len(self.calls) == 3 else self.linear(self.linear(x).tanh()).tanh()
+
+
+def test_a_gradient_in_several_parts_where_one_was_relied_on_is_an_error_not_other_bits():
+    NowAndThen.calls.clear()
+    graph, job = job_of(NowAndThen)
+    job = replace(job, virtual_replicas=7)
+    with (
+        LocalJob(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run,
+        pytest.raises(ModelError, match="several parts"),
+    ):
+        run.step(0)
 
 
 class Late(nn.Module):

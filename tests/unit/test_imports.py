@@ -24,7 +24,7 @@ MAY_IMPORT = {
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
-EDGE = ("cli", "commands", "launch", "run_folder", "callbacks", "__init__", "__main__")
+EDGE = ("cli", "commands", "launch", "trainer", "run_folder", "callbacks", "__init__", "__main__")
 """The shell: imports anything, but heavy things inside functions only, so that the command line starts at once."""
 
 HEAVY = {"torch", "ray", "cupy", "numpy", "pydantic"}

@@ -1,0 +1,210 @@
+"""`Trainer(...).fit()`: a job as Python objects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypar.callbacks import checked as checked_callback
+from raypar.errors import CheckpointError, ConfigError
+from raypar.launch import (
+    Options,
+    Planned,
+    Result,
+    Tell,
+    choose,
+    last_checkpoint,
+    launch,
+    make_importable,
+    orders_of,
+    plan_json,
+    raise_failure,
+    resumed,
+)
+from raypar.plan import ParallelPlan, Routing
+from raypar.run_folder import RunFolder
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+
+if TYPE_CHECKING:
+    from raypar.schedule.instructions import Schedule
+    from raypar.worker.preflight import Checked
+
+
+class Trainer:
+    """Trains a model as a pipeline of replicas on Ray; the bits of the result do not depend on the plan.
+
+    Functions are given as `"module:name"`, as the callable itself, or as a pair (either of those, dict of keyword arguments):
+
+    - `model()`: an `nn.Sequential`, a list of blocks or a `Graph`; called under the meta device;
+    - `loss(output, target)`: a scalar, or (sum, count);
+    - `data()`: a map-style data set, or the data set itself; `validation` likewise;
+    - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates.
+
+    `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan` (then `schedule` is used).
+    `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
+    `resume_from_checkpoint`: a result's `checkpoint`, or the path of a checkpoint or of a run, whose last one is taken.
+    Training goes on after its steps, in a run folder of its own, under the plan given here.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        loss: Any,
+        data: Any,
+        optimizer: Any = "torch.optim:AdamW",
+        steps: int,
+        batch_size: int,
+        microbatches: int,
+        name: str | None = None,
+        seed: int = 0,
+        virtual_replicas: int = 0,
+        lr_schedule: Any = None,
+        clip_norm: float | None = None,
+        validation: Any = None,
+        validate_every: int = 0,
+        validation_samples: int = 0,
+        plan: str | Mapping[str, Any] | ParallelPlan = "auto",
+        schedule: str = "1f1b",
+        workers: int | None = None,
+        callbacks: Sequence[Any] = (),
+        checkpoint_every: int = 0,
+        keep: int = 2,
+        run_dir: str | os.PathLike[str] = "runs",
+        run_config: Any = None,
+        checkpoint_config: Any = None,
+        address: str | None = None,
+        stop_at_step: int | None = None,
+        max_time_s: float | None = None,
+        wait_for_workers_s: float = 300.0,
+        resume_from_checkpoint: Any = None,
+        **rest: Any,
+    ) -> None:
+        if run_config is not None:
+            name = run_config.name or name
+            run_dir = run_config.storage_path or run_dir
+            checkpoint_config = checkpoint_config or run_config.checkpoint_config
+        if checkpoint_config is not None:
+            keep = checkpoint_config.num_to_keep or keep
+            checkpoint_every = getattr(checkpoint_config, "checkpoint_frequency", None) or checkpoint_every
+        self.spec = JobSpec(
+            name=name or "run",
+            seed=seed,
+            steps=steps,
+            batch_size=batch_size,
+            microbatches=microbatches,
+            virtual_replicas=virtual_replicas,
+            model=as_ref(model, "model"),
+            loss=as_ref(loss, "loss"),
+            data=as_data(data, "data"),
+            optimizer=OptimizerSpec(as_ref(optimizer, "optimizer")),
+            lr_schedule=as_ref(lr_schedule, "lr_schedule") if lr_schedule is not None else None,
+            clip_norm=clip_norm,
+            validation=ValidationSpec(as_data(validation, "validation"), validate_every, validation_samples)
+            if validation is not None
+            else None,
+            **rest,
+        )
+        self.plan, self.schedule, self.workers = plan, schedule, workers
+        self.callbacks = tuple(checked_callback(c, type(c).__name__) for c in callbacks)
+        self.address, self.run_dir = address, Path(run_dir)
+        self.save_every, self.keep, self.stop_at_step = checkpoint_every, keep, stop_at_step
+        self.max_time_s, self.wait_for_workers_s = max_time_s, wait_for_workers_s
+        self.resume_from_checkpoint = resume_from_checkpoint
+
+    def fit(self, *, verbose: bool = True) -> Result:
+        """Train to the end. Raises what a failed run failed with, and `RayparError` when nothing could be started."""
+        from raypar.commands._console import Console
+
+        make_importable(Path.cwd())
+        tell: Tell = Console(steps=self.spec.steps) if verbose else lambda event: None
+        options = Options(
+            folder=self._folder,
+            save_every=self.save_every,
+            keep=self.keep,
+            stop_at_step=self.stop_at_step,
+            max_time_s=self.max_time_s,
+            callbacks=self.callbacks,
+            address=self.address,
+            wait_for_workers_s=self.wait_for_workers_s,
+        )
+        plan, schedule, orders = self._plan()
+        workers = self.workers or os.cpu_count() or 1
+
+        def planned(checked: Checked) -> Planned:
+            return choose(self.spec, checked, plan, schedule, workers, orders)
+
+        chosen: Callable[[Checked], Planned] = planned
+        if self.resume_from_checkpoint is not None:
+            path = checkpoint_at(self.resume_from_checkpoint, tell)
+            options, chosen = resumed(options, path, self.spec, chosen, tell)
+        result = launch(self.spec, chosen, options, tell)
+        raise_failure(result)
+        return result
+
+    def _plan(self) -> tuple[Callable[[int], ParallelPlan] | None, str, Callable[[Routing], Schedule] | None]:
+        """A function of the number of layers (None: the planner's choice), the schedule's name, and what makes it."""
+        given = self.plan
+        if isinstance(given, ParallelPlan):
+            return lambda layers: given, self.schedule, None
+        if isinstance(given, str):
+            if given != "auto":
+                raise ConfigError(f"plan is {given!r}", cure='give "auto", a dict such as {"stages": 2}, or a ParallelPlan')
+            return None, self.schedule, None
+        from raypar.config import parse_plan
+
+        config = parse_plan({"schedule": self.schedule, **given})
+        return config.to_plan, config.schedule_file or config.schedule, orders_of(config)
+
+    def _folder(self, planned: Planned) -> RunFolder:
+        folder = RunFolder.create(self.run_dir, self.spec.name)
+        folder.plan.write_text(plan_json(planned))
+        return folder
+
+
+def checkpoint_at(given: Any, tell: Tell) -> Path:
+    """The whole checkpoint meant by a Ray Train checkpoint, or by the path of a checkpoint or run. Raises `CheckpointError`."""
+    from raypar.worker.checkpoint import MANIFEST, verify
+
+    path = Path(getattr(given, "path", given))
+    if (path / "checkpoints").is_dir():
+        return last_checkpoint(RunFolder(path), tell)
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_...")
+    return verify(path).path
+
+
+def as_ref(value: Any, what: str) -> Ref:
+    """A function as `Trainer` takes it."""
+    if isinstance(value, Ref):
+        return value
+    args: Mapping[str, Any] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, args = value
+    if isinstance(value, str) or callable(value):
+        return Ref(value, args)
+    raise ConfigError(
+        f"{what} is a {type(value).__name__}", cure='give "module:name", a function, or a pair (function, keyword arguments)'
+    )
+
+
+def as_data(value: Any, what: str) -> DataSpec:
+    """A data set as `Trainer` takes it: a factory, or the data set itself."""
+    if isinstance(value, DataSpec):
+        return value
+    if not callable(value) and hasattr(value, "__getitem__") and not isinstance(value, (str, tuple)):
+        return DataSpec(Ref(Given(value)))
+    return DataSpec(as_ref(value, what))
+
+
+@dataclass(frozen=True)
+class Given:
+    """A factory that returns what it was given; pickled to the workers with it."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
