@@ -72,6 +72,7 @@ class WorkerActor:
         def build() -> dict[str, Any]:
             import torch
 
+            from raypar.worker.allocator import freeze_what_stays
             from raypar.worker.core import WorkerCore
             from raypar.worker.state import Writer, restore
 
@@ -90,6 +91,7 @@ class WorkerActor:
             if state is not None:
                 restore(Path(state), self.core.stages, self.core.end.optimizers)
             self.done = done
+            freeze_what_stays()
             return described
 
         return self._guard("building its stages", build)

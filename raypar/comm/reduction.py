@@ -129,6 +129,7 @@ class Reduction(ABC):
         self.nodes = [cover(run, blocks) for run in runs]
         """Subtrees of each replica, left to right."""
         self._rows: list[Rows | None] = [None] * len(self.parameters)
+        self._totals: list[Tensor | None] = [None] * len(self.parameters)
         self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
         self._counted: Handle | None = None
         self._unready = 0
@@ -146,6 +147,7 @@ class Reduction(ABC):
     def start(self) -> None:
         """Begin a step. Results of the step before are no longer valid. A replica without blocks posts everything now."""
         self._rows = [None] * len(self.parameters)
+        self._totals = [None] * len(self.parameters)
         self._counted = None
         self._unready = len(self.parameters)
         self._next_first = self._next_second = 0
@@ -166,7 +168,9 @@ class Reduction(ABC):
             if known[index] is not None:
                 raise CommError(f"parameter {index} was declared ready twice in one step", cure="call `ready` once per step")
             known[index] = rows
-            if not alone:
+            if alone:
+                self._totals[index] = self._alone(index, rows)
+            else:
                 self._bucket_of[index].missing -= 1
         self._unready -= len(indices)
         if not alone:
@@ -211,7 +215,7 @@ class Reduction(ABC):
                 cure="call `ready` for every parameter of the stage, also for those without a gradient",
             )
         if len(self.group) == 1:
-            return [self._alone(i, rows or {}) for i, rows in enumerate(self._rows)]
+            return self._totals
         for number, bucket in enumerate(self.buckets):
             if bucket.first is not None and self._next_second <= number:
                 yield Wait(bucket.first, f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}, sums")

@@ -21,8 +21,9 @@ def parameter_squares(gradients: Sequence[Tensor]) -> list[float]:
     if not gradients:
         return []
     with torch.no_grad():
-        pieces = [gradient.detach().reshape(-1).split(PIECE) for gradient in gradients]
-        found = iter(torch.stack([torch.dot(piece, piece) for parts in pieces for piece in parts]).tolist())
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        pieces = [one.split(PIECE) if len(one) > PIECE else (one,) for one in flat]
+        found = iter(torch.stack([piece.dot(piece) for parts in pieces for piece in parts]).tolist())
     squares = []
     for parts in pieces:
         total = 0.0

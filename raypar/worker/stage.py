@@ -124,8 +124,8 @@ class _Call:
     module: nn.Module
     reads: tuple[tuple[str, str], ...]
     """(value, where from: "here", "elsewhere" or "batch"), each value once"""
-    order: tuple[int, ...]
-    """places of the module's arguments in `reads`"""
+    order: tuple[int, ...] | None
+    """places of the module's arguments in `reads`; None: as they are"""
     buffers: list[tuple[str, nn.Module, str]]
     hook: Callable[[Tensor | None], Tensor | None]
 
@@ -260,7 +260,7 @@ class Stage:
             layer=layer,
             module=module,
             reads=tuple((name, "here" if name in written else "batch" if name in fields else "elsewhere") for name in names),
-            order=tuple(names.index(name) for name in layer.inputs),
+            order=tuple(names.index(name) for name in layer.inputs) if names != layer.inputs else None,
             buffers=_persistent_buffers(module),
             hook=partial(self._passed, position),
         )
@@ -272,7 +272,10 @@ class Stage:
         live = self._live[microbatch] = _Live()
         self._stash = live.stash
         values: dict[str, Tensor] = {**received, **batch}
-        for call in self._calls:
+        seed, step = self.spec.seed, self.step
+        # All at once: between the layers this code would have to be fetched from memory again each time.
+        seeds = [seed_of(seed, "forward", step, microbatch, call.layer.name) for call in self._calls]
+        for call, own_seed in zip(self._calls, seeds, strict=True):
             inputs: list[Tensor] = []
             for name, source in call.reads:
                 value = values[name] if name in values else self._field(values, name, call.layer, microbatch)
@@ -285,10 +288,12 @@ class Stage:
                     value = value.detach().requires_grad_()
                     live.received.setdefault(name, []).append(value)
                 inputs.append(value)
-            name = call.layer.name
-            torch.default_generator.manual_seed(seed_of(self.spec.seed, "forward", self.step, microbatch, name))
-            outputs = self._run(call, microbatch, [inputs[place] for place in call.order])
-            values.update(zip(call.layer.outputs, distinct(outputs), strict=True))
+            torch.default_generator.manual_seed(own_seed)
+            outputs = self._run(call, microbatch, inputs if call.order is None else [inputs[place] for place in call.order])
+            if len(outputs) == 1:
+                values[call.layer.outputs[0]] = outputs[0]
+            else:
+                values.update(zip(call.layer.outputs, distinct(outputs), strict=True))
         live.produced = {name: values[name] for name in self._outgoing}
         if self.computes_loss:
             total, count = self._loss(values[self.graph.output], values, microbatch)
@@ -320,8 +325,9 @@ class Stage:
 
     def _run(self, call: _Call, microbatch: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         layer = call.layer
-        kept = [part._buffers[key] for _, part, key in call.buffers]
-        versions = [-1 if buffer is None else buffer._version for buffer in kept]
+        if call.buffers:
+            kept = [part._buffers[key] for _, part, key in call.buffers]
+            versions = [-1 if buffer is None else buffer._version for buffer in kept]
         before = [tensor._version for tensor in inputs]
         try:
             result = call.module(*inputs)
@@ -332,8 +338,9 @@ class Stage:
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
         if [tensor._version for tensor in inputs] != before:
             _refuse_writing(layer, inputs, before)
-        for (path, part, key), buffer, version in zip(call.buffers, kept, versions, strict=True):
-            if part._buffers[key] is not buffer or (buffer is not None and buffer._version != version):
+        for i, (path, part, key) in enumerate(call.buffers):
+            now = part._buffers[key]
+            if now is not kept[i] or (now is not None and now._version != versions[i]):
                 raise UserCodeError(
                     f"layer {layer.name!r} writes its buffer {path!r} in forward: replicas would no longer be equal",
                     cure="compute it from the inputs, or register a buffer that is only a cache with persistent=False",
