@@ -130,6 +130,7 @@ class WorkerCore:
         links = Links.of(self.graph, plan, assignment.crossing)
         self._mine = sorted({m for i in self.stages for m in routing.of_replica(i, seat.replica)})
         self.loader = self._feed(spec.data, spec.cut, training=True)
+        self.end.meanwhile = self._read_ahead
         self.interpreter = Interpreter(
             rank=rank,
             routing=routing,
@@ -181,6 +182,10 @@ class WorkerCore:
         loader = Loader(dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers)
         self._loaders.append(loader)
         return loader
+
+    def _read_ahead(self, step: int) -> None:
+        if self.loader is not None and step < self.spec.steps:
+            self.loader.read_ahead(step, self._mine)
 
     def _feeds(self, loader: Loader | None) -> dict[int, BatchSource | None]:
         return {index: loader if self._fields(stage) else None for index, stage in self.stages.items()}

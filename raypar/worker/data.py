@@ -36,6 +36,9 @@ FIELD_NAMES = ("x", "y", "z")
 READ_TIMEOUT_S = 120.0
 """How long data processes may take over one microbatch, their own start included."""
 
+AHEAD_BYTES = 32 << 20
+"""How much of the next step is read while the votes on this one are waited for."""
+
 Place = tuple[int, int]
 """(epoch, sample id)."""
 
@@ -226,6 +229,19 @@ class Loader:
             key = (step, microbatch)
             if key not in self._pending and key not in self._kept:
                 self._pending[key] = self._submit(self.places(*key))
+
+    def read_ahead(self, step: int, microbatches: Sequence[int]) -> None:
+        """Read these now, about `AHEAD_BYTES` of them, while others are waited for. What goes wrong is raised by `get`."""
+        room = 0 if self._spec.processes else AHEAD_BYTES
+        for key in [(step, microbatch) for microbatch in microbatches if (step, microbatch) not in self._kept]:
+            if room <= 0:
+                return
+            try:
+                batch = self._reader.read(self.places(*key))
+            except RayparError:
+                return
+            self._kept[key] = batch, self._readers
+            room -= sum(tensor.nbytes for tensor in batch.values())
 
     def get(self, step: int, microbatch: int) -> dict[str, Tensor]:
         """Field -> [samples, ...]; fresh tensors. Raises `DataError` or `UserCodeError`, also when the deadline has passed."""

@@ -78,6 +78,8 @@ class StepEnd:
     spec: JobSpec
     lr_factor: Callable[[int], float]
 
+    meanwhile: Callable[[int], None] | None = None
+    """What of the next step can be done while the others' votes are on their way."""
     outcome: Outcome | None = None
     applied: bool = False
     step: int = -1
@@ -192,6 +194,8 @@ class StepEnd:
         tag = vote_tag(self.step)
         recvs = {rank: self.transport.recv(None, source=rank, tag=tag) for rank in others}
         sends = [self.transport.send(mine, to=rank, tag=tag) for rank in others]
+        if others and self.meanwhile is not None:
+            self.meanwhile(self.step + 1)
         ballots = {self.rank: mine}
         for rank, handle in recvs.items():
             if not handle.done():

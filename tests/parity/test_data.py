@@ -108,6 +108,24 @@ def test_a_microbatch_with_two_readers_is_read_once_and_then_let_go():
     assert list(read._kept) == [(1, 0)]
 
 
+def test_what_is_read_ahead_is_the_same_is_bounded_and_fails_only_when_it_is_asked_for(monkeypatch):
+    ahead = loader(Noisy(13), readers=2)
+    reads = Counter()
+    read = type(ahead._reader).read
+    monkeypatch.setattr(type(ahead._reader), "read", lambda self, places: reads.update([tuple(places)]) or read(self, places))
+    ahead.read_ahead(1, [0, 1, 2])
+    for microbatch in range(3):
+        assert all(same(ahead.get(1, microbatch), expected(1, microbatch)) for _ in range(2))
+    assert set(reads.values()) == {1} and not ahead._kept
+    monkeypatch.setattr("raypar.worker.data.AHEAD_BYTES", 1)
+    ahead.read_ahead(2, [0, 1, 2])
+    assert list(ahead._kept) == [(2, 0)]
+    broken = loader(Of([{"x": 1.0}] * 3 + [{}] * 4), fields=("x",))
+    broken.read_ahead(0, [0, 1, 2])
+    with pytest.raises(DataError, match="no field 'x'"):
+        [broken.get(0, microbatch) for microbatch in range(3)]
+
+
 def test_tuples_get_names_and_numbers_become_tensors():
     pairs = Of([(float(i), i, [i, i]) for i in range(7)])
     batch = loader(pairs, fields=("x", "y", "z")).get(0, 0)
