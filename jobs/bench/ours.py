@@ -14,7 +14,7 @@ from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 from raypar.comm.cpu import CpuMesh
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
-from raypar.worker.allocator import freeze_what_stays
+from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.core import StepReport, WorkerCore
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
@@ -100,6 +100,7 @@ class Raypar:
 
     def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str, rank: int, trace: bool = False) -> None:
         self.plan, self.rank, self.trace = plan, rank, trace
+        keep_freed_memory()  # as worker_actor does
         self.core = WorkerCore(spec)
         order = registry.build(schedule, Routing(plan, spec.cut))
         self.assignment = assignments(spec, self.core.graph, plan, order)[rank]

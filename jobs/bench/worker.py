@@ -8,17 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 import traceback
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
-
-from raypar.worker.allocator import tune_memory
-
-if __name__ == "__main__" and sys.argv[1] in ("raypar", "sleep"):
-    tune_memory()  # before torch is imported, as raypar's worker actors do; the peers run as they come
 
 import torch
 import torch.distributed as dist

@@ -50,14 +50,13 @@ class WorkerActor:
         return self._guard("starting", self._hello)
 
     def _hello(self) -> Hello:
-        from raypar.worker.allocator import tune_memory
-
-        tune_memory()
         import torch
 
         from raypar.actors.fingerprint import fingerprint
         from raypar.comm.cpu import CpuMesh
+        from raypar.worker.allocator import keep_freed_memory
 
+        keep_freed_memory()
         self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
         self.mesh = CpuMesh.listen(self.host or ray.util.get_node_ip_address())
