@@ -84,15 +84,16 @@ class RunFolder:
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
         """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
         for path in (Path(run), Path(run_dir) / run):
-            if (path / "checkpoints").is_dir():
-                if with_job and not (path / "job.yaml").is_file():
+            has_job = (path / "job.yaml").is_file()
+            if has_job or (path / "checkpoints").is_dir():
+                if with_job and not has_job:
                     raise ConfigError(
                         f"run {path} has no job.yaml: raypar.Trainer made it, and a job file may not name its functions",
                         cure=f"go on from Python: Trainer(..., resume_from_checkpoint={str(path)!r}).fit()",
                     )
                 return RunFolder(path)
         root = Path(run_dir)
-        there = sorted(p.parent.name for p in root.glob("*/checkpoints")) if root.is_dir() else []
+        there = sorted({p.parent.name for mark in ("job.yaml", "checkpoints") for p in root.glob(f"*/{mark}")})
         near = difflib.get_close_matches(str(run), there, n=1, cutoff=0.5)
         raise ConfigError(
             f"no run {str(run)!r}, neither as a path nor under {root}",
