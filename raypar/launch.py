@@ -350,8 +350,8 @@ def resumed(
     check_contract(manifest, spec)
     if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
         raise CheckpointError(
-            f"run {path.parent.parent.name} has done {manifest.steps_done} of {spec.steps} steps already",
-            cure=f"raise the number of steps: --set steps={2 * spec.steps}, or leave --stop-at-step out",
+            f"checkpoint {path}: {manifest.steps_done} of {spec.steps} steps already done",
+            cure=f"raise steps (--set steps={2 * spec.steps}) or the step to stop at (--stop-at-step)",
         )
 
     def checked_plan(checked: Checked) -> Planned:

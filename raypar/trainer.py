@@ -169,7 +169,12 @@ def checkpoint_at(given: Any, tell: Tell) -> Path:
     """The whole checkpoint meant by a Ray Train checkpoint, or by the path of a checkpoint or run. Raises `CheckpointError`."""
     from raypar.worker.checkpoint import MANIFEST, verify
 
-    path = Path(getattr(given, "path", given))
+    given = getattr(given, "path", given)
+    if not given or not isinstance(given, (str, os.PathLike)):
+        raise ConfigError(
+            f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
+        )
+    path = Path(given)
     if (path / "checkpoints").is_dir():
         return last_checkpoint(RunFolder(path), tell)
     if not (path / MANIFEST).is_file():

@@ -47,6 +47,8 @@ class Accumulator:
         self._empty = [block for block in run if not sizes[block]]
         self._total = 2 * sum(sizes.values())
         self._all = range(len(self.leaves) - 1, -1, -1)
+        self.has_only_empty_blocks = bool(run) and not self._total
+        """No instruction will come that could report anything."""
 
     def begin(self) -> None:
         """A new step: nothing is accumulated."""

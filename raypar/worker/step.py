@@ -102,6 +102,8 @@ class StepEnd:
         for index, stage in self.stages.items():
             self.reductions[index].start()
             stage.on_ready = self.reductions[index].ready
+            if stage.gradients.has_only_empty_blocks:
+                self.reductions[index].ready(range(len(stage.uses)), {})
 
     def reduce(self, stage: int) -> None:
         """All of the stage's gradients on this worker are final; their buckets are posted, help those that wait for a reply."""

@@ -12,7 +12,7 @@ from helpers.tiny_job import Diary, write_job
 from raypar import Trainer
 from raypar.actors.local_ray import connected
 from raypar.cli import main
-from raypar.errors import CheckpointError, ClusterError, NonFiniteError, UserCodeError, WorkerLost
+from raypar.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, UserCodeError, WorkerLost
 from raypar.worker.checkpoint import Parameters
 
 
@@ -85,7 +85,7 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     assert main(["resume", run, "--set", "seed=4", "--set", "steps=20"]) == 2
     assert "seed was 3, is 4" in capfd.readouterr().err
     assert main(["resume", run]) == 2
-    assert "12 of 12 steps already" in capfd.readouterr().err
+    assert "12 of 12 steps already done" in capfd.readouterr().err
 
 
 def test_the_driver_makes_one_call_per_worker_and_step_whatever_the_microbatches(job, tmp_path):
@@ -132,6 +132,8 @@ def test_a_trainer_goes_on_from_a_checkpoint_under_another_plan_with_the_same_bi
         assert again.weights_sha256 == whole.weights_sha256 and again.path != half.path
     with pytest.raises(CheckpointError, match="seed was 0, is 1"):
         trainer(seed=1, resume_from_checkpoint=half.path).fit(verbose=False)
+    with pytest.raises(ConfigError, match="resume_from_checkpoint is 5"):
+        trainer(resume_from_checkpoint=5).fit(verbose=False)
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
         trainer(resume_from_checkpoint=tmp_path).fit(verbose=False)
     assert nothing_left()

@@ -194,6 +194,20 @@ def test_two_reentrant_checkpoints_of_one_layer_have_the_bits_of_one_process(blo
             assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
 
 
+@pytest.mark.parametrize(
+    "microbatches, blocks, replicas", [(2, 3, (3,)), (4, 5, (3, 3, 2)), (3, 7, (3, 3)), (2, 5, (2, 1, 1))], ids=str
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_replica_whose_blocks_are_all_empty_takes_part_in_every_step(microbatches, blocks, replicas, schedule):
+    job = ugly_models.job("plain", microbatches=microbatches, steps=2, virtual_replicas=blocks)
+    with LocalJob(job, ParallelPlan.of(replicas, layers=8), schedule) as run:
+        want = train(run.graph, job)
+        for step in range(job.steps):
+            run.step(step)
+            found = run.gradients()
+            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+
+
 class NowAndThen(RecomputedTwice):
     """Checkpoints twice in the second microbatch only."""
 
