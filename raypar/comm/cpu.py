@@ -177,6 +177,10 @@ class CpuTransport(MessageTransport):
         self._thread = threading.Thread(target=self._serve, name=f"raypar-io-{generation}.{rank}", daemon=True)
         self._thread.start()
 
+    def near(self, rank: int) -> bool:
+        """See `Transport.near`: who came through a Unix socket."""
+        return rank == self.rank or self._connections[rank].socket.family == socket.AF_UNIX
+
     # -- sending
 
     def post_send(self, message: Message) -> None:

@@ -134,6 +134,10 @@ class FaultyTransport:
             return held
         return post()
 
+    def near(self, rank: int) -> bool:
+        """See `Transport.near`."""
+        return self.inner.near(rank)
+
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
         """See `Transport.send`."""
         return self._call("send", lambda: self.inner.send(tensor, to=to, tag=tag))

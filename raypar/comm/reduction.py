@@ -12,92 +12,30 @@ so nobody needs to know which sums are defined before adding; one small all-redu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from raypar.comm.collectives import ALIGN, slices
+from raypar.comm.buckets import (
+    Bucket,
+    CanonicalBucket,
+    FastBucket,
+    Layout,
+    NearPairBucket,
+    PairBucket,
+    Parameter,
+    Replicas,
+    Rows,
+    layouts,
+)
 from raypar.comm.transport import Handle, Routine, Transport, Wait
+from raypar.comm.window import NO_CARD, Window, opened
 from raypar.errors import CommError
-from raypar.plan.tree import Node, children, cover, fold
+from raypar.plan.tree import cover, fold
 
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
-Rows = Mapping[Node, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
-"""node -> parameter -> sum of the node's blocks, None where no gradient was defined"""
-Parameter = tuple[torch.Size, torch.dtype]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the parameters of one bucket lie in a flat buffer of `length` elements; each starts at a 64-byte boundary."""
-
-    dtype: torch.dtype
-    indices: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shapes: tuple[torch.Size, ...]
-    length: int
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters inside a buffer [length]."""
-        return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
-
-
-def layouts(parameters: Sequence[Parameter], bucket_bytes: int) -> list[Layout]:
-    """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final."""
-    buckets: list[Layout] = []
-    indices: list[int] = []
-    offsets: list[int] = []
-    length = 0
-
-    def close() -> None:
-        nonlocal length
-        if indices:
-            shapes = tuple(parameters[i][0] for i in indices)
-            buckets.append(Layout(parameters[indices[0]][1], tuple(indices), tuple(offsets), shapes, length))
-            indices.clear()
-            offsets.clear()
-            length = 0
-
-    for index in reversed(range(len(parameters))):
-        shape, dtype = parameters[index]
-        if indices and (dtype != parameters[indices[0]][1] or length * dtype.itemsize >= bucket_bytes):
-            close()
-        align = max(ALIGN, 64 // dtype.itemsize)
-        indices.append(index)
-        offsets.append(length)
-        length += -(-shape.numel() // align) * align
-    close()
-    return buckets
-
-
-class Bucket(ABC):
-    """One bucket: buffers kept over all steps, and the state of the current one.
-
-    `result` [length] is valid at the end of the step; `views` are the parameters in it.
-    """
-
-    def __init__(self, layout: Layout, result: Tensor) -> None:
-        self.layout = layout
-        self.result = result
-        self.views = layout.views(result)
-        self.missing = len(layout.indices)
-        self.first: Handle | None = None
-        self.second: Handle | None = None
-
-    @abstractmethod
-    def fill(self, rows: Sequence[Rows]) -> None:
-        """Copy this replica's subtree sums into the buffers; `rows`: for each parameter of the layout."""
-
-    @abstractmethod
-    def post_first(self) -> Handle:
-        """Start the first phase."""
-
-    @abstractmethod
-    def post_second(self) -> Handle | None:
-        """The first phase is done: combine and start the second, if there is one."""
 
 
 class Reduction(ABC):
@@ -128,6 +66,7 @@ class Reduction(ABC):
         self.me = self.group.index(transport.rank)
         self.nodes = [cover(run, blocks) for run in runs]
         """Subtrees of each replica, left to right."""
+        self.replicas = Replicas(transport, self.group, self.me, channel, blocks, tuple(map(tuple, self.nodes)))
         self._rows: list[Rows | None] = [None] * len(self.parameters)
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
         self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
@@ -135,10 +74,12 @@ class Reduction(ABC):
         self._unready = 0
         self._next_first = self._next_second = 0
         self.buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
         if len(self.group) > 1:
             self.buckets = [self._bucket(layout) for layout in layouts(self.parameters, bucket_bytes)]
-            self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
+        self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
+        self._better: list[Bucket] | None = None
+        """What `buckets` will be from the next step on."""
+        self._acquainted = False
 
     @abstractmethod
     def _bucket(self, layout: Layout) -> Bucket:
@@ -151,9 +92,11 @@ class Reduction(ABC):
         self._counted = None
         self._unready = len(self.parameters)
         self._next_first = self._next_second = 0
+        if self._better is not None:
+            self.buckets, self._better = self._better, None
+            self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
         for bucket in self.buckets:
-            bucket.missing = len(bucket.layout.indices)
-            bucket.first = bucket.second = None
+            bucket.begin()
         if not self.nodes[self.me]:
             self.ready(range(len(self.parameters) - 1, -1, -1), {})
 
@@ -205,8 +148,7 @@ class Reduction(ABC):
     def finish(self) -> Routine[list[Tensor | None]]:
         """Wait for the rest. Returns each parameter's reduced gradient, 64-byte aligned; None where no replica has one.
 
-        The tensors are views of the buckets, the same ones in every step, valid until the next `start` (of one replica: the
-        given sum itself).
+        The tensors are views of the buckets, valid until the next `start` (of one replica: the given sum itself).
         """
         if self._unready:
             left = [i for i, rows in enumerate(self._rows) if rows is None]
@@ -231,7 +173,15 @@ class Reduction(ABC):
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
                 results[index] = view if counts[index] else None
         self._rows = [None] * len(self.parameters)
+        if not self._acquainted:
+            self._acquainted = True
+            self._better = yield from self._better_buckets()
         return results
+
+    def _better_buckets(self) -> Routine[list[Bucket] | None]:
+        """At the end of the first step, when nothing else is under way: what can be agreed on with the others for the next."""
+        return None
+        yield
 
     def _alone(self, index: int, rows: Rows) -> Tensor | None:
         with torch.no_grad():
@@ -241,175 +191,60 @@ class Reduction(ABC):
             return total.clone(memory_format=torch.contiguous_format)
 
 
-def _terms(rows: Rows, index: int, node: Node) -> list[Tensor]:
-    """What adds up to a parameter's sum over a node: the sum itself, or one or both of its children's; nothing if undefined."""
-    parts = (node,) if node in rows or node[1] - node[0] == 1 else children(node)
-    return [term for part in parts if part in rows and (term := rows[part][index]) is not None]
-
-
-def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
-    """The sum of at most two terms, or "no gradient", at its place."""
-    if not terms:
-        place.fill_(-0.0)
-    elif len(terms) == 1:
-        place.copy_(terms[0])
-    else:
-        torch.add(*terms, out=place)
-
-
-class CanonicalBucket(Bucket):
-    """Buffers of one bucket. With K subtrees here, L_o elements in owner o's slice, S in ours, `length` N:
-
-    `pieces[o]` [K L_o] goes to owner o: subtree after subtree; `parts[r]` [K_r S] comes from replica r. Together K N sent and
-    sum(K_r) S received; `result` [N] is the send buffer itself when K = 1 (its places are free once the sums have gone).
-    """
-
-    def __init__(self, reduction: CanonicalReduction, layout: Layout) -> None:
-        nodes, me = reduction.nodes, reduction.me
-        own = len(nodes[me])
-        cut = slices(layout.length, len(nodes))
-        start, stop = cut[me]
-        outgoing = torch.zeros(own * layout.length, dtype=layout.dtype)
-        super().__init__(layout, outgoing if own == 1 else torch.zeros(layout.length, dtype=layout.dtype))
-        self.reduction = reduction
-        self.pieces = [outgoing[own * a : own * b] for a, b in cut]
-        self.parts = [
-            self.pieces[me] if r == me else torch.zeros(len(n) * (stop - start), dtype=layout.dtype)
-            for r, n in enumerate(nodes)
-        ]
-        self.totals = [self.result[a:b] for a, b in cut]
-        self.mine = self.totals[me]
-        self._targets = [self._places(outgoing, cut, own, k) for k in range(own)]
-        self._adds: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._total = self._plan_adds(stop - start)
-
-    def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[list[tuple[Tensor, int, int]]]:
-        """For each parameter: where its elements [from, to) of the k-th subtree's sum go; several places at slice borders."""
-        places: list[list[tuple[Tensor, int, int]]] = []
-        for offset, shape in zip(self.layout.offsets, self.layout.shapes, strict=True):
-            end = offset + shape.numel()
-            found = []
-            for a, b in cut:
-                lo, hi = max(a, offset), min(b, end)
-                if lo < hi:
-                    at = own * a + k * (b - a) + (lo - a)
-                    found.append((outgoing[at : at + hi - lo], lo - offset, hi - offset))
-            if len(found) == 1:
-                found = [(found[0][0].view(shape), 0, shape.numel())]
-            places.append(found)
-        return places
-
-    def _plan_adds(self, length: int) -> Tensor | None:
-        """Write down the additions of the tree over everybody's sums of our slice; returns where the total will be."""
-        sums: dict[Node, Tensor | None] = {}
-        for part, nodes in zip(self.parts, self.reduction.nodes, strict=True):
-            for k, node in enumerate(nodes):
-                sums[node] = part[k * length : (k + 1) * length]
-
-        def add(left: Tensor, right: Tensor) -> Tensor:
-            out = self.mine if len(self._adds) == len(sums) - 2 else left  # the last addition writes the result
-            self._adds.append((left, right, out))
-            return out
-
-        return fold(sums, (0, self.reduction.blocks), add)
-
-    def fill(self, rows: Sequence[Rows]) -> None:
-        """See `Bucket.fill`: one copy, or one addition, of every sum."""
-        to: list[Tensor] = []
-        source: list[Tensor] = []
-        for k, node in enumerate(self.reduction.nodes[self.reduction.me]):
-            for index, given, places in zip(self.layout.indices, rows, self._targets[k], strict=True):
-                terms = _terms(given, index, node)
-                if len(terms) == 1 and len(places) == 1:
-                    to.append(places[0][0])
-                    source.append(terms[0])
-                elif len(places) == 1:
-                    _put(places[0][0], terms)
-                else:
-                    flat = [term.reshape(-1) for term in terms]
-                    for place, lo, hi in places:
-                        _put(place, [term[lo:hi] for term in flat])
-        if to:
-            torch._foreach_copy_(to, source)
-
-    def post_first(self) -> Handle:
-        """See `Bucket.post_first`."""
-        r = self.reduction
-        return r.transport.all_to_all(self.parts, self.pieces, group=r.group, channel=r.channel)
-
-    def post_second(self) -> Handle:
-        """See `Bucket.post_second`."""
-        for left, right, out in self._adds:
-            torch.add(left, right, out=out)
-        if self._total is not None and self._total.data_ptr() != self.mine.data_ptr():
-            self.mine.copy_(self._total)
-        r = self.reduction
-        return r.transport.all_gather(self.totals, self.mine, group=r.group, channel=r.channel)
-
-
-class FastBucket(Bucket):
-    """One buffer [length], reduced in place."""
-
-    def __init__(self, reduction: Reduction, layout: Layout) -> None:
-        super().__init__(layout, torch.zeros(layout.length, dtype=layout.dtype))
-        self.reduction = reduction
-
-    def fill(self, rows: Sequence[Rows]) -> None:
-        """See `Bucket.fill`: this replica's subtrees are added here, left to right."""
-        to: list[Tensor] = []
-        source: list[Tensor] = []
-        nodes = self.reduction.nodes[self.reduction.me]
-        for index, given, view in zip(self.layout.indices, rows, self.views, strict=True):
-            terms = [term for node in nodes for term in _terms(given, index, node)]
-            if len(terms) == 1:
-                to.append(view)
-                source.append(terms[0])
-            else:
-                _put(view, terms[:2])
-                for term in terms[2:]:
-                    view.add_(term)
-        if to:
-            torch._foreach_copy_(to, source)
-
-    def post_first(self) -> Handle:
-        """See `Bucket.post_first`."""
-        r = self.reduction
-        return r.transport.all_reduce(self.result, group=r.group, channel=r.channel + (1 << 32))
-
-    def post_second(self) -> Handle | None:
-        """See `Bucket.post_second`: nothing is left to do."""
-        return None
-
-
-class PairBucket(FastBucket):
-    """Two replicas with one subtree each: they swap them whole and both add. The same bytes and bits, one phase less."""
-
-    def __init__(self, reduction: CanonicalReduction, layout: Layout) -> None:
-        super().__init__(reduction, layout)
-        self._pair = [self.result if r == reduction.me else torch.zeros_like(self.result) for r in range(2)]
-
-    def post_first(self) -> Handle:
-        """See `Bucket.post_first`."""
-        r = self.reduction
-        return r.transport.all_gather(self._pair, self.result, group=r.group, channel=r.channel)
-
-    def post_second(self) -> Handle | None:
-        """See `Bucket.post_second`: the root of the tree."""
-        torch.add(self._pair[0], self._pair[1], out=self.result)
-        return None
-
-
 class CanonicalReduction(Reduction):
     """The bits of one process for every number of replicas. See the module."""
 
     def _bucket(self, layout: Layout) -> Bucket:
         if [len(nodes) for nodes in self.nodes] == [1, 1]:
-            return PairBucket(self, layout)
-        return CanonicalBucket(self, layout)
+            return PairBucket(self.replicas, layout)
+        return CanonicalBucket(self.replicas, layout)
+
+    def _better_buckets(self) -> Routine[list[Bucket] | None]:
+        """Two replicas on one machine read each other's memory, if both find that they can; else messages do as well."""
+        near = all(isinstance(bucket, PairBucket) for bucket in self.buckets) and self.transport.near(self.group[1 - self.me])
+        turn_bytes = sum(_paged(bucket.result.nbytes) for bucket in self.buckets)
+        if not near or not turn_bytes:
+            return None
+        try:
+            window = Window(2 * turn_bytes)
+        except OSError:
+            window = None
+        cards = [torch.zeros_like(NO_CARD) for _ in self.group]
+        yield Wait(self._gather(cards, window.card if window is not None else NO_CARD), "where the other replica's memory is")
+        memories: list[Tensor] = []
+        if window is not None:
+            try:
+                memories = [window.memory if r == self.me else opened(card) for r, card in enumerate(cards)]
+            except OSError:
+                memories = []
+        found = [torch.zeros(1, dtype=torch.uint8) for _ in self.group]
+        mine = torch.tensor([bool(memories)], dtype=torch.uint8)
+        yield Wait(self._gather(found, mine), "whether the other replica can read our memory")
+        if window is not None:
+            window.close()
+        if not all(map(bool, found)):
+            return None
+        made: list[Bucket] = []
+        start = 0
+        for bucket in self.buckets:
+            nbytes, layout = bucket.result.nbytes, bucket.layout
+            places = (start, turn_bytes + start)
+            sums = [[memory[at : at + nbytes].view(layout.dtype) for at in places] for memory in memories]
+            made.append(NearPairBucket(self.replicas, layout, sums))
+            start += _paged(nbytes)
+        return made
+
+    def _gather(self, found: list[Tensor], mine: Tensor) -> Handle:
+        return self.transport.all_gather(found, mine, group=self.group, channel=self.channel)
+
+
+def _paged(nbytes: int) -> int:
+    """Up to the next multiple of 4,096: buckets share no page, and start where vector instructions like it."""
+    return -(-nbytes // 4096) * 4096
 
 
 class FastReduction(Reduction):
     """Same interface, a plain all-reduce: bits depend on the number of replicas."""
 
     def _bucket(self, layout: Layout) -> Bucket:
-        return FastBucket(self, layout)
+        return FastBucket(self.replicas, layout)

@@ -55,6 +55,9 @@ class Transport(Protocol):
     carries_shapes: bool
     """True when `recv` may be given `out=None` and finds shape and dtype in the message itself (local, cpu)."""
 
+    def near(self, rank: int) -> bool:
+        """Whether `rank` is on this machine, so that its memory may be read without a message (`comm.window`)."""
+
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
         """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake."""
 

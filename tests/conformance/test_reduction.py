@@ -1,10 +1,14 @@
 """The canonical reduction has the bits of one process; its bytes are those of a ring."""
 
+import gc
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from raypar.comm import reduction, window
 from raypar.comm.cpu import CpuMesh
 from raypar.comm.local import Cooperative, LocalMesh
 from raypar.comm.reduction import CanonicalReduction, FastReduction
@@ -185,8 +189,83 @@ def test_bytes_are_those_of_a_ring_where_runs_are_complete_subtrees(replicas, bl
     for transport in mesh.transports:
         ledger = transport.ledger.as_dict()
         moved = sum(ledger[phase]["sent"] for phase in ("all_to_all", "all_gather") if phase in ledger)
-        assert moved * replicas == 2 * (replicas - 1) * numel * 4
+        talk = 33 if replicas == 2 else 0  # once: where the memory is that both can read, and whether they can
+        assert (moved - talk) * replicas == 2 * (replicas - 1) * numel * 4
         assert ledger["all_reduce"]["sent"] == (replicas - 1) * 7 * 4, "one count per parameter: which gradients are defined"
+
+
+def pair(transport, steps, undefined_in=(), numel=500):
+    """The routine of one of two replicas; the sums of every step, copied."""
+    runs = [range(1), range(1, 2)]
+    made = CanonicalReduction(
+        transport, group=[0, 1], runs=runs, blocks=2, parameters=[(torch.Size((numel,)), torch.float32)] * 3, bucket_bytes=numel
+    )
+    sums = []
+    for step in range(steps):
+        made.start()
+        for index in (2, 1, 0):
+            yield Work("backward", 1.0)
+            gradient = None if step in undefined_in else torch.full((numel,), 100.0 * step + 10 * index + transport.rank)
+            made.ready([index], {(transport.rank, transport.rank + 1): {index: gradient}})
+        results = yield from made.finish()
+        sums.append([None if r is None else r.clone() for r in results])
+    return sums
+
+
+WANTED = [[torch.full((500,), 200.0 * step + 20 * index + 1) for index in range(3)] for step in range(6)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_replicas_of_one_machine_read_each_others_memory_from_the_second_step_on(seed):
+    mesh = LocalMesh(2)
+    for sums in Cooperative(seed).run([pair(t, 6, undefined_in=(3,)) for t in mesh.transports], mesh):
+        for step, (got, want) in enumerate(zip(sums, WANTED, strict=True)):
+            assert got == [None] * 3 if step == 3 else all(map(torch.equal, got, want)), step
+    for transport in mesh.transports:
+        ledger = transport.ledger.as_dict()
+        assert ledger["window"]["received"] == 5 * 3 * 512 * 4
+        assert ledger["all_gather"]["sent"] == 3 * 512 * 4 + 33 + 5 * 3, "then one byte a bucket: it is there"
+
+
+@pytest.mark.parametrize("broken", ["no windows", "one has none", "one cannot read the other's", "another process's file"])
+def test_replicas_that_cannot_read_each_others_memory_go_on_with_messages(broken, monkeypatch):
+    def refused(*given):
+        raise OSError("not here")
+
+    made, opened = window.Window, window.opened
+    calls = []
+
+    def sometimes(call, *given):
+        calls.append(call)
+        return refused() if len(calls) == 2 else call(*given)
+
+    if broken == "no windows":
+        monkeypatch.setattr(reduction, "Window", refused)
+    elif broken == "one has none":
+        monkeypatch.setattr(reduction, "Window", lambda nbytes: sometimes(made, nbytes))
+    elif broken == "one cannot read the other's":
+        monkeypatch.setattr(reduction, "opened", lambda card: sometimes(opened, card))
+    else:
+        monkeypatch.setattr(reduction, "opened", lambda card: opened(card + torch.tensor([0, 0, 0, 1])))
+    before = set(os.listdir("/proc/self/fd"))
+    mesh = LocalMesh(2)
+    for sums in Cooperative().run([pair(t, 3) for t in mesh.transports], mesh):
+        assert all(torch.equal(a, b) for got, want in zip(sums, WANTED, strict=False) for a, b in zip(got, want, strict=True))
+    assert all("window" not in t.ledger.as_dict() for t in mesh.transports)
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_windows_leave_no_descriptor_and_no_mapping_behind():
+    def mappings():
+        return Path("/proc/self/maps").read_text().count("memfd:raypar")
+
+    before = set(os.listdir("/proc/self/fd"))
+    mesh = LocalMesh(2)
+    for _ in Cooperative().run([pair(t, 3) for t in mesh.transports], mesh):
+        assert set(os.listdir("/proc/self/fd")) == before
+    gc.collect()
+    assert not mappings()
 
 
 def test_fast_adds_the_same_numbers_in_another_order():
