@@ -267,6 +267,46 @@ class PairBucket(FastBucket):
         return None
 
 
+class Together:
+    """One message for several buckets, posted when the last of them is filled; a handle for each (see `transport.Handle`).
+
+    Where no bytes travel, a message a bucket would only wake the other processor from its work.
+    """
+
+    def __init__(self, replicas: Replicas, buckets: int) -> None:
+        self._replicas = replicas
+        self._buckets = self._left = buckets
+        self._said = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.group]
+        self._posted: Handle | None = None
+
+    def filled(self) -> Handle:
+        """One more bucket is. Every step has the same number of them."""
+        if self._left == 0:
+            self._left, self._posted = self._buckets, None
+        self._left -= 1
+        if self._left == 0:
+            r = self._replicas
+            self._posted = r.transport.all_gather(self._said, self._said[r.me], group=r.group, channel=r.channel)
+        return self
+
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        return self._posted is not None and self._posted.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait`; all buckets must be filled."""
+        assert self._posted is not None, "waited for before the last bucket was filled"
+        self._posted.wait(timeout_s)
+
+    def tensor(self) -> Tensor:
+        """See `Handle.tensor`."""
+        return self.tensors()[0]
+
+    def tensors(self) -> list[Tensor]:
+        """See `Handle.tensors`."""
+        return [] if self._posted is None else self._posted.tensors()
+
+
 class NearPairBucket(Bucket):
     """As `PairBucket`, on one machine: each adds what it reads in the other's window; a message says that it is there.
 
@@ -275,13 +315,13 @@ class NearPairBucket(Bucket):
     one that its message is about. The same holds for filling.
     """
 
-    def __init__(self, replicas: Replicas, layout: Layout, sums: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, replicas: Replicas, layout: Layout, sums: Sequence[Sequence[Tensor]], together: Together) -> None:
         self.replicas = replicas
+        self._together = together
         self._left, self._right = sums
         self._mine = sums[replicas.me]
         self._places = [layout.views(one) for one in self._mine]
         self._turn = 0
-        self._filled = [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
         super().__init__(layout, self._mine[1])
 
     def begin(self) -> None:
@@ -297,8 +337,7 @@ class NearPairBucket(Bucket):
 
     def post_first(self) -> Handle:
         """See `Bucket.post_first`."""
-        r = self.replicas
-        return r.transport.all_gather(self._filled, self._filled[r.me], group=r.group, channel=r.channel)
+        return self._together.filled()
 
     def post_second(self) -> Handle | None:
         """See `Bucket.post_second`: the root of the tree."""

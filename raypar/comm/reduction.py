@@ -27,6 +27,7 @@ from raypar.comm.buckets import (
     Parameter,
     Replicas,
     Rows,
+    Together,
     layouts,
 )
 from raypar.comm.transport import Handle, Routine, Transport, Wait
@@ -225,12 +226,13 @@ class CanonicalReduction(Reduction):
         if not all(map(bool, found)):
             return None
         made: list[Bucket] = []
+        together = Together(self.replicas, len(self.buckets))
         start = 0
         for bucket in self.buckets:
             nbytes, layout = bucket.result.nbytes, bucket.layout
             places = (start, turn_bytes + start)
             sums = [[memory[at : at + nbytes].view(layout.dtype) for at in places] for memory in memories]
-            made.append(NearPairBucket(self.replicas, layout, sums))
+            made.append(NearPairBucket(self.replicas, layout, sums, together))
             start += _paged(nbytes)
         return made
 

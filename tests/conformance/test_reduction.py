@@ -224,7 +224,7 @@ def test_two_replicas_of_one_machine_read_each_others_memory_from_the_second_ste
     for transport in mesh.transports:
         ledger = transport.ledger.as_dict()
         assert ledger["window"]["received"] == 5 * 3 * 512 * 4
-        assert ledger["all_gather"]["sent"] == 3 * 512 * 4 + 33 + 5 * 3, "then one byte a bucket: it is there"
+        assert ledger["all_gather"]["sent"] == 3 * 512 * 4 + 33 + 5, "then one byte a step: it is there"
 
 
 @pytest.mark.parametrize("broken", ["no windows", "one has none", "one cannot read the other's", "another process's file"])
