@@ -72,11 +72,15 @@ def test_abort_frees_the_others_of_a_stopped_rank_within_100_ms_and_its_return_i
     assert kind == "CommError" and "rank" in what, "its connections are gone"
     workers.each(transport_cases.run_case, "all_to_alls", on=OTHERS)
     workers.each(transport_cases.close, on=OTHERS)
-    # It knocks with its old generation while the others form the next one.
+    # It knocks with its old generation while the others form the next one: they wait for the last of them.
+    new, last = next(generations), OTHERS[-1]
+    for i in OTHERS[:-1]:
+        workers.workers[i].call(transport_cases.connect, i, addresses, OTHERS, new)
     victim.call(transport_cases.connect_and_expect_refusal, VICTIM, addresses, [0, 1, 2, 3], old)
-    time.sleep(0.01)
-    workers.each(transport_cases.connect, addresses, OTHERS, next(generations), on=OTHERS)
     assert f"generation {old} is over" in victim.result()
+    workers.workers[last].call(transport_cases.connect, last, addresses, OTHERS, new)
+    for i in OTHERS:
+        workers.workers[i].result()
     workers.each(transport_cases.run_case, "all_reduces", on=OTHERS)
     workers.each(transport_cases.close, on=OTHERS)
 
