@@ -60,8 +60,18 @@ class Contender:
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(WORKER.parent), env.get("PYTHONPATH", "")])
         with Listener(address, "AF_UNIX") as listener, (self._folder / "log").open("wb") as log:
             for command in self.commands(address):
+                # Each in a session of its own, as torchrun starts its workers: Linux shares processors out by session first
+                # (autogroups), so two workers of one session would get half as much beside anything else that runs.
                 self._processes.append(
-                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=env,
+                        cwd=ROOT,
+                        start_new_session=True,
+                    )
                 )
             deadline = time.monotonic() + START_TIMEOUT_S
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """raypar beside its peers: the same GPT, batch, optimizer and threads (one a process), alternating in one run.
 
-`python jobs/bench/peers.py [--json] [--page FILE] [--rounds 24] [--steps 2] [--microbatches 4 8] [--ray] [--only TEXT ...]`
+`python jobs/bench/peers.py [--json] [--page FILE] [--rounds 24] [--steps 4] [--microbatches 4 8] [--ray] [--only TEXT ...]`
 Without `--ray`: plain loop, torchrun DDP, torch.distributed.pipelining, and raypar's workers over TCP. With `--ray`: Ray
 Train and raypar's actors, and some of the others beside them. Ray's own processes use some processor even when idle,
 therefore the two sets run apart.
@@ -161,7 +161,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
     parser.add_argument("--page", type=Path, help="also write a results page")
     parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
+    # Several, because a long run is made of steps that follow one another: the first after a pause finds cold caches.
+    parser.add_argument("--steps", type=int, default=4, help="steps of each contender in a round")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--ray", action="store_true", help="the set with Ray Train and raypar's actors")
     parser.add_argument("--only", nargs="+", help="contenders whose name contains one of these")
