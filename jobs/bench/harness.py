@@ -7,6 +7,7 @@ contender once, in an order that turns round by round, and ratios are taken insi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -24,6 +25,8 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 sys.path.insert(0, str(ROOT))  # `examples` is imported from the repository
@@ -33,6 +36,8 @@ signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # s
 START_TIMEOUT_S = 120.0
 RUN_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
+SETTLE_S = 0.2
+"""After a stop, before a run: timers that were due in the meantime go off."""
 
 
 class BenchError(RuntimeError):
@@ -47,6 +52,8 @@ class Contender:
     workers: int
     commands: Callable[[str], list[list[str]]]
     env: Mapping[str, str] = field(default_factory=dict)
+    never_idle: bool = False
+    """It uses processor also when nothing runs in it, as Ray's daemons do: all its processes are stopped between its turns."""
 
     _connections: list[Connection] = field(default_factory=list)
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -87,15 +94,31 @@ class Contender:
 
     def run(self, steps: int) -> float:
         """Seconds a step: from the first worker's start to the last worker's end, over `steps`."""
+        self._signal(signal.SIGCONT)
         answers = self._ask(("run", steps), RUN_TIMEOUT_S)
+        self._signal(signal.SIGSTOP)
         return (max(a["end_ns"] for a in answers) - min(a["start_ns"] for a in answers)) / 1e9 / steps
 
     def info(self) -> list[dict[str, Any]]:
         """What each worker says of itself: peak_rss_bytes, loss, and more by kind."""
+        self._signal(signal.SIGCONT)
         return self._ask(("info",), RUN_TIMEOUT_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Stop everything that belongs to a contender that is never idle, or let it go on and settle."""
+        if not self.never_idle:
+            return
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for one in (top := psutil.Process(process.pid), *top.children(recursive=True)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(one.pid, number)
+        if number == signal.SIGCONT:
+            time.sleep(SETTLE_S)
 
     def stop(self) -> None:
         """End the processes and remove their folder; idempotent."""
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             try:
                 connection.send(("stop",))

@@ -2,8 +2,8 @@
 
 `python jobs/bench/peers.py [--json] [--page FILE] [--rounds 24] [--steps 4] [--microbatches 4 8] [--ray] [--only TEXT ...]`
 Without `--ray`: plain loop, torchrun DDP, torch.distributed.pipelining, and raypar's workers over TCP. With `--ray`: Ray
-Train and raypar's actors, and some of the others beside them. Ray's own processes use some processor even when idle,
-therefore the two sets run apart.
+Train and raypar's actors, and some of the others beside them. Ray's own processes use some processor even when idle:
+each Ray is stopped (SIGSTOP) between its turns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pipelining(schedule: str, microbatches: int) -> Contender:
 
 def ray_train(microbatches: int, storage: str) -> Contender:
     options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "workers": 2, "storage": storage}
-    return Contender("Ray Train", 2, lambda a: [worker_command("ray-train", a, 0, **options)])
+    return Contender("Ray Train", 2, lambda a: [worker_command("ray-train", a, 0, **options)], never_idle=True)
 
 
 def raypar(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, **more: Any) -> Contender:
@@ -53,7 +53,7 @@ def raypar(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, 
 def raypar_on_ray(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, **more: Any) -> Contender:
     """raypar's actors on a Ray of its own; the steps are asked for as its driver does."""
     options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "replicas": replicas, "stages": stages, **more}
-    return Contender(f"raypar {name} on Ray", 1, lambda a: [worker_command("raypar-ray", a, 0, **options)])
+    return Contender(f"raypar {name} on Ray", 1, lambda a: [worker_command("raypar-ray", a, 0, **options)], never_idle=True)
 
 
 def contenders(microbatches: int, storage: str | None) -> list[Contender]:
