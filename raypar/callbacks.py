@@ -11,6 +11,7 @@ import math
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -394,10 +395,17 @@ def callbacks_of(job: Job) -> tuple[Callback, ...]:
 
 
 def checked(made: Any, name: str) -> Callback:
-    """Raises `ConfigError` unless it is a `Callback`."""
+    """Raises `ConfigError` unless it is a `Callback`, all of whose `on_...` methods are hooks."""
     if not isinstance(made, Callback):
         raise ConfigError(
             f"callback {name} is a {type(made).__name__}, not a raypar.callbacks.Callback",
             cure="derive your class from raypar.callbacks.Callback, and give an object of it",
         )
+    for hook in dir(type(made)):
+        if hook.startswith("on_") and hook not in _INFOS:
+            near = get_close_matches(hook, _INFOS, n=1, cutoff=0.6)
+            raise ConfigError(
+                f"callback {name} has {hook}, which is never called",
+                cure=f"did you mean {near[0]}?" if near else f"hooks are {', '.join(_INFOS)}; call others something else",
+            )
     return made

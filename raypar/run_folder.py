@@ -88,7 +88,7 @@ class RunFolder:
             if has_job or (path / "checkpoints").is_dir():
                 if with_job and not has_job:
                     raise ConfigError(
-                        f"run {path} has no job.yaml: raypar.Trainer made it, and a job file may not name its functions",
+                        f"run {path} has no job.yaml: raypar.Trainer made it, from functions without names, or it was removed",
                         cure=f"go on from Python: Trainer(..., resume_from_checkpoint={str(path)!r}).fit()",
                     )
                 return RunFolder(path)

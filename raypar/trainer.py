@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +85,14 @@ class Trainer:
         resume_from_checkpoint: Any = None,
         **rest: Any,
     ) -> None:
+        known = {f.name for f in fields(JobSpec)}
+        for key in rest:
+            if key not in known:
+                near = get_close_matches(key, [*inspect.signature(Trainer).parameters, *known], n=1, cutoff=0.6)
+                raise ConfigError(
+                    f"Trainer has no argument {key!r}",
+                    cure=f"did you mean {near[0]!r}?" if near else "see help(raypar.Trainer)",
+                )
         if run_config is not None:
             name = run_config.name or name
             run_dir = run_config.storage_path or run_dir
@@ -186,6 +196,11 @@ def as_ref(value: Any, what: str) -> Ref:
     """A function as `Trainer` takes it."""
     if isinstance(value, Ref):
         return value
+    if hasattr(value, "named_parameters"):
+        raise ConfigError(
+            f"{what} is a {type(value).__name__} that is built already",
+            cure=f"give a function that builds it ({what}=lambda: nn.Sequential(...)): every worker makes only its own stage",
+        )
     args: Mapping[str, Any] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, args = value
@@ -200,6 +215,11 @@ def as_data(value: Any, what: str) -> DataSpec:
     """A data set as `Trainer` takes it: a factory, or the data set itself."""
     if isinstance(value, DataSpec):
         return value
+    if isinstance(value, Mapping):
+        raise ConfigError(
+            f"{what} is a {type(value).__name__} with keys {', '.join(map(str, list(value)[:4]))}, not a data set",
+            cure='give one data set (of several splits, one); or "module:name", or a pair (function, keyword arguments)',
+        )
     if not callable(value) and hasattr(value, "__getitem__") and not isinstance(value, (str, tuple)):
         return DataSpec(Ref(Given(value)))
     return DataSpec(as_ref(value, what))

@@ -124,7 +124,7 @@ class Recorder:
                 os.truncate(path, size)  # a part may have been written
             if len(waiting) == 1:
                 text = f"{path} cannot be written ({error}); its lines are kept in memory until it can"
-                self._news.append({"kind": "warning", "text": f"{text}\n  cure: free disk space"})
+                self._news.append({"kind": "warning", "text": f"{text}\n  cure: free disk space, or put the run folder back"})
             return
         waiting.clear()
 

@@ -104,7 +104,7 @@ class WorkerActor:
         """
         if self.failed is not None:
             return Failed("aborted", GroupAborted(f"{self.coordinate} has failed before", cure="see the first failure"))
-        report = self._guard(f"in step {step}", lambda: self.core.step(step, trace=trace))
+        report = self._guard(f"in step {step + 1}", lambda: self.core.step(step, trace=trace))
         if isinstance(report, Failed):
             return report
         self.done = step + 1

@@ -195,12 +195,13 @@ class RunMachine:
         ends = cut_short or done >= course.end
         fresh = done > course.first
         every = course.validate_every
-        if course.validates and fresh and ((every and done % every == 0) or done == course.last) and not self._interrupted:
-            due.append("validate")
+        # Saved first: what goes wrong in the validation, or in a callback after it, must not take the training with it.
         if done not in (self.saved, self.saving) and (
             (course.save_every and done % course.save_every == 0) or (ends and (course.save_at_end or done < course.last))
         ):
             due.append("save")
+        if course.validates and fresh and ((every and done % every == 0) or done == course.last) and not self._interrupted:
+            due.append("validate")
         if ends:
             due.append("end")
         return due

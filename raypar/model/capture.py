@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raypar.errors import ModelError
 from raypar.model.build import on_meta
@@ -86,6 +87,12 @@ def _builder(name: str, module: nn.Module) -> Callable[[], nn.Module]:
 
     if any(b.is_meta for b in module.buffers()):
         first = next(path for path, b in module.named_buffers() if b.is_meta)
+        kind = next((type(part).__name__ for part in module.modules() if isinstance(part, _BatchNorm)), None)
+        if kind is not None:
+            raise ModelError(
+                f"layer {name!r} is or has a {kind}: its running statistics depend on how the batch is cut over workers",
+                cure="use GroupNorm, LayerNorm or InstanceNorm without running statistics",
+            )
         raise ModelError(
             f"buffer {name}.{first} was computed in a constructor, and the whole model is never held in one worker",
             cure="compute it in forward, or return a Graph whose layers have a build function each",

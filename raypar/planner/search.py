@@ -82,7 +82,7 @@ def search(profile: ModelProfile, workers: int, microbatches: Microbatches) -> C
         raise PlanError(
             f"no plan for {workers} workers fits: the smallest needs {mib(least)} a worker, "
             f"a worker has {mib(profile.memory_bytes or 0)}",
-            cure="use more workers or workers with more memory, or more microbatches (smaller ones keep less)",
+            cure="use workers with more memory, more of them on other machines, or more microbatches (smaller ones keep less)",
         )
     simulated.sort(key=_order)
     fastest = simulated[0].predicted_ms or 0.0

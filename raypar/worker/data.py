@@ -283,7 +283,7 @@ class Loader:
 
     def _wait(self, key: tuple[int, int], places: list[Place]) -> dict[str, Tensor]:
         future = self._pending.pop(key, None) or self._submit(places)
-        where = f"step {key[0]}, microbatch {key[1]} (samples {_ids(places)})"
+        where = f"step {key[0] + 1}, microbatch {key[1]} (samples {_ids(places)})"
         try:
             return _unpack(future.result(self._timeout_s))
         except FutureTimeout:

@@ -177,14 +177,17 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def free_memory_bytes(workers: int) -> int | None:
-    """What each of `workers` may use of this machine's free memory beside what a worker takes empty; None if unknown."""
+    """What each of `workers` may use of this machine's free memory beside what a worker takes empty; None if unknown.
+
+    More workers than two a processor are taken to be on several machines like this one.
+    """
     try:
         info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError):
         return None
     free = int(info["MemAvailable"].split()[0]) * 1024
-    return max(0, free // workers - pages * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, free // min(workers, 2 * processors()) - pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def processors() -> int:

@@ -399,7 +399,7 @@ class Stage:
             return error
         return UserCodeError(
             f"{where} raised {type(error).__name__}: {error}\n"
-            f"  at {self._coordinate}, step {self.step}, microbatch {microbatch}\n{traceback.format_exc()}",
+            f"  at {self._coordinate}, step {self.step + 1}, microbatch {microbatch}\n{traceback.format_exc()}",
             cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
 

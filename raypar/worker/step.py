@@ -258,12 +258,12 @@ class StepEnd:
         assert outcome is not None, "the optimizer may only run after the whole vote"
         if outcome.count == 0 and self.spec.non_finite == "stop":
             raise NonFiniteError(
-                f"step {self.step}: the counts returned by the loss add up to 0 over {self.spec.microbatches} microbatches",
+                f"step {self.step + 1}: the counts returned by the loss add up to 0 over {self.spec.microbatches} microbatches",
                 cure="return (sum, count) with the number of terms that count, or set `non_finite: skip` to skip such steps",
             )
         if outcome.skipped and self.spec.non_finite == "stop":
             raise NonFiniteError(
-                f"step {self.step}: loss {outcome.loss}, gradient norm {outcome.norm}",
+                f"step {self.step + 1}: loss {outcome.loss}, gradient norm {outcome.norm}",
                 cure="lower the learning rate or set clip_norm; `non_finite: skip` skips such steps instead",
             )
         unscaled: dict[int, Tensor] = {}

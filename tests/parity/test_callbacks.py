@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from raypar.callbacks import Callback, Callbacks, EarlyStopping, MLflow, Stop, TensorBoard, WandB, callbacks_of
+from raypar.callbacks import Callback, Callbacks, EarlyStopping, MLflow, Stop, TensorBoard, WandB, callbacks_of, checked
 from raypar.config import parse_job
 from raypar.errors import ConfigError, UserCodeError
 
@@ -166,3 +166,12 @@ def test_what_is_no_callback_is_refused(asked: str, said: str):
 
 def job(more: str) -> Any:
     return parse_job(f"{{{JOB}, {more}}}")
+
+
+def test_a_hook_that_does_not_exist_is_refused_with_the_name_that_was_meant():
+    class Misnamed(Callback):
+        def on_step_end(self, info):
+            return None
+
+    with pytest.raises(ConfigError, match=r"has on_step_end, which is never called\n.*did you mean on_step\?"):
+        checked(Misnamed(), "Misnamed")

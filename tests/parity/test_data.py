@@ -204,10 +204,10 @@ def test_a_factory_that_raises_or_is_not_there():
         (
             "Raises",
             UserCodeError,
-            r"step 0, microbatch 0 \(samples [\d, ]+\.\.\. 13 in all\): sample 5 \(epoch 0\).*no such picture",
+            r"step 1, microbatch 0 \(samples [\d, ]+\.\.\. 13 in all\): sample 5 \(epoch 0\).*no such picture",
         ),
-        ("Slow", UserCodeError, r"did not give step 0, microbatch 0 \(samples .* within 0.5 s, read by 1 processes"),
-        ("Dies", UserCodeError, "a data process died while it read step 0, microbatch 0"),
+        ("Slow", UserCodeError, r"did not give step 1, microbatch 0 \(samples .* within 0.5 s, read by 1 processes"),
+        ("Dies", UserCodeError, "a data process died while it read step 1, microbatch 0"),
     ],
 )
 def test_failures_in_data_processes_name_step_microbatch_and_samples(name: str, kind: type[Exception], said: str):

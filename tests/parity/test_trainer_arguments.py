@@ -1,0 +1,37 @@
+"""What a script gives `Trainer` wrongly is said before anything starts."""
+
+import pytest
+from torch import nn
+
+import raypar
+from raypar.errors import ConfigError
+from raypar.worker import profile
+
+GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size": 1, "microbatches": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"batchsize": 3}, r"no argument 'batchsize'\n.*did you mean 'batch_size'"),
+        ({"nonsense_at_all": 3}, r"no argument 'nonsense_at_all'\n.*help\(raypar.Trainer\)"),
+        (
+            {"model": nn.Sequential(nn.Linear(1, 1))},
+            r"model is a Sequential that is built already\n.*a function that builds it",
+        ),
+        ({"validation": {"function": "m:f", "every": 2}}, r"validation is a dict with keys function, every, not a data set"),
+        (
+            {"data": {"train": [1], "test": [2]}},
+            r"data is a dict with keys train, test, not a data set\n.*of several splits, one",
+        ),
+        ({"data": 3}, r"data is a int"),
+    ],
+)
+def test_a_wrong_argument_is_one_error_with_a_cure(wrong, says):
+    with pytest.raises(ConfigError, match=says):
+        raypar.Trainer(**(GIVEN | wrong))
+
+
+def test_more_workers_than_fit_here_are_taken_to_be_on_other_machines(monkeypatch):
+    monkeypatch.setattr(profile, "processors", lambda: 2)
+    assert profile.free_memory_bytes(4) > 0.5 * profile.free_memory_bytes(400) > 0
