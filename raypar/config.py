@@ -186,6 +186,17 @@ class CheckpointConfig(_Section):
     at_end: bool = True
 
 
+class ElasticConfig(_Section):
+    """A lost worker is not the end of the run: it goes on with those left, while they are `min_workers` or more.
+
+    `step_deadline_s`: a step that takes longer than this and than 5 median steps has hung; who does not answer then is given
+    up.
+    """
+
+    min_workers: PositiveInt = 1
+    step_deadline_s: PositiveFloat = 3.0
+
+
 class EarlyStoppingConfig(_Section):
     """Stop when the validation loss has not fallen by more than `min_delta` for `patience` validations."""
 
@@ -225,7 +236,7 @@ class Job(_Section):
         Annotated[Literal["auto"], Tag(_AUTO)] | Annotated[PlanConfig, Tag(_GIVEN)],
         Discriminator(lambda value: _AUTO if isinstance(value, str) else _GIVEN),
     ] = PlanConfig()
-    elastic: None = None
+    elastic: ElasticConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     run_dir: str = "runs/"
     reduction: Literal["canonical", "fast"] = "canonical"
@@ -240,15 +251,6 @@ class Job(_Section):
     trace_every: NonNegativeInt = 0
 
     _source_dir: Path = PrivateAttr(default_factory=Path.cwd)
-
-    @field_validator("elastic", mode="before")
-    @classmethod
-    def _fixed(cls, value: Any) -> None:
-        if value:
-            raise ConfigError(
-                f"elastic is {value!r}, but elastic jobs are not available yet: the number of workers is fixed",
-                cure="leave `elastic` out; `raypar resume RUN --set plan.stages=...` goes on with other workers",
-            )
 
     @field_validator("name")
     @classmethod

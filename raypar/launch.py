@@ -16,7 +16,8 @@ from raypar.run_folder import RunFolder
 from raypar.worker.spec import JobSpec
 
 if TYPE_CHECKING:
-    from raypar.config import Job, PlanConfig
+    from raypar.config import ElasticConfig, Job, PlanConfig
+    from raypar.planner.profile import ModelProfile
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
     from raypar.worker.preflight import Checked
@@ -33,6 +34,7 @@ class Planned:
     """Its name, for people; `orders` is what runs."""
     orders: Schedule
     predicted: Timeline
+    profile: ModelProfile
     why: str = ""
 
 
@@ -57,6 +59,7 @@ class Options:
     address: str | None = None
     wait_for_workers_s: float = 300.0
     orphan_timeout_s: float = 60.0
+    elastic: ElasticConfig | None = None
 
 
 @dataclass
@@ -191,11 +194,11 @@ def choose(
         choice = search(profile, workers, spec.cut)
         timeline, _ = predict(profile, choice.plan, choice.schedule, spec.cut)
         made = registry.build(choice.schedule, Routing(choice.plan, spec.cut))
-        return Planned(choice.plan, choice.schedule, made, timeline, report(choice))
+        return Planned(choice.plan, choice.schedule, made, timeline, profile, report(choice))
     routing = Routing(fixed, spec.cut)
     made = registry.build(schedule, routing) if orders is None else orders(routing)
     timeline, _ = predict(profile, fixed, made, spec.cut)
-    return Planned(fixed, schedule, made, timeline)
+    return Planned(fixed, schedule, made, timeline, profile)
 
 
 def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options) -> Callable[[RunFolder, str | None], Any]:
@@ -205,9 +208,15 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     from raypar.actors.request import RunRequest
     from raypar.callbacks import Callbacks
     from raypar.elastic.machine import Course
+    from raypar.model.build import outline_of
     from raypar.worker.assignment import assignments
     from raypar.worker.checkpoint import contract_of
 
+    if options.elastic is not None and options.elastic.min_workers > planned.plan.world:
+        raise ConfigError(
+            f"elastic.min_workers is {options.elastic.min_workers}, but the plan has {planned.plan.world} workers",
+            cure=f"set it to {planned.plan.world} or less",
+        )
     lowered = assignments(spec, checked.graph, planned.plan, planned.orders, validation_samples=checked.validation_samples)
     course = Course(
         workers=planned.plan.world,
@@ -218,6 +227,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         save_every=options.save_every,
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
+        **(elastic_course(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
     )
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
@@ -234,6 +244,9 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
             callbacks=cloudpickle.dumps(Callbacks(options.callbacks)),
             contract=contract_of(spec),
+            outline=outline_of(checked.graph),
+            profile=planned.profile,
+            validation_cut=lowered[0].validation_cut,
             resume=str(options.resume.resolve()) if options.resume is not None else None,
             keep=options.keep,
             host=host,
@@ -244,6 +257,17 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         )
 
     return request
+
+
+def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
+    """What an elastic run does differently. Deadlines are short: a wrong suspicion costs a recovery, not the run."""
+    return {
+        "elastic": True,
+        "min_workers": elastic.min_workers,
+        "step_deadline_s": elastic.step_deadline_s,
+        "step_deadline_medians": 5.0,
+        "capacity_s": wait_for_workers_s,
+    }
 
 
 def traced_steps(first: int, end: int, every: int) -> frozenset[int]:
@@ -284,12 +308,9 @@ def _follow(request: Any, folder: RunFolder, tell: Tell, say: Callable[[str, str
 def describe(planned: Planned) -> str:
     """`4 workers = 2 stages x 2 replicas, schedule 1f1b; predicted step 85 ms, bubble 11 %`, and the reasons below."""
     plan = planned.plan
-    counts = [s.replicas for s in plan.stages]
-    replicas = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
     bubble = 100 * planned.predicted.bubble_of_total
     text = (
-        f"{plan.world} worker{'s' * (plan.world > 1)} = {len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} x {replicas} "
-        f"replica{'s' * (replicas != '1')}, schedule {planned.schedule}; "
+        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {planned.schedule}; "
         f"predicted step {planned.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     )
     return f"{text}\n{planned.why}" if planned.why else text
@@ -381,6 +402,7 @@ def options_of(job: Job, folder: Callable[[Planned], RunFolder], stop_at_step: i
         max_time_s=job.max_time_s,
         address=address,
         wait_for_workers_s=job.wait_for_workers_s,
+        elastic=job.elastic,
     )
 
 

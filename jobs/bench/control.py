@@ -64,11 +64,11 @@ class CountingDriver(DriverActor):
 
         DriverActor._call_all(self, counted, event)
 
-    def _stepped(self, rank: int, step: int, report: Any) -> Any:
+    def _stepped(self, number: int, generation: int, step: int, report: Any) -> Any:
         size = len(pickle.dumps(report))
         self.answer_bytes = max(self.answer_bytes, size)
         self.stored_bytes += size if size > INLINE_BYTES else 0
-        return DriverActor._stepped(self, rank, step, report)
+        return DriverActor._stepped(self, number, generation, step, report)
 
     def _tell(self, kind: str, **facts: Any) -> None:
         if kind == "end":

@@ -12,6 +12,7 @@ from typing import Any
 from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 
 from raypar.comm.cpu import CpuMesh
+from raypar.elastic.part import Part
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
@@ -156,14 +157,16 @@ class RayparOnRay:
         places = self.loop.run_until_complete(self.pool.reserve(CONNECT_TIMEOUT_S, print))
         self.pool.hire(places, pickle.dumps(spec), host, 600.0)
         addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]
-        self._ask("adopt", [(pickle.dumps(p), addresses, 0, None, 0, CONNECT_TIMEOUT_S) for p in parts])
+        ranks = {number: number for number in range(plan.world)}
+        made = [pickle.dumps(Part(part, ranks, 0, fresh=True)) for part in parts]
+        self._ask("adopt", [(1, part, plan.coordinate(r), addresses, CONNECT_TIMEOUT_S) for r, part in enumerate(made)])
         self.hello: dict[str, Any] = {}
         self.peak_rss_bytes: list[int] = []
 
     def _ask(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         import ray
 
-        workers = zip(self.pool.workers, arguments, strict=True)
+        workers = zip(self.pool.workers.values(), arguments, strict=True)
         answers = ray.get([getattr(worker, method).remote(*given) for worker, given in workers], timeout=300)
         for answer in answers:
             if hasattr(answer, "error"):
@@ -177,7 +180,7 @@ class RayparOnRay:
         waiting: list[list[Any]] = []
         loss = float("nan")
         for number in range(first, first + count):
-            waiting.append([worker.step.remote(number, False) for worker in self.pool.workers])
+            waiting.append([worker.step.remote(1, number, False) for worker in self.pool.workers.values()])
             if len(waiting) > 1:
                 loss = self._take(ray.get(waiting.pop(0), timeout=300))
         while waiting:

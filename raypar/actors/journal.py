@@ -14,6 +14,13 @@ class Journal:
         self.prefix = f"raypar/{run}/"
         self.generation = generation
 
+    def claim(self, generation: int) -> bool:
+        """Whether this driver is the first to claim `generation`; from then on it commits under it."""
+        if _internal_kv_put(f"{self.prefix}generation/{generation}", b"1", overwrite=False):
+            return False
+        self.generation = generation
+        return True
+
     def commit(self, step: int) -> None:
         """Claim `step` for this driver's generation. Raises `ClusterError` when another driver has done it already."""
         if _internal_kv_put(f"{self.prefix}step/{step}", str(self.generation), overwrite=False):

@@ -31,7 +31,8 @@ class Pool:
     def __init__(self, run: str, plan: ParallelPlan) -> None:
         self.run, self.plan = run, plan
         self.groups: list[PlacementGroup] = []
-        self.workers: list[Any] = []
+        self.workers: dict[int, Any] = {}
+        """By number; the first plan's ranks are the first numbers."""
 
     async def reserve(self, wait_s: float, say: Callable[[str], None]) -> list[tuple[PlacementGroup, int]]:
         """One STRICT_PACK group per seat (a replica of a position with all its shards). Returns (group, bundle) by rank.
@@ -73,34 +74,39 @@ class Pool:
     def hire(self, places: list[tuple[PlacementGroup, int]], spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
         """Start one actor per seat; they load torch while this returns."""
         actor = worker_class()
-        for rank, (group, bundle) in enumerate(places):
-            self.workers.append(
-                actor.options(
-                    name=f"worker-{rank}",
-                    namespace=namespace(self.run),
-                    lifetime="detached",
-                    num_cpus=1,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-                ).remote(self.run, rank, self.plan.coordinate(rank), spec, host, orphan_timeout_s)
-            )
+        for number, (group, bundle) in enumerate(places):
+            self.workers[number] = actor.options(
+                name=f"worker-{number}",
+                namespace=namespace(self.run),
+                lifetime="detached",
+                num_cpus=1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            ).remote(self.run, number, spec, host, orphan_timeout_s)
+
+    def dismiss(self, number: int) -> None:
+        """Kill one worker; it is not waited for, and nothing is called there any more."""
+        worker = self.workers.pop(number, None)
+        if worker is not None:
+            with contextlib.suppress(Exception):
+                ray.kill(worker, no_restart=True)
 
     async def close(self, patience_s: float = 1.0) -> None:
         """Workers close their loaders and sockets, then they and their groups are removed."""
         with contextlib.suppress(Exception):
-            closing = [asyncio.ensure_future(_quietly(w.close.remote())) for w in self.workers]
+            closing = [asyncio.ensure_future(_quietly(w.close.remote())) for w in self.workers.values()]
             if closing:
                 await asyncio.wait(closing, timeout=patience_s)
         self.remove()
 
     def remove(self) -> None:
         """Kill every worker, return every reserved CPU. Idempotent."""
-        for worker in self.workers:
+        for worker in self.workers.values():
             with contextlib.suppress(Exception):
                 ray.kill(worker, no_restart=True)
         for group in self.groups:
             with contextlib.suppress(Exception):
                 remove_placement_group(group)
-        self.workers, self.groups = [], []
+        self.workers, self.groups = {}, []
 
 
 async def _quietly(ref: Any) -> None:

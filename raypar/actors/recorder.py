@@ -36,6 +36,8 @@ class Recorder:
         self._waiting: dict[str, list[str]] = {}
         self._seconds: deque[float] = deque(maxlen=50)
         self.traced: dict[str, Any] | None = None
+        self.replanned = False
+        """The plan is another one than the picture's."""
         self.callbacks: Any = None
         self.nodes: list[str] = []
         self._last: dict[str, Any] = {}
@@ -82,7 +84,7 @@ class Recorder:
         }
         if one["skipped"]:
             metrics["skipped"] = True
-        if step in request.trace:
+        if step in request.trace and not self.replanned:
             self.traced = {"step": step + 1, "spans": [reports[r]["spans"] for r in sorted(reports)], "ledger": one["ledger"]}
         self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
         stop, own = self._call("on_step", metrics)
@@ -107,6 +109,10 @@ class Recorder:
         self._last_s = time.monotonic()
         self._news.append({"kind": "validation", **metrics})
         return stop
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """A line in events.jsonl."""
+        self._append("events.jsonl", facts)
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", metrics)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypar.elastic.machine import Course
-from raypar.plan import Crossing, Microbatches, ParallelPlan
+from raypar.plan import Crossing, Microbatches, Outline, ParallelPlan
+from raypar.planner.profile import ModelProfile
 from raypar.schedule.timeline import Timeline
 
 
@@ -17,7 +18,8 @@ class RunRequest:
 
     `folder`: absolute path of the run folder; `resume`: checkpoint that workers load, None for a new run; `host`: what workers
     listen on, None for their node's address; `trace`: steps whose spans are kept for the picture; `callbacks`: pickled, they
-    are called in the driver.
+    are called in the driver. `outline`, `validation_cut` and `profile` are what another plan is made from, when workers are
+    lost.
     """
 
     run: str
@@ -32,6 +34,9 @@ class RunRequest:
     callbacks: bytes
     contract: Mapping[str, Any]
     predicted: Timeline
+    outline: Outline
+    profile: ModelProfile
+    validation_cut: Microbatches | None = None
     resume: str | None = None
     keep: int = 2
     host: str | None = None

@@ -1,4 +1,4 @@
-"""One worker as a Ray actor: a thin shell around `WorkerCore`.
+"""One worker as a Ray actor: a thin shell around `elastic.member.Member` and `WorkerBody`, which decide and do.
 
 Methods of the group `step` run one after the other in one thread, in the order they were called; those of `ctl` answer while a
 step runs. Failures travel as values (`Failed`), so that they arrive whole and of their own class.
@@ -20,23 +20,25 @@ from typing import Any
 import ray
 
 from raypar.actors.messages import Failed, Hello
-from raypar.errors import CommError, GroupAborted, RayparError, UserCodeError
+from raypar.elastic.member import Fenced, Member
+from raypar.errors import CommError, RayparError, UserCodeError
 
 ORPHAN_THREAD = "raypar-orphan"
 
 
 class WorkerActor:
-    """Created in its seat's placement group; gets everything else by calls."""
+    """Created in a placement group of its own; gets everything else by calls. `number` is never given to another worker."""
 
-    def __init__(self, run: str, rank: int, coordinate: str, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
-        self.run, self.rank, self.coordinate, self.pickled_spec = run, rank, coordinate, spec
+    def __init__(self, run: str, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
+        self.run, self.number, self.pickled_spec = run, number, spec
+        self.coordinate = f"worker {number}"
         self.spec: Any = None
         self.host = host
         self.core: Any = None
+        self.body: Any = None
+        self.member: Any = None
         self.writer: Any = None
         self.mesh: Any = None
-        self.failed: Failed | None = None
-        self.done = 0
         self.heard_s = time.monotonic()
         self.orphan_timeout_s = orphan_timeout_s
         self.doing = "starting"
@@ -55,65 +57,89 @@ class WorkerActor:
         from raypar.actors.fingerprint import fingerprint
         from raypar.comm.cpu import CpuMesh
         from raypar.worker.allocator import keep_freed_memory
+        from raypar.worker.body import WorkerBody
+        from raypar.worker.core import WorkerCore
+        from raypar.worker.state import Writer
 
         keep_freed_memory()
         self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
         self.mesh = CpuMesh.listen(self.host or ray.util.get_node_ip_address())
+        self.core = WorkerCore(self.spec)
+        self.body = WorkerBody(self.core, self.number)
+        self.member = Member(self.number, self.body)
+        self.writer = Writer()
         node = ray.get_runtime_context().get_node_id()
         return Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def adopt(
-        self, assignment: bytes, addresses: Sequence[str], generation: int, state: str | None, done: int, deadline_s: float
-    ) -> dict[str, Any] | Failed:
-        """Connect to all other workers and build this worker's stages, from the checkpoint `state` if there is one."""
+        self, generation: int, part: bytes, coordinate: str, addresses: Sequence[str], deadline_s: float
+    ) -> dict[str, Any] | Failed | None:
+        """Connect to the other workers of `generation`, hand over and take over state, build this worker's stages."""
 
-        def build() -> dict[str, Any]:
+        def build() -> dict[str, Any] | None:
             import torch
 
+            from raypar.comm.transport import drive
             from raypar.worker.allocator import freeze_what_stays
-            from raypar.worker.core import WorkerCore
-            from raypar.worker.state import Writer, restore
 
             torch.set_num_threads(self.spec.threads)
-            self.core = WorkerCore(self.spec)
-            transport = self.mesh.connect(
-                rank=self.rank,
-                size=len(addresses),
-                addresses=addresses,
-                run=self.run,
-                generation=generation,
-                deadline_s=deadline_s,
-            )
-            described: dict[str, Any] = self.core.adopt(pickle.loads(assignment), transport)
-            self.writer = Writer()
-            if state is not None:
-                restore(Path(state), self.core.stages, self.core.end.optimizers)
-            self.done = done
+            self.member.hear(generation, f"generation {generation} begins")
+            made = pickle.loads(part)
+
+            def connect() -> Any:
+                return self.mesh.connect(
+                    rank=made.ranks[self.number],
+                    size=len(addresses),
+                    addresses=addresses,
+                    run=self.run,
+                    generation=generation,
+                    deadline_s=deadline_s,
+                )
+
+            drive(self.member.adopt(generation, (made, connect)), deadline_s)
             freeze_what_stays()
+            self.coordinate = coordinate
+            described: dict[str, Any] | None = self.body.described
             return described
 
         return self._guard("building its stages", build)
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def step(self, step: int, trace: bool) -> Any:
+    def step(self, generation: int, step: int, trace: bool) -> Any:
         """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `Failed`.
 
-        After a failure every later step fails too.
+        After a failure every later step of the generation fails too.
         """
-        if self.failed is not None:
-            return Failed("aborted", GroupAborted(f"{self.coordinate} has failed before", cure="see the first failure"))
-        report = self._guard(f"in step {step + 1}", lambda: self.core.step(step, trace=trace))
+        from raypar.comm.transport import drive
+
+        self.body.trace = trace
+        report = self._guard(f"in step {step + 1}", lambda: drive(self.member.step(generation, step), self.core.step_timeout_s))
         if isinstance(report, Failed):
+            self._free_peers()
             return report
-        self.done = step + 1
         return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def validate(self, done: int) -> Any:
+    def validate(self, generation: int, done: int) -> Any:
         """One validation pass: a `ValidationReport` as a dict, or `Failed`."""
-        return self._guard(f"in the validation after {done} steps", lambda: vars(self.core.validate(done)))
+        from raypar.comm.transport import drive
+
+        return self._guard(
+            f"in the validation after {done} steps",
+            lambda: vars(drive(self.member.validate(generation), self.core.step_timeout_s)),
+        )
+
+    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    def stand(self, generation: int) -> Any:
+        """Where this worker stands (`elastic.member.Stand`), once what it was doing has ended."""
+        return self._guard("saying where it stands", lambda: self.member.stand(generation))
+
+    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    def settle(self, generation: int, step: int, outcome: Any) -> Any:
+        """Apply `step` late; where this worker stands then."""
+        return self._guard(f"settling step {step + 1}", lambda: self.member.settle(generation, step, outcome))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def save(self, folder: str) -> Any:
@@ -124,9 +150,9 @@ class WorkerActor:
         from raypar.worker.state import snapshot, written_by
 
         core = self.core
-        names = written_by(core.assignment.plan, core.assignment.crossing, self.rank, core.stages)
+        names = written_by(core.assignment.plan, core.assignment.crossing, core.rank, core.stages)
         state = snapshot(core.stages, core.end.optimizers, names)
-        self.writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
+        self.writer.start(folder, f"worker_{core.rank:04d}.safetensors", state)
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
@@ -139,7 +165,22 @@ class WorkerActor:
     def ping(self) -> tuple[int, str]:
         """(steps done, what it does); keeps the worker from thinking that it is an orphan."""
         self.heard_s = time.monotonic()
-        return self.done, self.doing
+        return self._done, self.doing
+
+    @property
+    def _done(self) -> int:
+        return 0 if self.body is None else self.body.applied()
+
+    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    def hear(self, generation: int, reason: str) -> Any:
+        """A new generation: what is done for an older one is aborted, and calls of it are refused from now on."""
+        self.heard_s = time.monotonic()
+        try:
+            self.member.hear(generation, reason)
+        except Fenced as error:
+            return Failed("aborted", error)
+        self.mesh.abort_connect(reason)
+        return None
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def abort(self, reason: str) -> None:
@@ -154,7 +195,7 @@ class WorkerActor:
     def stacks(self) -> str:
         """The stacks of the threads that work for raypar, as text."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        texts = [f"{self.doing}, after {self.done} steps"]
+        texts = [f"{self.doing}, after {self._done} steps"]
         for ident, frame in sys._current_frames().items():
             name = names.get(ident, "a thread")
             lines = traceback.format_stack(frame)
@@ -182,15 +223,13 @@ class WorkerActor:
         try:
             return call()
         except Exception as error:
-            failed = self._judge(doing, error)
-            if doing.startswith("in step"):
-                self.failed = failed
-                self._free_peers()
-            return failed
+            return self._judge(doing, error)
         finally:
             self.doing = "idle"
 
     def _judge(self, doing: str, error: Exception) -> Failed:
+        if isinstance(error, Fenced):
+            return Failed("aborted", error)
         if isinstance(error, CommError):
             return Failed("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
         if isinstance(error, UserCodeError):

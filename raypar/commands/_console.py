@@ -54,7 +54,7 @@ class Console:
             self.line(f"step {event['step']}: checkpoint {event['path']}")
         elif kind == "warning":
             self.line(f"warning: {event['text']}")
-        elif kind in ("waiting", "stopping", "resuming"):
+        elif kind in ("waiting", "stopping", "resuming", "recovering"):
             self.line(event["text"])
 
     def progress(self, event: dict[str, Any]) -> None:

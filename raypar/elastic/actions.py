@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-End = Literal["done", "stopped", "interrupted", "failed"]
+from raypar.elastic.holdings import Move
+from raypar.plan import ParallelPlan
+
+End = Literal["done", "stopped", "interrupted", "failed", "deposed"]
+"""`deposed`: another driver has taken over; the run goes on without this one, which removes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,77 @@ class Warn:
     text: str
 
 
+# -- recovery and rescaling ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Claim `generation` in the journal by compare-and-set. Answer: `Claimed`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Abort what these workers do, make them deaf to older generations, ask where they stand. Answer: `Stood` of each."""
+
+    generation: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Let these workers apply `step` from the gradients they kept; `outcome` is the vote's. Answer: `SettledLate` of each."""
+
+    generation: int
+    workers: tuple[int, ...]
+    step: int
+    outcome: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ChoosePlan:
+    """Ask the planner for the best plan of up to `workers` workers. Answer: `PlanChosen`."""
+
+    generation: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Connect the workers and give them their parts of `plan`. Answer: `Adopted` of each of `members` and `sources`.
+
+    `members[rank]` takes seat `rank`; `sources` have no seat but hand over what they hold. Everybody starts from the state
+    after `done` steps: that in memory, or the mirror's cut of `done` when `cut`, or, when `load`, that of the checkpoint (of
+    the very beginning: as it is initialised). `moves` go over the
+    new generation's transport.
+    """
+
+    generation: int
+    plan: ParallelPlan
+    members: tuple[int, ...]
+    sources: tuple[int, ...]
+    done: int
+    moves: tuple[Move, ...]
+    cut: bool = False
+    load: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReplay:
+    """Step `step` was executed again after a roll-back: compare with the journal, emit nothing. No answer if it is the same."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Kill this worker and do not wait for it; what it still says is ignored."""
+
+    worker: int
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class Teardown:
     """The run is over: remove actors, placement groups and journal, and report. Always the last action of a run.
@@ -87,7 +162,8 @@ class Teardown:
     error: Exception | None = None
 
 
-Action = RunStep | Journal | Emit | Validate | EmitValidation | Snapshot | AbortGroups | Probe | Warn | Teardown
+Action = Any
+"""Any of the classes above."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from raypar.elastic.member import Stand
+from raypar.plan import ParallelPlan
 
 Kind = Literal["user", "lost", "error", "aborted"]
 """Who is to blame: user code; a worker that died; raypar or its input; or a consequence of somebody else's failure."""
@@ -18,18 +21,23 @@ class WorkersReady:
 class StepReported:
     """A worker holds the whole vote of `step` and has applied it. `seconds`: how long the step took there."""
 
-    rank: int
+    worker: int
     step: int
     seconds: float = 0.0
+    generation: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """A worker's call, the start-up (rank None) or a side effect of the driver failed with `error`."""
+    """A worker's call, the start-up (worker None) or a side effect of the driver failed with `error`.
+
+    `generation`: that of the call; None for what has none (a worker's death, a side effect).
+    """
 
     kind: Kind
     error: Exception
-    rank: int | None = None
+    worker: int | None = None
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +59,9 @@ class Emitted:
 class ValidationReported:
     """A worker has finished the validation pass after `done` steps."""
 
-    rank: int
+    worker: int
     done: int
+    generation: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """All groups are aborted; `done[rank]`: steps that worker has applied, None where it did not answer."""
+    """All groups are aborted; `done`: steps that each worker has applied, None where it did not answer."""
 
     done: tuple[int | None, ...]
 
@@ -111,24 +120,85 @@ class Probed:
     text: str
 
 
+# -- recovery and rescaling ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """This driver takes over from one that is gone: `workers` were found, `plan` was that of `generation`.
+
+    `seen`: steps that people have seen; `validated`, `saved`: after how many steps that was done last; all from the run folder.
+    """
+
+    workers: tuple[int, ...]
+    generation: int
+    seen: int
+    plan: ParallelPlan
+    members: tuple[int, ...]
+    validated: int | None = None
+    saved: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The journal's answer to a claim: `ok` False when another driver was first, which is the end of this one."""
+
+    generation: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stood:
+    """A worker has left what it did, obeys nothing older than `generation`, and says where it stands."""
+
+    generation: int
+    stand: Stand
+
+
+@dataclass(frozen=True, slots=True)
+class SettledLate:
+    """A worker has applied the step whose votes it had missed; where it stands now (what a former plan left there is gone)."""
+
+    generation: int
+    stand: Stand
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChosen:
+    """The planner's answer for that many workers; None when no plan fits them, and why."""
+
+    generation: int
+    plan: ParallelPlan | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A worker holds its part of the new plan and is connected to the others of `generation`."""
+
+    worker: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A new worker has started, loaded torch and the model's code, and waits for a seat."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """A worker has to leave (preemption, maintenance); it may still be asked for what it holds."""
+
+    worker: int
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-Event = (
-    WorkersReady
-    | StepReported
-    | CallFailed
-    | Journalled
-    | Emitted
-    | ValidationReported
-    | ValidationEmitted
-    | SnapshotTaken
-    | Saved
-    | SaveFailed
-    | StopRequested
-    | Aborted
-    | Probed
-    | Tick
-)
+Event = Any
+"""Any of the classes above."""

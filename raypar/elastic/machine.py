@@ -4,76 +4,45 @@
                            ^                                                                  |         |       |
                            +------------------------------------------------------------------+---------+       v
     any --failure--> FAILING --cause known, saves settled--> OVER           FLUSHING --grace over--> ABORTING  OVER
+    any --loss, and the run is elastic--> the phases of `recovery.py` --> RUNNING
 
 Numbers of steps: `issued`, `committed` and `emitted` count steps from the start of the job; step n is the (n+1)-th. A step
-is *committed* when every worker has reported it, and *emitted* when it is journalled and its callbacks have returned.
+is *committed* when every worker has reported it, and *emitted* when it is journalled and its callbacks have returned. After a
+roll-back `committed` goes back and the other two stay: what is executed again below them is compared and not seen again.
 Step n+2 is issued when n is emitted, so one call always waits at each worker while another runs, and a stop asked for in a
 callback of step n ends the run after exactly one more step, on every cluster.
 """
 
 from __future__ import annotations
 
-import enum
 import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from raypar.elastic.actions import (
     AbortGroups,
     Action,
+    CheckReplay,
     Decision,
     Emit,
-    EmitValidation,
     End,
     Journal,
-    Probe,
     RunStep,
     Snapshot,
     Teardown,
     Validate,
-    Warn,
 )
-from raypar.elastic.events import (
-    Aborted,
-    CallFailed,
-    Emitted,
-    Event,
-    Journalled,
-    Kind,
-    Probed,
-    Saved,
-    SaveFailed,
-    SnapshotTaken,
-    StepReported,
-    StopRequested,
-    Tick,
-    ValidationEmitted,
-    ValidationReported,
-    WorkersReady,
-)
-from raypar.errors import CommTimeout
+from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequested
+from raypar.elastic.holdings import Piece
+from raypar.elastic.phases import Phase, UnexpectedEvent
+from raypar.elastic.recovery import Recovery, begin
+from raypar.elastic.table import TABLE
+from raypar.plan import ParallelPlan
 
 DEPTH = 2
 """Steps a worker has been called for and not finished: one runs, one waits."""
-
-
-class Phase(enum.Enum):
-    """Where the run is."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    FLUSHING = "flushing"
-    VALIDATING = "validating"
-    SAVING = "saving"
-    ENDING = "ending"
-    ABORTING = "aborting"
-    FAILING = "failing"
-    OVER = "over"
-
-
-class UnexpectedEvent(Exception):
-    """An event that the table has no rule for: our own mistake. The text has the story so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +51,8 @@ class Course:
 
     `validate_every`, `save_every`: 0 means only at the end, and never when `validates` is False.
     `stop_at`: end after that many steps, without the last validation. `save_at_end`: also when the job is done; a run that is
-    stopped is always saved.
+    stopped is always saved. `elastic`: a lost worker is not the end; a new generation goes on with those between
+    `min_workers` and `max_workers`, `grow`s when workers join, and gives up after `max_attempts` without a step between them.
     """
 
     workers: int
@@ -100,6 +70,16 @@ class Course:
     root_cause_s: float = 3.0
     save_grace_s: float = 10.0
     abort_s: float = 1.5
+    elastic: bool = False
+    min_workers: int = 1
+    max_workers: int | None = None
+    grow: bool = True
+    max_attempts: int = 8
+    claim_s: float = 10.0
+    stand_s: float = 1.0
+    stand_medians: float = 3.0
+    adopt_s: float = 30.0
+    capacity_s: float = 300.0
 
     @property
     def end(self) -> int:
@@ -118,6 +98,9 @@ class RunMachine:
     course: Course
     phase: Phase = Phase.STARTING
     story: deque[str] = field(default_factory=lambda: deque(maxlen=40))
+    plan: ParallelPlan | None = None
+    layout: Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]] = lambda plan: ()
+    """What each rank of a plan has to hold of the state. Both are needed by elastic runs only."""
 
     def __post_init__(self) -> None:
         first = self.course.first
@@ -136,6 +119,21 @@ class RunMachine:
         self._probing = self._we_aborted = False
         self._stand: tuple[int | None, ...] | None = None
         self._save_error: Exception | None = None
+        self.generation = 1
+        self.members: tuple[int, ...] = tuple(range(self.course.workers))
+        """members[rank] is the worker in that seat."""
+        self.spares: set[int] = set()
+        self.leaving: set[int] = set()
+        self.gone: set[int] = set()
+        self.journalled = first
+        self.validated: int | None = None
+        self.pause_for: str | None = None
+        """Why a new generation is wanted between two steps; `replan`: and a new plan with it."""
+        self.replan = False
+        self.attempts = 0
+        self.outcomes: dict[int, Any] = {}
+        """Of steps that no driver has heard of, from the workers that applied them."""
+        self.recovery = Recovery("")
         self._out: list[Decision] = []
         self._now_s = 0.0
 
@@ -173,15 +171,20 @@ class RunMachine:
         """No step at or beyond this number is issued before what is due there has been served."""
         periods = (self.course.validate_every if self.course.validates else 0, self.course.save_every)
         end = self.course.end if self.stop_at is None else self.stop_at
-        return min([end, *((self.served // every + 1) * every for every in periods if every)])
+        served = max(self.served, self.emitted - 1)  # nothing beyond a barrier is issued before it has been served
+        return min([end, *((served // every + 1) * every for every in periods if every)])
 
     def advance(self) -> None:
         """Issue what may be issued, or serve the flush point that has been reached."""
+        if self.pause_for is not None:
+            if self.committed == self.issued:
+                begin(self, self.pause_for)
+            return
         barrier = max(self.barrier(), self.committed)
-        while self.issued < min(barrier, self.emitted + DEPTH):
+        while self.issued < min(barrier, min(self.emitted, self.committed) + DEPTH):
             self.decide(RunStep(self.issued), f"step {self.issued} is within {DEPTH} of the last one seen by all")
             self.issued += 1
-        if self.emitted == self.issued == barrier:
+        if self.emitted == self.committed == self.issued == barrier:
             self._due = self._due_at(barrier)
             self.served = barrier
             self.serve()
@@ -200,7 +203,13 @@ class RunMachine:
             (course.save_every and done % course.save_every == 0) or (ends and (course.save_at_end or done < course.last))
         ):
             due.append("save")
-        if course.validates and fresh and ((every and done % every == 0) or done == course.last) and not self._interrupted:
+        if (
+            course.validates
+            and fresh
+            and self.validated != done
+            and ((every and done % every == 0) or done == course.last)
+            and not self._interrupted
+        ):
             due.append("validate")
         if ends:
             due.append("end")
@@ -264,10 +273,10 @@ class RunMachine:
             )
 
     def overdue(self) -> tuple[int, ...]:
-        """Ranks that have not reported the running step although its deadline has passed."""
+        """Workers that have not reported the running step although its deadline has passed."""
         if self.issued == self.committed:
             return ()
-        missing = set(range(self.course.workers)) - self._reports.get(self.committed, set())
+        missing = set(self.members) - self._reports.get(self.committed, set())
         return tuple(sorted(missing)) if self._now_s - self._since_s > self.step_deadline_s() else ()
 
     def step_deadline_s(self) -> float:
@@ -276,341 +285,38 @@ class RunMachine:
             return self.course.start_deadline_s
         return max(self.course.step_deadline_s, self.course.step_deadline_medians * statistics.median(self._seconds))
 
+    def stand_deadline_s(self) -> float:
+        """For leaving what is in flight: a forward or backward pass cannot be interrupted."""
+        median = statistics.median(self._seconds) if self._seconds else 0.0
+        return max(self.course.stand_s, self.course.stand_medians * median)
 
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
-def ignore(m: RunMachine, event: Event) -> None:
-    """Came too late to matter."""
-
-
-def ready(m: RunMachine, event: Event) -> None:
-    """Start training, or end at once when nothing is left to do."""
-    m.go(Phase.RUNNING)
-    m.advance()
-
-
-def reported(m: RunMachine, event: Event) -> None:
-    """Count a worker's report; the last one of a step commits it."""
-    assert isinstance(event, StepReported)
-    if not m.committed <= event.step < m.issued:
-        raise UnexpectedEvent(f"{event}: committed {m.committed}, issued {m.issued}")
-    m._reports.setdefault(event.step, set()).add(event.rank)
-    while len(m._reports.get(m.committed, ())) == m.course.workers:
-        step = m.committed
-        del m._reports[step]
-        m._seconds.append(event.seconds)
-        m.committed += 1
-        m._since_s = m._now_s
-        m.decide(Journal(step), f"all {m.course.workers} workers hold step {step}")
-
-
-def journalled(m: RunMachine, event: Event) -> None:
-    """Only now may people see the step."""
-    assert isinstance(event, Journalled)
-    m.decide(Emit(event.step), f"step {event.step} is in the journal")
-
-
-def emitted(m: RunMachine, event: Event) -> None:
-    """The step has been seen; go on, or stop if a callback asked for it."""
-    assert isinstance(event, Emitted)
-    m.emitted = event.step + 1
-    if event.stop is not None and m.stop is None:
-        m.stop = StopRequested(event.stop)
-        m.stop_at = m.issued
-    m.advance()
-
-
-def validated(m: RunMachine, event: Event) -> None:
-    """All workers have finished the validation pass."""
-    assert isinstance(event, ValidationReported)
-    m._answers.add(event.rank)
-    if len(m._answers) == m.course.workers:
-        m.decide(EmitValidation(event.done), "all workers have validated")
-
-
-def validation_emitted(m: RunMachine, event: Event) -> None:
-    """Next thing due."""
-    assert isinstance(event, ValidationEmitted)
-    if event.stop is not None and m.stop is None:
-        m.stop = StopRequested(event.stop)
-    m.serve()
-
-
-def snapshot_taken(m: RunMachine, event: Event) -> None:
-    """Training goes on while the files are written."""
-    m.serve()
-
-
-def saved(m: RunMachine, event: Event) -> None:
-    """A checkpoint is complete."""
-    assert isinstance(event, Saved)
-    m.saving, m.saved, m._save_error = None, event.done, None
-    after_save(m)
-
-
-def save_failed(m: RunMachine, event: Event) -> None:
-    """Training goes on; the last good checkpoint stays."""
-    assert isinstance(event, SaveFailed)
-    waited_for = m.phase is Phase.SAVING and event.done == m.emitted
-    m.saving, m._save_error = None, event.error
-    kept = f"the one after {m.saved} steps stays" if m.saved else "there is none yet"
-    m.decide(Warn(f"the checkpoint after {event.done} steps could not be written ({event.error}); {kept}"), "training goes on")
-    if waited_for:
-        m.serve()
-    else:
-        after_save(m)
-
-
-def after_save(m: RunMachine) -> None:
-    """Who waited for the writer goes on."""
-    if m.phase is Phase.SAVING:
-        m.take_snapshot()
-    elif m.phase is Phase.ENDING:
-        m.end_if_saved()
-    elif m.phase is Phase.FAILING:
-        m.conclude()
-
-
-def stop_running(m: RunMachine, event: Event) -> None:
-    """Issue nothing more; what is in flight is finished first."""
-    assert isinstance(event, StopRequested)
-    if m.stop is None or (event.interrupt and not m.stop.interrupt):
-        m.stop = event
-        m.stop_at = m.issued
-        if m.phase is Phase.FLUSHING:
-            m.go(Phase.FLUSHING, deadline_s=event.grace_s if event.interrupt else None)
-        m.advance()
-
-
-def stop_settled(m: RunMachine, event: Event) -> None:
-    """Validating, saving or ending: the state is settled, so what is left is to save and end."""
-    assert isinstance(event, StopRequested)
-    if m.stop is None or (event.interrupt and not m.stop.interrupt):
-        m.stop = event
-        if event.interrupt and m.phase is Phase.VALIDATING:
-            m._deadline_s = m._now_s + event.grace_s
-
-
-def stop_starting(m: RunMachine, event: Event) -> None:
-    """Nothing has been done yet."""
-    assert isinstance(event, StopRequested)
-    m.over("interrupted" if event.interrupt else "stopped", event.reason)
-
-
-def failed(m: RunMachine, event: Event) -> None:
-    """Free everybody who waits for the culprit; then find out who it is."""
-    assert isinstance(event, CallFailed)
-    if event.kind == "aborted" and m._we_aborted:
-        return
-    m.failures.append(event)
-    m.go(Phase.FAILING, deadline_s=m.course.root_cause_s if m.saving is None else m.course.save_grace_s)
-    m.decide(AbortGroups(f"{type(event.error).__name__} elsewhere"), "no worker may wait for one that has failed")
-    m.conclude()
-
-
-def failed_saving(m: RunMachine, event: Event) -> None:
-    """A worker that dies after the last step has nothing left to lose but the checkpoint, which fails by itself."""
-    assert isinstance(event, CallFailed)
-    if m.saving is None or event.kind == "user":
-        failed(m, event)
-    else:
-        m.failures.append(event)
-        m.go(Phase.FAILING, deadline_s=m.course.save_grace_s)
-        m.conclude()
-
-
-def failed_again(m: RunMachine, event: Event) -> None:
-    """Another symptom, or the cause itself."""
-    assert isinstance(event, CallFailed)
-    m.failures.append(event)
-    m.conclude()
-
-
-def tick_steps(m: RunMachine, event: Event) -> None:
-    """A step that takes too long, or an interrupted one whose grace is over."""
-    if m._deadline_s is not None and m._now_s >= m._deadline_s:
-        abort(m, "the steps in flight did not end within the grace; aborted, they never happened")
-        return
-    late = m.overdue()
-    if late and not m._probing:
-        m._probing = True
-        m.decide(Probe(late), f"step {m.committed} is over its deadline of {m.step_deadline_s():.0f} s")
-
-
-def probed(m: RunMachine, event: Event) -> None:
-    """A hung worker ends the run."""
-    assert isinstance(event, Probed)
-    m._probing = False
-    late = m.overdue()
-    if late:
-        names = ", ".join(str(r) for r in late)
-        error = CommTimeout(
-            f"step {m.committed}: worker(s) {names} have not reported within {m.step_deadline_s():.0f} s\n{event.text}",
-            cure="look at the stacks above for what they wait for; `raypar resume` goes on from the last checkpoint",
-        )
-        failed(m, CallFailed("error", error, late[0]))
-
-
-def tick_waiting(m: RunMachine, event: Event) -> None:
-    """Start, validation, snapshot or last checkpoint take too long."""
-    if m._deadline_s is None or m._now_s < m._deadline_s:
-        return
-    if m._interrupted:
-        if m.phase is Phase.VALIDATING:
-            abort(m, "the validation pass did not end within the grace")
+    def commit(self, step: int) -> None:
+        """Every worker has applied `step`."""
+        self.committed = step + 1
+        self.attempts = 0
+        self._since_s = self._now_s
+        if step < self.journalled:
+            self.decide(CheckReplay(step), f"step {step} was seen before the roll-back")
         else:
-            m.over(
-                "interrupted",
-                f"interrupted; the last checkpoint is of step {m.saved}" if m.saved else "interrupted, nothing saved",
-            )
-        return
-    missing = sorted(set(range(m.course.workers)) - m._answers)
-    error = CommTimeout(
-        f"{m.phase.value} did not end within {m._now_s - m._since_s:.0f} s; no answer from worker(s) {missing}",
-        cure="look at the workers' logs; `raypar resume` goes on from the last checkpoint",
-    )
-    failed(m, CallFailed("error", error))
+            self.journalled = step + 1
+            self.decide(Journal(step), f"all {len(self.members)} workers hold step {step}")
 
+    def see(self, step: int) -> None:
+        """`step` is in the journal: only now may people see it."""
+        self.decide(Emit(step), f"step {step} is in the journal")
 
-def abort(m: RunMachine, reason: str) -> None:
-    """Free all workers from the step or pass in flight."""
-    m._we_aborted, m._stand = True, None
-    m.go(Phase.ABORTING, deadline_s=m.course.abort_s)
-    m.decide(AbortGroups("interrupted"), reason)
+    def count_emitted(self, event: Emitted) -> None:
+        """People have seen a step."""
+        self.emitted = event.step + 1
+        if event.stop is not None and self.stop is None:
+            self.stop = StopRequested(event.stop)
+            self.stop_at = max(min(self.barrier(), event.step + DEPTH), self.committed, self.emitted)
 
-
-def aborted(m: RunMachine, event: Event) -> None:
-    """Where the workers stand; a step that all of them had applied just before is still committed and seen."""
-    assert isinstance(event, Aborted)
-    m._stand = event.done
-    save_where_we_stand(m)
-
-
-def emitted_aborting(m: RunMachine, event: Event) -> None:
-    """The last committed step has been seen."""
-    assert isinstance(event, Emitted)
-    m.emitted = event.step + 1
-    save_where_we_stand(m)
-
-
-def save_where_we_stand(m: RunMachine) -> None:
-    """Save once every worker stands at the step people have seen; until then wait, up to the abort's deadline."""
-    if m._stand is not None and set(m._stand) == {m.emitted}:
-        m.issued = m.committed = m.served = m.stop_at = m.emitted
-        m._reports.clear()
-        m._due = deque(["end"] if m.emitted in (m.saved, m.saving) else ["save", "end"])
-        m.serve()
-
-
-def tick_aborting(m: RunMachine, event: Event) -> None:
-    """A worker deep in a computation cannot be asked, or has applied a step that another has not: no new checkpoint."""
-    if m._deadline_s is not None and m._now_s >= m._deadline_s:
-        left = f"the last checkpoint is of step {m.saved}" if m.saved else "nothing is saved"
-        stand = "not all workers answered" if m._stand is None else f"the workers stand at steps {m._stand}"
-        m.over("interrupted", f"interrupted; {stand} {m.course.abort_s} s after the abort: {left}")
-
-
-def tick_failing(m: RunMachine, event: Event) -> None:
-    """The root cause did not show up in time: the symptom is reported."""
-    m.conclude()
-
-
-Rule = Callable[[RunMachine, Event], None]
-P = Phase
-TABLE: dict[tuple[Phase, type], Rule] = {
-    (P.STARTING, WorkersReady): ready,
-    (P.STARTING, CallFailed): failed,
-    (P.STARTING, StopRequested): stop_starting,
-    (P.STARTING, Tick): ignore,  # the pool has deadlines of its own, with better words
-    **{
-        (phase, kind): rule
-        for phase in (P.RUNNING, P.FLUSHING)
-        for kind, rule in {
-            StepReported: reported,
-            Journalled: journalled,
-            Emitted: emitted,
-            Saved: saved,
-            SaveFailed: save_failed,
-            StopRequested: stop_running,
-            CallFailed: failed,
-            Probed: probed,
-            Tick: tick_steps,
-        }.items()
-    },
-    (P.VALIDATING, ValidationReported): validated,
-    (P.VALIDATING, ValidationEmitted): validation_emitted,
-    (P.VALIDATING, Saved): saved,
-    (P.VALIDATING, SaveFailed): save_failed,
-    (P.VALIDATING, StopRequested): stop_settled,
-    (P.VALIDATING, CallFailed): failed,
-    (P.VALIDATING, Probed): ignore,
-    (P.VALIDATING, Tick): tick_waiting,
-    **{
-        (phase, kind): ignore
-        for phase in (P.SAVING, P.ENDING)
-        for kind in (ValidationReported, ValidationEmitted, StepReported, Aborted)
-    },
-    (P.SAVING, SnapshotTaken): snapshot_taken,
-    (P.SAVING, Saved): saved,
-    (P.SAVING, SaveFailed): save_failed,
-    (P.SAVING, StopRequested): stop_settled,
-    (P.SAVING, CallFailed): failed,
-    (P.SAVING, Probed): ignore,
-    (P.SAVING, Tick): tick_waiting,
-    (P.ENDING, Saved): saved,
-    (P.ENDING, SaveFailed): save_failed,
-    (P.ENDING, StopRequested): stop_settled,
-    (P.ENDING, CallFailed): failed_saving,
-    (P.ENDING, Probed): ignore,
-    (P.ENDING, Tick): tick_waiting,
-    (P.ABORTING, Aborted): aborted,
-    (P.ABORTING, CallFailed): failed,
-    (P.ABORTING, Saved): saved,
-    (P.ABORTING, SaveFailed): save_failed,
-    (P.ABORTING, StopRequested): ignore,
-    (P.ABORTING, Tick): tick_aborting,
-    (P.ABORTING, StepReported): reported,
-    (P.ABORTING, Journalled): journalled,
-    (P.ABORTING, Emitted): emitted_aborting,
-    **{(P.ABORTING, kind): ignore for kind in (ValidationReported, ValidationEmitted, Probed)},
-    (P.FAILING, CallFailed): failed_again,
-    (P.FAILING, Saved): saved,
-    (P.FAILING, SaveFailed): save_failed,
-    (P.FAILING, Tick): tick_failing,
-    **{
-        (P.FAILING, kind): ignore
-        for kind in (
-            WorkersReady,
-            StepReported,
-            Journalled,
-            Emitted,
-            ValidationReported,
-            ValidationEmitted,
-            SnapshotTaken,
-            StopRequested,
-            Aborted,
-            Probed,
-        )
-    },
-    **{
-        (P.OVER, kind): ignore
-        for kind in (
-            WorkersReady,
-            StepReported,
-            CallFailed,
-            Journalled,
-            Emitted,
-            ValidationReported,
-            ValidationEmitted,
-            SnapshotTaken,
-            Saved,
-            SaveFailed,
-            StopRequested,
-            Aborted,
-            Probed,
-            Tick,
-        )
-    },
-}
-"""Every pair that may happen; any other is a mistake of ours and raises with the story."""
+    def fail(self, event: CallFailed) -> None:
+        """Free everybody who waits for the culprit; then find out who it is."""
+        if event.kind == "aborted" and self._we_aborted:
+            return
+        self.failures.append(event)
+        self.go(Phase.FAILING, deadline_s=self.course.root_cause_s if self.saving is None else self.course.save_grace_s)
+        self.decide(AbortGroups(f"{type(event.error).__name__} elsewhere"), "no worker may wait for one that has failed")
+        self.conclude()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.graph import Graph, Layer
+from raypar.plan import Outline
 from raypar.plan.seeds import seed_of
 
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
@@ -81,15 +82,31 @@ def parameter_shapes(graph: Graph, first: int = 0, last: int | None = None) -> d
     return shapes
 
 
-def materialise(graph: Graph, first: int, last: int, *, seed: int, dtype: torch.dtype) -> dict[str, nn.Module]:
+def elements_by_layer(graph: Graph) -> tuple[dict[str, int], ...]:
+    """By layer: canonical parameter name -> number of elements."""
+    count = len(graph.layers)
+    return tuple({name: shape.numel() for name, shape in parameter_shapes(graph, i, i + 1).items()} for i in range(count))
+
+
+def outline_of(graph: Graph) -> Outline:
+    """The graph without the model."""
+    return Outline(tuple((x.name, x.inputs, x.outputs) for x in graph.layers), graph.ties, elements_by_layer(graph))
+
+
+def materialise(
+    graph: Graph, first: int, last: int, *, seed: int, dtype: torch.dtype, values: Mapping[str, Tensor] | None = None
+) -> dict[str, nn.Module]:
     """Layer name -> module on the CPU, in `dtype`, initialised by name. Tied uses inside the range hold equal values.
 
-    A parameter whose first name lies outside the range is initialised as its first use would be.
+    A parameter whose first name lies outside the range is initialised as its first use would be. With `values` (canonical
+    name -> tensor, of every parameter) nothing is initialised and nothing copied: the tensors given become the parameters.
     """
     canonical = canonical_names(graph)
     modules: dict[str, nn.Module] = {}
     for layer in graph.layers[first:last]:
-        modules[layer.name] = _build(graph, layer, seed=seed, dtype=dtype)
+        modules[layer.name] = _build(graph, layer, seed=seed, dtype=dtype, values=values)
+    if values is not None:
+        return modules
     for layer in graph.layers[first:last]:
         for path, parameter in list(modules[layer.name].named_parameters()):
             name = f"{layer.name}.{path}"
@@ -106,22 +123,29 @@ def materialise(graph: Graph, first: int, last: int, *, seed: int, dtype: torch.
     return modules
 
 
-def _build(graph: Graph, layer: Layer, *, seed: int, dtype: torch.dtype) -> nn.Module:
+def _build(
+    graph: Graph, layer: Layer, *, seed: int, dtype: torch.dtype, values: Mapping[str, Tensor] | None = None
+) -> nn.Module:
     module = on_meta(layer)
+    given = values
+    canonical = canonical_names(graph)
+    names = {id(p): canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}") for path, p in module.named_parameters()}
     if any(b.is_meta for b in module.buffers()):
-        values = dict(layer.build().named_buffers())
-        if any(b.is_meta for b in values.values()):
+        buffers = dict(layer.build().named_buffers())
+        if any(b.is_meta for b in buffers.values()):
             raise ModelError(
                 f"layer {layer.name!r} has buffers without values",
                 cure="build must make real buffers when it is called outside torch.device('meta')",
             )
     else:
-        values = dict(module.named_buffers())
+        buffers = dict(module.named_buffers())
     made: dict[int, nn.Parameter] = {}  # a parameter used at two places of one layer stays one
     for _, part in module.named_modules():
         for key, parameter in list(part._parameters.items()):
             if parameter is None:
                 continue
+            if id(parameter) not in made and given is not None:
+                made[id(parameter)] = nn.Parameter(given[names[id(parameter)]], requires_grad=parameter.requires_grad)
             if id(parameter) not in made:
                 kind = dtype if parameter.is_floating_point() else parameter.dtype
                 fresh = torch.empty(parameter.shape, dtype=kind)
@@ -132,10 +156,12 @@ def _build(graph: Graph, layer: Layer, *, seed: int, dtype: torch.dtype) -> nn.M
         for key, buffer in list(part._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 part._buffers[key] = None
-    for path, buffer in values.items():
+    for path, buffer in buffers.items():
         owner, _, key = path.rpartition(".")
         kind = dtype if buffer.is_floating_point() else buffer.dtype
         module.get_submodule(owner)._buffers[key] = buffer.detach().to(kind, copy=True)
+    if given is not None:
+        return module
     _initialise(graph, layer.name, module, seed)
     for path, parameter in module.named_parameters():
         if parameter.is_floating_point() and bool(parameter.isnan().any()):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from raypar.errors import ModelError
-from raypar.plan.crossing import Crossing, Edge, Tie
+from raypar.plan.crossing import Crossing, Outline
 from raypar.plan.parallel_plan import ParallelPlan
 
 
@@ -109,19 +109,9 @@ class Graph:
 
     def crossing(self, plan: ParallelPlan) -> Crossing:
         """What crosses between the plan's stages: values by edge, and ties."""
-        stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
-        values: dict[tuple[int, int], list[str]] = {}
-        for index, layer in enumerate(self.layers):
-            for value in layer.outputs:
-                for dst in sorted({stage_of[c] for c in self.consumers(value)} - {stage_of[index]}):
-                    values.setdefault((stage_of[index], dst), []).append(value)
-        number = {layer.name: i for i, layer in enumerate(self.layers)}
-        ties = []
-        for names in self.ties:
-            stages = sorted({stage_of[number[self.layer_of(name)]] for name in names})
-            if len(stages) > 1:
-                ties.append(Tie(names[0], tuple(stages)))
-        return Crossing(tuple(Edge(src, dst, tuple(v)) for (src, dst), v in sorted(values.items())), tuple(ties))
+        for name in (name for names in self.ties for name in names):
+            self.layer_of(name)  # a tie of something that is no parameter is refused
+        return Outline(tuple((x.name, x.inputs, x.outputs) for x in self.layers), self.ties).crossing(plan)
 
     def layer_of(self, parameter: str) -> str:
         """The layer that a qualified parameter name belongs to (layer names may contain dots)."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raypar.plan.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +52,40 @@ class Crossing:
     def out_of(self, stage: int) -> tuple[Edge, ...]:
         """Edges whose values the stage produces, by destination."""
         return tuple(e for e in self.edges if e.src == stage)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model's layers without the model: all that programs and state depend on, for those who may not import user code.
+
+    `layers`: (name, values it reads, values it writes) in execution order; `ties`: tuples of qualified parameter names that
+    are one parameter; `elements`: by layer, canonical parameter name -> number of elements.
+    """
+
+    layers: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
+    ties: tuple[tuple[str, ...], ...] = ()
+    elements: tuple[dict[str, int], ...] = ()
+
+    def crossing(self, plan: ParallelPlan) -> Crossing:
+        """What crosses between the plan's stages: values by edge, and ties."""
+        stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
+        readers: dict[str, set[int]] = {}
+        for index, (_, inputs, _) in enumerate(self.layers):
+            for value in inputs:
+                readers.setdefault(value, set()).add(stage_of[index])
+        values: dict[tuple[int, int], list[str]] = {}
+        for index, (_, _, outputs) in enumerate(self.layers):
+            for value in outputs:
+                for dst in sorted(readers.get(value, set()) - {stage_of[index]}):
+                    values.setdefault((stage_of[index], dst), []).append(value)
+        ties = []
+        for names in self.ties:
+            stages = sorted({stage_of[self.layer_of(name)] for name in names})
+            if len(stages) > 1:
+                ties.append(Tie(names[0], tuple(stages)))
+        return Crossing(tuple(Edge(src, dst, tuple(v)) for (src, dst), v in sorted(values.items())), tuple(ties))
+
+    def layer_of(self, parameter: str) -> int:
+        """Index of the layer that a qualified parameter name belongs to (layer names may contain dots)."""
+        owners = [i for i, (name, _, _) in enumerate(self.layers) if parameter.startswith(name + ".")]
+        return max(owners, key=lambda i: len(self.layers[i][0]))

@@ -159,6 +159,12 @@ class ParallelPlan:
         """Ranks of all replicas of a stage (one shard of each): the group that reduces its gradients."""
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
 
+    def describe(self) -> str:
+        """For messages: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`."""
+        counts = [s.replicas for s in self.stages]
+        replicas = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
+        return f"{len(counts)} stage{'s' * (len(counts) > 1)} x {replicas} replica{'s' * (replicas != '1')}"
+
     def coordinate(self, rank: int) -> str:
         """For messages: `worker 3 (stage 1, replica 1)`."""
         seat = self.seats[rank]

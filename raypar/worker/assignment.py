@@ -1,31 +1,18 @@
-"""What the driver ships to each worker once per plan: the plan, the worker's programs and what crosses between stages."""
+"""From a job to its graph, and to what the driver ships to each worker once per plan."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from raypar.errors import ModelError, RayparError, UserCodeError
 from raypar.model.capture import capture
 from raypar.model.graph import Graph
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
-from raypar.schedule.instructions import BackwardInput, Program, Schedule
-from raypar.schedule.lower import lower, lower_forward
-from raypar.schedule.validate import validate
+from raypar.plan import Microbatches, ParallelPlan
+from raypar.schedule.assignment import Assignment, assign
+from raypar.schedule.instructions import Schedule
 from raypar.worker.spec import JobSpec
 
-
-@dataclass(frozen=True)
-class Assignment:
-    """One worker's part of a plan. `validation_cut` is the cut of one whole validation pass, if there is one."""
-
-    plan: ParallelPlan
-    crossing: Crossing
-    program: Program
-    splits_backward: bool
-    validation_cut: Microbatches | None = None
-    validation_program: Program = ()
+__all__ = ["Assignment", "assignments", "make_graph", "validation_cut"]
 
 
 def make_graph(spec: JobSpec) -> Graph:
@@ -58,22 +45,4 @@ def assignments(
     spec: JobSpec, graph: Graph, plan: ParallelPlan, schedule: Schedule, *, validation_samples: int = 0
 ) -> tuple[Assignment, ...]:
     """Lower a schedule to one assignment per rank. Raises `ScheduleError` when the result would not run."""
-    routing = Routing(plan, spec.cut)
-    crossing = graph.crossing(plan)
-    programs = lower(schedule, routing, crossing)
-    validate(programs, routing, crossing)
-    cut = validation_cut(spec, validation_samples)
-    forward: tuple[Program, ...] = ((),) * plan.world
-    if cut is not None:
-        forward = lower_forward(Routing(plan, cut), crossing)
-    return tuple(
-        Assignment(
-            plan,
-            crossing,
-            program,
-            any(isinstance(i, BackwardInput) for i in program),
-            cut,
-            forward[rank],
-        )
-        for rank, program in enumerate(programs)
-    )
+    return assign(schedule, plan, graph.crossing(plan), spec.cut, validation_cut(spec, validation_samples))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from raypar.comm.reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Routine, Transport, drive
@@ -79,9 +80,14 @@ class WorkerCore:
         *,
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
         before: Callable[[int, Instruction], None] | None = None,
+        values: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Any]:
-        """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver."""
+        """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
+
+        `values`: the parameters by canonical name, when there are some already (see `Stage`).
+        """
         spec, plan, rank = self.spec, assignment.plan, transport.rank
+        self._close_loaders()
         self.assignment, self.transport, self.rank = assignment, transport, rank
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
@@ -96,6 +102,7 @@ class WorkerCore:
                 replica=seat.replica,
                 loss_fn=loss,
                 split=assignment.splits_backward,
+                values=values,
             )
             for index in plan.stages_of(rank)
         }
@@ -255,6 +262,11 @@ class WorkerCore:
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
+    def _close_loaders(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
+
     def abort(self, reason: str) -> None:
         """From any thread: every pending wait of this worker raises `GroupAborted`."""
         if self.transport is not None:
@@ -262,9 +274,7 @@ class WorkerCore:
 
     def close(self) -> None:
         """Release transports, loaders and their processes; idempotent."""
-        for loader in self._loaders:
-            loader.close()
-        self._loaders.clear()
+        self._close_loaders()
         if self.transport is not None:
             self.transport.close()
             self.transport = None

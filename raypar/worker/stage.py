@@ -158,6 +158,7 @@ class Stage:
 
     `uses`: (qualified name, shape, dtype) of every trainable use of a parameter, in layer order. `parameters`: canonical
     name -> parameter, frozen ones too. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
+    `values`: the parameters' tensors (canonical names), which the stage makes its own; without them they are initialised.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class Stage:
         replica: int,
         loss_fn: Callable[..., Any],
         split: bool = False,
+        values: Mapping[str, Tensor] | None = None,
     ) -> None:
         here = plan.stages[index]
         self.graph, self.index, self.spec = graph, index, spec
@@ -186,7 +188,7 @@ class Stage:
         self._stash: Stash = []
 
         dtype = getattr(torch, spec.dtype)
-        self.modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype)
+        self.modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
         self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         """What a constructor has put into evaluation mode stays in it."""
         self._training = True

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.transport import Routine, Transport, Wait
+from raypar.elastic.outcome import Outcome
 from raypar.errors import NonFiniteError
 from raypar.model.graph import Graph
 from raypar.plan import Routing, Tie
@@ -31,20 +32,6 @@ class Span:
     label: str
     start_ns: int
     end_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the whole vote says about a step; the same on every worker, bit for bit.
-
-    loss = sum of the microbatches' sums / count; norm is of the scaled gradient, before clipping.
-    """
-
-    loss: float
-    count: float
-    norm: float
-    factor: float
-    skipped: bool
 
 
 class Reduction(Protocol):
@@ -82,6 +69,10 @@ class StepEnd:
     """What of the next step can be done while the others' votes are on their way."""
     outcome: Outcome | None = None
     applied: bool = False
+    finished: int = -1
+    """The last step whose vote was whole and has been acted on: applied, or skipped by all."""
+    votable: bool = False
+    """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do it."""
     step: int = -1
     _uses: dict[int, list[Tensor | None]] | None = None
     _foreign: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
@@ -98,6 +89,7 @@ class StepEnd:
     def begin(self, step: int) -> None:
         """Forget the last step; nothing of it is needed any more."""
         self.step, self.outcome, self.applied, self._uses = step, None, False, None
+        self.votable = False
         self._foreign.clear()
         for index, stage in self.stages.items():
             self.reductions[index].start()
@@ -191,8 +183,10 @@ class StepEnd:
     def vote(self) -> Routine[None]:
         """Gather ready flag, losses, counts and squared norms of all workers; set `outcome` and the parameters' `.grad`."""
         self._settled = yield from self._settle()
+        self.votable = True
         mine = self._ballot(self._settled)
-        others = [rank for rank in range(self.transport.size) if rank != self.rank]
+        world = self.routing.plan.world  # the transport may connect workers without a seat too, which handed over state
+        others = [rank for rank in range(world) if rank != self.rank]
         tag = vote_tag(self.step)
         recvs = {rank: self.transport.recv(None, source=rank, tag=tag) for rank in others}
         sends = [self.transport.send(mine, to=rank, tag=tag) for rank in others]
@@ -206,7 +200,7 @@ class StepEnd:
         for handle in sends:
             if not handle.done():
                 yield Wait(handle, "the own vote to be taken")
-        self._count([ballots[rank].tolist() for rank in range(self.transport.size)])
+        self._count([ballots[rank].tolist() for rank in range(world)])
 
     def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
         """float64 [2 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P, squares).
@@ -286,6 +280,13 @@ class StepEnd:
                 set_lr(optimizer, self.lr_factor(self.step))
                 optimizer.step()
         self.applied = not outcome.skipped
+        self.votable, self.finished = False, self.step
+
+    def apply_late(self, outcome: Outcome) -> None:
+        """Act on a vote that was whole elsewhere (DESIGN 4.7): everybody has voted, so our gradients are reduced."""
+        assert self.votable, f"no gradients of step {self.step} are kept"
+        self.outcome = outcome
+        self.apply()
 
 
 def _share(sizes: Sequence[int], part: int, parts: int) -> slice:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from raypar.errors import PlanError
 
-_KINDS = {"activation": 0, "gradient": 1, "tie": 2, "vote": 3, "validation": 4}
+_KINDS = {"activation": 0, "gradient": 1, "tie": 2, "vote": 3, "validation": 4, "state": 5}
 LIMITS = {"stages": 1 << 10, "microbatches": 1 << 17, "values on one edge": 1 << 7}
 
 
@@ -34,3 +34,8 @@ def tie_tag(step: int, src: int, dst: int, tie: int, use: int) -> int:
 def vote_tag(step: int) -> int:
     """Tag of a worker's vote for one step."""
     return _tag(step, _KINDS["vote"], 0, 0, 0, 0)
+
+
+def state_tag(index: int) -> int:
+    """Tag of the `index`-th tensor of the state that one worker hands to another when a generation begins."""
+    return _tag(0, _KINDS["state"], 0, 0, index, 0)

@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "elastic": "plan errors",
     "comm": "plan errors torch numpy",
     "model": "plan comm errors torch",
-    "worker": "schedule model comm plan planner.profile errors torch numpy safetensors",
+    "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors torch numpy "
+    "safetensors",
     "actors": "worker model elastic planner comm schedule plan errors torch numpy ray",
     "config": "plan schedule elastic errors worker.spec pydantic yaml",
 }

@@ -278,7 +278,7 @@ class World:
                 if event is None:
                     continue
                 if isinstance(event, StepReported):
-                    self.applied[event.rank] = event.step + 1
+                    self.applied[event.worker] = event.step + 1
             for decision in self.machine.handle(event, self.now_s):
                 assert decision.reason
                 self.carry_out(decision.action)

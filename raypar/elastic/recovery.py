@@ -1,0 +1,458 @@
+"""From one generation to the next: the rules of recovery and rescaling (DESIGN 4.7 to 4.9, 4.13).
+
+    CLAIMING -> STANDING -> (SETTLING) -> (PLANNING) -> ADOPTING -> RUNNING
+        ^           |            |             |            |
+        +-----------+------------+-------------+------------+   whoever is lost on the way begins a new generation
+                                               |
+                                               +-> WAITING      until there are workers enough
+
+The order of answers to a loss is that of their cost: fill the empty seats from workers that wait; go on with the replicas that
+are left (nothing moves); a new plan. State comes from whoever holds it; else everybody goes back to the newest cut of the
+mirror that is complete; else to the checkpoint. What is executed again is compared with the journal and emits nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Settle, Warn
+from raypar.elastic.events import (
+    Adopted,
+    CallFailed,
+    Claimed,
+    DrainAsked,
+    Emitted,
+    Event,
+    Joined,
+    Journalled,
+    PlanChosen,
+    Saved,
+    SaveFailed,
+    SettledLate,
+    Stood,
+    StopRequested,
+    TakenOver,
+    ValidationEmitted,
+)
+from raypar.elastic.holdings import Piece, missing, moves, seated
+from raypar.elastic.member import Stand
+from raypar.elastic.phases import Phase
+from raypar.errors import ClusterError, WorkerLost
+from raypar.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from raypar.elastic.machine import RunMachine
+
+
+@dataclass
+class Recovery:
+    """What is known on the way to the next generation."""
+
+    why: str
+    expected: set[int] = field(default_factory=set)
+    """Workers whose answer the phase waits for."""
+    stands: dict[int, Stand] = field(default_factory=dict)
+    done: int = 0
+    order: Adopt | None = None
+
+
+# -- the way in ----------------------------------------------------------------------------------------------------------
+
+
+def begin(m: RunMachine, why: str) -> None:
+    """A new generation is needed. What is in flight will be settled, or never happened."""
+    if m.phase in (Phase.VALIDATING, Phase.SAVING):
+        m.served = m.emitted - 1  # what was being served there is due again
+    m._due.clear()
+    m._reports.clear()
+    m._probing = False
+    m.attempts += 1
+    if m.attempts > m.course.max_attempts:
+        last = "\n".join(str(f.error) for f in m.failures[-m.course.max_attempts :])
+        m.over(
+            "failed",
+            f"{m.attempts} attempts without a step between them: {why}",
+            WorkerLost(
+                f"{m.attempts} recoveries in a row did not get beyond step {m.committed + 1}; the last failures:\n{last}",
+                cure="what kills the workers is probably in this step: look at their logs; `raypar resume` goes on",
+            ),
+        )
+        return
+    m.recovery = Recovery(why)
+    m.generation += 1
+    m.go(Phase.CLAIMING, deadline_s=m.course.claim_s)
+    m.decide(Claim(m.generation), why)
+
+
+def taken_over(m: RunMachine, event: Event) -> None:
+    """This driver follows one that is gone: its workers keep the state, its journal says what people have seen."""
+    assert isinstance(event, TakenOver)
+    m.generation, m.plan, m.members = event.generation, event.plan, event.members
+    m.issued = m.committed = m.emitted = m.journalled = event.seen
+    m.served = event.seen - 1  # what is due there may not have been served
+    m.validated, m.saved = event.validated, event.saved
+    m.spares = set(event.workers) - set(event.members)
+    m.gone = set(event.members) - set(event.workers)
+    begin(m, "a new driver takes over")
+
+
+def disturbed(m: RunMachine, event: Event) -> None:
+    """A worker is lost, or a group broke."""
+    assert isinstance(event, CallFailed)
+    if event.kind == "lost" and event.worker is not None:
+        seated_worker = event.worker in m.members and event.worker not in m.gone
+        lose(m, event.worker)
+        if not seated_worker:
+            return
+    elif event.generation is not None and event.generation < m.generation:
+        return  # a late symptom of what has been dealt with
+    m.failures.append(event)
+    begin(m, first_line(event.error))
+
+
+def lose(m: RunMachine, worker: int) -> None:
+    """It is gone and never comes back under this number."""
+    m.gone.add(worker)
+    m.spares.discard(worker)
+    m.leaving.discard(worker)
+
+
+# -- the phases ----------------------------------------------------------------------------------------------------------
+
+
+def claimed(m: RunMachine, event: Event) -> None:
+    """Ours: everybody is asked to leave what it does and to say where it stands."""
+    assert isinstance(event, Claimed)
+    if event.generation != m.generation:
+        return
+    if not event.ok:
+        m.over("deposed", f"generation {event.generation} was claimed by another driver, which goes on with the run")
+        return
+    r = m.recovery
+    r.expected = (set(m.members) | m.spares) - m.gone
+    m.go(Phase.STANDING, deadline_s=m.stand_deadline_s())
+    if r.expected:
+        m.decide(Fence(m.generation, tuple(sorted(r.expected))), r.why)
+    all_stood(m)
+
+
+def stood(m: RunMachine, event: Event) -> None:
+    """One more is out of the old generation."""
+    assert isinstance(event, Stood)
+    if event.generation == m.generation and event.stand.worker in m.recovery.expected:
+        m.recovery.stands[event.stand.worker] = event.stand
+        all_stood(m)
+
+
+def all_stood(m: RunMachine) -> None:
+    """Commit or void the open step: committed if anybody has applied it (then somebody held the whole vote)."""
+    r = m.recovery
+    if r.expected - set(r.stands):
+        return
+    holders = {w: s.done for w, s in r.stands.items() if s.done is not None}
+    r.done = max(holders.values(), default=m.committed)
+    late = {w for w, done in holders.items() if done == r.done - 1 and r.stands[w].votable}
+    known: dict[int, object] = {}
+    for stand in r.stands.values():
+        known.update(stand.outcomes)
+    m.outcomes = known
+    if not late:
+        catch_up(m)
+        return
+    r.expected = late
+    m.go(Phase.SETTLING, deadline_s=m.stand_deadline_s())
+    m.decide(
+        Settle(m.generation, tuple(sorted(late)), r.done - 1, known[r.done - 1]),
+        f"step {r.done - 1} was applied by {sorted(set(holders) - late)}: the whole vote was held",
+    )
+
+
+def settled_late(m: RunMachine, event: Event) -> None:
+    """One more stands where the others do."""
+    assert isinstance(event, SettledLate)
+    r = m.recovery
+    worker = event.stand.worker
+    if event.generation != m.generation or worker not in r.expected:
+        return
+    r.expected.discard(worker)
+    r.stands[worker] = event.stand
+    if not r.expected:
+        catch_up(m)
+
+
+def catch_up(m: RunMachine) -> None:
+    """All that stand, stand at one step: what the driver had not heard of is committed; then a plan is needed."""
+    done = m.recovery.done
+    for step in range(max(m.committed, m.journalled), done):
+        m.journalled = step + 1
+        m.decide(Journal(step), f"step {step} was found applied")
+    m.committed = m.issued = max(m.committed, done)
+    find_plan(m)
+
+
+def find_plan(m: RunMachine) -> None:
+    """The cheapest answer that the workers allow."""
+    r = m.recovery
+    usable = sorted(set(r.stands) - m.leaving)
+    plan = None
+    if len(usable) >= m.course.min_workers:
+        if not m.replan and m.plan is not None:
+            plan = refilled(m, usable)
+        if plan is None:
+            m.go(Phase.PLANNING, deadline_s=m.course.pass_deadline_s)
+            m.decide(ChoosePlan(m.generation, min(len(usable), m.course.max_workers or len(usable))), f"{len(usable)} workers")
+            return
+        adopt(m, *plan)
+        return
+    wait(m, f"{len(usable)} workers are left, min_workers is {m.course.min_workers}")
+
+
+def refilled(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
+    """The same stages with who is left: waiting workers in the empty seats, then fewer replicas; None if a stage has nobody."""
+    assert m.plan is not None
+    plan, idle = m.plan, [w for w in usable if w not in m.members]
+    at: list[list[int]] = [[] for _ in range(plan.positions)]
+    for rank, worker in enumerate(m.members):
+        if worker in usable:
+            at[plan.seats[rank].position].append(worker)
+    full = [sum(seat.position == p for seat in plan.seats) for p in range(plan.positions)]
+    if any(stage.shards > 1 for stage in plan.stages) and [len(a) for a in at] != full:
+        return None
+    while idle and any(len(a) < f for a, f in zip(at, full, strict=True)):
+        neediest = max(range(len(at)), key=lambda p: (full[p] - len(at[p])) / full[p])
+        at[neediest].append(idle.pop(0))
+    if not all(at):
+        return None
+    stages = tuple(replace(s, replicas=len(at[s.position]) // s.shards) for s in plan.stages)
+    return ParallelPlan(stages), tuple(w for workers in at for w in workers)
+
+
+def plan_chosen(m: RunMachine, event: Event) -> None:
+    """The planner's plan, or none."""
+    assert isinstance(event, PlanChosen)
+    if event.generation != m.generation:
+        return
+    if event.plan is None:
+        wait(m, event.why)
+        return
+    usable = sorted(set(m.recovery.stands) - m.leaving)
+    need = m.layout(event.plan)
+    adopt(m, event.plan, seated(need, held(m, m.recovery.done), usable))
+
+
+def held(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
+    """Who holds what of the state after `done` steps, in memory."""
+    return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done}
+
+
+def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
+    """Find the state, and let everybody take its part."""
+    r = m.recovery
+    need = dict(zip(members, m.layout(plan), strict=True))
+    done, cut, load = r.done, False, False
+    have = held(m, done)
+    lost = missing(have, need)
+    if lost:
+        cuts = sorted({step for s in r.stands.values() for step in s.cuts}, reverse=True)
+        for step in cuts:
+            copies = {w: s.cuts[step] for w, s in r.stands.items() if step in s.cuts}
+            if not missing(copies, need):
+                done, cut, have = step, True, copies
+                break
+        else:
+            if m.saved is None and done > m.course.first:
+                unrecoverable(m, lost)
+                return
+            done, load, have = m.saved or m.course.first, True, need
+    ways = moves(have, need)
+    sources = tuple(sorted({way.source for way in ways} - set(members)))
+    r.expected = {*members, *sources}
+    r.order = Adopt(m.generation, plan, members, sources, done, ways, cut, load)
+    m.go(Phase.ADOPTING, deadline_s=m.course.adopt_s)
+    where = "the disk, or made anew," if load else "the mirror" if cut else "the workers that hold it"
+    m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {done} steps")
+
+
+def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
+    """Nobody has it, nowhere."""
+    names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+    gone = sorted(m.gone & set(m.members))
+    m.over(
+        "failed",
+        f"the only copies of {len(lost)} pieces of state are lost",
+        WorkerLost(
+            f"state after {m.recovery.done} steps is lost: {names}; workers {gone} held it, no mirror and no checkpoint has it",
+            cure="set checkpoint.every or elastic.mirror_every, or use two replicas of every stage; start again",
+        ),
+    )
+
+
+def adopted(m: RunMachine, event: Event) -> None:
+    """The last one opens the new generation."""
+    assert isinstance(event, Adopted)
+    r = m.recovery
+    if event.generation != m.generation or event.worker not in r.expected:
+        return
+    r.expected.discard(event.worker)
+    if r.expected:
+        return
+    assert r.order is not None
+    m.plan, m.members = r.order.plan, r.order.members
+    m.spares = set(r.stands) - set(m.members) - m.leaving
+    m.issued = m.committed = r.order.done
+    m.pause_for, m.replan = None, False
+    for worker in sorted(m.leaving):
+        if worker in m.members:
+            m.pause_for = f"worker {worker} leaves"
+        else:
+            m.decide(Evict(worker, "drained"), "nothing of the run is left there")
+            lose(m, worker)
+    if m.stop is not None and m.stop_at is None:
+        m.stop_at = max(m.committed, m.emitted)
+    m.go(Phase.RUNNING)
+    m.advance()
+
+
+def wait(m: RunMachine, why: str) -> None:
+    """Until somebody joins, or the deadline."""
+    m.go(Phase.WAITING, deadline_s=m.course.capacity_s)
+    m.decide(Warn(f"waiting for workers: {why}"), why)
+
+
+# -- what may come at any of them ------------------------------------------------------------------------------------------
+
+
+def lost_recovering(m: RunMachine, event: Event) -> None:
+    """Symptoms of the old generation are expected; a death or a failure of the new one begins the next."""
+    assert isinstance(event, CallFailed)
+    if event.kind == "lost" and event.worker is not None:
+        known = event.worker in m.gone
+        lose(m, event.worker)
+        if known or m.phase is Phase.WAITING:
+            return
+        m.failures.append(event)
+        if m.phase is Phase.STANDING:
+            m.recovery.expected.discard(event.worker)
+            m.recovery.stands.pop(event.worker, None)
+            all_stood(m)
+        elif m.phase is not Phase.CLAIMING:
+            begin(m, first_line(event.error))
+    elif event.kind in ("user", "error"):
+        m.fail(event)
+    elif event.generation == m.generation and m.phase is not Phase.CLAIMING:
+        m.failures.append(event)
+        begin(m, first_line(event.error))
+
+
+def joined(m: RunMachine, event: Event) -> None:
+    """A worker more waits for a seat."""
+    assert isinstance(event, Joined)
+    m.spares.add(event.worker)
+    if m.phase is Phase.WAITING:
+        m.attempts = 0
+        begin(m, f"worker {event.worker} has joined")
+
+
+def joined_running(m: RunMachine, event: Event) -> None:
+    """It gets a seat between two steps, if the plan may grow."""
+    assert isinstance(event, Joined)
+    m.spares.add(event.worker)
+    if m.course.grow and (m.course.max_workers is None or len(m.members) < m.course.max_workers):
+        m.pause_for, m.replan = f"worker {event.worker} has joined", True
+        if m.phase in (Phase.RUNNING, Phase.FLUSHING):
+            m.advance()
+
+
+def drain_running(m: RunMachine, event: Event) -> None:
+    """It leaves between two steps."""
+    assert isinstance(event, DrainAsked)
+    if event.worker in m.spares:
+        lose(m, event.worker)
+        m.decide(Evict(event.worker, event.why), event.why)
+    elif event.worker in m.members and event.worker not in m.gone:
+        m.leaving.add(event.worker)
+        m.pause_for = f"worker {event.worker} leaves: {event.why}"
+        if m.phase in (Phase.RUNNING, Phase.FLUSHING):
+            m.advance()
+
+
+def drain_recovering(m: RunMachine, event: Event) -> None:
+    """It is looked at when a plan is made; if that is over, once the new generation runs."""
+    assert isinstance(event, DrainAsked)
+    if event.worker in m.gone:
+        return
+    m.leaving.add(event.worker)
+
+
+def stop_recovering(m: RunMachine, event: Event) -> None:
+    """Ctrl-C ends at once: the state is spread, the last checkpoint is good. Other stops wait for the new generation."""
+    assert isinstance(event, StopRequested)
+    m.stop = event
+    if event.interrupt:
+        left = f"the last checkpoint is of step {m.saved}" if m.saved else "nothing is saved"
+        m.over("interrupted", f"interrupted while {m.phase.value}; {left}")
+
+
+def tick_recovering(m: RunMachine, event: Event) -> None:
+    """Who does not answer in time is given up: recovery never waits for it."""
+    if m._deadline_s is None or m._now_s < m._deadline_s:
+        return
+    r = m.recovery
+    if m.phase is Phase.WAITING:
+        cure = "add workers and use `raypar resume`, or lower elastic.min_workers"
+        m.over("failed", "no workers came", ClusterError(f"no workers came within {m.course.capacity_s:.0f} s", cure=cure))
+    elif m.phase in (Phase.CLAIMING, Phase.PLANNING):
+        what = f"{m.phase.value} took more than {m._now_s - m._since_s:.0f} s"
+        m.over("failed", what, ClusterError(what, cure="look at the head node: it does not answer"))
+    else:
+        silent = sorted(r.expected - set(r.stands)) if m.phase is Phase.STANDING else sorted(r.expected)
+        for worker in silent:
+            m.decide(Evict(worker, f"did not answer while {m.phase.value}"), "recovery never waits for a worker that hangs")
+            lose(m, worker)
+            r.expected.discard(worker)
+            r.stands.pop(worker, None)
+        if m.phase is Phase.STANDING:
+            all_stood(m)
+        else:
+            begin(m, f"workers {silent} did not answer while {m.phase.value}")
+
+
+# -- bookkeeping of effects that are still under way --------------------------------------------------------------------------
+
+
+def journalled_aside(m: RunMachine, event: Event) -> None:
+    """People see the step although the workers are between two generations."""
+    assert isinstance(event, Journalled)
+    m.see(event.step)
+
+
+def emitted_aside(m: RunMachine, event: Event) -> None:
+    """Counted; nothing is issued before the new generation runs."""
+    assert isinstance(event, Emitted)
+    m.count_emitted(event)
+
+
+def validation_emitted_aside(m: RunMachine, event: Event) -> None:
+    """Seen; it is not due again."""
+    assert isinstance(event, ValidationEmitted)
+    if event.stop is not None and m.stop is None:
+        m.stop = StopRequested(event.stop)
+
+
+def saved_aside(m: RunMachine, event: Event) -> None:
+    """The writer was done before the loss."""
+    assert isinstance(event, Saved)
+    m.saving, m.saved, m._save_error = None, event.done, None
+
+
+def save_failed_aside(m: RunMachine, event: Event) -> None:
+    """A share of the checkpoint was lost with its worker; the next one will be complete."""
+    assert isinstance(event, SaveFailed)
+    m.saving, m._save_error = None, event.error
+    m.decide(Warn(f"the checkpoint after {event.done} steps was not completed ({first_line(event.error)})"), "training goes on")
+
+
+def first_line(error: Exception) -> str:
+    """What it says in a line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,143 @@
+"""Every fault at every place of a step, of a recovery and of a rescaling, on the real machines and a virtual clock.
+
+No run may hang, and each ends with the bits of the undisturbed one or with the one named error. The default suite takes a
+part of each set (every so many cases); the whole of it, over 10,000 cases, is `pytest -m full tests/chaos/test_protocol.py`.
+"""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from helpers.hash_body import Job
+from helpers.protocol import KINDS, Fault, Kind, World, random_faults, simulate, single_faults
+
+from raypar.plan import Microbatches, ParallelPlan
+
+QUICK = {
+    "validates": True,
+    "validate_every": 2,
+    "step_deadline_s": 0.5,
+    "start_deadline_s": 1.0,
+    "pass_deadline_s": 2.0,
+    "stand_s": 0.5,
+    "adopt_s": 2.0,
+    "capacity_s": 5.0,
+}
+GRID = ParallelPlan.mesh(dp=2, pp=2, layers=4)
+LINE = ParallelPlan.mesh(pp=4, layers=4)
+UNEVEN = ParallelPlan.of([1, 3, 1], layers=4)
+"""One replica, three, one."""
+EVERY = 23
+"""The default suite takes every so many cases."""
+
+
+def job(**more):
+    return Job(**({"steps": 5} | more))
+
+
+def try_all(cases: Sequence[Sequence[Fault]], plan: ParallelPlan, work, *, losable: bool = False, **course) -> Counter[str]:
+    """Runs all; returns how they ended. `losable`: the only copy of something may die."""
+    reference = simulate(work, plan, **QUICK)[1]
+    ends: Counter[str] = Counter()
+    for faults in cases:
+        world, found = simulate(work, plan, faults, **(QUICK | course))
+        assert world.over is not None
+        ends[world.over.end] += 1
+        if world.over.end == "done":
+            assert found == reference, world.tell(f"{faults}: other bits")
+        else:
+            gone = losable and ("the only copies" in world.over.why or not any(p.alive for p in world.processes))
+            assert gone, world.tell(f"{faults}: {world.over.why}")
+    return ends
+
+
+def portions(cases: list, whole: bool) -> list:
+    return cases if whole else cases[::EVERY]
+
+
+WHOLE = [False, pytest.param(True, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+def test_one_fault_anywhere(whole: bool):
+    """Two replicas of everything: no single fault loses anything."""
+    plain = simulate(job(), GRID, **QUICK)[0]
+    try_all(portions([[f] for f in single_faults(plain)], whole), GRID, job())
+
+
+BASES: dict[str, tuple[ParallelPlan, dict, Fault]] = {
+    "re-route": (GRID, {}, Fault(100, "kill")),
+    "hung": (GRID, {}, Fault(140, "zombie", ms=4000.0)),
+    "join": (GRID, {}, Fault(20, "join")),
+    "drain": (GRID, {}, Fault(90, "drain")),
+    "new driver": (GRID, {}, Fault(8, "kill_driver")),
+    "two drivers": (GRID, {}, Fault(8, "stop_driver", ms=3000.0)),
+    "roll back": (LINE, {"mirror_every": 2, "steps": 6}, Fault(180, "kill")),
+    "refill": (UNEVEN, {"mirror_every": 2, "steps": 6}, Fault(150, "kill")),
+    "zero": (GRID, {"zero": True, "mirror_every": 2}, Fault(130, "kill")),
+    "zero, two holders": (GRID, {"zero": True, "holders": 2}, Fault(130, "kill")),
+}
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("base", BASES)
+def test_another_fault_at_every_place_after_the_first(base: str, whole: bool):
+    """Places of the recovery or rescaling itself, and of what follows it."""
+    plan, more, first = BASES[base]
+    work = job(**more)
+    once = World(work, plan, [first], **QUICK)
+    once.run()
+    kinds: tuple[Kind, ...] = ("kill", "zombie", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver")
+    cases = [[first, second] for second in single_faults(once, kinds, start=0.35)]
+    try_all(portions(cases, whole), plan, work, losable=True)
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_seeded_histories(count: int, whole: bool):
+    """Several faults of any kind, at the worker that is there or at another one."""
+    for plan, work in (
+        (GRID, job()),
+        (LINE, job(mirror_every=2, steps=6)),
+        (UNEVEN, job(mirror_every=1, steps=6, cut=Microbatches(5, 3, 10))),
+        (GRID, job(zero=True, mirror_every=2, steps=6)),
+        (ParallelPlan.mesh(dp=4, layers=4), job(zero=True, holders=2, steps=6)),
+    ):
+        plain = simulate(work, plan, **QUICK)[0]
+        cases = [random_faults(seed, count, plain, workers=plan.world) for seed in range(400)]
+        try_all(portions(cases, whole), plan, work, losable=True, save_every=2)
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("model", ["plain", "tangled"])
+def test_seeded_histories_with_real_tensors(model: str, whole: bool):
+    """The same protocol with real stages, optimizers and reductions: parameters, optimizer state and losses, bit for bit."""
+    from helpers import torch_flesh, ugly_models
+
+    from raypar.worker.assignment import make_graph
+
+    spec = ugly_models.job(model, microbatches=4, steps=4)
+    work = torch_flesh.TorchJob(spec, make_graph(spec))
+    plan = ParallelPlan.mesh(dp=2, pp=2, layers=work.layers)
+    quiet = QUICK | {"validates": False}
+    plain, reference = torch_flesh.simulate(work, plan, **quiet)
+    alone = torch_flesh.simulate(work, ParallelPlan.mesh(layers=work.layers), **quiet)[1]
+    assert alone == reference
+    kinds: tuple[Kind, ...] = ("kill", "zombie", "stop", "late_answer", "kill_driver", "stop_driver", "join", "drain")
+    for seed in range(60 if whole else 6):
+        faults = random_faults(seed, 3, plain, workers=4, kinds=kinds)
+        world, found = torch_flesh.simulate(work, plan, faults, **quiet)
+        assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
+        assert found in (reference, None), world.tell(f"{faults}: other bits")
+
+
+def test_the_simulation_needs_no_torch():
+    code = "import sys, helpers.protocol; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], timeout=60).returncode == 0
+
+
+def test_every_kind_of_fault_is_known():
+    assert set(KINDS) == {f.kind for f in single_faults(simulate(job(), GRID, **QUICK)[0])}

@@ -1,0 +1,116 @@
+"""Workers die under a running job on a real Ray: it goes on with those left, and the result does not change by a bit."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.tiny_job import write_job
+
+from raypar.actors.local_ray import connected
+from raypar.config import load_job
+from raypar.launch import Result, run_job
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ray():
+    with connected(None, 4, Path(__file__).parents[1]):
+        yield
+
+
+class Trainee:
+    """Runs the tiny job with slow steps; `act(pids)` is called once, after step `at` has been seen."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.path = write_job(folder)
+        self.words = ["steps=30", "model.args.sleep_s=0.01", "checkpoint.every=0", *words]
+        self.events: list[dict] = []
+        self.pids: list[int] = []
+
+    def run(self, act: Callable[[list[int]], None] | None = None, at: int = 8) -> Result:
+        waiting = [act] if act is not None else []
+
+        def tell(event: dict) -> None:
+            self.events.append({**event, "at_s": time.monotonic()})
+            if event["kind"] == "stage" and event["stage"] == "started":
+                self.pids = [int(pid) for pid in re.findall(r"\d+", event["text"].split("pids")[1])]
+            if event["kind"] == "step" and event["step"] >= at and waiting:
+                self.acted_s = time.monotonic()
+                waiting.pop()(self.pids)
+
+        return run_job(load_job(self.path, self.words), tell)
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        lines = map(json.loads, (self.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, own_ray) -> Trainee:
+    trainee = Trainee(tmp_path_factory.mktemp("undisturbed"))
+    trainee.result = trainee.run()
+    assert trainee.result.end == "done"
+    return trainee
+
+
+def kill(*ranks: int, number: int = signal.SIGKILL) -> Callable[[list[int]], None]:
+    return lambda pids: [os.kill(pids[rank], number) for rank in ranks] and None
+
+
+@pytest.mark.parametrize(
+    "layout, act",
+    [
+        (("plan.stages=2", "plan.replicas=2"), kill(3)),
+        pytest.param(("plan.stages=2", "plan.replicas=2"), kill(0), marks=pytest.mark.chaos),
+        pytest.param(("plan.stages=2", "plan.replicas=2"), kill(0, 3), marks=pytest.mark.chaos),
+        pytest.param(("plan.stages=1", "plan.replicas=4"), kill(1, 2, 3), marks=pytest.mark.chaos),
+        pytest.param(("plan.stages=2", "plan.replicas=2", "plan.schedule=zb-v"), kill(1), marks=pytest.mark.chaos),
+    ],
+)
+def test_a_killed_worker_changes_nothing_but_the_plan(layout, act, undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", *layout)
+    result = trainee.run(act)
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses, "every step was seen once, with the same loss"
+    told = [event["text"] for event in trainee.events if event["kind"] == "recovering"]
+    assert any("generation 2" in text for text in told)
+
+
+def test_a_worker_that_hangs_is_given_up(undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, "elastic={min_workers: 1, step_deadline_s: 1.0}", "plan.stages=2", "plan.replicas=2")
+    result = trainee.run(kill(2, number=signal.SIGSTOP))
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses
+    assert any(event["kind"] == "warning" and "given up" in event["text"] for event in trainee.events)
+
+
+@pytest.mark.chaos
+def test_when_the_only_copy_dies_without_a_checkpoint_the_error_says_what_is_lost(tmp_path):
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=4", "plan.replicas=1")
+    result = trainee.run(kill(2))
+    assert result.end == "failed"
+    assert re.search(r"state after \d+ steps is lost: layer2", str(result.error)), result.error
+
+
+def test_when_the_only_copy_dies_the_checkpoint_is_read_and_what_was_seen_is_not_seen_again(undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=4", "plan.replicas=1", "checkpoint.every=5")
+    result = trainee.run(kill(2), at=13)
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses
+
+
+@pytest.mark.chaos
+def test_fewer_workers_than_wanted_is_an_end_that_can_be_resumed(tmp_path):
+    trainee = Trainee(tmp_path, "elastic.min_workers=4", "checkpoint.every=5", "wait_for_workers_s=1")
+    result = trainee.run(kill(2), at=8)
+    assert result.end == "failed"
+    assert "no workers came within 1 s" in str(result.error)
+    assert any("waiting for workers: 3 workers are left" in event.get("text", "") for event in trainee.events)

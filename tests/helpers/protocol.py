@@ -1,0 +1,659 @@
+"""The whole protocol in one thread on a virtual clock: the real run machine, the real members, hashes instead of tensors.
+
+`simulate(job, plan, faults)` runs a job; faults hit at numbered points: every yield of every worker's routine (an
+instruction, a wait, a part of an adoption), every message between workers, every action of the driver. A run ends with the
+state's hash and the journal's losses, or with the machine's error; anything else (nothing left to do, too much time) is a
+hang and fails.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from helpers.hash_body import Handle, HashBody, Mesh, h
+
+from raypar.elastic import actions as do
+from raypar.elastic import events as on
+from raypar.elastic.machine import Course, RunMachine
+from raypar.elastic.member import Fenced, Member
+from raypar.elastic.phases import Phase
+from raypar.errors import CommError, RayparError, WorkerLost
+from raypar.plan import ParallelPlan
+
+Kind = Literal["kill", "zombie", "stop", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver", "join", "drain"]
+CALL_MS = 0.5
+LOST_MS = 15.0
+TICK_MS = 250.0
+DRIVER_BACK_MS = 1000.0
+LIMIT_MS = 120_000.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At point `at` of the world's count (or of worker `of`'s own): what happens. `ms`: how long a stop or a delay lasts.
+
+    zombie: stopped until it has long been given up, then it goes on as if nothing were. stop: shorter than any deadline.
+    """
+
+    at: int
+    kind: Kind
+    worker: int | None = None
+    ms: float = 0.0
+
+
+@dataclass
+class Process:
+    """One worker's process: a serial queue of calls, and control calls beside it."""
+
+    number: int
+    world: World
+    alive: bool = True
+    stopped_until: float = 0.0
+    queue: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=deque)
+    running: Any = None
+    reply: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.body = self.world.flesh.body(self.number)
+        self.member = Member(self.number, self.body)
+
+    def call(self, work: Callable[[], Any], reply: Callable[[Any], None]) -> None:
+        self.queue.append((work, reply))
+        self.next()
+
+    def next(self) -> None:
+        while self.alive and self.running is None and self.queue:
+            work, self.reply = self.queue.popleft()
+            try:
+                made = work()
+            except Exception as error:
+                self.done(error)
+                continue
+            if hasattr(made, "send"):
+                self.running = made
+                self.resume(None)
+            else:
+                self.done(made)
+
+    def resume(self, failed: Exception | None) -> None:
+        if not self.alive or self.running is None:
+            return
+        try:
+            operation = next(self.running) if failed is None else self.running.throw(failed)
+        except StopIteration as end:
+            self.running = None
+            self.done(end.value)
+            self.next()
+            return
+        except Exception as error:
+            self.running = None
+            self.done(error)
+            self.next()
+            return
+        running = self.running
+        self.world.point(self)
+        if not self.alive:
+            return
+        if hasattr(operation, "handle"):
+            handle: Any = operation.handle
+            if not isinstance(handle, Handle):  # of a real transport
+                self.world.polled.append((self, running, handle))
+                return
+
+            def settled() -> None:
+                self.world.at(0.0, lambda: self.resume(handle.error) if self.running is running else None, self)
+
+            if handle.settled:
+                settled()
+            else:
+                handle.waiter = settled
+        else:
+            self.world.at(operation.cost_ms or 0.2, lambda: self.resume(None) if self.running is running else None, self)
+
+    def done(self, answer: Any) -> None:
+        reply = self.reply
+        self.reply = None
+        if reply is not None:
+            reply(answer)
+
+
+class Hashes:
+    """What workers are made of here: the bodies, their connections, their state."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.job = world, world.job
+        self.meshes: list[Mesh] = []
+        self.checkpoints = {0: self.job.initial()}
+
+    def body(self, number: int) -> Any:
+        return HashBody(self.job, number, self)
+
+    def at(self, delay_ms: float, call: Callable[[], None]) -> None:
+        self.world.at(delay_ms, call)
+
+    def message(self, mesh: Mesh, key: Any) -> list[float]:
+        return self.world.message(mesh, key)
+
+    def layout(self, plan: ParallelPlan) -> Any:
+        return self.job.layout(plan)
+
+    def connect(self, order: do.Adopt, dead: set[int]) -> Mesh:
+        mesh = Mesh(self, order.generation, (*order.members, *order.sources))
+        self.meshes.append(mesh)
+        for worker in dead & set(mesh.workers):
+            mesh.close(worker, "killed")
+        return mesh
+
+    def part(self, order: do.Adopt, mesh: Mesh, worker: int) -> Any:
+        return order, mesh
+
+    def outcome(self, answer: Any) -> Any:
+        return answer
+
+    def dead(self, worker: int) -> None:
+        for mesh in self.meshes:
+            mesh.close(worker, "killed")
+
+    def copy(self, body: HashBody) -> dict[Any, int]:
+        return dict(body.state)
+
+    def final(self, bodies: Sequence[HashBody]) -> int:
+        state: dict[Any, int] = {}
+        for body in bodies:
+            for e in body.mine:
+                assert state.setdefault(e, body.state[e]) == body.state[e], self.world.tell(f"holders of {e} differ")
+        assert len(state) == len(self.job.initial()), self.world.tell("state is missing")
+        return h(*(value for _, value in sorted(state.items())))
+
+
+class World:
+    """Clock, processes, connections, journal and what people have seen."""
+
+    def __init__(
+        self, job: Any, plan: ParallelPlan, faults: Sequence[Fault] = (), *, flesh: Any = Hashes, **course: Any
+    ) -> None:
+        self.job, self.plan = job, plan
+        self.flesh = flesh(self)
+        self.polled: list[tuple[Process, Any, Any]] = []
+        self.now = 0.0
+        self.agenda: list[tuple[float, int, Process | None, Callable[[], None]]] = []
+        self.order = itertools.count()
+        self.points = self.messages = self.actions = self.answers = 0
+        self.faults: dict[int, list[Fault]] = {}
+        self.message_faults: dict[int, list[Fault]] = {}
+        self.action_faults: dict[int, list[Fault]] = {}
+        self.answer_faults: dict[int, list[Fault]] = {}
+        for fault in faults:
+            kind = fault.kind
+            table = self.faults
+            if kind in ("delay", "duplicate"):
+                table = self.message_faults
+            elif kind == "late_answer":
+                table = self.answer_faults
+            elif kind in ("kill_driver", "stop_driver"):
+                table = self.action_faults
+            table.setdefault(fault.at, []).append(fault)
+        self.course = Course(**({"workers": plan.world, "last": job.steps, "elastic": True, "save_at_end": False} | course))
+        self.processes = [Process(n, self) for n in range(plan.world)]
+        self.claims: dict[int, int] = {1: 0}
+        self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (plan, tuple(range(plan.world)))}
+        self.journal: dict[int, Any] = {}
+        self.seen: list[int] = []
+        self.validations: list[int] = []
+        self.story: list[str] = []
+        self.over: do.Teardown | None = None
+        self.moved = 0
+        self.driver = Driver(self, 0)
+        self.all_drivers = [self.driver]
+
+    # -- clock -------------------------------------------------------------------------------------------------------------
+
+    def at(self, delay_ms: float, call: Callable[[], None], process: Process | None = None) -> None:
+        heapq.heappush(self.agenda, (self.now + delay_ms, next(self.order), process, call))
+
+    def run(self) -> do.Teardown:
+        self.driver.begin()
+        while self.over is None:
+            assert self.agenda, self.tell("nothing is left to do")
+            now, _, process, call = heapq.heappop(self.agenda)
+            if process is not None and process.stopped_until > now:
+                heapq.heappush(self.agenda, (process.stopped_until, next(self.order), process, call))
+                continue
+            self.now = now
+            assert now < LIMIT_MS, self.tell("it takes too long")
+            call()
+            if self.polled:
+                self.poll()
+        return self.over
+
+    def poll(self) -> None:
+        """Routines that wait for an operation of a real transport."""
+        waiting, self.polled = self.polled, []
+        for process, running, handle in waiting:
+            if not process.alive or process.running is not running:
+                continue
+            try:
+                error = None
+                if not handle.done():
+                    self.polled.append((process, running, handle))
+                    continue
+            except Exception as failed:
+                error = failed
+            self.at(0.0, lambda p=process, r=running, e=error: p.resume(e) if p.running is r else None, process)
+
+    def tell(self, what: str) -> str:
+        return f"{what} at {self.now:.1f} ms\n  " + "\n  ".join([*self.story[-30:], *self.driver.machine.story])
+
+    # -- faults ------------------------------------------------------------------------------------------------------------
+
+    def point(self, process: Process) -> None:
+        for fault in self.faults.get(self.points, ()):
+            self.hit(fault, process)
+        self.points += 1
+
+    def hit(self, fault: Fault, process: Process) -> None:
+        target = process if fault.worker is None else self.processes[fault.worker]
+        self.story.append(f"{self.now:.1f} ms: {fault.kind} of worker {target.number}")
+        match fault.kind:
+            case "kill":
+                self.kill(target)
+            case "zombie" | "stop":
+                target.stopped_until = max(target.stopped_until, self.now + fault.ms)
+            case "join":
+                self.join()
+            case "drain":
+                self.at(1.0, lambda: self.driver.post(on.DrainAsked(target.number, "preempted")))
+
+    def message(self, mesh: Mesh, key: Any) -> list[float]:
+        """The delays of the copies of a message that arrive."""
+        delays = [0.1]
+        for fault in self.message_faults.get(self.messages, ()):
+            delays = [fault.ms] if fault.kind == "delay" else [0.1, 0.1 + fault.ms]
+        self.messages += 1
+        return delays
+
+    def kill(self, process: Process) -> None:
+        if not process.alive:
+            return
+        process.alive = False
+        process.running = None
+        self.flesh.dead(process.number)
+        if process.reply is not None:
+            process.done(Lost())
+        while process.queue:
+            _, reply = process.queue.popleft()
+            reply(Lost())
+        for driver in self.all_drivers:
+            self.at(LOST_MS, lambda d=driver: d.lost(process.number))
+
+    def join(self) -> None:
+        process = Process(len(self.processes), self)
+        self.processes.append(process)
+        self.at(50.0, lambda: self.driver.post(on.Joined(process.number)) if process.alive else None)
+
+    def kill_driver(self) -> None:
+        """The actor is gone; Ray starts another one after a while."""
+        if self.over is None and self.driver.alive:
+            self.story.append(f"{self.now:.1f} ms: the driver is killed")
+            self.driver.alive = False
+            self.at(DRIVER_BACK_MS, self.new_driver)
+
+    def stop_driver(self, ms: float) -> None:
+        """It hangs, another one is started, then it goes on: there are two."""
+        old = self.driver
+        self.story.append(f"{self.now:.1f} ms: the driver stops for {ms} ms")
+        old.stopped_until = self.now + ms
+        self.at(min(ms / 2, DRIVER_BACK_MS), lambda: self.new_driver() if self.over is None else None)
+
+    def new_driver(self) -> None:
+        self.driver = Driver(self, len(self.all_drivers))
+        self.all_drivers.append(self.driver)
+        self.driver.take_over()
+
+    def chosen(self, workers: int) -> ParallelPlan:
+        """As many workers as can be used, in stages as equal as can be."""
+        layers, blocks = self.job.layers, self.job.cut.blocks
+        stages, replicas = max(
+            ((stages, min(workers // stages, blocks)) for stages in range(1, min(layers, workers) + 1)),
+            key=lambda shape: (shape[0] * shape[1], -abs(shape[0] - 2)),
+        )
+        return ParallelPlan.mesh(pp=stages, dp=replicas, layers=layers)
+
+    # -- what is left ------------------------------------------------------------------------------------------------------
+
+    def final_hash(self) -> int:
+        """Of the state that the last members hold, and of the losses that people saw."""
+        assert self.seen == list(range(self.job.steps)), self.tell(f"seen {self.seen}")
+        if self.course.validates:
+            due = [n for n in range(1, self.job.steps + 1) if n % self.course.validate_every == 0 or n == self.job.steps]
+            assert self.validations == due, self.tell(f"validations {self.validations}")
+        bodies = [self.processes[worker].body for worker in self.driver.machine.members]
+        return h(self.flesh.final(bodies), *(h(self.journal[s]) for s in range(self.job.steps)))
+
+
+class Lost(Exception):
+    """The process died with the call."""
+
+
+class Driver:
+    """The shell around the machine, as `actors.driver_actor` is."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.alive, self.stopped_until = True, 0.0
+        self.machine = RunMachine(world.course, plan=world.plan, layout=world.flesh.layout)
+        self.outcomes: dict[int, Any] = {}
+        self.inbox: deque[Any] = deque()
+        self.copying: tuple[int, set[int]] = (0, set())
+        self.handling = False
+
+    def begin(self) -> None:
+        self._tick()
+        world, members = self.world, tuple(range(self.world.plan.world))
+        order = do.Adopt(1, world.plan, members, (), 0, (), load=True)
+        mesh = world.flesh.connect(order, set())
+        waiting = set(members)
+
+        def built(worker: int, answer: Any) -> None:
+            if isinstance(answer, Exception):
+                self.answered(answer, 1, worker, None)
+                return
+            waiting.discard(worker)
+            if not waiting:
+                self.post(on.WorkersReady())
+
+        for rank, process in enumerate(world.processes):
+            process.member.hear(1, "start")
+            part = world.flesh.part(order, mesh, rank)
+            self.ask(rank, lambda p, part=part: p.member.adopt(1, part), lambda a, w=rank: built(w, a))
+
+    def take_over(self) -> None:
+        self._tick()
+        world = self.world
+        generation = max(world.claims)
+        plan, members = next(world.records[g] for g in sorted(world.records, reverse=True))
+        alive = tuple(p.number for p in world.processes if p.alive)
+        self.outcomes = dict(world.journal)
+        validated = world.validations[-1] if world.validations else None
+        saved = max(world.flesh.checkpoints) or None
+        self.post(on.TakenOver(alive, generation, len(world.seen), plan, members, validated, saved))
+
+    def _tick(self) -> None:
+        if self.alive and self.machine.phase is not Phase.OVER:
+            self.world.at(TICK_MS, self._tick)
+            self.post(on.Tick())
+
+    def post(self, event: Any) -> None:
+        if not self.alive:
+            return
+        if self.stopped_until > self.world.now:
+            self.world.at(self.stopped_until - self.world.now, lambda: self.post(event))
+            return
+        self.inbox.append(event)
+        if self.handling:
+            return
+        self.handling = True
+        while self.inbox and self.alive:
+            event = self.inbox.popleft()
+            for decision in self.machine.handle(event, self.world.now / 1000):
+                self.world.story.append(f"{self.world.now:.1f} ms, driver {self.number}: {decision.action} ({decision.reason})")
+                for fault in self.world.action_faults.get(self.world.actions, ()):
+                    if fault.kind == "kill_driver":
+                        self.world.kill_driver()
+                    else:
+                        self.world.stop_driver(fault.ms)
+                self.world.actions += 1
+                if not self.alive:
+                    break
+                self.carry_out(decision.action)
+        self.handling = False
+
+    def lost(self, worker: int) -> None:
+        done, waiting = self.copying
+        if worker in waiting:
+            self.copying = (0, set())
+            self.post(on.SaveFailed(done, WorkerLost(f"worker {worker} died")))
+        self.post(on.CallFailed("lost", WorkerLost(f"worker {worker} died"), worker))
+
+    def ask(self, worker: int, work: Callable[[Process], Any], reply: Callable[[Any], None]) -> None:
+        """A call in the worker's queue; the answer comes back, or nothing does when the process is lost (see `lost`)."""
+        process = self.world.processes[worker]
+
+        def arrive() -> None:
+            if process.alive:
+                process.call(lambda: work(process), answer)
+            elif worker not in self.machine.gone:
+                self.world.at(CALL_MS, lambda: self.lost(worker))
+
+        def answer(value: Any) -> None:
+            if not isinstance(value, Lost):
+                late = sum(fault.ms for fault in self.world.answer_faults.get(self.world.answers, ()))
+                self.world.answers += 1
+                self.world.at(CALL_MS + late, lambda: reply(value))
+
+        self.world.at(CALL_MS, arrive, process)
+
+    def effect(self, work: Callable[[], Any]) -> None:
+        def perform() -> None:
+            if self.alive:
+                event = work()
+                if event is not None:
+                    self.post(event)
+
+        self.world.at(0.5, perform)
+
+    # -- actions -------------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, action: Any) -> None:
+        world, machine = self.world, self.machine
+        generation = machine.generation
+        match action:
+            case do.RunStep(step):
+                for worker in machine.members:
+                    self.ask(
+                        worker,
+                        lambda p: p.member.step(generation, step),
+                        lambda a, w=worker: self.stepped(w, step, generation, a),
+                    )
+            case do.Journal(step):
+                self.effect(lambda: self.journal(step))
+            case do.Emit(step):
+                self.effect(lambda: self.emit(step))
+            case do.CheckReplay(step):
+                assert self.outcomes[step] == world.journal[step], world.tell(f"step {step} was replayed differently")
+            case do.Snapshot(done):
+                self.snapshot(done)
+            case do.Validate(done):
+                for worker in machine.members:
+                    self.ask(
+                        worker,
+                        lambda p: p.member.validate(generation),
+                        lambda a, w=worker: self.answered(a, generation, w, on.ValidationReported(w, done, generation)),
+                    )
+            case do.EmitValidation(done):
+                self.effect(lambda: self.emit_validation(done))
+            case do.Claim(number):
+                self.effect(lambda: on.Claimed(number, world.claims.setdefault(number, self.number) == self.number))
+            case do.Fence(number, workers):
+                for worker in workers:
+                    self.fence(number, worker)
+            case do.Settle(number, workers, step, outcome):
+                for worker in workers:
+                    self.ask(
+                        worker,
+                        lambda p: p.member.settle(number, step, outcome),
+                        lambda a, w=worker: self.answered(a, number, w, on.SettledLate(number, a)),
+                    )
+            case do.ChoosePlan(number, workers):
+                self.effect(lambda: on.PlanChosen(number, world.chosen(workers)))
+            case do.Adopt():
+                self.adopt(action)
+            case do.Evict(worker, _):
+                process = world.processes[worker]
+                late = max(0.0, process.stopped_until - world.now)  # a stopped process may go on before the kill gets through
+                world.at(late + 20.0, lambda: world.kill(process))
+            case do.Teardown():
+                if action.end == "deposed":
+                    self.alive = False
+                else:
+                    world.over, world.driver = action, self
+            case do.Probe(workers):
+                self.effect(lambda: on.Probed(f"workers {workers} do not answer"))
+            case do.AbortGroups() | do.Warn():
+                pass
+            case _:
+                raise AssertionError(action)
+
+    def stepped(self, worker: int, step: int, generation: int, answer: Any) -> None:
+        if isinstance(answer, Exception):
+            self.answered(answer, generation, worker, None)
+        else:
+            self.outcomes[step] = self.world.flesh.outcome(answer)
+            self.post(on.StepReported(worker, step, 0.01, generation))
+
+    def answered(self, answer: Any, generation: int, worker: int, event: Any) -> None:
+        if isinstance(answer, (CommError, Fenced)):
+            self.post(on.CallFailed("aborted", answer, worker, generation))
+        elif isinstance(answer, RayparError):
+            self.post(on.CallFailed("error", answer, worker, generation))
+        elif isinstance(answer, Exception):
+            raise answer
+        else:
+            self.post(event)
+
+    def fence(self, number: int, worker: int) -> None:
+        process = self.world.processes[worker]
+
+        def arrive() -> None:
+            if not process.alive:
+                self.world.at(CALL_MS, lambda: self.lost(worker))
+                return
+            try:
+                process.member.hear(number, f"generation {number} begins")
+            except Fenced as error:
+                self.world.at(CALL_MS, lambda e=error: self.answered(e, number, worker, None))
+
+        late = 2.0 * (worker % 2)  # beside the queue of calls nothing is ordered
+        self.world.at(CALL_MS + late, arrive, process)
+        self.ask(worker, lambda p: p.member.stand(number), lambda a: self.stood(number, worker, a))
+
+    def stood(self, number: int, worker: int, answer: Any) -> None:
+        if not isinstance(answer, Exception):
+            self.outcomes.update({step: self.world.flesh.outcome(o) for step, o in answer.outcomes.items()})
+            answer = on.Stood(number, answer)
+        self.answered(answer, number, worker, answer)
+
+    def adopt(self, order: do.Adopt) -> None:
+        world = self.world
+        world.records[order.generation] = (order.plan, order.members)
+        mesh = world.flesh.connect(order, {p.number for p in world.processes if not p.alive})
+        world.moved += sum(move.piece.size for move in order.moves)
+        for worker in (*order.members, *order.sources):
+            part = world.flesh.part(order, mesh, worker)
+            self.ask(
+                worker,
+                lambda p, part=part: p.member.adopt(order.generation, part),
+                lambda a, w=worker: self.answered(a, order.generation, w, on.Adopted(w, order.generation)),
+            )
+
+    def journal(self, step: int) -> Any:
+        """Compare and set: what is there already is the same, or the protocol is wrong."""
+        world = self.world
+        assert world.journal.setdefault(step, self.outcomes[step]) == self.outcomes[step], world.tell(f"two journals of {step}")
+        return on.Journalled(step)
+
+    def emit(self, step: int) -> Any:
+        if self.world.seen and self.world.seen[-1] >= step:
+            return on.Emitted(step)  # another driver was first
+        self.world.seen.append(step)
+        return on.Emitted(step)
+
+    def emit_validation(self, done: int) -> Any:
+        if done not in self.world.validations:
+            self.world.validations.append(done)
+        return on.ValidationEmitted(done)
+
+    def snapshot(self, done: int) -> None:
+        world, machine = self.world, self.machine
+        waiting, copies = set(machine.members), {}
+        self.copying = (done, waiting)
+
+        def copied(worker: int, answer: Any) -> None:
+            if isinstance(answer, dict) and self.copying[1] is waiting:
+                copies.update(answer)
+                waiting.discard(worker)
+                if not waiting:
+                    self.post(on.SnapshotTaken(done))
+                    self.effect(lambda: self.saved(done, copies))
+
+        for worker in machine.members:
+            self.ask(worker, lambda p: world.flesh.copy(p.body), lambda a, w=worker: copied(w, a))
+
+    def saved(self, done: int, copies: dict[Any, int]) -> Any:
+        self.world.flesh.checkpoints[done] = copies
+        return on.Saved(done)
+
+
+def simulate(job: Any, plan: ParallelPlan, faults: Sequence[Fault] = (), **course: Any) -> tuple[World, int | None]:
+    """Runs a job to its end; (the world, the final hash or None when it ended with an error)."""
+    world = World(job, plan, faults, **course)
+    over = world.run()
+    return world, world.final_hash() if over.end == "done" else None
+
+
+MS: dict[Kind, float] = {
+    "zombie": 4000.0,
+    "stop": 20.0,
+    "delay": 30.0,
+    "duplicate": 3.0,
+    "late_answer": 40.0,
+    "stop_driver": 3000.0,
+}
+KINDS: tuple[Kind, ...] = (
+    "kill",
+    "zombie",
+    "stop",
+    "delay",
+    "duplicate",
+    "late_answer",
+    "kill_driver",
+    "stop_driver",
+    "join",
+    "drain",
+)
+
+
+def places(world: World, kind: Kind) -> int:
+    """How many places a finished run had for this kind of fault."""
+    if kind in ("delay", "duplicate"):
+        return world.messages
+    if kind == "late_answer":
+        return world.answers
+    return world.actions if kind.endswith("driver") else world.points
+
+
+def single_faults(world: World, kinds: Sequence[Kind] = KINDS, start: float = 0.0) -> list[Fault]:
+    """Every fault at every place of a finished run, from that part of it on."""
+    return [
+        Fault(at, kind, ms=MS.get(kind, 0.0))
+        for kind in kinds
+        for at in range(int(start * places(world, kind)), places(world, kind))
+    ]
+
+
+def random_faults(seed: int, count: int, world: World, *, workers: int = 0, kinds: Sequence[Kind] = KINDS) -> list[Fault]:
+    """A seeded history for a run like `world`, and for what its recoveries add. With `workers`, half of the faults hit one of
+    these instead of the worker that is at the place."""
+    dice = random.Random(seed)
+    found = []
+    for _ in range(count):
+        kind = dice.choice(list(kinds))
+        target = dice.randrange(workers) if workers and dice.random() < 0.5 else None
+        found.append(Fault(dice.randrange(int(1.4 * places(world, kind))), kind, target, MS.get(kind, 0.0)))
+    return found

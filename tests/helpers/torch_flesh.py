@@ -1,0 +1,120 @@
+"""Real workers' bodies for `helpers.protocol`: stages, optimizers and reductions over the local transport."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from raypar.comm.local import LocalMesh
+from raypar.elastic import actions as do
+from raypar.elastic.holdings import WholeParameters
+from raypar.elastic.part import Part
+from raypar.model.build import elements_by_layer
+from raypar.model.graph import Graph
+from raypar.plan import ParallelPlan, Routing
+from raypar.schedule import registry
+from raypar.worker.assignment import Assignment, assignments
+from raypar.worker.body import WorkerBody
+from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.core import WorkerCore
+from raypar.worker.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class TorchJob:
+    """What `helpers.hash_body.Job` says, of a real one."""
+
+    spec: JobSpec
+    graph: Graph
+
+    @property
+    def steps(self) -> int:
+        return self.spec.steps
+
+    @property
+    def layers(self) -> int:
+        return len(self.graph.layers)
+
+    @property
+    def cut(self) -> Any:
+        return self.spec.cut
+
+
+class TorchFlesh:
+    """See `helpers.protocol.Hashes`."""
+
+    lowered: ClassVar[dict[Any, tuple[Assignment, ...]]] = {}
+    """Of all simulations: lowering takes longer than a step."""
+
+    def __init__(self, world: Any) -> None:
+        self.world, self.job = world, world.job
+        self.layout = WholeParameters(elements_by_layer(self.job.graph))
+        self.meshes: list[tuple[LocalMesh, tuple[int, ...]]] = []
+        self.bodies: list[WorkerBody] = []
+        self.checkpoints = {0: None}
+        """The beginning only: everything is initialised by name."""
+
+    def body(self, number: int) -> WorkerBody:
+        body = WorkerBody(WorkerCore(self.job.spec, graph=self.job.graph), number)
+        self.bodies.append(body)
+        return body
+
+    def connect(self, order: do.Adopt, dead: set[int]) -> tuple[LocalMesh, tuple[int, ...]]:
+        workers = (*order.members, *order.sources)
+        mesh = (LocalMesh(len(workers), order.generation), workers)
+        self.meshes.append(mesh)
+        for worker in dead & set(workers):
+            mesh[0].transports[workers.index(worker)].abort("killed")
+        return mesh
+
+    def part(self, order: do.Adopt, mesh: tuple[LocalMesh, tuple[int, ...]], worker: int) -> Any:
+        key = (id(self.job), order.plan)
+        if key not in self.lowered:
+            made = registry.build("1f1b", Routing(order.plan, self.job.cut))
+            self.lowered[key] = assignments(self.job.spec, self.job.graph, order.plan, made)
+        seat = order.members.index(worker) if worker in order.members else None
+        ranks = {w: rank for rank, w in enumerate(mesh[1])}
+        assignment = self.lowered[key][seat] if seat is not None else None
+        assert not order.load or order.done == 0, "there are no checkpoints here"
+        transport = mesh[0].transports[ranks[worker]]
+        return Part(assignment, ranks, order.done, order.moves, fresh=order.load), lambda: transport
+
+    def outcome(self, answer: Any) -> Any:
+        return answer.loss, answer.count, answer.norm
+
+    def dead(self, worker: int) -> None:
+        for mesh, workers in self.meshes:
+            if worker in workers:
+                mesh.transports[workers.index(worker)].abort("killed")
+
+    def final(self, bodies: Sequence[WorkerBody]) -> int:
+        """Of parameters and optimizer state; every holder must have the same."""
+        found: dict[str, bytes] = {}
+        for body in bodies:
+            for name, kept in body._held().items():
+                digest = hashlib.sha256()
+                for key in sorted(kept):
+                    value = kept[key]
+                    digest.update(value.contiguous().numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
+                assert PARAMETER in kept
+                assert found.setdefault(name, digest.digest()) == digest.digest(), self.world.tell(f"holders of {name} differ")
+        total = hashlib.sha256(b"".join(name.encode() + found[name] for name in sorted(found))).digest()
+        return int.from_bytes(total[:8], "little") >> 1
+
+    def close(self) -> None:
+        for body in self.bodies:
+            body.core.close()
+
+
+def simulate(job: TorchJob, plan: ParallelPlan, faults: Sequence[Any] = (), **course: Any) -> tuple[Any, int | None]:
+    """As `helpers.protocol.simulate`."""
+    from helpers.protocol import World
+
+    world = World(job, plan, faults, flesh=TorchFlesh, **course)
+    try:
+        over = world.run()
+        return world, world.final_hash() if over.end == "done" else None
+    finally:
+        world.flesh.close()
