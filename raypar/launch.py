@@ -227,7 +227,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         save_every=options.save_every,
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
-        **(elastic_course(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
+        **(elastic_course(options.elastic) if options.elastic is not None else {}),
     )
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
@@ -259,14 +259,14 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     return request
 
 
-def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
+def elastic_course(elastic: ElasticConfig) -> dict[str, Any]:
     """What an elastic run does differently. Deadlines are short: a wrong suspicion costs a recovery, not the run."""
     return {
         "elastic": True,
         "min_workers": elastic.min_workers,
         "step_deadline_s": elastic.step_deadline_s,
         "step_deadline_medians": 5.0,
-        "capacity_s": wait_for_workers_s,
+        "capacity_s": 0.0,  # nobody can join yet, so nobody is waited for
     }
 
 

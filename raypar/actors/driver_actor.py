@@ -30,7 +30,7 @@ from raypar.elastic.holdings import WholeParameters
 from raypar.elastic.machine import Phase, RunMachine
 from raypar.elastic.member import Stand
 from raypar.elastic.part import Part
-from raypar.errors import ClusterError, PlanError, RayparError, ScheduleError, UserCodeError, WorkerLost
+from raypar.errors import ClusterError, PlanError, RayparError, UserCodeError, WorkerLost
 from raypar.plan import ParallelPlan, Routing
 from raypar.planner.search import search
 from raypar.schedule import registry
@@ -225,7 +225,8 @@ class DriverActor:
         return on.StepReported(number, step, report["seconds"], generation)
 
     def _validated(self, number: int, generation: int, done: int, report: Any) -> on.Event:
-        self.validations[number] = report
+        if generation == self.machine.generation:
+            self.validations[number] = report
         return on.ValidationReported(number, done, generation)
 
     # -- from one generation to the next ---------------------------------------------------------------------------------------
@@ -282,8 +283,8 @@ class DriverActor:
         load = None
         if order.load:
             load = str(self.recorder.checkpoint_path or self.restored) if order.done else None
-        megabytes = sum(move.piece.size for move in order.moves) * 4 / 1e6
-        text = f"{len(order.members)} workers, {plan.describe()}; {reason}, {megabytes:.1f} MB move"
+        moved = sum(move.piece.size for move in order.moves)
+        text = f"{len(order.members)} workers, {plan.describe()}; {reason}; {moved:,} parameters and their optimizer state move"
         self._note("recovering", text=f"generation {order.generation}: {text}", generation=order.generation)
         self.recorder.replanned = True
         for number in workers:
@@ -304,7 +305,7 @@ class DriverActor:
     def _schedule_for(self, plan: ParallelPlan) -> str:
         """The one the plan was chosen with, else the job's, where the plan has the stages for it."""
         for name in (self.schedules.get(plan), self.request.schedule_name, "1f1b"):
-            if name is not None and fits(name, plan):
+            if name is not None and registry.fits(name, plan):
                 self.schedules[plan] = name
                 return name
         return "interleaved"
@@ -509,16 +510,6 @@ class DriverActor:
     async def _wake(self) -> None:
         async with self.news:
             self.news.notify_all()
-
-
-def fits(schedule: str, plan: ParallelPlan) -> bool:
-    """Whether the schedule of this name can run the plan; one from a file was made for another."""
-    try:
-        chunks, placed = registry.default_chunks(schedule), registry.placement(schedule)
-    except ScheduleError:
-        return False
-    at = [registry.position_of(i, plan.positions, placed) for i in range(len(plan.stages))]
-    return len(plan.stages) == plan.positions * chunks and [s.position for s in plan.stages] == at
 
 
 def outcome_of(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:

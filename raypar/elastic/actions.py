@@ -162,8 +162,25 @@ class Teardown:
     error: Exception | None = None
 
 
-Action = Any
-"""Any of the classes above."""
+Action = (
+    RunStep
+    | Journal
+    | Emit
+    | Validate
+    | EmitValidation
+    | Snapshot
+    | AbortGroups
+    | Probe
+    | Warn
+    | Claim
+    | Fence
+    | Settle
+    | ChoosePlan
+    | Adopt
+    | CheckReplay
+    | Evict
+    | Teardown
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from raypar.elastic.member import Stand
 from raypar.plan import ParallelPlan
@@ -200,5 +200,27 @@ class Tick:
     """Time has passed: deadlines are looked at."""
 
 
-Event = Any
-"""Any of the classes above."""
+Event = (
+    WorkersReady
+    | StepReported
+    | CallFailed
+    | Journalled
+    | Emitted
+    | ValidationReported
+    | ValidationEmitted
+    | SnapshotTaken
+    | Saved
+    | SaveFailed
+    | StopRequested
+    | Aborted
+    | Probed
+    | TakenOver
+    | Claimed
+    | Stood
+    | SettledLate
+    | PlanChosen
+    | Adopted
+    | Joined
+    | DrainAsked
+    | Tick
+)

@@ -19,7 +19,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from raypar.elastic.actions import (
     AbortGroups,
@@ -131,8 +130,6 @@ class RunMachine:
         """Why a new generation is wanted between two steps; `replan`: and a new plan with it."""
         self.replan = False
         self.attempts = 0
-        self.outcomes: dict[int, Any] = {}
-        """Of steps that no driver has heard of, from the workers that applied them."""
         self.recovery = Recovery("")
         self._out: list[Decision] = []
         self._now_s = 0.0

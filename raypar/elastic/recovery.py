@@ -156,7 +156,6 @@ def all_stood(m: RunMachine) -> None:
     known: dict[int, object] = {}
     for stand in r.stands.values():
         known.update(stand.outcomes)
-    m.outcomes = known
     if not late:
         catch_up(m)
         return
@@ -283,7 +282,7 @@ def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
             f"state after {m.recovery.done} steps is lost: {names}; workers {gone} held it, no mirror and no checkpoint has it",
-            cure="set checkpoint.every or elastic.mirror_every, or use two replicas of every stage; start again",
+            cure="start again with checkpoint.every set, or with two replicas of every stage",
         ),
     )
 
@@ -315,7 +314,11 @@ def adopted(m: RunMachine, event: Event) -> None:
 
 
 def wait(m: RunMachine, why: str) -> None:
-    """Until somebody joins, or the deadline."""
+    """Until somebody joins, or the deadline; not at all where nobody can."""
+    if not m.course.capacity_s:
+        cure = "`raypar resume` goes on from the last checkpoint, also under a smaller plan; or lower elastic.min_workers"
+        m.over("failed", why, ClusterError(why, cure=cure))
+        return
     m.go(Phase.WAITING, deadline_s=m.course.capacity_s)
     m.decide(Warn(f"waiting for workers: {why}"), why)
 

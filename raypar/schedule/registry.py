@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypar.errors import ScheduleError
-from raypar.plan import Routing
+from raypar.plan import ParallelPlan, Routing
 from raypar.plan.parallel_plan import Placement, position_of
 from raypar.schedule.gpipe import gpipe
 from raypar.schedule.instructions import Schedule
@@ -70,6 +70,16 @@ def default_chunks(name: str, chunks: int | None = None) -> int:
             cure=f"leave chunks out, or use interleaved for {chunks} chunks",
         )
     return chunks
+
+
+def fits(name: str, plan: ParallelPlan) -> bool:
+    """Whether the schedule of this name can run the plan; False for a name that is no schedule's (one from a file)."""
+    if _ALIASES.get(name, name) not in _ENTRIES:
+        return False
+    known = entry(name)
+    chunks = len(plan.stages) // plan.positions
+    at = [position_of(i, plan.positions, known.placement) for i in range(len(plan.stages))]
+    return (chunks == known.chunks or not known.fixed) and [stage.position for stage in plan.stages] == at
 
 
 def build(name: str, routing: Routing, *, warmup: Sequence[int] | None = None) -> Schedule:
