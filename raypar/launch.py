@@ -265,7 +265,7 @@ def elastic_course(elastic: ElasticConfig) -> dict[str, Any]:
         "elastic": True,
         "min_workers": elastic.min_workers,
         "step_deadline_s": elastic.step_deadline_s,
-        "step_deadline_medians": 5.0,
+        "step_deadline_times": 5.0,
         "capacity_s": 0.0,  # nobody can join yet, so nobody is waited for
     }
 

@@ -78,6 +78,13 @@ class Warn:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Tell the user what was decided, where nothing is wrong."""
+
+    text: str
+
+
 # -- recovery and rescaling ------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +115,10 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class ChoosePlan:
-    """Ask the planner for the best plan of up to `workers` workers. Answer: `PlanChosen`."""
+    """Ask the planner for the best plan of up to `workers` workers. Answer: `PlanChosen`.
+
+    Asked in the old generation while it trains, when it might grow; else on the way to a new one.
+    """
 
     generation: int
     workers: int
@@ -132,6 +142,21 @@ class Adopt:
     moves: tuple[Move, ...]
     cut: bool = False
     load: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hire:
+    """Start a worker called `worker` in the background, wherever there is room. Answer, some day: `Joined` or `HireFailed`."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The first step after a disturbance is committed, `seconds` after the machine had heard of it. No answer."""
+
+    step: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +197,14 @@ Action = (
     | AbortGroups
     | Probe
     | Warn
+    | Note
     | Claim
     | Fence
     | Settle
     | ChoosePlan
     | Adopt
+    | Hire
+    | Resumed
     | CheckReplay
     | Evict
     | Teardown

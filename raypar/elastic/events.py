@@ -128,6 +128,7 @@ class TakenOver:
     """This driver takes over from one that is gone: `workers` were found, `plan` was that of `generation`.
 
     `seen`: steps that people have seen; `validated`, `saved`: after how many steps that was done last; all from the run folder.
+    `starting`: workers that were hired and have not joined yet; `hired`: how many numbers have been given to workers.
     """
 
     workers: tuple[int, ...]
@@ -137,6 +138,8 @@ class TakenOver:
     members: tuple[int, ...]
     validated: int | None = None
     saved: int | None = None
+    starting: tuple[int, ...] = ()
+    hired: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +168,16 @@ class SettledLate:
 
 @dataclass(frozen=True, slots=True)
 class PlanChosen:
-    """The planner's answer for that many workers; None when no plan fits them, and why."""
+    """The planner's answer for that many workers; None when no plan fits them, and why.
+
+    `step_s`, `now_s`: predicted seconds of a step under it and under the present plan; 0 where nothing is predicted.
+    """
 
     generation: int
     plan: ParallelPlan | None
     why: str = ""
+    step_s: float = 0.0
+    now_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +193,14 @@ class Joined:
     """A new worker has started, loaded torch and the model's code, and waits for a seat."""
 
     worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class HireFailed:
+    """A worker that was to start did not; its number is not used again."""
+
+    worker: int
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +237,7 @@ Event = (
     | PlanChosen
     | Adopted
     | Joined
+    | HireFailed
     | DrainAsked
     | Tick
 )

@@ -27,7 +27,9 @@ from raypar.elastic.actions import (
     Decision,
     Emit,
     End,
+    Hire,
     Journal,
+    Resumed,
     RunStep,
     Snapshot,
     Teardown,
@@ -51,7 +53,10 @@ class Course:
     `validate_every`, `save_every`: 0 means only at the end, and never when `validates` is False.
     `stop_at`: end after that many steps, without the last validation. `save_at_end`: also when the job is done; a run that is
     stopped is always saved. `elastic`: a lost worker is not the end; a new generation goes on with those between
-    `min_workers` and `max_workers`, `grow`s when workers join, and gives up after `max_attempts` without a step between them.
+    `min_workers` and `max_workers` (None: as many as the run began with), and gives up after `max_attempts` without a step
+    between them. `hires`: workers that are missing are replaced. `grow`: those that join get a seat once all that are wanted
+    are there, or `grow_after_s` after the first of them, if the steps that are left then gain more than `move_s`.
+    A step is overdue after `step_deadline_s`, or `step_deadline_times` the longest of the last steps if that is more.
     """
 
     workers: int
@@ -64,7 +69,7 @@ class Course:
     stop_at: int | None = None
     start_deadline_s: float = 600.0
     step_deadline_s: float = 60.0
-    step_deadline_medians: float = 20.0
+    step_deadline_times: float = 20.0
     pass_deadline_s: float = 600.0
     root_cause_s: float = 3.0
     save_grace_s: float = 10.0
@@ -72,7 +77,11 @@ class Course:
     elastic: bool = False
     min_workers: int = 1
     max_workers: int | None = None
+    hires: bool = False
+    retry_s: float = 5.0
     grow: bool = True
+    grow_after_s: float = 2.0
+    move_s: float = 0.5
     max_attempts: int = 8
     claim_s: float = 10.0
     stand_s: float = 1.0
@@ -112,7 +121,7 @@ class RunMachine:
         self._reports: dict[int, set[int]] = {}
         self._answers: set[int] = set()
         self._due: deque[str] = deque()
-        self._seconds: deque[float] = deque(maxlen=50)
+        self._seconds: deque[float] = deque(maxlen=100)
         self._deadline_s: float | None = None
         self._since_s = 0.0
         self._probing = self._we_aborted = False
@@ -127,8 +136,18 @@ class RunMachine:
         self.journalled = first
         self.validated: int | None = None
         self.pause_for: str | None = None
-        """Why a new generation is wanted between two steps; `replan`: and a new plan with it."""
-        self.replan = False
+        """Why a new generation is wanted between two steps; `next_plan`: the plan that it is to have."""
+        self.next_plan: ParallelPlan | None = None
+        self.hiring: set[int] = set()
+        self.hired = self.course.workers
+        """Numbers given to workers so far."""
+        self.hire_failures = 0
+        self.hire_at_s = 0.0
+        self.grow_at_s: float | None = None
+        """When those that wait for a seat are looked at; None: there is nothing to look at."""
+        self.choosing = False
+        self.began_s: float | None = None
+        """When the machine heard of what no step has been committed after yet."""
         self.attempts = 0
         self.recovery = Recovery("")
         self._out: list[Decision] = []
@@ -277,10 +296,30 @@ class RunMachine:
         return tuple(sorted(missing)) if self._now_s - self._since_s > self.step_deadline_s() else ()
 
     def step_deadline_s(self) -> float:
-        """Generous: a multiple of the median step; the first step, which warms everything up, gets the start's."""
+        """A multiple of the longest of the last 100 steps; the first step, which warms everything up, gets the start's."""
         if not self._seconds:
             return self.course.start_deadline_s
-        return max(self.course.step_deadline_s, self.course.step_deadline_medians * statistics.median(self._seconds))
+        return max(self.course.step_deadline_s, self.course.step_deadline_times * max(self._seconds))
+
+    def expect_slower(self, times: float) -> None:
+        """Fewer workers take longer: what was measured is no measure for deadlines any more."""
+        if self._seconds:
+            self._seconds = deque([max(self._seconds) * max(1.0, times)], maxlen=self._seconds.maxlen)
+
+    @property
+    def wanted(self) -> int:
+        """How many workers the run would like to have."""
+        return self.course.max_workers or self.course.workers
+
+    def hire(self) -> None:
+        """Replace who is missing. Not before the others train again: starting a process costs them time."""
+        if not self.course.hires or self.stop is not None or self._now_s < self.hire_at_s:
+            return
+        there = (set(self.members) - self.gone - self.leaving) | self.spares | self.hiring
+        for _ in range(self.wanted - len(there)):
+            number, self.hired = self.hired, self.hired + 1
+            self.hiring.add(number)
+            self.decide(Hire(number), f"{len(there)} of {self.wanted} workers are there or on their way")
 
     def stand_deadline_s(self) -> float:
         """For leaving what is in flight: a forward or backward pass cannot be interrupted."""
@@ -292,6 +331,10 @@ class RunMachine:
         self.committed = step + 1
         self.attempts = 0
         self._since_s = self._now_s
+        if self.began_s is not None:
+            self.decide(Resumed(step, self._now_s - self.began_s), "training goes on")
+            self.began_s = None
+        self.hire()
         if step < self.journalled:
             self.decide(CheckReplay(step), f"step {step} was seen before the roll-back")
         else:

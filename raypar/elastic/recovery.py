@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Settle, Warn
+from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Note, Settle, Warn
 from raypar.elastic.events import (
     Adopted,
     CallFailed,
@@ -24,6 +24,7 @@ from raypar.elastic.events import (
     DrainAsked,
     Emitted,
     Event,
+    HireFailed,
     Joined,
     Journalled,
     PlanChosen,
@@ -35,7 +36,7 @@ from raypar.elastic.events import (
     TakenOver,
     ValidationEmitted,
 )
-from raypar.elastic.holdings import Piece, missing, moves, seated
+from raypar.elastic.holdings import Holdings, Piece, missing, moves, seated
 from raypar.elastic.member import Stand
 from raypar.elastic.phases import Phase
 from raypar.errors import ClusterError, WorkerLost
@@ -67,6 +68,8 @@ def begin(m: RunMachine, why: str) -> None:
     m._due.clear()
     m._reports.clear()
     m._probing = False
+    m.choosing = False
+    m.began_s = m._now_s if m.began_s is None else m.began_s
     m.attempts += 1
     if m.attempts > m.course.max_attempts:
         last = "\n".join(str(f.error) for f in m.failures[-m.course.max_attempts :])
@@ -92,7 +95,9 @@ def taken_over(m: RunMachine, event: Event) -> None:
     m.issued = m.committed = m.emitted = m.journalled = event.seen
     m.served = event.seen - 1  # what is due there may not have been served
     m.validated, m.saved = event.validated, event.saved
-    m.spares = set(event.workers) - set(event.members)
+    m.hiring = set(event.starting)
+    m.hired = max(m.hired, event.hired)
+    m.spares = set(event.workers) - set(event.members) - m.hiring
     m.gone = set(event.members) - set(event.workers)
     begin(m, "a new driver takes over")
 
@@ -116,6 +121,7 @@ def lose(m: RunMachine, worker: int) -> None:
     m.gone.add(worker)
     m.spares.discard(worker)
     m.leaving.discard(worker)
+    m.hiring.discard(worker)
 
 
 # -- the phases ----------------------------------------------------------------------------------------------------------
@@ -194,17 +200,23 @@ def find_plan(m: RunMachine) -> None:
     """The cheapest answer that the workers allow."""
     r = m.recovery
     usable = sorted(set(r.stands) - m.leaving)
-    plan = None
-    if len(usable) >= m.course.min_workers:
-        if not m.replan and m.plan is not None:
-            plan = refilled(m, usable)
-        if plan is None:
-            m.go(Phase.PLANNING, deadline_s=m.course.pass_deadline_s)
-            m.decide(ChoosePlan(m.generation, min(len(usable), m.course.max_workers or len(usable))), f"{len(usable)} workers")
-            return
+    if len(usable) < m.course.min_workers:
+        lost = nowhere(m)
+        if lost:
+            unrecoverable(m, lost)
+        else:
+            wait(m, f"{len(usable)} workers are left, min_workers is {m.course.min_workers}")
+        return
+    grown, m.next_plan = m.next_plan, None
+    if grown is not None and grown.world <= len(usable):
+        adopt(m, grown, seated(m.layout(grown), held(m, r.done), usable))
+        return
+    plan = refilled(m, usable) if m.plan is not None else None
+    if plan is not None:
         adopt(m, *plan)
         return
-    wait(m, f"{len(usable)} workers are left, min_workers is {m.course.min_workers}")
+    m.go(Phase.PLANNING, deadline_s=m.course.pass_deadline_s)
+    m.decide(ChoosePlan(m.generation, min(len(usable), m.wanted)), f"{len(usable)} workers")
 
 
 def refilled(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
@@ -253,16 +265,13 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
     have = held(m, done)
     lost = missing(have, need)
     if lost:
-        cuts = sorted({step for s in r.stands.values() for step in s.cuts}, reverse=True)
-        for step in cuts:
-            copies = {w: s.cuts[step] for w, s in r.stands.items() if step in s.cuts}
-            if not missing(copies, need):
-                done, cut, have = step, True, copies
-                break
+        found = newest_cut(m, need)
+        if found is not None:
+            done, cut, have = found[0], True, found[1]
+        elif m.saved is None and done > m.course.first:
+            unrecoverable(m, lost)
+            return
         else:
-            if m.saved is None and done > m.course.first:
-                unrecoverable(m, lost)
-                return
             done, load, have = m.saved or m.course.first, True, need
     ways = moves(have, need)
     sources = tuple(sorted({way.source for way in ways} - set(members)))
@@ -271,6 +280,25 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
     m.go(Phase.ADOPTING, deadline_s=m.course.adopt_s)
     where = "the disk, or made anew," if load else "the mirror" if cut else "the workers that hold it"
     m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {done} steps")
+
+
+def newest_cut(m: RunMachine, need: Holdings) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
+    """The last step whose cut of the mirror has all of `need`, and who has what of it."""
+    stands = m.recovery.stands
+    for step in sorted({step for s in stands.values() for step in s.cuts}, reverse=True):
+        copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts}
+        if not missing(copies, need):
+            return step, copies
+    return None
+
+
+def nowhere(m: RunMachine) -> tuple[Piece, ...]:
+    """What is lost for good: in no memory, no cut and no checkpoint. Waiting for workers would not bring it back."""
+    if m.plan is None or m.saved is not None or m.recovery.done <= m.course.first:
+        return ()
+    need = dict(enumerate(m.layout(m.plan)))
+    lost = missing(held(m, m.recovery.done), need)
+    return lost if lost and newest_cut(m, need) is None else ()
 
 
 def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
@@ -297,10 +325,12 @@ def adopted(m: RunMachine, event: Event) -> None:
     if r.expected:
         return
     assert r.order is not None
+    m.expect_slower(len(m.members) / len(r.order.members))
     m.plan, m.members = r.order.plan, r.order.members
-    m.spares = set(r.stands) - set(m.members) - m.leaving
+    m.spares = (m.spares | set(r.stands)) - set(m.members) - m.leaving - m.gone
     m.issued = m.committed = r.order.done
-    m.pause_for, m.replan = None, False
+    m.pause_for = m.next_plan = None
+    m.grow_at_s = m._now_s if m.spares else None
     for worker in sorted(m.leaving):
         if worker in m.members:
             m.pause_for = f"worker {worker} leaves"
@@ -321,6 +351,7 @@ def wait(m: RunMachine, why: str) -> None:
         return
     m.go(Phase.WAITING, deadline_s=m.course.capacity_s)
     m.decide(Warn(f"waiting for workers: {why}"), why)
+    m.hire()
 
 
 # -- what may come at any of them ------------------------------------------------------------------------------------------
@@ -351,26 +382,72 @@ def lost_recovering(m: RunMachine, event: Event) -> None:
 def joined(m: RunMachine, event: Event) -> None:
     """A worker more waits for a seat."""
     assert isinstance(event, Joined)
-    m.spares.add(event.worker)
+    welcome(m, event.worker)
     if m.phase is Phase.WAITING:
         m.attempts = 0
         begin(m, f"worker {event.worker} has joined")
 
 
 def joined_running(m: RunMachine, event: Event) -> None:
-    """It gets a seat between two steps, if the plan may grow."""
+    """It may get a seat between two steps."""
     assert isinstance(event, Joined)
-    m.spares.add(event.worker)
-    if m.course.grow and (m.course.max_workers is None or len(m.members) < m.course.max_workers):
-        m.pause_for, m.replan = f"worker {event.worker} has joined", True
-        if m.phase in (Phase.RUNNING, Phase.FLUSHING):
-            m.advance()
+    welcome(m, event.worker)
+    look_for_growth(m)
+
+
+def welcome(m: RunMachine, worker: int) -> None:
+    """It has started and waits."""
+    m.hiring.discard(worker)
+    m.hired = max(m.hired, worker + 1)
+    m.hire_failures = 0
+    m.spares.add(worker)
+    if m.grow_at_s is None:
+        m.grow_at_s = m._now_s + m.course.grow_after_s
+
+
+def hire_failed(m: RunMachine, event: Event) -> None:
+    """Another one is tried after a while; what goes wrong on one machine may go well on another."""
+    assert isinstance(event, HireFailed)
+    lose(m, event.worker)
+    m.hire_at_s = m._now_s + m.course.retry_s * 2 ** min(m.hire_failures, 5)
+    m.hire_failures += 1
+    again = f"; the next is tried in {m.hire_at_s - m._now_s:.0f} s" if m.course.hires else ""
+    m.decide(Warn(f"worker {event.worker} could not be started: {first_line(event.error)}{again}"), "the others go on")
+
+
+def look_for_growth(m: RunMachine) -> None:
+    """Workers wait for a seat: ask the planner, while training goes on, once all have come or the first has waited enough."""
+    if not m.course.grow or not m.spares or m.grow_at_s is None or m.choosing or m.pause_for is not None:
+        return
+    able = min(len(m.members) + len(m.spares), m.wanted)
+    if able > len(m.members) and (able == m.wanted or m._now_s >= m.grow_at_s) and m.stop is None:
+        m.choosing, m.grow_at_s = True, None
+        m.decide(ChoosePlan(m.generation, able), f"workers {sorted(m.spares)} wait for a seat")
+
+
+def growth_chosen(m: RunMachine, event: Event) -> None:
+    """What the planner would do with the workers that wait; only a gain that pays for the move is worth one."""
+    assert isinstance(event, PlanChosen)
+    if event.generation != m.generation or not m.choosing:
+        return
+    m.choosing = False
+    if event.plan is None or event.plan.world <= len(m.members) or m.pause_for is not None:
+        return
+    left = m.course.end - m.committed
+    gain_s = left * (event.now_s - event.step_s)
+    if event.now_s and gain_s <= m.course.move_s:
+        text = f"workers {sorted(m.spares)} stay in reserve: seats would save {max(gain_s, 0.0):.1f} s of {left} steps"
+        m.decide(Note(text), f"moving costs about {m.course.move_s:.1f} s")
+        return
+    m.pause_for, m.next_plan = f"workers {sorted(m.spares)} get a seat", event.plan
+    if m.phase in (Phase.RUNNING, Phase.FLUSHING):
+        m.advance()
 
 
 def drain_running(m: RunMachine, event: Event) -> None:
     """It leaves between two steps."""
     assert isinstance(event, DrainAsked)
-    if event.worker in m.spares:
+    if event.worker in m.spares | m.hiring:
         lose(m, event.worker)
         m.decide(Evict(event.worker, event.why), event.why)
     elif event.worker in m.members and event.worker not in m.gone:
@@ -399,6 +476,8 @@ def stop_recovering(m: RunMachine, event: Event) -> None:
 
 def tick_recovering(m: RunMachine, event: Event) -> None:
     """Who does not answer in time is given up: recovery never waits for it."""
+    if m.phase is Phase.WAITING:
+        m.hire()
     if m._deadline_s is None or m._now_s < m._deadline_s:
         return
     r = m.recovery

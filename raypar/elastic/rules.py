@@ -181,10 +181,13 @@ def failed_again(m: RunMachine, event: Event) -> None:
 
 
 def tick_steps(m: RunMachine, event: Event) -> None:
-    """A step that takes too long, or an interrupted one whose grace is over."""
+    """A step that takes too long, or an interrupted one whose grace is over; workers that wait for a seat, or are missing."""
     if m._deadline_s is not None and m._now_s >= m._deadline_s:
         abort(m, "the steps in flight did not end within the grace; aborted, they never happened")
         return
+    if m.course.elastic and m.began_s is None:
+        m.hire()
+        recovery.look_for_growth(m)
     late = m.overdue()
     if late and m.course.elastic and not m._interrupted:
         what = f"step {m.committed}: worker(s) {', '.join(map(str, late))} have not reported within {m.step_deadline_s():.1f} s"

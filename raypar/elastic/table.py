@@ -15,6 +15,7 @@ from raypar.elastic.events import (
     DrainAsked,
     Emitted,
     Event,
+    HireFailed,
     Joined,
     Journalled,
     PlanChosen,
@@ -149,6 +150,7 @@ for kind, (where, rule) in ANSWERS.items():
 ASIDE: dict[type, Rule] = {
     CallFailed: recovery.lost_recovering,
     Joined: recovery.joined,
+    HireFailed: recovery.hire_failed,
     DrainAsked: recovery.drain_recovering,
     StopRequested: recovery.stop_recovering,
     Journalled: recovery.journalled_aside,
@@ -164,9 +166,11 @@ TABLE |= {(phase, kind): rule for phase in RECOVERING for kind, rule in ASIDE.it
 
 for phase in (P.RUNNING, P.FLUSHING, P.VALIDATING, P.SAVING):
     TABLE[phase, Joined] = recovery.joined_running
+    TABLE[phase, HireFailed] = recovery.hire_failed
     TABLE[phase, DrainAsked] = recovery.drain_running
+    TABLE[phase, PlanChosen] = recovery.growth_chosen
 for phase in (P.STARTING, P.ENDING, P.ABORTING, P.FAILING, P.OVER):
-    TABLE[phase, Joined] = TABLE[phase, DrainAsked] = rules.ignore
+    TABLE[phase, Joined] = TABLE[phase, HireFailed] = TABLE[phase, DrainAsked] = rules.ignore
 TABLE[P.STARTING, TakenOver] = recovery.taken_over
 # Late answers of a generation that was given up meet the phases of the next one.
 TABLE |= {(phase, kind): rules.ignore for phase in (P.RUNNING, P.FLUSHING) for kind in (ValidationReported, SnapshotTaken)}

@@ -68,7 +68,7 @@ def test_one_fault_anywhere(whole: bool):
     try_all(portions([[f] for f in single_faults(plain)], whole), GRID, job())
 
 
-BASES: dict[str, tuple[ParallelPlan, dict, Fault]] = {
+BASES: dict[str, tuple] = {
     "re-route": (GRID, {}, Fault(100, "kill")),
     "hung": (GRID, {}, Fault(140, "zombie", ms=4000.0)),
     "join": (GRID, {}, Fault(20, "join")),
@@ -77,6 +77,8 @@ BASES: dict[str, tuple[ParallelPlan, dict, Fault]] = {
     "two drivers": (GRID, {}, Fault(8, "stop_driver", ms=3000.0)),
     "roll back": (LINE, {"mirror_every": 2, "steps": 6}, Fault(180, "kill")),
     "refill": (UNEVEN, {"mirror_every": 2, "steps": 6}, Fault(150, "kill")),
+    "replaced": (GRID, {"steps": 8}, Fault(100, "kill"), {"hires": True}),
+    "replaced after a roll back": (LINE, {"mirror_every": 2, "steps": 8}, Fault(180, "kill"), {"hires": True}),
     "zero": (GRID, {"zero": True, "mirror_every": 2}, Fault(130, "kill")),
     "zero, two holders": (GRID, {"zero": True, "holders": 2}, Fault(130, "kill")),
 }
@@ -86,13 +88,13 @@ BASES: dict[str, tuple[ParallelPlan, dict, Fault]] = {
 @pytest.mark.parametrize("base", BASES)
 def test_another_fault_at_every_place_after_the_first(base: str, whole: bool):
     """Places of the recovery or rescaling itself, and of what follows it."""
-    plan, more, first = BASES[base]
-    work = job(**more)
-    once = World(work, plan, [first], **QUICK)
+    plan, more, first, *course = BASES[base]
+    work, quick = job(**more), QUICK | (course[0] if course else {})
+    once = World(work, plan, [first], **quick)
     once.run()
     kinds: tuple[Kind, ...] = ("kill", "zombie", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver")
     cases = [[first, second] for second in single_faults(once, kinds, start=0.35)]
-    try_all(portions(cases, whole), plan, work, losable=True)
+    try_all(portions(cases, whole), plan, work, losable=True, **quick)
 
 
 @pytest.mark.parametrize("whole", WHOLE)
@@ -109,6 +111,9 @@ def test_seeded_histories(count: int, whole: bool):
         plain = simulate(work, plan, **QUICK)[0]
         cases = [random_faults(seed, count, plain, workers=plan.world) for seed in range(400)]
         try_all(portions(cases, whole), plan, work, losable=True, save_every=2)
+        kinds = tuple(kind for kind in KINDS if kind != "join")
+        cases = [random_faults(seed, count, plain, workers=plan.world, kinds=kinds) for seed in range(400, 500)]
+        try_all(portions(cases, whole), plan, work, losable=True, hires=True)
 
 
 @pytest.mark.parametrize("whole", WHOLE)

@@ -31,6 +31,8 @@ CALL_MS = 0.5
 LOST_MS = 15.0
 TICK_MS = 250.0
 DRIVER_BACK_MS = 1000.0
+HIRE_MS = 8.0
+"""Short, so that who is hired has joined before a simulation of a few steps is over."""
 LIMIT_MS = 120_000.0
 
 
@@ -55,6 +57,7 @@ class Process:
     world: World
     alive: bool = True
     stopped_until: float = 0.0
+    ready: bool = True
     queue: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=deque)
     running: Any = None
     reply: Callable[[Any], None] | None = None
@@ -292,10 +295,17 @@ class World:
         for driver in self.all_drivers:
             self.at(LOST_MS, lambda d=driver: d.lost(process.number))
 
-    def join(self) -> None:
-        process = Process(len(self.processes), self)
+    def join(self, delay_ms: float = 50.0) -> None:
+        """A new process, which says that it is there when it has started, to whichever driver there is then."""
+        process = Process(len(self.processes), self, ready=False)
         self.processes.append(process)
-        self.at(50.0, lambda: self.driver.post(on.Joined(process.number)) if process.alive else None)
+
+        def started() -> None:
+            if process.alive:
+                process.ready = True
+                self.driver.post(on.Joined(process.number))
+
+        self.at(delay_ms, started, process)
 
     def kill_driver(self) -> None:
         """The actor is gone; Ray starts another one after a while."""
@@ -378,11 +388,13 @@ class Driver:
         world = self.world
         generation = max(world.claims)
         plan, members = next(world.records[g] for g in sorted(world.records, reverse=True))
-        alive = tuple(p.number for p in world.processes if p.alive)
+        alive = tuple(p.number for p in world.processes if p.alive and p.ready)
+        starting = tuple(p.number for p in world.processes if p.alive and not p.ready)
         self.outcomes = dict(world.journal)
         validated = world.validations[-1] if world.validations else None
         saved = max(world.flesh.checkpoints) or None
-        self.post(on.TakenOver(alive, generation, len(world.seen), plan, members, validated, saved))
+        hired = len(world.processes)
+        self.post(on.TakenOver(alive, generation, len(world.seen), plan, members, validated, saved, starting, hired))
 
     def _tick(self) -> None:
         if self.alive and self.machine.phase is not Phase.OVER:
@@ -419,6 +431,8 @@ class Driver:
         if worker in waiting:
             self.copying = (0, set())
             self.post(on.SaveFailed(done, WorkerLost(f"worker {worker} died")))
+        if worker in self.machine.hiring:
+            self.post(on.HireFailed(worker, WorkerLost(f"worker {worker} died")))
         self.post(on.CallFailed("lost", WorkerLost(f"worker {worker} died"), worker))
 
     def ask(self, worker: int, work: Callable[[Process], Any], reply: Callable[[Any], None]) -> None:
@@ -494,6 +508,12 @@ class Driver:
                 self.effect(lambda: on.PlanChosen(number, world.chosen(workers)))
             case do.Adopt():
                 self.adopt(action)
+            case do.Hire(worker):
+                if worker < len(world.processes):  # another driver has given that name
+                    self.post(on.HireFailed(worker, WorkerLost(f"there is a worker {worker} already")))
+                else:
+                    assert worker == len(world.processes), world.tell(f"worker {worker} is hired")
+                    world.join(HIRE_MS)
             case do.Evict(worker, _):
                 process = world.processes[worker]
                 late = max(0.0, process.stopped_until - world.now)  # a stopped process may go on before the kill gets through
@@ -505,7 +525,7 @@ class Driver:
                     world.over, world.driver = action, self
             case do.Probe(workers):
                 self.effect(lambda: on.Probed(f"workers {workers} do not answer"))
-            case do.AbortGroups() | do.Warn():
+            case do.AbortGroups() | do.Warn() | do.Note() | do.Resumed():
                 pass
             case _:
                 raise AssertionError(action)
