@@ -187,13 +187,18 @@ class CheckpointConfig(_Section):
 
 
 class ElasticConfig(_Section):
-    """A lost worker is not the end of the run: it goes on with those left, while they are `min_workers` or more.
+    """A lost worker is not the end of the run: it goes on with those left, while they are `min_workers` or more; with fewer it
+    waits for others, up to `wait_for_workers_s`.
 
-    `step_deadline_s`: a step that takes longer than this and than 5 median steps has hung; who does not answer then is given
-    up.
+    Missing workers are replaced, up to `max_workers` (None: as many as the plan has). Those that join get a seat between two
+    steps, when all are there or `grow_after_s` after the first, if that saves more time than the move costs.
+    `step_deadline_s`: a step that takes longer than this and than 5 times the longest of the last 100 steps has hung; who does
+    not answer then is given up.
     """
 
     min_workers: PositiveInt = 1
+    max_workers: PositiveInt | None = None
+    grow_after_s: NonNegativeFloat = 2.0
     step_deadline_s: PositiveFloat = 3.0
 
 

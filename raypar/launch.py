@@ -126,7 +126,8 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     from raypar.actors.cluster_watch import capacity, require
     from raypar.actors.local_ray import connected
 
-    with connected(options.address, planned.plan.world, Path.cwd()) as connection:
+    most = max(planned.plan.world, (options.elastic.max_workers or 0) if options.elastic is not None else 0)
+    with connected(options.address, most, Path.cwd()) as connection:
         say("connected", connection.text)
         require(planned.plan.world, capacity())
         folder = options.folder(planned)
@@ -217,6 +218,11 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             f"elastic.min_workers is {options.elastic.min_workers}, but the plan has {planned.plan.world} workers",
             cure=f"set it to {planned.plan.world} or less",
         )
+    if options.elastic is not None and (options.elastic.max_workers or planned.plan.world) < planned.plan.world:
+        raise ConfigError(
+            f"elastic.max_workers is {options.elastic.max_workers}, but the plan has {planned.plan.world} workers",
+            cure=f"set it to {planned.plan.world} or more, or leave it out",
+        )
     lowered = assignments(spec, checked.graph, planned.plan, planned.orders, validation_samples=checked.validation_samples)
     course = Course(
         workers=planned.plan.world,
@@ -227,7 +233,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         save_every=options.save_every,
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
-        **(elastic_course(options.elastic) if options.elastic is not None else {}),
+        **(elastic_course(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
     )
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
@@ -259,14 +265,17 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     return request
 
 
-def elastic_course(elastic: ElasticConfig) -> dict[str, Any]:
+def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
     """What an elastic run does differently. Deadlines are short: a wrong suspicion costs a recovery, not the run."""
     return {
         "elastic": True,
+        "hires": True,
         "min_workers": elastic.min_workers,
+        "max_workers": elastic.max_workers,
+        "grow_after_s": elastic.grow_after_s,
         "step_deadline_s": elastic.step_deadline_s,
         "step_deadline_times": 5.0,
-        "capacity_s": 0.0,  # nobody can join yet, so nobody is waited for
+        "capacity_s": wait_for_workers_s,
     }
 
 

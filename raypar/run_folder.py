@@ -44,6 +44,11 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def members(self) -> Path:
+        """Who does what right now, as JSON; replaced as a whole at every change."""
+        return self.path / "members.json"
+
+    @property
     def trace(self) -> Path:
         """Chrome/Perfetto trace of a measured step."""
         return self.path / "trace.json"
@@ -105,6 +110,14 @@ class RunFolder:
         """One JSON line at the end of `metrics` or `events`, handed to the system before this returns."""
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(dict(facts)) + "\n")
+
+    @staticmethod
+    def mend(path: Path) -> None:
+        """Cut off a last line that a crash has left incomplete, before anything is written behind it."""
+        if path.is_file():
+            whole = path.read_bytes().rpartition(b"\n")
+            if whole[2]:
+                path.write_bytes(whole[0] + whole[1])
 
     def read(self, path: Path) -> Iterator[dict[str, Any]]:
         """The lines of `metrics` or `events`; a last line cut off by a crash is left out."""

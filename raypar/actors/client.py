@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.actors.driver_actor import DriverActor
+from raypar.actors.journal import Journal
 from raypar.actors.pool import namespace, sweep
 from raypar.actors.request import RunRequest
 from raypar.elastic.actions import End
@@ -22,6 +24,9 @@ from raypar.errors import ClusterError, WorkerLost
 
 GRACE_S = 1.5
 """How long the steps in flight may take after Ctrl-C before they are made void."""
+
+DRIVER_BACK_S = 60.0
+"""How long Ray may take to start the driver of an elastic run again."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,20 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
     Raises `ClusterError` when a run of this name is active already, `WorkerLost` when the driver itself dies.
     """
     place = namespace(request.run)
+    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     try:
         driver = (
             ray.remote(DriverActor)
-            .options(name="driver", namespace=place, lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=100)
-            .remote(request)
+            .options(
+                name="driver",
+                namespace=place,
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=-1 if request.course.elastic else 0,
+                max_concurrency=100,
+                scheduling_strategy=home,  # beside the client, not on a node that may be the one to go
+            )
+            .remote(request.run)
         )
     except ValueError as error:
         raise ClusterError(
@@ -53,16 +67,22 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
         ) from error
     try:
         with interrupts() as asked:
-            return _follow(driver, tell, asked, request.course.first)
+            return _follow(driver, request, tell, asked)
     finally:
         with contextlib.suppress(Exception):
             ray.kill(driver, no_restart=True)
         with contextlib.suppress(Exception):
             sweep(request.run)
+        with contextlib.suppress(Exception):
+            Journal(request.run).erase()
 
 
-def _follow(driver: Any, tell: Callable[[dict[str, Any]], None], asked: list[str], done: int) -> RunEnd:
-    cursor, passed_on = 0, False
+def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> RunEnd:
+    """Ask for news until one says that the run is over. A driver that died and is started again tells the steps once more:
+    those that have been told are left out."""
+    epoch = cursor = 0
+    done, validated = request.course.first, -1
+    passed_on, lost_s = False, None
 
     def say(event: dict[str, Any]) -> None:
         try:
@@ -71,32 +91,48 @@ def _follow(driver: Any, tell: Callable[[dict[str, Any]], None], asked: list[str
             if not asked:  # after SIGHUP the terminal is gone, and the checkpoint is still to be written
                 raise
 
-    try:
-        started = driver.start.remote()
-        while True:
-            asking = driver.events.remote(cursor, 0.3)
-            while not ray.wait([asking], timeout=0.5)[0] and len(asked) < 2:
-                pass  # a driver that does not answer: the second Ctrl-C does not wait for it
-            events, cursor = ray.get(asking) if len(asked) < 2 else ([], cursor)
-            for event in events:
-                if event["kind"] == "end":
-                    error = pickle.loads(event["error"]) if event["error"] is not None else None
-                    return RunEnd(event["end"], event["why"], event["done"], error)
-                if event["kind"] == "step":
-                    done = event["step"]
-                say(event)
-            if asked and not passed_on:
-                passed_on = True
-                say({"kind": "stopping", "time": time.time(), "text": f"{asked[0]}: finishing the step and saving"})
-                driver.stop.remote(asked[0], GRACE_S)
-            if len(asked) > 1:
-                return RunEnd("interrupted", f"{asked[1]} again: ended without waiting", done, None)
+    started = driver.start.remote(request)
+    while True:
+        asking = driver.events.remote(epoch, cursor, 0.3)
+        while not ray.wait([asking], timeout=0.5)[0] and len(asked) < 2:
+            pass  # a driver that does not answer: the second Ctrl-C does not wait for it
+        if len(asked) > 1:
+            return RunEnd("interrupted", f"{asked[1]} again: ended without waiting", done, None)
+        try:
+            events, epoch, cursor = ray.get(asking)
             if started is not None and ray.wait([started], timeout=0)[0]:
                 ray.get(started)
                 started = None
-    except RayActorError as error:
-        text = str(error).strip().splitlines()[0]
-        raise WorkerLost(f"the driver was lost: {text}", cure="`raypar resume` goes on from the last checkpoint") from error
+        except RayActorError as error:
+            now = time.monotonic()
+            lost_s = now if lost_s is None else lost_s
+            final = not request.course.elastic or isinstance(error, ActorDiedError)
+            if final or now - lost_s > DRIVER_BACK_S:
+                cure = "`raypar resume` goes on from the last checkpoint"
+                raise WorkerLost(f"the driver was lost: {str(error).strip().splitlines()[0]}", cure=cure) from error
+            if started is not None:  # it died before it had begun
+                started = driver.start.remote(request)
+            passed_on = False
+            time.sleep(0.1)
+            continue
+        lost_s = None
+        for event in events:
+            if event["kind"] == "end":
+                error = pickle.loads(event["error"]) if event["error"] is not None else None
+                return RunEnd(event["end"], event["why"], event["done"], error)
+            if event["kind"] == "step":
+                if event["step"] <= done:
+                    continue
+                done = event["step"]
+            if event["kind"] == "validation":
+                if event["step"] <= validated:
+                    continue
+                validated = event["step"]
+            say(event)
+        if asked and not passed_on:
+            passed_on = True
+            say({"kind": "stopping", "time": time.time(), "text": f"{asked[0]}: finishing the step and saving"})
+            driver.stop.remote(asked[0], GRACE_S)
 
 
 @contextlib.contextmanager

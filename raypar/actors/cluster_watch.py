@@ -47,3 +47,14 @@ def require(workers: int, cluster: Capacity) -> None:
             f"{cluster.nodes} node(s) and {scaler}",
             cure=f"set plan.stages x plan.replicas <= {most}, add nodes, or leave the address out to run on this machine",
         )
+
+
+def draining_nodes() -> dict[str, int]:
+    """Node -> deadline (ms since 1970, 0: none) of the nodes that Ray was told are about to go; Ray offers this in a private
+    place only, and without it nobody is told."""
+    try:
+        from ray._private.state import state
+
+        return dict(state.get_draining_nodes())
+    except (ImportError, AttributeError):
+        return {}

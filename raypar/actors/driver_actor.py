@@ -11,6 +11,7 @@ import contextlib
 import pickle
 import time
 import traceback
+import warnings
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,97 +20,142 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from raypar.actors.journal import Journal
+from raypar.actors.journal import Deposed, Journal, Record
 from raypar.actors.messages import Failed, Hello
+from raypar.actors.plans import Plans
 from raypar.actors.pool import Pool, sweep
 from raypar.actors.recorder import Recorder
 from raypar.actors.request import RunRequest
+from raypar.actors.staff import Staff, first_line, quickly
+from raypar.actors.status import Status
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.holdings import WholeParameters
 from raypar.elastic.machine import Phase, RunMachine
 from raypar.elastic.member import Stand
 from raypar.elastic.part import Part
-from raypar.errors import ClusterError, PlanError, RayparError, UserCodeError, WorkerLost
-from raypar.plan import ParallelPlan, Routing
-from raypar.planner.search import search
-from raypar.schedule import registry
-from raypar.schedule.assignment import Assignment, assign
+from raypar.elastic.seating import spread
+from raypar.errors import ClusterError, RayparError, UserCodeError, WorkerLost
 
 TICK_S = 0.25
-PING_S = 1.0
 CLIENT_GONE_S = 60.0
+"""How long the end of a run waits to be seen by the client."""
+ABANDONED_S = 300.0
+"""A run that no client has asked for news for so long is saved and ended."""
 STACKS_S = 5.0
-KEPT_EVENTS = 10_000
+FOUND_S = 1.0
+"""How long workers may take to tell a new driver who they are."""
 
 
 class DriverActor:
-    """Async actor: `start` it, then poll `events` until one says that the run is over."""
+    """Async actor: `start` it, then poll `events` until one says that the run is over.
 
-    def __init__(self, request: RunRequest) -> None:
-        self.request = request
-        self.plan = request.plan
-        self.machine = RunMachine(request.course, plan=self.plan, layout=WholeParameters(request.outline.elements))
-        self.pool = Pool(request.run, self.plan)
-        self.journal = Journal(request.run, generation=1)
-        self.recorder = Recorder(request)
-        self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
+    Of an elastic run Ray starts it again when it dies: it then finds the run in the journal and starts by itself.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.journal = Journal(run)
+        self.epoch = time.time_ns()
+        """Tells the client that the events are another driver's."""
         self.told: list[dict[str, Any]] = []
         self.news = asyncio.Condition()
+        self.begun = False
+        self.heard_s = time.monotonic()
+        context = ray.get_runtime_context()
+        with warnings.catch_warnings():  # Ray asks itself by a name that it has deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)
+            again = context.was_current_actor_reconstructed
+        if again:
+            context.current_actor.start.remote()
+
+    def _set_up(self, request: RunRequest) -> None:
+        self.request = request
+        self.machine = RunMachine(request.course, plan=request.plan, layout=WholeParameters(request.outline.elements))
+        self.plans = Plans(request)
+        self.pool = Pool(request.run)
+        self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
+        self.staff = Staff(self.pool, self.queue.put_nowait, self._note)
+        self.recorder = Recorder(request)
+        self.status = Status(request)
         self.reports: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
         """step -> rank -> report"""
         self.unseen: dict[int, dict[int, dict[str, Any]]] = {}
         """The same of steps that are being journalled and emitted."""
-        self.schedules: dict[ParallelPlan, str] = {self.plan: request.schedule_name}
         self.outcomes: dict[int, tuple[float, float]] = {}
         """(loss, norm) of every step seen: what is executed again must give the same"""
-        self.addresses: dict[int, str] = {}
-        self.restored: str | None = request.resume
+        self.order: do.Adopt | None = None
         self.validations: dict[int, Any] = {}
         self.answered: set[asyncio.Task[None]] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.effects = ThreadPoolExecutor(1, "raypar-effects")
         self.disk = ThreadPoolExecutor(1, "raypar-disk")
-        self.heard_s = time.monotonic()
         self.step_calls = 0
 
     # -- called by the client ----------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Begin; returns at once."""
+    async def start(self, request: RunRequest | None = None) -> None:
+        """Begin, or, without a request, go on with the run that is in the journal; returns at once."""
+        if self.begun:
+            return
+        self.begun = True
+        if request is not None:
+            await asyncio.to_thread(self._begin_journal, request)
+        else:
+            request = await asyncio.to_thread(self.journal.request)
+        self._set_up(request)
         self._spawn(self._run())
-        self._spawn(self._start_workers())
+        record = await asyncio.to_thread(self.journal.last_record)
+        end = await asyncio.to_thread(self.journal.end)
+        if end is not None:
+            self._spawn(self._finish(end))
+        elif record is not None:
+            self._spawn(self._guarded(self._take_over(record)))
+        else:
+            self._spawn(self._guarded(self._start()))
 
-    async def events(self, cursor: int, wait_s: float = 1.0) -> tuple[list[dict[str, Any]], int]:
-        """What happened after `cursor`, waiting up to `wait_s` for news; and the next cursor."""
+    def _begin_journal(self, request: RunRequest) -> None:
+        self.journal.erase()
+        self.journal.put_request(request)
+
+    async def events(self, epoch: int, cursor: int, wait_s: float = 1.0) -> tuple[list[dict[str, Any]], int, int]:
+        """What this driver told after `cursor` of `epoch`, waiting up to `wait_s` for news; its epoch, and the next cursor.
+        Another epoch's cursor means nothing here: everything is told."""
         self.heard_s = time.monotonic()
         async with self.news:
+            if epoch != self.epoch:
+                cursor = 0
             if cursor >= len(self.told):
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.news.wait(), wait_s)
-            return self.told[cursor:], len(self.told)
+            return self.told[cursor:], self.epoch, len(self.told)
 
     async def stop(self, reason: str, grace_s: float) -> None:
         """Ctrl-C: finish or void the steps in flight, save, end."""
-        self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
+        if self.begun:
+            self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         """Until the machine is over. A mistake in here must not leave actors behind either."""
         self._spawn(self._tick())
+        self._spawn(self.staff.watch(self.request.silent_s, lambda: self.machine.phase is Phase.OVER))
         try:
             while self.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
+                if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
+                    self._lost(event.worker, first_line(event.error))
                 for decision in self.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
+                self._keep_status()
         except Exception as error:
             wrong = RayparError(f"the driver failed:\n{traceback.format_exc()}", cure="please report it with the lines above")
             wrong.__cause__ = error
             self._spawn(self._end(do.Teardown("failed", str(error), self.machine.emitted, wrong)))
 
     async def _tick(self) -> None:
-        start = pinged = time.monotonic()
+        start = self.heard_s = time.monotonic()
         while self.machine.phase is not Phase.OVER:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -118,10 +164,9 @@ class DriverActor:
             if limit is not None and now - start > limit:
                 start = float("inf")
                 self.queue.put_nowait(on.StopRequested(f"max_time of {limit:.0f} s is over"))
-            if now - pinged > PING_S:
-                pinged = now
-                for worker in self.pool.workers.values():
-                    worker.ping.remote()
+            if now - self.heard_s > ABANDONED_S:
+                self.heard_s = now
+                self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
     def _carry_out(self, decision: do.Decision) -> None:
         generation = self.machine.generation
@@ -158,7 +203,13 @@ class DriverActor:
             case do.Probe(ranks):
                 self._spawn(self._probe(ranks))
             case do.Warn(text):
-                self._tell("warning", text=text)
+                self._note("waiting" if self.machine.phase is Phase.WAITING else "warning", text=text)
+            case do.Note(text):
+                self._note("note", text=text)
+            case do.Hire(worker):
+                self._spawn(self._hire(worker))
+            case do.Resumed(_, seconds, again):
+                self._resumed(seconds, again)
             case do.Claim(number):
                 self._note("recovering", text=decision.reason, generation=number)
                 self._spawn(self._claim(number))
@@ -176,8 +227,12 @@ class DriverActor:
             case do.CheckReplay(step):
                 self._check_replay(step)
             case do.Evict(worker, why):
-                self._note("warning", text=f"worker {worker} is given up: {why}")
-                self.pool.dismiss(worker)
+                if why == "drained":
+                    self._note("left", text=f"worker {worker} has left; its work is with the others", **self.staff.who(worker))
+                    self.staff.dismiss(worker)
+                else:
+                    self.staff.suspect(worker)
+                    self._lost(worker, why)
             case do.Teardown():
                 self._spawn(self._end(decision.action))
 
@@ -186,7 +241,8 @@ class DriverActor:
     def _call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
         """One call to every member; each answer becomes an event."""
         for number in self.machine.members:
-            self._call(number, self.machine.generation, call(self.pool.workers[number]), event)
+            if number in self.pool.workers:  # else the machine has been told that it is lost
+                self._call(number, self.machine.generation, call(self.pool.workers[number]), event)
 
     def _call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
         task = self._spawn(self._answer(number, generation, ref, event))
@@ -216,7 +272,7 @@ class DriverActor:
 
     def _coordinate(self, number: int) -> str:
         members = self.machine.members
-        plan = self.machine.plan or self.plan
+        plan = self.machine.plan or self.request.plan
         return plan.coordinate(members.index(number)) if number in members else f"worker {number}"
 
     def _stepped(self, number: int, generation: int, step: int, report: dict[str, Any]) -> on.Event:
@@ -255,42 +311,31 @@ class DriverActor:
         return stand
 
     async def _choose(self, generation: int, workers: int) -> None:
-        def find() -> on.Event:
-            try:
-                choice = search(self.request.profile, workers, self.request.cut)
-            except PlanError as error:
-                return on.PlanChosen(generation, None, first_line(error))
-            self.schedules[choice.plan] = choice.schedule
-            return on.PlanChosen(generation, choice.plan)
-
-        self.queue.put_nowait(await asyncio.to_thread(find))
+        now = self.machine.plan
+        self.queue.put_nowait(await asyncio.to_thread(self.plans.choose, generation, workers, now))
 
     async def _adopt(self, order: do.Adopt, reason: str) -> None:
         """Lower the plan, and let everybody connect, hand over, take over and build."""
         request, plan = self.request, order.plan
-        name = self._schedule_for(plan)
         self.reports = defaultdict(dict)  # of steps that never happened
-        crossing = request.outline.crossing(plan)
-
-        def lowered() -> tuple[Assignment, ...]:
-            made = registry.build(name, Routing(plan, request.cut))
-            return assign(made, plan, crossing, request.cut, request.validation_cut)
-
-        assignments = await asyncio.to_thread(lowered)
+        assignments = await asyncio.to_thread(self.plans.assignments, plan)
+        schedule = self.plans.schedule(plan)
+        await asyncio.to_thread(self.journal.record, Record(order.generation, plan, order.members, schedule))
         workers = (*order.members, *order.sources)
-        ranks = {number: rank for rank, number in enumerate(workers)}
-        addresses = [self.addresses[number] for number in workers]
-        load = None
-        if order.load:
-            load = str(self.recorder.checkpoint_path or self.restored) if order.done else None
-        moved = sum(move.piece.size for move in order.moves)
-        text = f"{len(order.members)} workers, {plan.describe()}; {reason}; {moved:,} parameters and their optimizer state move"
-        self._note("recovering", text=f"generation {order.generation}: {text}", generation=order.generation)
-        self.recorder.replanned = True
         for number in workers:
             if number not in self.pool.workers:
                 self.queue.put_nowait(on.CallFailed("lost", WorkerLost(f"worker {number} is gone"), number))
                 return
+        ranks = {number: rank for rank, number in enumerate(workers)}
+        addresses = [self.staff.hellos[number].address for number in workers]
+        load = None
+        if order.load and order.done:
+            load = str(self.recorder.checkpoint_path or request.resume)
+        self.order = order
+        self.recorder.replanned = True
+        self._note(
+            "recovering", text=f"generation {order.generation}: {self._described(order)}; {reason}", **self._facts(order)
+        )
         for rank, number in enumerate(workers):
             seated = rank < plan.world
             part = Part(
@@ -302,13 +347,54 @@ class DriverActor:
             )
             self._call(number, order.generation, ref, lambda n, _: on.Adopted(n, order.generation))
 
-    def _schedule_for(self, plan: ParallelPlan) -> str:
-        """The one the plan was chosen with, else the job's, where the plan has the stages for it."""
-        for name in (self.schedules.get(plan), self.request.schedule_name, "1f1b"):
-            if name is not None and registry.fits(name, plan):
-                self.schedules[plan] = name
-                return name
-        return "interleaved"
+    def _described(self, order: do.Adopt) -> str:
+        moved = sum(move.piece.size for move in order.moves)
+        return f"{len(order.members)} workers, {order.plan.describe()}, {moved:,} parameters and their optimizer state move"
+
+    def _facts(self, order: do.Adopt) -> dict[str, Any]:
+        return {
+            "generation": order.generation,
+            "workers": list(order.members),
+            "plan": order.plan.describe(),
+            "schedule": self.plans.schedule(order.plan),
+            "step": order.done,
+            "moved_elements": sum(move.piece.size for move in order.moves),
+        }
+
+    def _resumed(self, seconds: float, again: int) -> None:
+        """The first step of a new generation is committed."""
+        order = self.order
+        if order is None:
+            return
+        text = f"training goes on with {len(order.members)} workers, {order.plan.describe()}, after {seconds:.2f} s"
+        if again:
+            text += f"; {again} steps are executed again"
+        self._note("generation", text=text, pause_s=seconds, again=again, **self._facts(order))
+        self.effects.submit(self.recorder.plan_changed, order.plan, self.plans.schedule(order.plan))
+        self._spawn(self._prepare(len(order.members)))
+
+    async def _prepare(self, workers: int) -> None:
+        """Off the critical path: what would be done with one worker less."""
+        if workers > 1:
+            await asyncio.to_thread(self.plans.prepare, workers - 1)
+
+    # -- workers that come and go --------------------------------------------------------------------------------------------
+
+    async def _hire(self, number: int) -> None:
+        request = self.request
+        await asyncio.to_thread(self.journal.hired, number)
+        self._note("hiring", text=f"a worker is wanted: worker {number} starts as soon as there is room", worker=number)
+        await self.staff.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
+
+    def _lost(self, number: int, why: str) -> None:
+        """Told once; what is left of it is removed."""
+        if number not in self.pool.workers:
+            return
+        who = self._coordinate(number)
+        where = self.staff.who(number)
+        at = f" (worker {number}, node {where['node']}, pid {where['pid']})" if "pid" in where else f" (worker {number})"
+        self._note("lost", text=f"{who}{at} is lost: {why}", coordinate=who, why=why, **where)
+        self.staff.dismiss(number)
 
     def _check_replay(self, step: int) -> None:
         found, before = outcome_of(self.reports.pop(step)), self.outcomes.get(step)
@@ -327,6 +413,8 @@ class DriverActor:
     async def _perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
         try:
             result = await asyncio.get_running_loop().run_in_executor(self.effects, call)
+        except Deposed:
+            self.queue.put_nowait(on.Claimed(self.machine.generation, ok=False))
         except UserCodeError as error:
             self.queue.put_nowait(on.CallFailed("user", error))
         except Exception as error:
@@ -341,68 +429,127 @@ class DriverActor:
 
     # -- start, save, abort, probe, end --------------------------------------------------------------------------------------
 
-    async def _start_workers(self) -> None:
+    async def _guarded(self, work: Awaitable[on.Event | None]) -> None:
         try:
-            self.queue.put_nowait(await self._start())
+            event = await work
         except RayparError as error:
             kind: on.Kind = "user" if isinstance(error, UserCodeError) else "error"
-            self.queue.put_nowait(on.CallFailed(kind, error))
+            event = on.CallFailed(kind, error)
         except Exception as error:
-            self.queue.put_nowait(on.CallFailed("error", error))
+            event = on.CallFailed("error", error)
+        if event is not None:
+            self.queue.put_nowait(event)
 
-    async def _start(self) -> on.Event:
-        request = self.request
+    async def _start(self) -> on.Event | None:
+        """Place and start the workers of the job's plan, and build their stages. None when one was lost on the way: the
+        machine has been told, and an elastic run goes on with the others."""
+        request, plan = self.request, self.request.plan
         swept = await asyncio.to_thread(sweep, request.run)
-        await asyncio.to_thread(self.journal.erase)
         if swept:
             self._tell("warning", text=f"removed {swept} placement groups that an earlier driver of this run had left")
-        places = await self.pool.reserve(request.wait_for_workers_s, lambda text: self._tell("waiting", text=text))
-        self.pool.hire(places, request.spec, request.host, request.orphan_timeout_s)
-        hellos: list[Hello] = await self._everybody(lambda rank, w: w.hello.remote(), "start")
-        self.addresses = {number: hello.address for number, hello in enumerate(hellos)}
-        nodes = {h.node for h in hellos}
-        self._tell(
-            "started", text=f"{len(hellos)} workers on {len(nodes)} node(s), pids {', '.join(str(h.pid) for h in hellos)}"
-        )
-        for line in self.recorder.meet(hellos):
-            self._tell("warning", text=line)
-        addresses = [h.address for h in hellos]
+        await self.pool.reserve(plan, request.wait_for_workers_s, lambda text: self._tell("waiting", text=text))
+        await asyncio.to_thread(self.journal.hired, plan.world - 1)
+        for number in range(plan.world):
+            self.pool.hire(number, request.spec, request.host, request.orphan_timeout_s)
+        hellos: dict[int, Hello] = await self._everybody(lambda number, w: w.hello.remote(), "start")
+        for number, hello in hellos.items():
+            self.staff.met(number, hello)
+        nodes = self.staff.nodes(hellos)
+        members = spread(plan, nodes) if len(hellos) == plan.world else tuple(range(plan.world))
+        self.machine.members = members
+        pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
+        text = f"{len(hellos)} workers on {len(set(nodes.values()))} node(s), pids {pids}"
+        self._note("started", text=text, workers=[self.staff.who(n) for n in members])
+        for line in self.recorder.meet(list(hellos.values())):
+            self._note("warning", text=line)
+        self._effect_now(self.recorder.begin)
+        await asyncio.to_thread(self.journal.record, Record(1, plan, members, request.schedule_name))
+        if len(hellos) < plan.world:
+            return None
+        addresses = [hellos[number].address for number in members]
         deadline_s, done = request.start_deadline_s, request.course.first
-        ranks = {number: number for number in range(self.plan.world)}
+        ranks = {number: rank for rank, number in enumerate(members)}
 
         def part(rank: int) -> bytes:
             assignment = pickle.loads(request.assignments[rank])
             return pickle.dumps(Part(assignment, ranks, done, (), request.resume, fresh=request.resume is None))
 
         described = await self._everybody(
-            lambda rank, w: w.adopt.remote(1, part(rank), self.plan.coordinate(rank), addresses, deadline_s),
+            lambda number, w: w.adopt.remote(1, part(ranks[number]), plan.coordinate(ranks[number]), addresses, deadline_s),
             "build its stages",
         )
-        megabytes = ", ".join(f"{d['bytes'] / 1e6:.1f}" for d in described)
+        if len(described) < plan.world:
+            return None
+        megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
         self._tell("built", text=f"stages built and connected; parameters by worker in MB: {megabytes}")
-        self._effect_now(self.recorder.begin)
         return on.WorkersReady()
+
+    async def _take_over(self, record: Record) -> on.Event:
+        """Find the workers of a driver that is gone, and what people have seen of the run."""
+        request = self.request
+        await asyncio.to_thread(self.pool.find)
+        workers = dict(self.pool.workers)
+        hellos = await quickly([w.introduce.remote() for w in workers.values()], FOUND_S)
+        starting = []
+        for (number, worker), hello in zip(workers.items(), hellos, strict=True):
+            if hello is not None:
+                self.staff.met(number, hello)
+            elif number not in record.members:
+                starting.append(number)
+                self._spawn(self.staff.welcome(number, worker, request.start_deadline_s))
+        there = tuple(n for n in workers if n in self.staff.hellos or n in starting)
+        silent = [n for n in record.members if n not in there]
+        for number in silent:
+            self._lost(number, "it does not answer the new driver")
+        self.plans.schedules[record.plan] = record.schedule
+        seen = await asyncio.to_thread(self.recorder.take_over)
+        self.outcomes = dict(seen.outcomes)
+        for line in self.recorder.news():
+            self._tell(**line)
+        generation = await asyncio.to_thread(self.journal.claimed)
+        hired = max(await asyncio.to_thread(self.journal.numbers), *(n + 1 for n in (*workers, *record.members)))
+        text = f"the driver was lost; a new one has found {len(self.staff.hellos)} workers and goes on after step {seen.steps}"
+        self._note("driver", text=text, generation=generation, step=seen.steps)
+        self._effect_now(self.recorder.begin)
+        return on.TakenOver(
+            there, generation, seen.steps, record.plan, record.members, seen.validated, seen.saved, tuple(starting), hired
+        )
 
     def _effect_now(self, call: Callable[[], Any]) -> None:
         self.effects.submit(call).result()
 
-    async def _everybody(self, call: Callable[[int, Any], Any], what: str) -> list[Any]:
-        """All workers' answers; the most blameworthy failure of several is raised."""
-        asking = [asyncio.ensure_future(self._ask(rank, call(rank, w))) for rank, w in self.pool.workers.items()]
-        _, pending = await asyncio.wait(asking, timeout=self.request.start_deadline_s)
-        if pending:
-            ranks = [rank for rank, task in enumerate(asking) if task in pending]
-            raise ClusterError(
-                f"worker(s) {ranks} did not {what} within {self.request.start_deadline_s:.0f} s\n{await self._stacks(ranks)}",
-                cure="look at the stacks above and at Ray's logs on those nodes",
-            )
-        answers = [task.result() for task in asking]
-        failed = [a for a in answers if isinstance(a, Failed)]
-        for kind in ("user", "error", "lost", "aborted"):
-            for failure in failed:
+    async def _everybody(self, call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
+        """All workers' answers by number; the most blameworthy failure of several is raised. Those of an elastic run that are
+        lost are told to the machine, and left out."""
+        numbers = list(self.pool.workers)
+        asking = [asyncio.ensure_future(self._ask(n, call(n, self.pool.workers[n]))) for n in numbers]
+        waiting, start_s = set(asking), time.monotonic()
+        elastic = self.request.course.elastic
+        while waiting and time.monotonic() - start_s < self.request.start_deadline_s:
+            done, waiting = await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            lost = any(isinstance(task.result(), Failed) and task.result().kind == "lost" for task in done)
+            if lost and elastic and what != "start":
+                break  # the others wait for it in vain: the next generation frees them
+        answers = {n: task.result() for n, task in zip(numbers, asking, strict=True) if task.done()}
+        failed = {n: a for n, a in answers.items() if isinstance(a, Failed)}
+        for kind in (
+            "user",
+            "error",
+            *(() if elastic and any(f.kind == "lost" for f in failed.values()) else ("lost", "aborted")),
+        ):
+            for failure in failed.values():
                 if failure.kind == kind:
                     raise failure.error
-        return answers
+        for number, failure in failed.items():
+            if failure.kind == "lost":
+                self.queue.put_nowait(on.CallFailed("lost", failure.error, number))
+        if waiting and not failed:
+            silent = [n for n, task in zip(numbers, asking, strict=True) if task in waiting]
+            raise ClusterError(
+                f"worker(s) {silent} did not {what} within {self.request.start_deadline_s:.0f} s\n{await self._stacks(silent)}",
+                cure="look at the stacks above and at Ray's logs on those nodes",
+            )
+        return {n: a for n, a in answers.items() if n not in failed}
 
     async def _save(self, done: int) -> None:
         """Snapshot on every worker, then, while training goes on, wait for the files and give the checkpoint its name."""
@@ -431,55 +578,61 @@ class DriverActor:
 
     async def _abort(self, why: str) -> None:
         """Abort all transports, wait for the calls in flight to come back, and say where the workers stand."""
-        await self._gather_quickly([w.abort.remote(why) for w in self.pool.workers.values()], 2.0)
+        await quickly([w.abort.remote(why) for w in self.pool.workers.values()], 2.0)
         if self.answered:
             await asyncio.wait(set(self.answered), timeout=5.0)
-        stand = await self._gather_quickly([w.ping.remote() for w in self.pool.workers.values()], 2.0)
+        stand = await quickly([w.ping.remote() for w in self.pool.workers.values()], 2.0)
         self.queue.put_nowait(on.Aborted(tuple(None if s is None else s[0] for s in stand)))
 
     async def _probe(self, ranks: tuple[int, ...]) -> None:
         self.queue.put_nowait(on.Probed(await self._stacks(list(ranks))))
 
     async def _stacks(self, ranks: list[int]) -> str:
-        texts = await self._gather_quickly([self.pool.workers[r].stacks.remote() for r in ranks], STACKS_S)
+        texts = await quickly([self.pool.workers[r].stacks.remote() for r in ranks], STACKS_S)
         return "\n".join(
             f"--- {self._coordinate(rank)}\n{text or 'does not answer: it is stopped, dead or busy outside Python'}"
             for rank, text in zip(ranks, texts, strict=True)
         )
 
-    async def _gather_quickly(self, refs: list[Any], timeout_s: float) -> list[Any]:
-        """Answers that come within the time; None for the others and for failures."""
-
-        async def one(ref: Any) -> Any:
-            try:
-                return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
-            except Exception:
-                return None
-
-        return list(await asyncio.gather(*(one(ref) for ref in refs)))
-
     async def _end(self, teardown: do.Teardown) -> None:
         """Remove everything, then tell the client. The actor itself leaves when the client has seen it, or is gone."""
+        facts = {"end": teardown.end, "why": teardown.why, "done": teardown.done, "error": pickled(teardown.error)}
         if teardown.end == "deposed":  # another driver goes on with the workers, the journal and the run folder
-            self._tell("end", end=teardown.end, why=teardown.why, done=teardown.done, error=None)
+            self._tell("end", **facts)
             return
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self.journal.end, facts)
         try:
             await self.pool.close()
         except Exception as error:
             self._tell("warning", text=f"not every worker could be removed: {error}")
-        with contextlib.suppress(Exception):
-            await asyncio.to_thread(self.journal.erase)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self.effects, self.recorder.end, teardown, self.step_calls)
         except Exception as error:
             self._tell("warning", text=f"the end of the run could not be recorded: {error}")
+        self._keep_status()
+        await loop.run_in_executor(self.effects, lambda: None)
         for line in self.recorder.news():
             self._tell(**line)
-        self._tell("end", end=teardown.end, why=teardown.why, done=teardown.done, error=pickled(teardown.error))
+        await self._leave(facts)
+
+    async def _finish(self, facts: dict[str, Any]) -> None:
+        """A driver that was killed while it ended the run: what is left is removed, the end is told."""
+        self.machine.phase = Phase.OVER
+        await asyncio.to_thread(sweep, self.run)
+        await asyncio.to_thread(self.recorder.take_over)
+        for line in self.recorder.news():
+            self._tell(**line)
+        await self._leave(facts)
+
+    async def _leave(self, facts: dict[str, Any]) -> None:
+        self._tell("end", **facts)
         self.heard_s = time.monotonic()
         while time.monotonic() - self.heard_s < CLIENT_GONE_S:
             await asyncio.sleep(1.0)
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self.journal.erase)
         ray.actor.exit_actor()
 
     # -- parts -------------------------------------------------------------------------------------------------------------
@@ -497,6 +650,12 @@ class DriverActor:
             text = "".join(traceback.format_exception(error)).rstrip()
             wrong = RayparError(f"the driver failed:\n{text}", cure="please report it with the lines above")
             self.queue.put_nowait(on.CallFailed("error", wrong))
+
+    def _keep_status(self) -> None:
+        """members.json, if anything in it has changed."""
+        text = self.status.changed(self.machine, self.staff.who, self.plans.schedule)
+        if text is not None:
+            self.effects.submit(self.recorder.keep_status, text)
 
     def _note(self, kind: str, **facts: Any) -> None:
         """Tell it, and keep it in the run folder."""
@@ -522,11 +681,6 @@ def missed(outcome: Any) -> dict[str, Any]:
     """What can be said of a step that was found applied, and whose reports went to nobody or are not whole."""
     known = {"loss": outcome.loss, "norm": outcome.norm, "count": outcome.count, "skipped": outcome.skipped}
     return {**known, "seconds": 0.0, "busy_seconds": 0.0, "peak_rss_bytes": 0, "spans": [], "ledger": {}}
-
-
-def first_line(error: Exception) -> str:
-    """Ray's messages have many lines; the first says it."""
-    return str(error).strip().splitlines()[0]
 
 
 def pickled(error: Exception | None) -> bytes | None:

@@ -1,18 +1,40 @@
-"""The journal of committed steps in Ray's internal key-value store, written by compare-and-set (DESIGN 4.7)."""
+"""What must outlive a driver, in Ray's internal key-value store: who may commit, what is committed, who holds what
+(DESIGN 4.7, 4.13). Who writes first wins: compare-and-set."""
 
 from __future__ import annotations
 
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from ray import cloudpickle
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 from raypar.errors import ClusterError
+from raypar.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class Record:
+    """Who held what in a generation: `members[rank]` is the worker in that seat of `plan`."""
+
+    generation: int
+    plan: ParallelPlan
+    members: tuple[int, ...]
+    schedule: str
+
+
+class Deposed(ClusterError):
+    """Another driver has claimed a newer generation: this one may not write any more."""
 
 
 class Journal:
     """One run's keys. All calls block for about a millisecond."""
 
-    def __init__(self, run: str, generation: int) -> None:
-        self.prefix = f"raypar/{run}/"
-        self.generation = generation
+    def __init__(self, run: str) -> None:
+        self.run, self.prefix, self.generation = run, f"raypar/{run}/", 1
+
+    # -- generations and steps ---------------------------------------------------------------------------------------------
 
     def claim(self, generation: int) -> bool:
         """Whether this driver is the first to claim `generation`; from then on it commits under it."""
@@ -22,15 +44,73 @@ class Journal:
         return True
 
     def commit(self, step: int) -> None:
-        """Claim `step` for this driver's generation. Raises `ClusterError` when another driver has done it already."""
-        if _internal_kv_put(f"{self.prefix}step/{step}", str(self.generation), overwrite=False):
-            raise ClusterError(
-                f"step {step} is in the journal already: another driver of this run is at work",
-                cure="let that one go on, or stop it before resuming",
+        """Step `step` is committed. One that a former driver has written already is the same step: nobody commits what not
+        all have applied. Raises `Deposed` when another driver has taken over."""
+        if _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}") is not None:
+            raise Deposed(
+                f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
+                cure="that one goes on with the run; nothing is to be done",
             )
+        _internal_kv_put(f"{self.prefix}step/{step}", str(self.generation).encode(), overwrite=False)
         if step >= 2:
             _internal_kv_del(f"{self.prefix}step/{step - 2}")
+
+    def record(self, record: Record) -> None:
+        """Before the workers of a generation begin: a new driver has to find them."""
+        _internal_kv_put(f"{self.prefix}record/{record.generation}", pickle.dumps(record), overwrite=True)
+        for generation in self._numbers("record"):
+            if generation < record.generation - 1:
+                _internal_kv_del(f"{self.prefix}record/{generation}")
+
+    def last_record(self) -> Record | None:
+        """Of the newest generation that had members; None while there has been none."""
+        for generation in sorted(self._numbers("record"), reverse=True):
+            value = _internal_kv_get(f"{self.prefix}record/{generation}")
+            if value is not None:
+                found: Record = pickle.loads(value)
+                return found
+        return None
+
+    def claimed(self) -> int:
+        """The newest generation that anybody has claimed; 1 is the first driver's."""
+        return max(self._numbers("generation"), default=1)
+
+    # -- workers -----------------------------------------------------------------------------------------------------------
+
+    def hired(self, number: int) -> None:
+        """`number` has been given to a worker, and is never given again."""
+        _internal_kv_put(f"{self.prefix}hired", str(number + 1).encode(), overwrite=True)
+
+    def numbers(self) -> int:
+        """How many numbers have been given."""
+        return int(_internal_kv_get(f"{self.prefix}hired") or 0)
+
+    # -- the run -----------------------------------------------------------------------------------------------------------
+
+    def put_request(self, request: Any) -> None:
+        """What the run is: a driver that is started again by Ray reads it here."""
+        _internal_kv_put(f"{self.prefix}request", cloudpickle.dumps(request), overwrite=True)
+
+    def request(self) -> Any:
+        """See `put_request`. Raises `ClusterError` when the run is over."""
+        value = _internal_kv_get(f"{self.prefix}request")
+        if value is None:
+            raise ClusterError(f"there is no run {self.run} on this cluster", cure="start it with `raypar train`")
+        return pickle.loads(value)
+
+    def end(self, facts: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Note how the run ended, before anything is removed; without `facts`, what was noted."""
+        key = f"{self.prefix}end"
+        if facts is not None:
+            _internal_kv_put(key, pickle.dumps(facts), overwrite=True)
+            return facts
+        value = _internal_kv_get(key)
+        return None if value is None else pickle.loads(value)
 
     def erase(self) -> None:
         """Remove every key of the run."""
         _internal_kv_del(self.prefix, del_by_prefix=True)
+
+    def _numbers(self, kind: str) -> list[int]:
+        prefix = f"{self.prefix}{kind}/"
+        return [int(key.decode().removeprefix(prefix)) for key in _internal_kv_list(prefix)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
 POLL_S = 0.05
+NODE_LABEL = "ray.io/node-id"
 
 
 def namespace(run: str) -> str:
@@ -26,69 +28,116 @@ def namespace(run: str) -> str:
 
 
 class Pool:
-    """Placement groups and workers of one plan. All detached: they outlive whoever made them, until they are removed."""
+    """Placement groups and workers by number. All detached: they outlive whoever made them, until they are removed."""
 
-    def __init__(self, run: str, plan: ParallelPlan) -> None:
-        self.run, self.plan = run, plan
-        self.groups: list[PlacementGroup] = []
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.groups: dict[int, PlacementGroup] = {}
+        """By worker number; the shards of one seat share theirs."""
+        self.bundles: dict[int, int] = {}
         self.workers: dict[int, Any] = {}
-        """By number; the first plan's ranks are the first numbers."""
 
-    async def reserve(self, wait_s: float, say: Callable[[str], None]) -> list[tuple[PlacementGroup, int]]:
-        """One STRICT_PACK group per seat (a replica of a position with all its shards). Returns (group, bundle) by rank.
+    # -- placing -----------------------------------------------------------------------------------------------------------
+
+    async def reserve(self, plan: ParallelPlan, wait_s: float, say: Callable[[str], None]) -> None:
+        """One STRICT_PACK group per seat (a replica of a position with all its shards); numbers are the plan's ranks.
 
         Raises `ClusterError` when they are not there after `wait_s` seconds.
         """
-        places: list[tuple[PlacementGroup, int]] = []
-        for rank, seat in enumerate(self.plan.seats):
+        for rank, seat in enumerate(plan.seats):
             if seat.shard == 0:
-                shards = sum(s.position == seat.position and s.replica == seat.replica for s in self.plan.seats)
-                name = f"{namespace(self.run)}-{rank}"
-                self.groups.append(
-                    placement_group([{"CPU": 1}] * shards, strategy="STRICT_PACK", name=name, lifetime="detached")
-                )
-            places.append((self.groups[-1], seat.shard))
+                shards = sum(s.position == seat.position and s.replica == seat.replica for s in plan.seats)
+                group = self._group(rank, shards)
+            self.groups[rank], self.bundles[rank] = group, seat.shard
         start, told_s = time.monotonic(), 0.0
         while True:
             there = await asyncio.to_thread(self._there)
-            if there == self.plan.world:
-                return places
+            if there == plan.world:
+                return
             waited = time.monotonic() - start
             if waited > wait_s:
                 cluster = capacity()
                 raise ClusterError(
-                    f"only {there} of {self.plan.world} workers could be placed within {wait_s:.0f} s; the cluster has "
+                    f"only {there} of {plan.world} workers could be placed within {wait_s:.0f} s; the cluster has "
                     f"{cluster.total} CPUs, {cluster.free} of them free",
-                    cure="wait for other jobs to end, add nodes, choose a smaller plan, or raise elastic.wait_for_workers_s",
+                    cure="wait for other jobs to end, add nodes, choose a smaller plan, or raise wait_for_workers_s",
                 )
             if waited - told_s > 2.0:
                 told_s = waited
-                say(f"waiting for {self.plan.world - there} of {self.plan.world} workers")
+                say(f"waiting for {plan.world - there} of {plan.world} workers")
             await asyncio.sleep(POLL_S)
 
-    def _there(self) -> int:
+    async def reserve_one(self, number: int, avoid: Collection[str]) -> None:
+        """A group for one more worker, for however long that takes; not on the nodes `avoid`. Meanwhile it is demand that an
+        autoscaler sees."""
+        self.groups[number], self.bundles[number] = await asyncio.to_thread(self._group, number, 1, avoid), 0
+        while number in self.groups and not await asyncio.to_thread(self._there, number):
+            await asyncio.sleep(4 * POLL_S)
+
+    def _group(self, number: int, bundles: int, avoid: Collection[str] = ()) -> PlacementGroup:
+        selector = [{NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * bundles if avoid else None
+        return placement_group(
+            [{"CPU": 1}] * bundles,
+            strategy="STRICT_PACK",
+            name=f"{namespace(self.run)}-{number}",
+            lifetime="detached",
+            bundle_label_selector=selector,
+        )
+
+    def _there(self, only: int | None = None) -> int:
+        """Workers whose groups are placed."""
         table = placement_group_table()
-        created = [g for g in self.groups if table.get(g.id.hex(), {}).get("state") == "CREATED"]
-        return sum(len(g.bundle_specs) for g in created)
+        groups = self.groups if only is None else {n: g for n, g in self.groups.items() if n == only}
+        return sum(table.get(group.id.hex(), {}).get("state") == "CREATED" for group in groups.values())
 
-    def hire(self, places: list[tuple[PlacementGroup, int]], spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
-        """Start one actor per seat; they load torch while this returns."""
-        actor = worker_class()
-        for number, (group, bundle) in enumerate(places):
-            self.workers[number] = actor.options(
-                name=f"worker-{number}",
-                namespace=namespace(self.run),
-                lifetime="detached",
-                num_cpus=1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            ).remote(self.run, number, spec, host, orphan_timeout_s)
+    # -- workers -----------------------------------------------------------------------------------------------------------
 
-    def dismiss(self, number: int) -> None:
-        """Kill one worker; it is not waited for, and nothing is called there any more."""
-        worker = self.workers.pop(number, None)
-        if worker is not None:
-            with contextlib.suppress(Exception):
-                ray.kill(worker, no_restart=True)
+    def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
+        """Start an actor in its place; it loads torch when it is asked for its first call. Raises ValueError when another
+        driver has given that number away."""
+        strategy = PlacementGroupSchedulingStrategy(self.groups[number], placement_group_bundle_index=self.bundles[number])
+        made = worker_class().options(
+            name=f"worker-{number}",
+            namespace=namespace(self.run),
+            lifetime="detached",
+            num_cpus=1,
+            scheduling_strategy=strategy,
+        )
+        self.workers[number] = made.remote(self.run, number, spec, host, orphan_timeout_s)
+        return self.workers[number]
+
+    def find(self) -> None:
+        """Take over what an earlier driver has made: all workers of the run that Ray knows, and their groups."""
+        place = namespace(self.run)
+        for named in ray.util.list_named_actors(all_namespaces=True):
+            match = re.fullmatch(r"worker-(\d+)", named["name"] or "")
+            if named["namespace"] == place and match is not None:
+                with contextlib.suppress(ValueError):  # gone since it was listed
+                    self.workers[int(match[1])] = ray.get_actor(named["name"], namespace=place)
+        for info in left_of(self.run):
+            number = int(str(info["name"]).rpartition("-")[2])
+            group = ray.util.get_placement_group(info["name"])
+            for shard in range(len(info["bundles"])):
+                if number + shard in self.workers:
+                    self.groups[number + shard], self.bundles[number + shard] = group, shard
+            if number not in self.groups:
+                remove_placement_group(group)
+
+    def dismiss(self, number: int) -> Callable[[], None]:
+        """From now on nothing is called there. Returns what remains to be done and may block: kill it (it is not waited for),
+        return its CPU. Idempotent."""
+        worker, group = self.workers.pop(number, None), self.groups.pop(number, None)
+        last = group is not None and all(group.id != other.id for other in self.groups.values())
+
+        def rest() -> None:
+            if worker is not None:
+                with contextlib.suppress(Exception):
+                    ray.kill(worker, no_restart=True)
+            if group is not None and last:
+                with contextlib.suppress(Exception):
+                    remove_placement_group(group)
+
+        return rest
 
     async def close(self, patience_s: float = 1.0) -> None:
         """Workers close their loaders and sockets, then they and their groups are removed."""
@@ -96,17 +145,12 @@ class Pool:
             closing = [asyncio.ensure_future(_quietly(w.close.remote())) for w in self.workers.values()]
             if closing:
                 await asyncio.wait(closing, timeout=patience_s)
-        self.remove()
+        await asyncio.to_thread(self.remove)
 
     def remove(self) -> None:
         """Kill every worker, return every reserved CPU. Idempotent."""
-        for worker in self.workers.values():
-            with contextlib.suppress(Exception):
-                ray.kill(worker, no_restart=True)
-        for group in self.groups:
-            with contextlib.suppress(Exception):
-                remove_placement_group(group)
-        self.workers, self.groups = {}, []
+        for number in {*self.workers, *self.groups}:
+            self.dismiss(number)()
 
 
 async def _quietly(ref: Any) -> None:
@@ -114,13 +158,18 @@ async def _quietly(ref: Any) -> None:
         await ref
 
 
-def sweep(run: str) -> int:
-    """Remove placement groups that an earlier driver of this run left behind, and the actors in them; how many there were."""
-    left = [
+def left_of(run: str) -> list[dict[str, Any]]:
+    """Placement groups that carry the run's name."""
+    return [
         info
         for info in placement_group_table().values()
-        if str(info["name"]).startswith(namespace(run) + "-") and info["state"] != "REMOVED"
+        if re.fullmatch(re.escape(namespace(run)) + r"-\d+", str(info["name"])) and info["state"] != "REMOVED"
     ]
+
+
+def sweep(run: str) -> int:
+    """Remove placement groups that an earlier driver of this run left behind, and the actors in them; how many there were."""
+    left = left_of(run)
     for info in left:
         remove_placement_group(ray.util.get_placement_group(info["name"]))
     return len(left)

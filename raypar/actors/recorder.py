@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,24 @@ from raypar.actors.pictures import draw
 from raypar.actors.request import RunRequest
 from raypar.elastic.actions import Teardown
 from raypar.errors import CheckpointError
+from raypar.plan import ParallelPlan
+from raypar.run_folder import RunFolder
 from raypar.worker import checkpoint
 from raypar.worker.checkpoint import ShardRecord
+
+RETOLD = 1000
+"""Steps of which a new driver tells the client again: more than it can have missed."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the run folder says of a run. `outcomes`: step (from 0) -> (loss, norm); `validated`, `saved`: after how many steps
+    that was done last."""
+
+    steps: int
+    outcomes: Mapping[int, tuple[float, float]]
+    validated: int | None
+    saved: int | None
 
 
 class Recorder:
@@ -55,6 +72,33 @@ class Recorder:
         self.nodes = [hello.node[:8] for hello in hellos]
         return [f"not bitwise: the workers differ in {line}" for line in differences([h.fingerprint for h in hellos])]
 
+    def take_over(self) -> Seen:
+        """Go on with the folder that another driver has filled; the client is told again what it may have missed."""
+        run = RunFolder(self.folder)
+        first = self.request.course.first
+        run.mend(run.metrics)
+        lines = [line for line in run.read(run.metrics) if line["step"] > first]
+        steps = [line for line in lines if "loss" in line]
+        validations = [line for line in lines if "validation_loss" in line]
+        path, _ = checkpoint.usable(self.folder / "checkpoints")
+        self.checkpoint_path = path
+        for line in lines[-RETOLD:]:
+            facts = {key: value for key, value in line.items() if key != "time"}
+            if "loss" in line:
+                eta_s = (self.request.course.end - line["step"]) * line["seconds"]
+                self._news.append({"kind": "step", **facts, "eta_s": eta_s})
+            else:
+                self._news.append({"kind": "validation", **facts})
+        if path is not None:
+            self._news.append({"kind": "checkpoint", "step": checkpoint.load_manifest(path).steps_done, "path": str(path)})
+        self.replanned = True
+        return Seen(
+            steps=steps[-1]["step"] if steps else first,
+            outcomes={s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s["norm"] is not None},
+            validated=validations[-1]["step"] if validations else None,
+            saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
+        )
+
     # -- steps -------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -84,7 +128,7 @@ class Recorder:
         }
         if one["skipped"]:
             metrics["skipped"] = True
-        if step in request.trace and not self.replanned:
+        if step in request.trace and not self.replanned and len(reports) == request.plan.world:
             self.traced = {"step": step + 1, "spans": [reports[r]["spans"] for r in sorted(reports)], "ledger": one["ledger"]}
         self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
         stop, own = self._call("on_step", metrics)
@@ -113,6 +157,27 @@ class Recorder:
     def note(self, facts: Mapping[str, Any]) -> None:
         """A line in events.jsonl."""
         self._append("events.jsonl", facts)
+
+    def keep_status(self, text: str) -> None:
+        """members.json, whole or not at all."""
+        self._replace(RunFolder(self.folder).members, text)
+
+    def plan_changed(self, plan: ParallelPlan, schedule: str) -> None:
+        """plan.json is that of the present generation."""
+        run = RunFolder(self.folder)
+        facts = {
+            "schedule": schedule,
+            "stages": [asdict(stage) for stage in plan.stages],
+            "workers": [plan.coordinate(rank) for rank in range(plan.world)],
+        }
+        self._replace(run.plan, json.dumps(facts, indent=1) + "\n")
+
+    def _replace(self, path: Path, text: str) -> None:
+        """A full disk must not end the run: what people see there is old then."""
+        aside = path.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            aside.write_text(text)
+            aside.replace(path)
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", metrics)

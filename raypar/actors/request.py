@@ -45,3 +45,4 @@ class RunRequest:
     wait_for_workers_s: float = 300.0
     start_deadline_s: float = 300.0
     orphan_timeout_s: float = 60.0
+    silent_s: float = 10.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from raypar.elastic.member import Fenced, Member
 from raypar.errors import CommError, RayparError, UserCodeError
 
 ORPHAN_THREAD = "raypar-orphan"
+LEAVE_S = 5.0
 
 
 class WorkerActor:
@@ -42,6 +44,10 @@ class WorkerActor:
         self.heard_s = time.monotonic()
         self.orphan_timeout_s = orphan_timeout_s
         self.doing = "starting"
+        self.said: Hello | None = None
+        self.leaving = False
+        with contextlib.suppress(ValueError):  # not the main thread: then a SIGTERM ends the process at once, as Ray has it
+            signal.signal(signal.SIGTERM, self._asked_to_leave)
         threading.Thread(target=self._leave_when_orphaned, name=ORPHAN_THREAD, daemon=True).start()
 
     # -- step: one after the other -------------------------------------------------------------------------------------
@@ -52,6 +58,8 @@ class WorkerActor:
         return self._guard("starting", self._hello)
 
     def _hello(self) -> Hello:
+        if self.said is not None:
+            return self.said  # to a new driver
         import torch
 
         from raypar.actors.fingerprint import fingerprint
@@ -70,7 +78,8 @@ class WorkerActor:
         self.member = Member(self.number, self.body)
         self.writer = Writer()
         node = ray.get_runtime_context().get_node_id()
-        return Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads))
+        self.said = Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads))
+        return self.said
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def adopt(
@@ -162,10 +171,22 @@ class WorkerActor:
         return self._guard("writing", self.writer.result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
-    def ping(self) -> tuple[int, str]:
-        """(steps done, what it does); keeps the worker from thinking that it is an orphan."""
+    def ping(self) -> tuple[int, str, bool]:
+        """(steps done, what it does, whether it has to leave); keeps the worker from thinking that it is an orphan."""
         self.heard_s = time.monotonic()
-        return self._done, self.doing
+        return self._done, self.doing, self.leaving
+
+    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    def introduce(self) -> Hello | None:
+        """What it said in `hello`, for a new driver; None while it is starting."""
+        self.heard_s = time.monotonic()
+        return self.said
+
+    def _asked_to_leave(self, number: int, frame: Any) -> None:
+        """A cloud's notice. The driver hears of it by the next ping and moves the work off; if nobody asks, it ends."""
+        if self.leaving and time.monotonic() - self.heard_s > LEAVE_S:
+            os._exit(0)
+        self.leaving = True
 
     @property
     def _done(self) -> int:

@@ -153,10 +153,12 @@ class Hire:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The first step after a disturbance is committed, `seconds` after the machine had heard of it. No answer."""
+    """The first step after a disturbance is committed, `seconds` after the machine had heard of it; `again`: steps that have
+    to be executed again because of it. No answer."""
 
     step: int
     seconds: float
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ Kind = Literal["user", "lost", "error", "aborted"]
 
 @dataclass(frozen=True, slots=True)
 class WorkersReady:
-    """Every worker has built its stages and is connected to all others."""
+    """Every worker of the first plan has built its stages and is connected to all others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ class Course:
     claim_s: float = 10.0
     stand_s: float = 1.0
     stand_medians: float = 3.0
-    adopt_s: float = 30.0
+    adopt_s: float = 5.0
+    load_s: float = 60.0
     capacity_s: float = 300.0
 
     @property
@@ -321,10 +322,13 @@ class RunMachine:
             self.hiring.add(number)
             self.decide(Hire(number), f"{len(there)} of {self.wanted} workers are there or on their way")
 
+    def usual_step_s(self) -> float:
+        """What a step takes at present."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
     def stand_deadline_s(self) -> float:
         """For leaving what is in flight: a forward or backward pass cannot be interrupted."""
-        median = statistics.median(self._seconds) if self._seconds else 0.0
-        return max(self.course.stand_s, self.course.stand_medians * median)
+        return max(self.course.stand_s, self.course.stand_medians * self.usual_step_s())
 
     def commit(self, step: int) -> None:
         """Every worker has applied `step`."""
@@ -332,7 +336,7 @@ class RunMachine:
         self.attempts = 0
         self._since_s = self._now_s
         if self.began_s is not None:
-            self.decide(Resumed(step, self._now_s - self.began_s), "training goes on")
+            self.decide(Resumed(step, self._now_s - self.began_s, max(0, self.journalled - step)), "training goes on")
             self.began_s = None
         self.hire()
         if step < self.journalled:

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from raypar.elastic.machine import RunMachine
 
 
+SLOWEST_PER_S = 2e6
+"""Elements, with what the optimizer keeps for them, that a worker takes over in a second, at the least."""
+
+
 @dataclass
 class Recovery:
     """What is known on the way to the next generation."""
@@ -277,7 +281,8 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
     sources = tuple(sorted({way.source for way in ways} - set(members)))
     r.expected = {*members, *sources}
     r.order = Adopt(m.generation, plan, members, sources, done, ways, cut, load)
-    m.go(Phase.ADOPTING, deadline_s=m.course.adopt_s)
+    most = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
+    m.go(Phase.ADOPTING, deadline_s=(m.course.load_s if load else m.course.adopt_s) + most / SLOWEST_PER_S)
     where = "the disk, or made anew," if load else "the mirror" if cut else "the workers that hold it"
     m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {done} steps")
 
@@ -426,7 +431,10 @@ def look_for_growth(m: RunMachine) -> None:
 
 
 def growth_chosen(m: RunMachine, event: Event) -> None:
-    """What the planner would do with the workers that wait; only a gain that pays for the move is worth one."""
+    """What the planner would do with the workers that wait; only a gain that pays for the move is worth one.
+
+    Back to as many as the job asks for is worth it while there is something left to do: second copies are worth more than time.
+    """
     assert isinstance(event, PlanChosen)
     if event.generation != m.generation or not m.choosing:
         return
@@ -434,7 +442,11 @@ def growth_chosen(m: RunMachine, event: Event) -> None:
     if event.plan is None or event.plan.world <= len(m.members) or m.pause_for is not None:
         return
     left = m.course.end - m.committed
-    gain_s = left * (event.now_s - event.step_s)
+    # What is predicted is how the plans compare; how long steps really take has been measured.
+    left_s = left * m.usual_step_s()
+    gain_s = left_s * (1 - event.step_s / event.now_s) if event.now_s else 0.0
+    if len(m.members) < m.course.workers and left_s:
+        gain_s = max(gain_s, left_s / 4)
     if event.now_s and gain_s <= m.course.move_s:
         text = f"workers {sorted(m.spares)} stay in reserve: seats would save {max(gain_s, 0.0):.1f} s of {left} steps"
         m.decide(Note(text), f"moving costs about {m.course.move_s:.1f} s")

@@ -45,6 +45,13 @@ class Trainee:
 
         return run_job(load_job(self.path, self.words), tell)
 
+    def told(self, kind: str) -> list[dict]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def members(self) -> dict:
+        return json.loads((self.folder / "runs/tiny/members.json").read_text())
+
     @property
     def losses(self) -> list[tuple[int, float]]:
         lines = map(json.loads, (self.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
@@ -88,7 +95,7 @@ def test_a_worker_that_hangs_is_given_up(undisturbed, tmp_path):
     result = trainee.run(kill(2, number=signal.SIGSTOP))
     assert result.weights_sha256 == undisturbed.result.weights_sha256
     assert trainee.losses == undisturbed.losses
-    assert any(event["kind"] == "warning" and "given up" in event["text"] for event in trainee.events)
+    assert any(event["kind"] == "lost" and "did not answer" in event["text"] for event in trainee.events)
 
 
 @pytest.mark.chaos
@@ -105,6 +112,44 @@ def test_when_the_only_copy_dies_the_checkpoint_is_read_and_what_was_seen_is_not
     assert result.end == "done", result.why
     assert result.weights_sha256 == undisturbed.result.weights_sha256
     assert trainee.losses == undisturbed.losses
+
+
+LONG = ("steps=200", "elastic.min_workers=1")
+
+
+@pytest.fixture(scope="module")
+def long_undisturbed(tmp_path_factory, own_ray) -> Trainee:
+    trainee = Trainee(tmp_path_factory.mktemp("undisturbed"), *LONG)
+    trainee.result = trainee.run()
+    return trainee
+
+
+def test_a_killed_worker_is_replaced_and_the_plan_is_whole_again(long_undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
+    result = trainee.run(kill(1))
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses
+    assert [len(event["workers"]) for event in trainee.told("generation")] == [3, 4]
+    assert trainee.told("joined")[0]["worker"] == 4
+
+
+def test_the_driver_may_be_killed(long_undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2", "checkpoint.every=20")
+    pids = []
+
+    def act(workers: list[int]) -> None:
+        pids.extend(member["pid"] for member in trainee.members["members"])
+        os.kill(trainee.members["driver_pid"], signal.SIGKILL)
+
+    result = trainee.run(act)
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses, "every step was seen once"
+    assert [event["step"] for event in trainee.told("step")] == list(range(1, 201)), "the client saw every step once"
+    assert trainee.told("driver")
+    assert [event["workers"] for event in trainee.told("generation")] == [[0, 1, 2, 3]], "the same workers, none started again"
+    assert [member["pid"] for member in trainee.members["members"]] == pids
 
 
 @pytest.mark.chaos

@@ -1,0 +1,68 @@
+"""The plans of a run: what is chosen for how many workers, under which schedule, and what each worker is told of it."""
+
+from __future__ import annotations
+
+import threading
+
+from raypar.actors.request import RunRequest
+from raypar.elastic import events as on
+from raypar.errors import PlanError
+from raypar.plan import ParallelPlan, Routing
+from raypar.planner.search import predict, search
+from raypar.schedule import registry
+from raypar.schedule.assignment import Assignment, assign
+
+
+class Plans:
+    """Called from any thread; what has been computed once is kept."""
+
+    def __init__(self, request: RunRequest) -> None:
+        self.request = request
+        self.schedules: dict[ParallelPlan, str] = {request.plan: request.schedule_name}
+        self._found: dict[int, ParallelPlan | PlanError] = {request.plan.world: request.plan}
+        """By workers; as many as the job asks for have the job's own plan."""
+        self._lock = threading.Lock()
+
+    def choose(self, generation: int, workers: int, now: ParallelPlan | None) -> on.PlanChosen:
+        """The best plan for up to that many workers, and how long its steps take beside those of `now`."""
+        found = self._for(workers)
+        if isinstance(found, PlanError):
+            return on.PlanChosen(generation, None, found.what)
+        return on.PlanChosen(generation, found, "", self._step_s(found), self._step_s(now) if now is not None else 0.0)
+
+    def prepare(self, workers: int) -> None:
+        """Find the plan for that many workers before it is needed."""
+        self._for(workers)
+
+    def _for(self, workers: int) -> ParallelPlan | PlanError:
+        with self._lock:
+            found = self._found.get(workers)
+            if found is None:
+                try:
+                    choice = search(self.request.profile, workers, self.request.cut)
+                    found = choice.plan
+                    self.schedules.setdefault(found, choice.schedule)
+                except PlanError as error:
+                    found = error
+                self._found[workers] = found
+            return found
+
+    def schedule(self, plan: ParallelPlan) -> str:
+        """The one the plan was chosen with, else the job's, where the plan has the stages for it."""
+        for name in (self.schedules.get(plan), self.request.schedule_name, "1f1b"):
+            if name is not None and registry.fits(name, plan):
+                self.schedules[plan] = name
+                return name
+        return "interleaved"
+
+    def assignments(self, plan: ParallelPlan) -> tuple[Assignment, ...]:
+        """By rank."""
+        request = self.request
+        made = registry.build(self.schedule(plan), Routing(plan, request.cut))
+        return assign(made, plan, request.outline.crossing(plan), request.cut, request.validation_cut)
+
+    def _step_s(self, plan: ParallelPlan) -> float:
+        request = self.request
+        made = registry.build(self.schedule(plan), Routing(plan, request.cut))
+        timeline, _ = predict(request.profile, plan, made, request.cut)
+        return timeline.makespan_ms / 1000

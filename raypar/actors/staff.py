@@ -1,0 +1,172 @@
+"""The workers of a run as people: who they are, whether they still answer, who is hired and who leaves. Knows no plan.
+
+All that happens is told to the machine as events; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from raypar.actors.cluster_watch import draining_nodes
+from raypar.actors.messages import Failed, Hello
+from raypar.actors.pool import Pool
+from raypar.elastic import events as on
+from raypar.errors import ClusterError, CommTimeout, WorkerLost
+
+PING_S = 0.5
+DRAIN_POLL_S = 1.0
+
+
+class Staff:
+    """`post`: gives an event to the machine; `note`: tells people and keeps it (kind, facts)."""
+
+    def __init__(self, pool: Pool, post: Callable[[on.Event], None], note: Callable[..., None]) -> None:
+        self.pool, self.post, self.note = pool, post, note
+        self.hellos: dict[int, Hello] = {}
+        self.suspects: set[str] = set()
+        """Nodes whose workers were lost or hung: nobody is hired there before Ray's node table has had time to notice."""
+        self._answered_s: dict[int, float] = {}
+        self._leaving: set[int] = set()
+        self._asked: dict[int, asyncio.Task[None]] = {}
+        self._dismissing: set[asyncio.Task[None]] = set()
+
+    def met(self, number: int, hello: Hello) -> None:
+        """A worker has started."""
+        self.hellos[number] = hello
+        self._answered_s[number] = time.monotonic()
+
+    def nodes(self, numbers: Iterable[int]) -> dict[int, str]:
+        """worker -> node, of those that have started."""
+        return {n: self.hellos[n].node for n in numbers if n in self.hellos}
+
+    def who(self, number: int) -> dict[str, Any]:
+        """For people: worker, node, pid, host."""
+        hello = self.hellos.get(number)
+        facts: dict[str, Any] = {"worker": number}
+        if hello is not None:
+            facts |= {"node": hello.node[:8], "pid": hello.pid, "host": hello.address.rpartition(":")[0]}
+        return facts
+
+    # -- hiring and dismissing -----------------------------------------------------------------------------------------------
+
+    async def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float, start_s: float) -> None:
+        """One worker more, in the background: place, process, torch, model code. Ends in `Joined` or `HireFailed`."""
+        try:
+            await self.pool.reserve_one(number, self.suspects)
+            if number not in self.pool.groups:
+                return  # dismissed while it waited for its place
+            worker = self.pool.hire(number, spec, host, orphan_timeout_s)
+            await self.welcome(number, worker, start_s)
+        except Exception as error:
+            self.failed(number, error)
+
+    async def welcome(self, number: int, worker: Any, start_s: float) -> None:
+        """Wait until it has loaded everything."""
+        try:
+            hello = await asyncio.wait_for(asyncio.wrap_future(worker.hello.remote().future()), start_s)
+        except asyncio.TimeoutError:
+            self.failed(number, ClusterError(f"it did not start within {start_s:.0f} s", cure="look at Ray's logs on its node"))
+            return
+        except Exception as error:
+            self.failed(number, error)
+            return
+        if isinstance(hello, Failed):
+            self.failed(number, hello.error)
+            return
+        self.met(number, hello)
+        self.note("joined", text=f"worker {number} has started on node {hello.node[:8]} (pid {hello.pid})", **self.who(number))
+        self.post(on.Joined(number))
+
+    def failed(self, number: int, error: Exception) -> None:
+        """It did not start."""
+        self.dismiss(number)
+        self.post(on.HireFailed(number, error))
+
+    def dismiss(self, number: int) -> None:
+        """Kill it and return its CPU, without waiting for that."""
+        self._answered_s.pop(number, None)
+        task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
+        self._dismissing.add(task)
+        task.add_done_callback(self._dismissing.discard)
+
+    def suspect(self, number: int) -> None:
+        """It does not answer, or died with its node: nobody is sent there for a while."""
+        hello = self.hellos.get(number)
+        if hello is not None:
+            others = [n for n, h in self.hellos.items() if h.node == hello.node and n in self.pool.workers and n != number]
+            if not others:
+                self.suspects.add(hello.node)
+
+    # -- watching --------------------------------------------------------------------------------------------------------------
+
+    async def watch(self, silent_s: float, over: Callable[[], bool]) -> None:
+        """Ask every worker twice a second whether it is there; a silence of `silent_s` is told once."""
+        polled_s = 0.0
+        while not over():
+            for number, worker in list(self.pool.workers.items()):
+                if number in self.hellos and number not in self._asked:
+                    task = asyncio.ensure_future(self._ask(number, worker))
+                    self._asked[number] = task
+                    task.add_done_callback(lambda _, n=number: self._asked.pop(n, None))
+            now = time.monotonic()
+            for number in [n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > silent_s]:
+                self._answered_s[number] = float("inf")
+                what = f"worker {number} has not answered for {silent_s:.0f} s"
+                self.post(on.CallFailed("aborted", CommTimeout(what, cure="look at its node"), number))
+            if now - polled_s > DRAIN_POLL_S:
+                polled_s = now
+                await self._look_for_draining_nodes()
+            await asyncio.sleep(PING_S)
+
+    async def _ask(self, number: int, worker: Any) -> None:
+        try:
+            _, _, leaving = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
+        except RayActorError as error:
+            if number in self.pool.workers:
+                self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {first_line(error)}"), number))
+        except Exception:
+            return  # it is silent; `watch` counts the seconds
+        else:
+            self._answered_s[number] = time.monotonic()
+            if leaving:
+                self.leaves(number, "its process was asked to end (SIGTERM)")
+
+    async def _look_for_draining_nodes(self) -> None:
+        try:
+            draining = await asyncio.to_thread(draining_nodes)
+        except Exception:
+            return  # the head does not answer; whatever needs it says so
+        for number in list(self.pool.workers):
+            hello = self.hellos.get(number)
+            if hello is not None and hello.node in draining:
+                self.leaves(number, f"node {hello.node[:8]} is being drained")
+
+    def leaves(self, number: int, why: str) -> None:
+        """Told once."""
+        if number not in self._leaving:
+            self._leaving.add(number)
+            self.note("draining", text=f"worker {number} has to leave: {why}", why=why, **self.who(number))
+            self.post(on.DrainAsked(number, why))
+
+
+async def quickly(refs: Iterable[Any], timeout_s: float) -> list[Any]:
+    """Answers that come within the time; None for the others and for failures."""
+
+    async def one(ref: Any) -> Any:
+        with contextlib.suppress(Exception):
+            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout_s)
+        return None
+
+    asked: list[Awaitable[Any]] = [one(ref) for ref in refs]
+    return list(await asyncio.gather(*asked))
+
+
+def first_line(error: Exception) -> str:
+    """Ray's messages have many lines; the first says it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
