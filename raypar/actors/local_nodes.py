@@ -90,6 +90,18 @@ def reaped(node: Any) -> int:
     return int(process.pid)
 
 
+def raylet_of(pid: int) -> tuple[str, str] | None:
+    """(Ray's id of the node, address of its cluster) of a raylet of this machine, from its command line; None if it is none."""
+    try:
+        words = (Path("/proc") / str(pid) / "cmdline").read_text().split("\0")
+    except OSError:
+        return None
+    found = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    if Path(words[0]).name != "raylet" or not {"node_id", "gcs-address"} <= set(found):
+        return None
+    return found["node_id"], found["gcs-address"]
+
+
 def joined(nodes: tuple[LocalNode, ...]) -> None:
     """Wait until Ray counts on all of them. Raises `ClusterError`."""
     import ray

@@ -12,9 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from helpers.tiny_job import write_job
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypar.actors.cluster_watch import draining_nodes
+from raypar.actors.local_ray import connected
 from raypar.cli import main
+from raypar.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
@@ -93,6 +98,45 @@ def test_killing_the_command_leaves_no_process_and_no_file(training):
     stopped.suspend()  # it cannot end itself
     training.process.kill()
     assert not training.left(GONE_S)
+
+
+def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, "run")
+    folder.job.write_text("")
+    with connected(None, 2, ROOT, nodes=3) as connection:
+        head, one, other = connection.nodes
+        folder.cluster.write_text(json.dumps(connection.facts))
+        run = ["--run", str(folder.path)]
+        assert main(["drain", "feedbeef", *run]) == 2
+        err = capsys.readouterr().err
+        assert "no node is called 'feedbeef'" in err and other.node[:8] in err
+        assert main(["drain", head.node[:8], *run]) == 2
+        assert "drain one of the other nodes" in capsys.readouterr().err
+        assert not draining_nodes()
+        busy = ray.remote(Busy).options(scheduling_strategy=NodeAffinitySchedulingStrategy(one.node, soft=False)).remote()
+        ray.get(busy.ping.remote())
+        before = time.time()
+        assert main(["drain", one.node[:8], *run, "--deadline-s", "60"]) == 0
+        assert 55 < draining_nodes()[one.node] - before < 65
+        ray.get(busy.ping.remote())  # Ray leaves it alone
+        assert main(["drain", str(other.pid)]) == 0
+        assert f"node {other.node[:8]}" in capsys.readouterr().out
+        deadline = time.monotonic() + 20
+        while len(alive()) > 2:  # a node on which nothing runs ends at once
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert alive() == {head.node, one.node}
+    assert main(["drain", one.node[:8], *run]) == 1
+    assert "nothing answers" in capsys.readouterr().err
+
+
+class Busy:
+    def ping(self) -> None:
+        pass
+
+
+def alive() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def test_local_nodes_and_a_cluster_to_join_are_refused_before_anything_starts(tmp_path, capsys):
