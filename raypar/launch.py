@@ -57,6 +57,7 @@ class Options:
     max_time_s: float | None = None
     callbacks: tuple[Any, ...] = ()
     address: str | None = None
+    local_nodes: int = 1
     wait_for_workers_s: float = 300.0
     orphan_timeout_s: float = 60.0
     elastic: ElasticConfig | None = None
@@ -127,10 +128,11 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     from raypar.actors.local_ray import connected
 
     most = max(planned.plan.world, (options.elastic.max_workers or 0) if options.elastic is not None else 0)
-    with connected(options.address, most, Path.cwd()) as connection:
+    with connected(options.address, most, Path.cwd(), options.local_nodes) as connection:
         say("connected", connection.text)
         require(planned.plan.world, capacity())
         folder = options.folder(planned)
+        folder.cluster.write_text(json.dumps(connection.facts, indent=1) + "\n")
         done = options.first
         try:
             result = _follow(request(folder, connection.host), folder, tell, say)
@@ -325,8 +327,10 @@ def describe(planned: Planned) -> str:
     return f"{text}\n{planned.why}" if planned.why else text
 
 
-def run_job(job: Job, tell: Tell, *, stop_at_step: int | None = None, address: str | None = None) -> Result:
-    """Train a job from a job file in a new run folder."""
+def run_job(
+    job: Job, tell: Tell, *, stop_at_step: int | None = None, address: str | None = None, local_nodes: int = 1
+) -> Result:
+    """Train a job from a job file in a new run folder. `local_nodes`: of a Ray of our own."""
     make_importable(job.source_dir)
     spec = job.to_spec()
 
@@ -336,11 +340,17 @@ def run_job(job: Job, tell: Tell, *, stop_at_step: int | None = None, address: s
         made.plan.write_text(plan_json(planned))
         return made
 
-    return launch(spec, chooser(job, spec), options_of(job, folder, stop_at_step, address), tell)
+    return launch(spec, chooser(job, spec), options_of(job, folder, stop_at_step, address, local_nodes), tell)
 
 
 def resume_job(
-    job: Job, folder: RunFolder, tell: Tell, *, stop_at_step: int | None = None, address: str | None = None
+    job: Job,
+    folder: RunFolder,
+    tell: Tell,
+    *,
+    stop_at_step: int | None = None,
+    address: str | None = None,
+    local_nodes: int = 1,
 ) -> Result:
     """Go on from the last good checkpoint of a run, under the plan of `job`. Raises `CheckpointError`."""
     make_importable(job.source_dir)
@@ -354,7 +364,7 @@ def resume_job(
         folder.plan.write_text(plan_json(planned))
         return folder
 
-    options, plan = resumed(options_of(job, found, stop_at_step, address), path, spec, chooser(job, spec), tell)
+    options, plan = resumed(options_of(job, found, stop_at_step, address, local_nodes), path, spec, chooser(job, spec), tell)
     return launch(spec, plan, options, tell)
 
 
@@ -394,9 +404,18 @@ def resumed(
     return replace(options, resume=path, first=manifest.steps_done), checked_plan
 
 
-def options_of(job: Job, folder: Callable[[Planned], RunFolder], stop_at_step: int | None, address: str | None) -> Options:
-    """What a job file says about its run. Raises `ConfigError` for callbacks that cannot be made."""
+def options_of(
+    job: Job,
+    folder: Callable[[Planned], RunFolder],
+    stop_at_step: int | None,
+    address: str | None,
+    local_nodes: int = 1,
+) -> Options:
+    """What a job file says about its run. Raises `ConfigError` for callbacks and local nodes that cannot be."""
+    from raypar.actors.local_ray import possible
     from raypar.callbacks import callbacks_of
+
+    possible(address, local_nodes)
 
     if stop_at_step is not None and stop_at_step < 1:
         raise ConfigError(f"--stop-at-step {stop_at_step}", cure="give 1 step or more")
@@ -410,6 +429,7 @@ def options_of(job: Job, folder: Callable[[Planned], RunFolder], stop_at_step: i
         stop_at_step=stop_at_step,
         max_time_s=job.max_time_s,
         address=address,
+        local_nodes=local_nodes,
         wait_for_workers_s=job.wait_for_workers_s,
         elastic=job.elastic,
     )

@@ -49,6 +49,11 @@ class RunFolder:
         return self.path / "members.json"
 
     @property
+    def cluster(self) -> Path:
+        """Where the Ray of the last start answers, and its raylets if it is our own, as JSON."""
+        return self.path / "cluster.json"
+
+    @property
     def trace(self) -> Path:
         """Chrome/Perfetto trace of a measured step."""
         return self.path / "trace.json"

@@ -47,6 +47,7 @@ class Trainer:
 
     `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan` (then `schedule` is used).
     `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
+    `local_nodes`: of the Ray that is started when there is no `address`.
     `resume_from_checkpoint`: a result's `checkpoint`, or the path of a checkpoint or of a run, whose last one is taken.
     Training goes on after its steps, in a run folder of its own, under the plan given here.
     """
@@ -79,6 +80,7 @@ class Trainer:
         run_config: Any = None,
         checkpoint_config: Any = None,
         address: str | None = None,
+        local_nodes: int = 1,
         stop_at_step: int | None = None,
         max_time_s: float | None = None,
         wait_for_workers_s: float = 300.0,
@@ -120,7 +122,7 @@ class Trainer:
         )
         self.plan, self.schedule, self.workers = plan, schedule, workers
         self.callbacks = tuple(checked_callback(c, type(c).__name__) for c in callbacks)
-        self.address, self.run_dir = address, Path(run_dir)
+        self.address, self.local_nodes, self.run_dir = address, local_nodes, Path(run_dir)
         self.save_every, self.keep, self.stop_at_step = checkpoint_every, keep, stop_at_step
         self.max_time_s, self.wait_for_workers_s = max_time_s, wait_for_workers_s
         self.resume_from_checkpoint = resume_from_checkpoint
@@ -139,6 +141,7 @@ class Trainer:
             max_time_s=self.max_time_s,
             callbacks=self.callbacks,
             address=self.address,
+            local_nodes=self.local_nodes,
             wait_for_workers_s=self.wait_for_workers_s,
         )
         plan, schedule, orders = self._plan()

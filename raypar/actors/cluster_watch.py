@@ -1,12 +1,21 @@
-"""What the cluster has, and what it can ever have."""
+"""What the cluster has, what it can ever have, and which of its nodes are going to leave."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from raypar.errors import ClusterError
+from raypar.errors import ClusterError, ConfigError
+
+ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,12 +58,89 @@ def require(workers: int, cluster: Capacity) -> None:
         )
 
 
-def draining_nodes() -> dict[str, int]:
-    """Node -> deadline (ms since 1970, 0: none) of the nodes that Ray was told are about to go; Ray offers this in a private
-    place only, and without it nobody is told."""
-    try:
-        from ray._private.state import state
+@dataclass(frozen=True)
+class Node:
+    """One that is alive. `node`: Ray's id in hex; `ip`: its address, shared by the nodes of one machine."""
 
-        return dict(state.get_draining_nodes())
-    except (ImportError, AttributeError):
-        return {}
+    node: str
+    ip: str
+    cpus: int
+    head: bool
+
+    def __str__(self) -> str:
+        return f"{self.node[:8]} ({self.ip}, {self.cpus} CPUs{', the head' * self.head})"
+
+
+def nodes_at(address: str) -> list[Node]:
+    """The nodes of the cluster whose control store answers at `host:port`; this process need not have joined it.
+
+    Raises `ClusterError`.
+    """
+    with _private("the nodes of a cluster cannot be asked for"):
+        try:
+            infos: dict[Any, Any] = ray._raylet.GcsClient(address=address).get_all_node_info(timeout=ANSWER_S)
+            alive = ray.core.generated.gcs_pb2.GcsNodeInfo.GcsNodeState.ALIVE
+            return [
+                Node(id.hex(), info.node_manager_address, int(info.resources_total.get("CPU", 0)), info.is_head_node)
+                for id, info in infos.items()
+                if info.state == alive
+            ]
+        except RayError as error:
+            raise ClusterError(
+                f"the Ray at {address} does not say which nodes it has: {str(error).strip().splitlines()[0]}",
+                cure="check the address; a cluster with tokens (Ray 2.59 and later) asks for RAY_AUTH_MODE=token",
+            ) from error
+
+
+def named(word: str, nodes: Sequence[Node]) -> Node:
+    """The node whose id begins with `word`, or whose address it is. Raises `ConfigError` unless there is exactly one."""
+    found = [node for node in nodes if node.node.startswith(word.lower())] or [node for node in nodes if node.ip == word]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        what = f"{len(found)} nodes are called {word!r}"
+        raise ConfigError(what, cure=f"give more of the id: {', '.join(map(str, found))}")
+    raise ConfigError(f"no node is called {word!r}", cure=f"the nodes are {', '.join(map(str, nodes))}")
+
+
+def drain(address: str, node: Node, deadline_s: float, reason: str) -> None:
+    """Tell Ray that a node is going to leave in `deadline_s` seconds, as a cloud does before it takes a machine back.
+
+    The node takes nothing new, and its raylet ends when nothing runs there any more; what runs there Ray leaves alone. Who
+    polls `draining_nodes` moves it off. Raises `ConfigError` for the head, without which there is no cluster.
+    """
+    if node.head:
+        raise ConfigError(
+            f"node {node} holds Ray's control store: a cluster does not outlive it", cure="drain one of the other nodes"
+        )
+    with _private("a node cannot be drained"):
+        why = ray.core.generated.autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        client = ray._raylet.GcsClient(address=address)
+        try:
+            # The id must be one of the cluster: Ray says yes to any other too.
+            accepted, rejection = client.drain_node(node.node, why, reason, int(1000 * (time.time() + deadline_s)))
+        except RayError as error:
+            raise ClusterError(f"the Ray at {address} does not drain node {node}: {error}", cure="try again") from error
+    if not accepted:
+        raise ClusterError(f"Ray refuses to drain node {node}: {rejection}", cure="try again when nothing is in its way")
+
+
+def draining_nodes() -> dict[str, float]:
+    """Ids in hex of the nodes that are going to leave, and when (Unix time, s; infinite if nobody said). Blocks for a moment.
+
+    Ray offers this in a private place only, which Ray Train polls too. Raises `ClusterError` where it is gone.
+    """
+    with _private("draining nodes cannot be seen"):
+        found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return {node: at / 1000 if at > 0 else math.inf for node, at in found.items()}
+
+
+@contextlib.contextmanager
+def _private(what: str) -> Iterator[None]:
+    """Names that are private to Ray may be gone in another version."""
+    try:
+        for name in ("_private.state", "_raylet", "core.generated.autoscaler_pb2", "core.generated.gcs_pb2"):
+            importlib.import_module(f"ray.{name}")
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ClusterError(f"{what} with Ray {ray.__version__}: {error}", cure="use ray 2.60") from error

@@ -43,8 +43,6 @@ CLIENT_GONE_S = 60.0
 ABANDONED_S = 300.0
 """A run that no client has asked for news for so long is saved and ended."""
 STACKS_S = 5.0
-FOUND_S = 1.0
-"""How long workers may take to tell a new driver who they are."""
 
 
 class DriverActor:
@@ -75,7 +73,7 @@ class DriverActor:
         self.plans = Plans(request)
         self.pool = Pool(request.run)
         self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
-        self.staff = Staff(self.pool, self.queue.put_nowait, self._note)
+        self.staff = Staff(self.pool, self.journal, self.queue.put_nowait, self._note)
         self.recorder = Recorder(request)
         self.status = Status(request)
         self.reports: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
@@ -454,6 +452,7 @@ class DriverActor:
         hellos: dict[int, Hello] = await self._everybody(lambda number, w: w.hello.remote(), "start")
         for number, hello in hellos.items():
             self.staff.met(number, hello)
+            await asyncio.to_thread(self.journal.met, number, hello)
         nodes = self.staff.nodes(hellos)
         members = spread(plan, nodes) if len(hellos) == plan.world else tuple(range(plan.world))
         self.machine.members = members
@@ -489,18 +488,12 @@ class DriverActor:
         request = self.request
         await asyncio.to_thread(self.pool.find)
         workers = dict(self.pool.workers)
-        hellos = await quickly([w.introduce.remote() for w in workers.values()], FOUND_S)
-        starting = []
-        for (number, worker), hello in zip(workers.items(), hellos, strict=True):
-            if hello is not None:
+        for number, hello in (await asyncio.to_thread(self.journal.hellos)).items():
+            if number in workers:
                 self.staff.met(number, hello)
-            elif number not in record.members:
-                starting.append(number)
-                self._spawn(self.staff.welcome(number, worker, request.start_deadline_s))
-        there = tuple(n for n in workers if n in self.staff.hellos or n in starting)
-        silent = [n for n in record.members if n not in there]
-        for number in silent:
-            self._lost(number, "it does not answer the new driver")
+        starting = tuple(n for n in workers if n not in self.staff.hellos)
+        for number in starting:
+            self._spawn(self.staff.welcome(number, workers[number], request.start_deadline_s))
         self.plans.schedules[record.plan] = record.schedule
         seen = await asyncio.to_thread(self.recorder.take_over)
         self.outcomes = dict(seen.outcomes)
@@ -512,7 +505,7 @@ class DriverActor:
         self._note("driver", text=text, generation=generation, step=seen.steps)
         self._effect_now(self.recorder.begin)
         return on.TakenOver(
-            there, generation, seen.steps, record.plan, record.members, seen.validated, seen.saved, tuple(starting), hired
+            tuple(workers), generation, seen.steps, record.plan, record.members, seen.validated, seen.saved, starting, hired
         )
 
     def _effect_now(self, call: Callable[[], Any]) -> None:

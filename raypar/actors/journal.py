@@ -10,6 +10,7 @@ from typing import Any
 from ray import cloudpickle
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
+from raypar.actors.messages import Hello
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
@@ -84,6 +85,15 @@ class Journal:
     def numbers(self) -> int:
         """How many numbers have been given."""
         return int(_internal_kv_get(f"{self.prefix}hired") or 0)
+
+    def met(self, number: int, hello: Hello) -> None:
+        """A worker has started; how a new driver finds it."""
+        _internal_kv_put(f"{self.prefix}hello/{number}", pickle.dumps(hello), overwrite=True)
+
+    def hellos(self) -> dict[int, Hello]:
+        """Of all workers that have ever started, also those that are gone."""
+        found = {number: _internal_kv_get(f"{self.prefix}hello/{number}") for number in self._numbers("hello")}
+        return {number: pickle.loads(value) for number, value in found.items() if value is not None}
 
     # -- the run -----------------------------------------------------------------------------------------------------------
 

@@ -6,20 +6,20 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
-from raypar.errors import ClusterError
+from raypar.actors.cleaner import cleared
+from raypar.actors.local_nodes import LocalNode, local_nodes, shared_out
+from raypar.errors import ClusterError, ConfigError
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Modest: no tensor goes through the object store."""
@@ -29,39 +29,72 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
 
+OBITUARIES = ("Raylet is terminated", "The node with node id", "A worker died or was killed")
+"""How Ray's messages about dead nodes and workers begin."""
+
 SOCKET_PATH_ROOM = 40
 """Ray puts about 65 characters of socket path below its folder, and the system allows 107."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """How this process is connected. `host`: what workers should listen on; None means their node's own address."""
+    """How this process is connected. `host`: what workers should listen on; None means their node's own address.
+
+    `address`: where Ray's control store answers; `nodes`: the raylets of a Ray of our own, where there are several.
+    """
 
     kind: Literal["own", "joined", "found"]
     text: str
+    address: str
     host: str | None = None
+    nodes: tuple[LocalNode, ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the run folder: with it another process of this machine finds the cluster of a run that is under way."""
+        return {"kind": self.kind, "address": self.address, "nodes": [asdict(node) for node in self.nodes]}
 
 
 @contextlib.contextmanager
-def connected(address: str | None, workers: int, working_dir: Path) -> Iterator[Connection]:
+def connected(address: str | None, workers: int, working_dir: Path, nodes: int = 1) -> Iterator[Connection]:
     """Connect for the length of a run. Raises `ClusterError` when `address` does not answer.
 
     With an address (or `RAY_ADDRESS`) that cluster is joined. In a process that has called `ray.init` its cluster is used and
     left alone. Else raypar starts a Ray of its own with `workers` + 1 logical CPUs, which ends with this process, however
     that ends, and leaves nothing behind. A Ray that happens to run on the machine is never attached to.
+
+    `nodes`: of a Ray of our own; more than one share out the CPUs. Raises `ConfigError` when they are not `possible`.
     """
+    possible(address, nodes)
     address = address or os.environ.get("RAY_ADDRESS")
     with environment(QUIET if address else {**QUIET, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir)}):
         import ray
 
         if ray.is_initialized():
-            yield Connection("found", f"using the Ray this process has joined, {ray.get_runtime_context().gcs_address}")
+            if nodes > 1:
+                raise ConfigError(
+                    f"{nodes} local nodes, but this process has joined a Ray already", cure="call ray.shutdown() before"
+                )
+            there = ray.get_runtime_context().gcs_address
+            yield Connection("found", f"using the Ray this process has joined, {there}", there)
         elif address:
-            with joined(address, working_dir) as connection:
+            with without_obituaries(), joined(address, working_dir) as connection:
                 yield connection
         else:
-            with own(workers) as connection:
+            with without_obituaries(), own(workers, nodes) as connection:
                 yield connection
+
+
+def possible(address: str | None, nodes: int) -> None:
+    """Raise `ConfigError` when there cannot be so many nodes of a Ray of our own, because there is another Ray to use."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    if nodes < 1:
+        raise ConfigError(f"{nodes} local nodes", cure="ask for 1 or more")
+    if nodes > 1 and address:
+        raise ConfigError(
+            f"{nodes} local nodes, and a cluster to join at {address}",
+            cure="local nodes are those of a Ray of raypar's own: leave out --address and RAY_ADDRESS, or --local-nodes",
+        )
 
 
 @contextlib.contextmanager
@@ -82,7 +115,7 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
             cure="check `ray status --address ...`, or leave the address out: raypar then starts a Ray of its own",
         ) from error
     try:
-        yield Connection("joined", f"joined the Ray cluster at {address}")
+        yield Connection("joined", f"joined the Ray cluster at {address}", ray.get_runtime_context().gcs_address)
     finally:
         ray.shutdown()
 
@@ -102,41 +135,41 @@ def answers(address: str) -> None:
 
 
 @contextlib.contextmanager
-def own(workers: int) -> Iterator[Connection]:
-    """A Ray of our own, in a folder of its own.
+def own(workers: int, nodes: int = 1) -> Iterator[Connection]:
+    """A Ray of our own with so many raylets, in a folder of its own.
 
-    Ray's processes die with this one (Ray asks the kernel for that); the folder is removed by us, or, if we are killed, by a
-    shell that waits for the end of a pipe only we hold.
+    Ray's processes die with this one (Ray asks the kernel for that); `cleared` sees to what is left of them, also if we are
+    killed.
     """
     import ray
 
-    folder = short_folder()
-    cleaner = subprocess.Popen(
-        ["sh", "-c", 'read -r word || { sleep 3; rm -rf "$1"; }', "raypar-cleaner", str(folder)],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        with in_sessions_of_their_own(), interruptible():
-            ray.init(
-                address="local",
-                num_cpus=workers + 1,
-                num_gpus=0,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder),
-            )
-        yield Connection("own", f"a Ray of our own with {workers + 1} logical CPUs", host="127.0.0.1")
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-        assert cleaner.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            cleaner.stdin.write(b"done\n")
-            cleaner.stdin.close()
-        cleaner.wait(timeout=10)
-        shutil.rmtree(folder, ignore_errors=True)
+    folder, cpus = short_folder(), shared_out(workers, nodes)
+    with cleared(folder), contextlib.ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        with in_sessions_of_their_own():
+            with interruptible():
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    num_gpus=0,
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(folder),
+                )
+            raylets: tuple[LocalNode, ...] = ()
+            if nodes > 1:
+                raylets = stack.enter_context(local_nodes(nodes, cpus, OBJECT_STORE_BYTES, folder))
+        address = ray.get_runtime_context().gcs_address
+        yield Connection("own", described(nodes * cpus, raylets), address, host="127.0.0.1", nodes=raylets)
+
+
+def described(cpus: int, nodes: tuple[LocalNode, ...]) -> str:
+    """`a Ray of our own with 3 nodes (pids of the raylets 7 (the head: the run ends with it), 8, 9), 6 logical CPUs`."""
+    if not nodes:
+        return f"a Ray of our own with {cpus} logical CPUs"
+    pids = ", ".join(f"{node.pid}" + " (the head: the run ends with it)" * node.head for node in nodes)
+    return f"a Ray of our own with {len(nodes)} nodes (pids of the raylets {pids}), {cpus} logical CPUs"
 
 
 @contextlib.contextmanager
@@ -180,6 +213,31 @@ def in_sessions_of_their_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextlib.contextmanager
+def without_obituaries() -> Iterator[None]:
+    """Ray does not print that a node or a worker has died: raypar says so itself, in one line instead of twenty of a log.
+
+    Ray prints it to stdout, in the middle of our JSON lines too. The name is private to Ray; where it is gone, the lines are
+    there.
+    """
+    from ray._private import worker
+
+    tell = getattr(worker, "print_to_stdstream", None)
+    if tell is None:
+        yield
+        return
+
+    def told(data: dict[str, Any], *args: Any, **rest: Any) -> None:
+        if data.get("pid") != "raylet" or not any(str(line).lstrip().startswith(OBITUARIES) for line in data["lines"][:1]):
+            tell(data, *args, **rest)
+
+    worker.print_to_stdstream = told
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = tell
 
 
 def short_folder() -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from raypar.actors.cluster_watch import draining_nodes
+from raypar.actors.journal import Journal
 from raypar.actors.messages import Failed, Hello
 from raypar.actors.pool import Pool
 from raypar.elastic import events as on
@@ -26,8 +27,8 @@ DRAIN_POLL_S = 1.0
 class Staff:
     """`post`: gives an event to the machine; `note`: tells people and keeps it (kind, facts)."""
 
-    def __init__(self, pool: Pool, post: Callable[[on.Event], None], note: Callable[..., None]) -> None:
-        self.pool, self.post, self.note = pool, post, note
+    def __init__(self, pool: Pool, journal: Journal, post: Callable[[on.Event], None], note: Callable[..., None]) -> None:
+        self.pool, self.journal, self.post, self.note = pool, journal, post, note
         self.hellos: dict[int, Hello] = {}
         self.suspects: set[str] = set()
         """Nodes whose workers were lost or hung: nobody is hired there before Ray's node table has had time to notice."""
@@ -79,6 +80,7 @@ class Staff:
         if isinstance(hello, Failed):
             self.failed(number, hello.error)
             return
+        await asyncio.to_thread(self.journal.met, number, hello)
         self.met(number, hello)
         self.note("joined", text=f"worker {number} has started on node {hello.node[:8]} (pid {hello.pid})", **self.who(number))
         self.post(on.Joined(number))

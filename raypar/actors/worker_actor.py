@@ -176,12 +176,6 @@ class WorkerActor:
         self.heard_s = time.monotonic()
         return self._done, self.doing, self.leaving
 
-    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
-    def introduce(self) -> Hello | None:
-        """What it said in `hello`, for a new driver; None while it is starting."""
-        self.heard_s = time.monotonic()
-        return self.said
-
     def _asked_to_leave(self, number: int, frame: Any) -> None:
         """A cloud's notice. The driver hears of it by the next ping and moves the work off; if nobody asks, it ends."""
         if self.leaving and time.monotonic() - self.heard_s > LEAVE_S:

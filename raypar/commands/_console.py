@@ -8,6 +8,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TextIO
 
+from raypar.commands._story import counted, in_words
+
 if TYPE_CHECKING:
     from raypar.launch import Result
 
@@ -28,6 +30,7 @@ class Console:
         self.drawn_s = float("-inf")
         self.width = 0
         self.validation: float | None = None
+        self.members = ""
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -50,15 +53,18 @@ class Console:
         elif kind == "validation":
             self.validation = event["validation_loss"]
             self.line(f"step {event['step']}: validation loss {self.validation:.4f}")
-        elif kind == "checkpoint":
-            self.line(f"step {event['step']}: checkpoint {event['path']}")
-        elif kind == "warning":
-            self.line(f"warning: {event['text']}")
-        elif kind in ("waiting", "stopping", "resuming", "recovering"):
-            self.line(event["text"])
+        elif kind not in ("started", "end") and (words := in_words(event)) is not None:  # those two are told otherwise
+            if kind == "generation":
+                self.membership(event)
+            self.line(words)
+
+    def membership(self, event: dict[str, Any]) -> None:
+        """From now on other workers train, at another speed."""
+        self.members = f"  gen {event['generation']}, {counted(event['workers'], 'worker')}" if event["generation"] > 1 else ""
+        self.recent.clear()
 
     def progress(self, event: dict[str, Any]) -> None:
-        """`step 50/200  loss 2.41  3 100 samples/s ...`."""
+        """`step 50/200  loss 2.41  3 100 samples/s ...`; of a run that has lost or won workers also `gen 3, 3 workers`."""
         now, last = time.monotonic(), event["step"] >= self.steps
         first = len(self.recent) == 1
         if not (first or last or now - self.drawn_s > (REDRAW_S if self.live else EVERY_S)):
@@ -72,7 +78,7 @@ class Console:
         skipped = "  skipped: not finite" if event.get("skipped") else ""
         text = (
             f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}  {speed}  bubble {100 * bubble:.0f} %  "
-            f"ETA {duration(event['eta_s'])}{skipped}"
+            f"ETA {duration(event['eta_s'])}{self.members}{skipped}"
         )
         if self.live:
             self.out.write("\r" + text.ljust(self.width))

@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     job = load_job(folder.job, args.overrides)
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
     console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.path}: {job.steps} steps"})
-    result = resume_job(job, folder, console, stop_at_step=args.stop_at_step, address=args.address)
+    result = resume_job(
+        job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
+    )
     raise_failure(result)
     return console.finish(result)

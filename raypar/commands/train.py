@@ -16,6 +16,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that `train` and `resume` share."""
     parser.add_argument("--stop-at-step", type=int, metavar="K", help="stop after K steps with a checkpoint, to be resumed")
     parser.add_argument("--address", help="join the Ray cluster there (default: RAY_ADDRESS, else a Ray of its own)")
+    parser.add_argument(
+        "--local-nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="a Ray of its own has N nodes on this machine, each of which may be killed or drained (default 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
@@ -31,6 +38,6 @@ def run(args: argparse.Namespace) -> int:
     job = load_job(args.job, args.overrides)
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
     console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
-    result = run_job(job, console, stop_at_step=args.stop_at_step, address=args.address)
+    result = run_job(job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes)
     raise_failure(result)
     return console.finish(result)

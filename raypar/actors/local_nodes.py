@@ -1,0 +1,121 @@
+"""More nodes for a Ray of our own: raylets on this machine that stand for machines of a cluster, and may be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypar.errors import ClusterError
+
+JOIN_S = 60.0
+"""How long a raylet may take to appear in Ray's node table."""
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """A raylet of ours. `node`: Ray's id in hex. The run cannot outlive the head's: this process is connected through it."""
+
+    node: str
+    pid: int
+    cpus: int
+    head: bool = False
+
+
+def shared_out(workers: int, nodes: int) -> int:
+    """Logical CPUs of each node: all together there is room for every worker and at least one more.
+
+    A node more or less is then felt: what fits on `nodes` of them need not fit on `nodes` - 1.
+    """
+    return -(-(workers + 1) // nodes)
+
+
+@contextlib.contextmanager
+def local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> Iterator[tuple[LocalNode, ...]]:
+    """The head that `ray.init` has started in this process, and `count` - 1 raylets beside it. Ray's files lie in `folder`.
+
+    Like the head they die with the thread that starts them, so with this process however it ends. Ray offers further nodes
+    in a process in private places only (`ray.cluster_utils.Cluster` too is made of them). Raises `ClusterError`.
+    """
+    started: list[Any] = []
+    try:
+        try:
+            from ray._private import worker
+
+            head = worker._global_node
+            found = [LocalNode(head.node_id, reaped(head), cpus, head=True)]
+            for _ in range(count - 1):
+                started.append(raylet(head.gcs_address, cpus, store_bytes, folder))
+                found.append(LocalNode(started[-1].node_id, reaped(started[-1]), cpus))
+        except (ImportError, AttributeError, TypeError, KeyError) as error:
+            raise ClusterError(
+                f"this version of Ray does not start several nodes as raypar knows it: {error}",
+                cure="leave --local-nodes out, or use ray 2.60",
+            ) from error
+        joined(tuple(found))
+        yield tuple(found)
+    finally:
+        for node in started:
+            with contextlib.suppress(Exception):
+                node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+
+
+def raylet(address: str, cpus: int, store_bytes: int, folder: Path) -> Any:
+    """A raylet that joins the Ray at `address`; returns Ray's private `Node`."""
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    params = RayParams(
+        gcs_address=address,
+        num_cpus=cpus,
+        num_gpus=0,
+        object_store_memory=store_bytes,
+        temp_dir=str(folder),
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+        include_log_monitor=False,  # one per machine reads all of them
+    )
+    return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def reaped(node: Any) -> int:
+    """The pid of a node's raylet. A thread waits for its end: workers do not see a raylet die that stays a zombie."""
+    process = node.all_processes["raylet"][0].process
+    threading.Thread(target=process.wait, name=f"raypar-reaper-{process.pid}", daemon=True).start()
+    return int(process.pid)
+
+
+def raylet_of(pid: int) -> tuple[str, str] | None:
+    """(Ray's id of the node, address of its cluster) of a raylet of this machine, from its command line; None if it is none."""
+    try:
+        words = (Path("/proc") / str(pid) / "cmdline").read_text().split("\0")
+    except OSError:
+        return None
+    found = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    if Path(words[0]).name != "raylet" or not {"node_id", "gcs-address"} <= set(found):
+        return None
+    return found["node_id"], found["gcs-address"]
+
+
+def joined(nodes: tuple[LocalNode, ...]) -> None:
+    """Wait until Ray counts on all of them. Raises `ClusterError`."""
+    import ray
+
+    deadline = time.monotonic() + JOIN_S
+    while True:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        missing = [node for node in nodes if node.node not in alive]
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"{len(missing)} of {len(nodes)} local nodes did not join within {JOIN_S:.0f} s "
+                f"(pids {', '.join(str(node.pid) for node in missing)})",
+                cure="ask for fewer with --local-nodes, or look at what else this machine is doing",
+            )
+        time.sleep(0.05)

@@ -1,0 +1,126 @@
+"""The events of a run in words: one line each, for the terminal and for `raypar status`. Pure.
+
+Of every node its id's first 8 characters are shown. `step` in an event is the number of steps done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+def in_words(event: Event) -> str | None:
+    """One line for people; None for events that tell them nothing new (a step has a progress line of its own)."""
+    say = WORDS.get(event["kind"])
+    return say(event) if say is not None else None
+
+
+def started(event: Event) -> str | None:
+    return str(event["text"]) if "text" in event else None
+
+
+def lost(event: Event) -> str:
+    return f"lost {member(event)}: {event.get('why') or 'it died'}"
+
+
+def joined(event: Event) -> str:
+    return f"joined: {member(event)}"
+
+
+def draining(event: Event) -> str:
+    where = f"node {short(event['node'])}" if event.get("node") else "a node"
+    whom = f", with worker {event['worker']}" if event.get("worker") is not None else ""
+    why = f" ({event['why']})" if event.get("why") else ""
+    return f"{where} is going to leave{whom}{why}: its work moves off"
+
+
+def generation(event: Event) -> str:
+    facts = [counted(event["workers"], "worker")]
+    if event.get("plan"):
+        facts[0] += f" = {event['plan']}"
+    if event.get("schedule"):
+        facts.append(f"schedule {event['schedule']}")
+    text = f"generation {event['generation']}: {', '.join(facts)}"
+    if event.get("step") is not None:
+        text += f"; training goes on after step {event['step']}"
+    if event.get("pause_s") is not None:
+        text += f", after a pause of {event['pause_s']:.2f} s"
+    if event.get("moved_bytes"):
+        text += f", {size(event['moved_bytes'])} of state moved"
+    return f"{text} ({event['why']})" if event.get("why") else text
+
+
+def told(event: Event) -> str | None:
+    """What the event says itself."""
+    return str(event["text"]) if event.get("text") else None
+
+
+def driver(event: Event) -> str:
+    return f"driver: {event.get('text') or 'another one goes on'}"
+
+
+def warning(event: Event) -> str:
+    return f"warning: {event['text']}"
+
+
+def checkpoint(event: Event) -> str:
+    return f"step {event['step']}: checkpoint {event['path']}"
+
+
+def end(event: Event) -> str:
+    why = event.get("why") or event.get("text")
+    return f"{event['end']} after {counted(event.get('step', event.get('done', 0)), 'step')}" + (f": {why}" if why else "")
+
+
+WORDS: dict[str, Callable[[Event], str | None]] = {
+    "started": started,
+    "lost": lost,
+    "joined": joined,
+    "draining": draining,
+    "recovering": told,
+    "generation": generation,
+    "waiting": told,
+    "driver": driver,
+    "warning": warning,
+    "checkpoint": checkpoint,
+    "stopping": told,
+    "resuming": told,
+    "end": end,
+}
+
+
+def member(event: Event) -> str:
+    """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, as far as it is known."""
+    place = within(event.get("coordinate") or "")
+    where = ", ".join(
+        f"{name} {short(event[key]) if key == 'node' else event[key]}"
+        for name, key in (("pid", "pid"), ("node", "node"))
+        if event.get(key) is not None
+    )
+    known = "; ".join(part for part in (place, where) if part)
+    return f"worker {event['worker']}" + (f" ({known})" if known else "")
+
+
+def within(coordinate: str) -> str:
+    """`stage 1, replica 1` of `worker 3 (stage 1, replica 1)`: workers keep their number, ranks change with the plan."""
+    return coordinate.partition("(")[2].rpartition(")")[0]
+
+
+def short(node: Any) -> str:
+    """Enough of a node's id for people, and for `raypar drain`."""
+    return str(node)[:8]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `3 workers`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def size(count: int) -> str:
+    """`3.1 MB`; bytes below a thousand."""
+    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= bytes_:
+            return f"{count / bytes_:.1f} {unit}"
+    return f"{count} bytes"

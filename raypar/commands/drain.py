@@ -1,0 +1,79 @@
+"""`raypar drain NODE`: tells Ray that a node is going to leave; a run that has workers there moves its work off."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar drain`."""
+    parser.add_argument(
+        "node", help="beginning of the node's id (`raypar status` shows it), its IP, or its raylet's pid if here"
+    )
+    parser.add_argument("--run", help="a run on the cluster: its name under --run-dir, or the path of its folder")
+    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    parser.add_argument("--address", help="the cluster's address host:port (default: the run's, the pid's, or RAY_ADDRESS)")
+    parser.add_argument("--deadline-s", type=float, default=120.0, metavar="S", help="the node leaves then (default 120)")
+    parser.add_argument("--reason", default="raypar drain", metavar="TEXT", help="what Ray's log says")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when Ray knows. Raises `ConfigError`, `ClusterError`."""
+    import os
+    import time
+
+    from raypar.actors.local_nodes import raylet_of
+    from raypar.errors import ClusterError, ConfigError
+
+    if not args.deadline_s > 0:
+        raise ConfigError(f"--deadline-s {args.deadline_s:g}", cure="give the seconds until the node leaves, more than 0")
+    word, address, own = args.node, args.address, False
+    here = raylet_of(int(word)) if word.isdecimal() else None
+    if here is not None:
+        word = here[0]
+    if address is None and args.run is not None:
+        address, own = address_of(args.run, args.run_dir)
+    if address is None:
+        address = here[1] if here is not None else os.environ.get("RAY_ADDRESS")
+    if address is None:
+        raise ConfigError(
+            f"{args.node!r} is no raylet of this machine, and nothing says which cluster has such a node",
+            cure="give --run RUN or --address host:port, or set RAY_ADDRESS",
+        )
+    if not address.rpartition(":")[2].isdigit() or "://" in address:
+        raise ConfigError(f"address {address!r}", cure="give --address host:port, where the cluster's control store answers")
+    if own:
+        os.environ["RAY_AUTH_MODE"] = "disabled"  # as we start it; Ray reads this when it is loaded
+
+    from raypar.actors.cluster_watch import drain, named, nodes_at
+    from raypar.actors.local_ray import answers
+
+    try:
+        answers(address)
+    except ClusterError as error:
+        raise ClusterError(
+            error.what, cure="the run has ended, or its head is somewhere else: give --address host:port"
+        ) from error
+    node = named(word, nodes_at(address))
+    drain(address, node, args.deadline_s, args.reason)
+    until = time.strftime("%H:%M:%S", time.localtime(time.time() + args.deadline_s))
+    print(f"node {node} is going to leave at {until}, in {args.deadline_s:g} s: it takes nothing new, runs move their work off")
+    return 0
+
+
+def address_of(run: str, run_dir: str) -> tuple[str, bool]:
+    """Where the cluster of a run answers, and whether it is a Ray of its own. Raises `ConfigError`."""
+    import json
+
+    from raypar.errors import ConfigError
+    from raypar.run_folder import RunFolder
+
+    folder = RunFolder.find(run, run_dir, with_job=False)
+    try:
+        facts = json.loads(folder.cluster.read_text())
+        return str(facts["address"]), facts["kind"] == "own"
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"run {folder.name} does not say where its cluster is: {folder.cluster} cannot be read ({error})",
+            cure="give --address host:port",
+        ) from error

@@ -1,0 +1,147 @@
+"""`raypar train --local-nodes N`: several raylets on this machine, of which nothing outlives the command, however it ends."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from helpers.tiny_job import write_job
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypar.actors.cluster_watch import draining_nodes
+from raypar.actors.local_ray import connected
+from raypar.cli import main
+from raypar.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+START_S = 120.0
+GONE_S = 10.0
+
+
+class Training:
+    """`raypar train` of the tiny job on three local nodes, in a process of its own."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.temp = Path(tempfile.mkdtemp(prefix="rp"))  # short: Ray puts its sockets in it
+        env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        env |= {"TMPDIR": str(self.temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+        command = [sys.executable, "-m", "raypar", "train", str(write_job(folder)), "--local-nodes", "3", "--json"]
+        for word in words:
+            command += ["--set", word]
+        self.process = subprocess.Popen(command, env=env, cwd=ROOT / "tests", stdout=subprocess.PIPE, text=True)
+        self.family: list[psutil.Process] = []
+        """Its processes and theirs, as they were when training began."""
+
+    def events(self) -> Iterator[dict]:
+        deadline = time.monotonic() + START_S
+        for line in self.process.stdout:
+            assert time.monotonic() < deadline
+            event = json.loads(line)
+            if event["kind"] == "step" and not self.family:
+                self.family = psutil.Process(self.process.pid).children(recursive=True)
+            yield event
+
+    def left(self, patience_s: float) -> list[str]:
+        """Processes and files that are still there after so long."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            alive = [str(p) for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            # torch makes its compiler's cache folder when torch.optim is first used; it is the user's and stays.
+            there = alive + [p.name for p in self.temp.iterdir() if not p.name.startswith("torchinductor_")]
+            if not there or time.monotonic() > deadline:
+                return there
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdout.close()
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+@pytest.fixture
+def training(tmp_path):
+    training = Training(tmp_path, "steps=100000", "validation=null", "checkpoint.every=0", "model.args.sleep_s=0.02")
+    yield training
+    training.end()
+
+
+def test_a_run_on_three_local_nodes_tells_their_pids_and_ends_clean(tmp_path):
+    training = Training(tmp_path)
+    try:
+        events = list(training.events())
+        assert training.process.wait(30) == 0
+        assert not training.left(0.0)
+    finally:
+        training.end()
+    assert events[-1]["kind"] == "result"
+    text = next(e["text"] for e in events if e.get("stage") == "connected")
+    cluster = json.loads((tmp_path / "runs/tiny/cluster.json").read_text())
+    pids = [str(node["pid"]) for node in cluster["nodes"]]
+    assert "3 nodes" in text and "6 logical CPUs" in text and all(pid in text for pid in pids)
+    assert [node["head"] for node in cluster["nodes"]] == [True, False, False]
+    assert {node["cpus"] for node in cluster["nodes"]} == {2}
+    assert {int(pid) for pid in pids} <= {p.pid for p in training.family}
+
+
+def test_killing_the_command_leaves_no_process_and_no_file(training):
+    next(event for event in training.events() if event["kind"] == "step")
+    stopped = next(p for p in training.family if p.name().startswith("ray::"))
+    stopped.suspend()  # it cannot end itself
+    training.process.kill()
+    assert not training.left(GONE_S)
+
+
+def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, "run")
+    folder.job.write_text("")
+    with connected(None, 2, ROOT, nodes=3) as connection:
+        head, one, other = connection.nodes
+        folder.cluster.write_text(json.dumps(connection.facts))
+        run = ["--run", str(folder.path)]
+        assert main(["drain", "feedbeef", *run]) == 2
+        err = capsys.readouterr().err
+        assert "no node is called 'feedbeef'" in err and other.node[:8] in err
+        assert main(["drain", head.node[:8], *run]) == 2
+        assert "drain one of the other nodes" in capsys.readouterr().err
+        assert not draining_nodes()
+        busy = ray.remote(Busy).options(scheduling_strategy=NodeAffinitySchedulingStrategy(one.node, soft=False)).remote()
+        ray.get(busy.ping.remote())
+        before = time.time()
+        assert main(["drain", one.node[:8], *run, "--deadline-s", "60"]) == 0
+        assert 55 < draining_nodes()[one.node] - before < 65
+        ray.get(busy.ping.remote())  # Ray leaves it alone
+        assert main(["drain", str(other.pid)]) == 0
+        assert f"node {other.node[:8]}" in capsys.readouterr().out
+        deadline = time.monotonic() + 20
+        while len(alive()) > 2:  # a node on which nothing runs ends at once
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert alive() == {head.node, one.node}
+    assert main(["drain", one.node[:8], *run]) == 1
+    assert "nothing answers" in capsys.readouterr().err
+
+
+class Busy:
+    def ping(self) -> None:
+        pass
+
+
+def alive() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def test_local_nodes_and_a_cluster_to_join_are_refused_before_anything_starts(tmp_path, capsys):
+    words = ["train", str(write_job(tmp_path)), "--local-nodes", "3"]
+    assert main([*words, "--address", "127.0.0.1:1"]) == 2
+    assert "3 local nodes, and a cluster to join at 127.0.0.1:1" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "job.yaml"), "--local-nodes", "0"]) == 2
+    assert not (tmp_path / "runs").exists()

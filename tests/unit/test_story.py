@@ -1,0 +1,90 @@
+"""Events of a run in words that a person understands, and the lines of the terminal made of them."""
+
+import io
+import json
+
+import pytest
+
+from raypar.commands._console import Console
+from raypar.commands._story import in_words
+
+NODE = "b09ad58ff304f43bab2062275bfedc43fc221be2deddc4e46c63e95e"
+STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "bubble": 0.1, "eta_s": 12.0}
+
+
+@pytest.mark.parametrize(
+    "event, words",
+    [
+        (
+            {
+                "kind": "lost",
+                "worker": 5,
+                "coordinate": "worker 3 (stage 1, replica 1)",
+                "node": NODE,
+                "pid": 77,
+                "why": "killed",
+            },
+            "lost worker 5 (stage 1, replica 1; pid 77, node b09ad58f): killed",
+        ),
+        ({"kind": "lost", "worker": 5}, "lost worker 5: it died"),
+        ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
+        (
+            {"kind": "draining", "worker": 2, "node": NODE, "why": "preempted in 120 s"},
+            "node b09ad58f is going to leave, with worker 2 (preempted in 120 s): its work moves off",
+        ),
+        (
+            {
+                "kind": "generation",
+                "generation": 3,
+                "workers": 3,
+                "plan": "3 stages x 1 replica",
+                "schedule": "1f1b",
+                "step": 50,
+                "moved_bytes": 3_100_000,
+                "pause_s": 0.418,
+                "why": "worker 3 was lost",
+            },
+            "generation 3: 3 workers = 3 stages x 1 replica, schedule 1f1b; training goes on after step 50, "
+            "after a pause of 0.42 s, 3.1 MB of state moved (worker 3 was lost)",
+        ),
+        ({"kind": "generation", "generation": 2, "workers": 1}, "generation 2: 1 worker"),
+        ({"kind": "waiting", "text": "waiting for 1 of 4 workers"}, "waiting for 1 of 4 workers"),
+        ({"kind": "driver", "text": "lost; a new one has adopted 4 workers"}, "driver: lost; a new one has adopted 4 workers"),
+        ({"kind": "end", "end": "done", "why": "all steps are done", "step": 200}, "done after 200 steps: all steps are done"),
+        ({"kind": "picture", "path": "x.svg"}, None),
+    ],
+)
+def test_an_event_is_told_in_one_line(event, words):
+    assert in_words(event) == words
+
+
+def printed(*events: dict, as_json: bool = False) -> list[str]:
+    out = io.StringIO()
+    console = Console(steps=200, as_json=as_json, out=out)
+    for event in events:
+        console(event)
+    return out.getvalue().splitlines()
+
+
+def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_the_start():
+    lines = printed(
+        {"kind": "generation", "generation": 1, "workers": 4},
+        {**STEP, "step": 49},
+        {"kind": "lost", "worker": 3, "pid": 77, "why": "killed"},
+        {"kind": "recovering", "text": "the step is aborted; 3 of 4 workers answer", "generation": 2},
+        {"kind": "generation", "generation": 2, "workers": 3, "step": 49, "pause_s": 0.4},
+        {**STEP, "step": 50},
+    )
+    assert lines[1].startswith("step 49/200  loss 2.5000  80 samples/s") and "gen" not in lines[1]
+    assert lines[2:5] == [
+        "lost worker 3 (pid 77): killed",
+        "the step is aborted; 3 of 4 workers answer",
+        "generation 2: 3 workers; training goes on after step 49, after a pause of 0.40 s",
+    ]
+    assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
+
+
+def test_json_lines_carry_the_events_as_they_are():
+    event = {"kind": "lost", "worker": 3, "pid": 77}
+    (line,) = printed(event, as_json=True)
+    assert event.items() <= json.loads(line).items()
