@@ -1,19 +1,14 @@
 """Workers die under a running job on a real Ray: it goes on with those left, and the result does not change by a bit."""
 
-import json
 import os
 import re
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.tiny_job import write_job
+from helpers.trainee import Trainee, kill
 
 from raypar.actors.local_ray import connected
-from raypar.config import load_job
-from raypar.launch import Result, run_job
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,52 +17,12 @@ def own_ray():
         yield
 
 
-class Trainee:
-    """Runs the tiny job with slow steps; `act(pids)` is called once, after step `at` has been seen."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.folder = folder
-        self.path = write_job(folder)
-        self.words = ["steps=30", "model.args.sleep_s=0.01", "checkpoint.every=0", *words]
-        self.events: list[dict] = []
-        self.pids: list[int] = []
-
-    def run(self, act: Callable[[list[int]], None] | None = None, at: int = 8) -> Result:
-        waiting = [act] if act is not None else []
-
-        def tell(event: dict) -> None:
-            self.events.append({**event, "at_s": time.monotonic()})
-            if event["kind"] == "stage" and event["stage"] == "started":
-                self.pids = [int(pid) for pid in re.findall(r"\d+", event["text"].split("pids")[1])]
-            if event["kind"] == "step" and event["step"] >= at and waiting:
-                self.acted_s = time.monotonic()
-                waiting.pop()(self.pids)
-
-        return run_job(load_job(self.path, self.words), tell)
-
-    def told(self, kind: str) -> list[dict]:
-        return [event for event in self.events if event["kind"] == kind]
-
-    @property
-    def members(self) -> dict:
-        return json.loads((self.folder / "runs/tiny/members.json").read_text())
-
-    @property
-    def losses(self) -> list[tuple[int, float]]:
-        lines = map(json.loads, (self.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
-        return [(line["step"], line["loss"]) for line in lines if "loss" in line]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, own_ray) -> Trainee:
     trainee = Trainee(tmp_path_factory.mktemp("undisturbed"))
     trainee.result = trainee.run()
     assert trainee.result.end == "done"
     return trainee
-
-
-def kill(*ranks: int, number: int = signal.SIGKILL) -> Callable[[list[int]], None]:
-    return lambda pids: [os.kill(pids[rank], number) for rank in ranks] and None
 
 
 @pytest.mark.parametrize(

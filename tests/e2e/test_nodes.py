@@ -1,0 +1,131 @@
+"""Nodes of a cluster die, hang, are drained under a running job; each is a raylet of its own on this machine."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from helpers.trainee import Trainee
+
+from raypar.actors.cluster_watch import drain, nodes_at
+from raypar.actors.local_ray import connected
+
+LONG = ("steps=250", "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
+
+
+@pytest.fixture
+def cluster():
+    with connected(None, 4, Path(__file__).parents[1], nodes=3) as connection:
+        yield connection
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Trainee:
+    with connected(None, 4, Path(__file__).parents[1]):
+        trainee = Trainee(tmp_path_factory.mktemp("undisturbed"), *LONG)
+        trainee.result = trainee.run()
+    return trainee
+
+
+def victim(trainee: Trainee, cluster):
+    """A node that has workers and is not the head: (it, the workers there)."""
+    there = trainee.members["members"]
+    node = next(n for n in cluster.nodes if not n.head and any(m["node"] == n.node[:8] for m in there))
+    return node, [m for m in there if m["node"] == node.node[:8]]
+
+
+def same(trainee: Trainee, undisturbed: Trainee) -> None:
+    assert trainee.result.end == "done", trainee.result.why
+    assert trainee.result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses
+    steps = [event["step"] for event in trainee.told("step")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_node_dies_with_its_workers_and_the_others_go_on(cluster, undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG)
+
+    def act(pids):
+        node, workers = victim(trainee, cluster)
+        trainee.hit = {m["worker"] for m in workers}
+        os.kill(node.pid, signal.SIGKILL)
+
+    trainee.result = trainee.run(act, at=20)
+    same(trainee, undisturbed)
+    assert {event["worker"] for event in trainee.told("lost")} == trainee.hit
+    first = trainee.told("generation")[0]
+    assert set(first["workers"]) == {0, 1, 2, 3} - trainee.hit, "who was not there was not started again"
+
+
+@pytest.mark.chaos
+def test_a_node_that_freezes_with_its_workers_is_given_up(cluster, undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG)
+    stopped = []
+
+    def act(pids):
+        node, workers = victim(trainee, cluster)
+        stopped.extend([node.pid, *(m["pid"] for m in workers)])
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+
+    try:
+        trainee.result = trainee.run(act, at=20)
+    finally:
+        for pid in stopped:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGCONT)
+    same(trainee, undisturbed)
+
+
+def test_a_drained_node_is_left_without_a_step_done_again(cluster, undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG)
+
+    def act(pids):
+        node, workers = victim(trainee, cluster)
+        trainee.hit = {m["worker"] for m in workers}
+        named = next(n for n in nodes_at(cluster.address) if n.node == node.node)
+        drain(cluster.address, named, 60.0, "maintenance")
+
+    trainee.result = trainee.run(act, at=20)
+    same(trainee, undisturbed)
+    assert {event["worker"] for event in trainee.told("draining")} == trainee.hit
+    assert {event["worker"] for event in trainee.told("left")} == trainee.hit
+    assert not trainee.told("lost")
+    assert all(event["again"] == 0 for event in trainee.told("generation"))
+
+
+@pytest.mark.chaos
+def test_a_worker_that_gets_sigterm_hands_over_and_leaves(cluster, undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG)
+    trainee.result = trainee.run(lambda pids: os.kill(pids[1], signal.SIGTERM), at=20)
+    same(trainee, undisturbed)
+    assert [event["worker"] for event in trainee.told("left")] == [event["worker"] for event in trainee.told("draining")]
+    assert not trainee.told("lost")
+
+
+@pytest.mark.chaos
+def test_a_node_that_joins_gets_the_workers_that_are_wanted(tmp_path):
+    """Two nodes for four workers, one of them lost: the run waits for nobody, and grows when another node comes."""
+    with connected(None, 4, Path(__file__).parents[1], nodes=2) as cluster:
+        from raypar.actors.local_nodes import raylet
+
+        trainee = Trainee(tmp_path, *LONG, "steps=500")
+        late = []
+
+        def act(pids):
+            node, _ = victim(trainee, cluster)
+            os.kill(node.pid, signal.SIGKILL)
+
+        def grow():
+            late.append(raylet(cluster.address, 3, 150 * 2**20, Path(ray._private.worker._global_node.get_temp_dir_path())))
+
+        try:
+            trainee.result = trainee.run(act, at=20, then={60: grow})
+        finally:
+            for node in late:
+                node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+    assert trainee.result.end == "done", trainee.result.why
+    assert len(trainee.members["members"]) == 4
+    assert [len(event["workers"]) for event in trainee.told("generation")] == [2, 4]

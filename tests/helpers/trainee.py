@@ -1,0 +1,56 @@
+"""The tiny job in this process, on the Ray that it has joined, with something done to it while it trains."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from helpers.tiny_job import write_job
+
+from raypar.config import load_job
+from raypar.launch import Result, run_job
+
+
+class Trainee:
+    """Runs the tiny job with slow steps; `act(pids)` is called once, when step `at` has been seen, and so is `then[step]()`."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.path = write_job(folder)
+        self.words = ["steps=30", "model.args.sleep_s=0.01", "checkpoint.every=0", *words]
+        self.events: list[dict] = []
+        self.pids: list[int] = []
+
+    def run(
+        self, act: Callable[[list[int]], None] | None = None, at: int = 8, then: Mapping[int, Callable[[], None]] | None = None
+    ) -> Result:
+        acts = dict(then or {}) | ({at: lambda: act(self.pids)} if act is not None else {})
+
+        def tell(event: dict) -> None:
+            self.events.append({**event, "at_s": time.monotonic()})
+            if event["kind"] == "stage" and event["stage"] == "started":
+                self.pids = [int(pid) for pid in re.findall(r"\d+", event["text"].split("pids")[1])]
+            if event["kind"] == "step" and event["step"] in acts:
+                self.acted_s = time.monotonic()
+                acts.pop(event["step"])()
+
+        return run_job(load_job(self.path, self.words), tell)
+
+    def told(self, kind: str) -> list[dict]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def members(self) -> dict:
+        return json.loads((self.folder / "runs/tiny/members.json").read_text())
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        lines = map(json.loads, (self.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def kill(*ranks: int, number: int = signal.SIGKILL) -> Callable[[list[int]], None]:
+    return lambda pids: [os.kill(pids[rank], number) for rank in ranks] and None
