@@ -46,7 +46,7 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
     Raises `ClusterError` when a run of this name is active already, `WorkerLost` when the driver itself dies.
     """
     place = namespace(request.run)
-    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     try:
         driver = (
             ray.remote(DriverActor)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +35,14 @@ class Journal:
 
     def __init__(self, run: str) -> None:
         self.run, self.prefix, self.generation = run, f"raypar/{run}/", 1
+        self.identity = uuid.uuid4().bytes
 
     # -- generations and steps ---------------------------------------------------------------------------------------------
 
     def claim(self, generation: int) -> bool:
         """Whether this driver is the first to claim `generation`; from then on it commits under it."""
-        if _internal_kv_put(f"{self.prefix}generation/{generation}", b"1", overwrite=False):
+        key = f"{self.prefix}generation/{generation}"
+        if _internal_kv_put(key, self.identity, overwrite=False) and _internal_kv_get(key) != self.identity:
             return False
         self.generation = generation
         return True
@@ -47,7 +50,8 @@ class Journal:
     def commit(self, step: int) -> None:
         """Step `step` is committed. One that a former driver has written already is the same step: nobody commits what not
         all have applied. Raises `Deposed` when another driver has taken over."""
-        if _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}") is not None:
+        newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
+        if newer not in (None, self.identity):  # our own claim may be under way in another thread
             raise Deposed(
                 f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",

@@ -70,7 +70,7 @@ class Staff:
     async def welcome(self, number: int, worker: Any, start_s: float) -> None:
         """Wait until it has loaded everything."""
         try:
-            hello = await asyncio.wait_for(asyncio.wrap_future(worker.hello.remote().future()), start_s)
+            hello = await asyncio.wait_for(asyncio.wrap_future(worker.hello.remote(joining=True).future()), start_s)
         except asyncio.TimeoutError:
             self.failed(number, ClusterError(f"it did not start within {start_s:.0f} s", cure="look at Ray's logs on its node"))
             return

@@ -53,11 +53,12 @@ class WorkerActor:
     # -- step: one after the other -------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def hello(self) -> Hello | Failed:
-        """Load torch, listen for the other workers."""
-        return self._guard("starting", self._hello)
+    def hello(self, joining: bool = False) -> Hello | Failed:
+        """Load torch, listen for the other workers; all that can be done before there is a plan. `joining`: in the middle of a
+        run, where the others will have to wait for what is left to do."""
+        return self._guard("starting", lambda: self._hello(joining))
 
-    def _hello(self) -> Hello:
+    def _hello(self, joining: bool) -> Hello:
         if self.said is not None:
             return self.said  # to a new driver
         import torch
@@ -68,6 +69,7 @@ class WorkerActor:
         from raypar.worker.body import WorkerBody
         from raypar.worker.core import WorkerCore
         from raypar.worker.state import Writer
+        from raypar.worker.warm_up import warm_up
 
         keep_freed_memory()
         self.spec = pickle.loads(self.pickled_spec)
@@ -77,6 +79,7 @@ class WorkerActor:
         self.body = WorkerBody(self.core, self.number)
         self.member = Member(self.number, self.body)
         self.writer = Writer()
+        warm_up(self.core, data=joining)
         node = ray.get_runtime_context().get_node_id()
         self.said = Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads))
         return self.said

@@ -350,8 +350,10 @@ class RunMachine:
         self.decide(Emit(step), f"step {step} is in the journal")
 
     def count_emitted(self, event: Emitted) -> None:
-        """People have seen a step."""
-        self.emitted = event.step + 1
+        """People have seen a step. None may be left out."""
+        if event.step > self.emitted:
+            raise UnexpectedEvent(f"{event}, but step {self.emitted} has not been seen")
+        self.emitted = max(self.emitted, event.step + 1)
         if event.stop is not None and self.stop is None:
             self.stop = StopRequested(event.stop)
             self.stop_at = max(min(self.barrier(), event.step + DEPTH), self.committed, self.emitted)

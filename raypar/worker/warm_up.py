@@ -1,0 +1,27 @@
+"""What a process pays once, paid before anybody waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from raypar.worker.core import WorkerCore
+from raypar.worker.optimizer import build_optimizer
+
+
+def warm_up(core: WorkerCore, *, data: bool) -> None:
+    """Make an optimizer and a backward pass for nothing: torch.optim loads half of torch with its first object (2 s).
+
+    `data`: make the data sets too, for a worker that joins others in the middle of a run and may get any seat.
+    """
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    with contextlib.suppress(Exception):  # an optimizer that does not like this parameter is as warm as can be
+        optimizer = build_optimizer(core.spec.optimizer, {"warm.up": parameter})
+        (parameter * 2).sum().backward()
+        optimizer.step()
+    if data:
+        core.dataset(core.spec.data)
+        if core.spec.validation is not None:
+            core.dataset(core.spec.validation.data)
