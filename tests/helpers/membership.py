@@ -26,10 +26,10 @@ TICK_MS = 5.0
 QUICK: dict[str, Any] = {
     "step_deadline_s": 0.5,
     "start_deadline_s": 1.0,
-    "pass_deadline_s": 2.0,
+    "pass_deadline_s": 10.0,
     "stand_s": 0.5,
     "adopt_s": 2.0,
-    "capacity_s": 10.0,
+    "capacity_s": 60.0,
 }
 SGD = OptimizerSpec(Ref("torch.optim:SGD", {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.01}))
 SPECS: tuple[dict[str, Any], ...] = (
@@ -124,7 +124,7 @@ def history(seed: int) -> Case:
     saves = dice.random() < 0.5
     if saves:
         course["save_every"] = dice.choice([1, 2, 3, 5])
-    course["min_workers"] = dice.choice([1, 1, 1, 2, 3])
+    course["min_workers"] = dice.choice([1, 1, 2, 3])
     if dice.random() < 0.15:
         course |= {"hires": True, "retry_s": 0.05}
     replicas = 1 if saves or dice.random() < 0.3 else 2

@@ -34,6 +34,7 @@ TICK_MS = 250.0
 DRIVER_BACK_MS = 1000.0
 HIRE_MS = 8.0
 """Short, so that who is hired has joined before a simulation of a few steps is over."""
+STARVED_MS = 1500.0
 LIMIT_MS = 120_000.0
 
 
@@ -220,7 +221,9 @@ class World:
         **course: Any,
     ) -> None:
         self.job, self.plan = job, plan
-        self.changes, self.plans, self.tick_ms = changes, plans, tick_ms
+        self.changes = deque(sorted(changes, key=lambda change: change.after))
+        """That have not come due."""
+        self.plans, self.tick_ms = plans, tick_ms
         self.flesh = flesh(self)
         self.polled: list[tuple[Process, Any, Any]] = []
         self.now = 0.0
@@ -264,7 +267,7 @@ class World:
 
     def run(self) -> do.Teardown:
         self.driver.begin()
-        self.await_changes()
+        self.await_changes(0)
         while self.over is None:
             assert self.agenda, self.tell("nothing is left to do")
             now, _, process, call = heapq.heappop(self.agenda)
@@ -316,11 +319,20 @@ class World:
             case "drain":
                 self.at(1.0, lambda: self.driver.post(on.DrainAsked(target.number, "preempted")))
 
-    def await_changes(self) -> None:
-        """Those that are due after the steps seen by now."""
-        for change in self.changes:
-            if change.after == len(self.seen):
-                self.at(change.ms, lambda c=change: self.change(c))
+    def await_changes(self, steps: int) -> None:
+        """Those that are due after so many steps."""
+        while self.changes and self.changes[0].after <= steps:
+            change = self.changes.popleft()
+            self.at(change.ms, lambda c=change: self.change(c))
+
+    def starve(self) -> None:
+        """The run waits for workers, so that no step is seen: the next change comes all the same, and at last somebody."""
+        if self.driver.machine.phase is Phase.WAITING:
+            if self.changes:
+                self.await_changes(self.changes[0].after)
+            else:
+                self.change(Change(len(self.seen), 0.0, "join"))
+            self.at(STARVED_MS, self.starve)
 
     def change(self, change: Change) -> None:
         """See `Change`."""
@@ -633,7 +645,10 @@ class Driver:
                     world.over, world.driver = action, self
             case do.Probe(workers):
                 self.effect(lambda: on.Probed(f"workers {workers} do not answer"))
-            case do.AbortGroups() | do.Warn() | do.Note() | do.Resumed():
+            case do.Warn():
+                if machine.phase is Phase.WAITING and world.changed:
+                    world.at(STARVED_MS, world.starve)
+            case do.AbortGroups() | do.Note() | do.Resumed():
                 pass
             case _:
                 raise AssertionError(action)
@@ -700,7 +715,7 @@ class Driver:
         if self.world.seen and self.world.seen[-1] >= step:
             return on.Emitted(step)  # another driver was first
         self.world.seen.append(step)
-        self.world.await_changes()
+        self.world.await_changes(len(self.world.seen))
         return on.Emitted(step)
 
     def emit_validation(self, done: int) -> Any:
