@@ -40,6 +40,7 @@ from raypar.elastic.holdings import Piece
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery import Recovery, begin
 from raypar.elastic.table import TABLE
+from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 
 DEPTH = 2
@@ -134,6 +135,8 @@ class RunMachine:
         self.spares: set[int] = set()
         self.leaving: set[int] = set()
         self.gone: set[int] = set()
+        self.silent: set[int] = set()
+        """Of those, whom nobody has killed yet: they hang."""
         self.journalled = first
         self.validated: int | None = None
         self.pause_for: str | None = None
@@ -271,6 +274,9 @@ class RunMachine:
             return
         done = self.emitted
         if self._save_error is not None and self.saved != done:
+            if self.course.elastic and isinstance(self._save_error, WorkerLost) and not self._interrupted:
+                self._save_error = None
+                return begin(self, "a worker was lost with its share of the last checkpoint; the others hold the state")
             kept = f"the checkpoint after {self.saved} steps is good" if self.saved else "there is no earlier checkpoint"
             self.over("failed", f"the last checkpoint could not be written; {kept}", self._save_error)
         elif self.stop is not None:

@@ -67,7 +67,7 @@ class Recovery:
 
 def begin(m: RunMachine, why: str) -> None:
     """A new generation is needed. What is in flight will be settled, or never happened."""
-    if m.phase in (Phase.VALIDATING, Phase.SAVING):
+    if m.phase in (Phase.VALIDATING, Phase.SAVING, Phase.ENDING):
         m.served = m.emitted - 1  # what was being served there is due again
     m._due.clear()
     m._reports.clear()
@@ -140,6 +140,10 @@ def claimed(m: RunMachine, event: Event) -> None:
         m.over("deposed", f"generation {event.generation} was claimed by another driver, which goes on with the run")
         return
     r = m.recovery
+    # Only now: if it was this driver that stood still, another one may have gone on with them, and its claim comes first.
+    for worker in sorted(m.silent):
+        m.decide(Evict(worker, "did not answer"), "recovery never waits for a worker that hangs")
+    m.silent.clear()
     r.expected = (set(m.members) | m.spares) - m.gone
     m.go(Phase.STANDING, deadline_s=m.stand_deadline_s())
     if r.expected:
@@ -252,6 +256,9 @@ def plan_chosen(m: RunMachine, event: Event) -> None:
         wait(m, event.why)
         return
     usable = sorted(set(m.recovery.stands) - m.leaving)
+    if event.plan.world > len(usable):  # somebody was asked to leave meanwhile
+        find_plan(m)
+        return
     need = m.layout(event.plan)
     adopt(m, event.plan, seated(need, held(m, m.recovery.done), usable))
 
@@ -502,14 +509,9 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
     else:
         silent = sorted(r.expected - set(r.stands)) if m.phase is Phase.STANDING else sorted(r.expected)
         for worker in silent:
-            m.decide(Evict(worker, f"did not answer while {m.phase.value}"), "recovery never waits for a worker that hangs")
             lose(m, worker)
-            r.expected.discard(worker)
-            r.stands.pop(worker, None)
-        if m.phase is Phase.STANDING:
-            all_stood(m)
-        else:
-            begin(m, f"workers {silent} did not answer while {m.phase.value}")
+        m.silent |= set(silent)
+        begin(m, f"workers {silent} did not answer while {m.phase.value}")
 
 
 # -- bookkeeping of effects that are still under way --------------------------------------------------------------------------
@@ -543,7 +545,9 @@ def saved_aside(m: RunMachine, event: Event) -> None:
 def save_failed_aside(m: RunMachine, event: Event) -> None:
     """A share of the checkpoint was lost with its worker; the next one will be complete."""
     assert isinstance(event, SaveFailed)
-    m.saving, m._save_error = None, event.error
+    m.saving = None
+    if not isinstance(event.error, WorkerLost):
+        m._save_error = event.error
     m.decide(Warn(f"the checkpoint after {event.done} steps was not completed ({first_line(event.error)})"), "training goes on")
 
 

@@ -92,8 +92,11 @@ class WorkerCore:
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
         loss = spec.loss.partial()
-        self.stages = {
-            index: Stage(
+        stages: dict[int, Stage] = {}
+        for index in plan.stages_of(rank):
+            # A tied parameter of two chunks is two tensors: each chunk has an optimizer of its own, which updates in place.
+            taken = {name for stage in stages.values() for name in stage.parameters}
+            stages[index] = Stage(
                 self.graph,
                 plan,
                 index,
@@ -102,10 +105,9 @@ class WorkerCore:
                 replica=seat.replica,
                 loss_fn=loss,
                 split=assignment.splits_backward,
-                values=values,
+                values=values and {name: value.clone() if name in taken else value for name, value in values.items()},
             )
-            for index in plan.stages_of(rank)
-        }
+        self.stages = stages
         factor = spec.lr_schedule.partial() if spec.lr_schedule is not None else _constant
         reduction = CanonicalReduction if spec.reduction == "canonical" else FastReduction
         self.end = StepEnd(

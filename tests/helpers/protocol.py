@@ -13,13 +13,14 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from helpers.hash_body import Handle, HashBody, Mesh, h
 
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
+from raypar.elastic.holdings import without
 from raypar.elastic.machine import Course, RunMachine
 from raypar.elastic.member import Fenced, Member
 from raypar.elastic.phases import Phase
@@ -33,6 +34,7 @@ TICK_MS = 250.0
 DRIVER_BACK_MS = 1000.0
 HIRE_MS = 8.0
 """Short, so that who is hired has joined before a simulation of a few steps is over."""
+STARVED_MS = 1500.0
 LIMIT_MS = 120_000.0
 
 
@@ -47,6 +49,28 @@ class Fault:
     kind: Kind
     worker: int | None = None
     ms: float = 0.0
+
+
+ChangeKind = Literal["kill", "zombie", "stop", "drain", "join", "kill_driver", "stop_driver"]
+
+
+EVERYBODY = 1 << 20
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of the membership, `ms` after people have seen `after` steps: so many `workers` (or the driver).
+
+    Who it is is chosen by `seed` when it happens, from those that have a seat then: neighbours by rank, and one stays.
+    `EVERYBODY`: nobody does. Who holds the only copy of something is not killed or hung while there is no checkpoint, but
+    leaves (drain).
+    """
+
+    after: int
+    ms: float
+    kind: ChangeKind
+    workers: int = 1
+    seed: int = 0
 
 
 @dataclass
@@ -163,8 +187,14 @@ class Hashes:
         for mesh in self.meshes:
             mesh.close(worker, "killed")
 
-    def copy(self, body: HashBody) -> dict[Any, int]:
+    def begin_save(self, done: int) -> Any:
+        return done
+
+    def copy(self, body: HashBody, place: Any) -> dict[Any, int]:
         return dict(body.state)
+
+    def save(self, done: int, place: Any, copies: dict[Any, int]) -> None:
+        self.checkpoints[done] = copies
 
     def final(self, bodies: Sequence[HashBody]) -> int:
         state: dict[Any, int] = {}
@@ -179,9 +209,21 @@ class World:
     """Clock, processes, connections, journal and what people have seen."""
 
     def __init__(
-        self, job: Any, plan: ParallelPlan, faults: Sequence[Fault] = (), *, flesh: Any = Hashes, **course: Any
+        self,
+        job: Any,
+        plan: ParallelPlan,
+        faults: Sequence[Fault] = (),
+        *,
+        changes: Sequence[Change] = (),
+        plans: Callable[[int, int], ParallelPlan] | None = None,
+        flesh: Any = Hashes,
+        tick_ms: float = TICK_MS,
+        **course: Any,
     ) -> None:
         self.job, self.plan = job, plan
+        self.changes = deque(sorted(changes, key=lambda change: change.after))
+        """That have not come due."""
+        self.plans, self.tick_ms = plans, tick_ms
         self.flesh = flesh(self)
         self.polled: list[tuple[Process, Any, Any]] = []
         self.now = 0.0
@@ -208,6 +250,9 @@ class World:
         self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (plan, tuple(range(plan.world)))}
         self.journal: dict[int, Any] = {}
         self.seen: list[int] = []
+        self.replayed = 0
+        self.changed: list[Change] = []
+        """What has happened."""
         self.validations: list[int] = []
         self.story: list[str] = []
         self.over: do.Teardown | None = None
@@ -222,6 +267,7 @@ class World:
 
     def run(self) -> do.Teardown:
         self.driver.begin()
+        self.await_changes(0)
         while self.over is None:
             assert self.agenda, self.tell("nothing is left to do")
             now, _, process, call = heapq.heappop(self.agenda)
@@ -272,6 +318,77 @@ class World:
                 self.join()
             case "drain":
                 self.at(1.0, lambda: self.driver.post(on.DrainAsked(target.number, "preempted")))
+
+    def await_changes(self, steps: int) -> None:
+        """Those that are due after so many steps."""
+        while self.changes and self.changes[0].after <= steps:
+            change = self.changes.popleft()
+            self.at(change.ms, lambda c=change: self.change(c))
+
+    def starve(self) -> None:
+        """The run waits for workers, so that no step is seen: the next change comes all the same, and at last somebody."""
+        if self.driver.machine.phase is Phase.WAITING:
+            if self.changes:
+                self.await_changes(self.changes[0].after)
+            else:
+                self.change(Change(len(self.seen), 0.0, "join"))
+            self.at(STARVED_MS, self.starve)
+
+    def change(self, change: Change) -> None:
+        """See `Change`."""
+        made = change
+        if change.kind == "join":
+            for _ in range(change.workers):
+                self.join(1.0)
+        elif change.kind in ("kill_driver", "stop_driver"):
+            if not self.driver.alive or self.driver.stopped_until > self.now:
+                return
+            if change.kind == "kill_driver":
+                self.kill_driver()
+            else:
+                self.stop_driver(MS["stop_driver"])
+        else:
+            victims = self.neighbours(change)
+            if not victims and change.kind in ("kill", "zombie"):
+                made = replace(change, kind="drain")
+                victims = self.neighbours(made)
+            for victim in victims:
+                self.hit(Fault(0, made.kind, victim.number, MS.get(made.kind, 0.0)), victim)
+            if not victims:
+                return
+            made = replace(made, workers=len(victims))
+        self.changed.append(made)
+
+    def neighbours(self, change: Change) -> list[Process]:
+        """Whom it hits: as many as can be spared."""
+        stays = self.stays()
+        live = [p for p in (self.processes[w] for w in self.driver.machine.members) if p in stays]
+        firsts = list(range(len(live)))
+        random.Random(change.seed).shuffle(firsts)
+        fatal = change.kind in ("kill", "zombie")
+        if fatal and change.workers == EVERYBODY and len(self.flesh.checkpoints) > 1:
+            return live
+        for count in range(min(change.workers, len(live) - 1), 0, -1):
+            for first in firsts:
+                victims = [live[(first + i) % len(live)] for i in range(count)]
+                if not fatal or len(self.flesh.checkpoints) > 1 or self.can_spare(victims):
+                    return victims
+        return []
+
+    def stays(self) -> list[Process]:
+        """Processes that work and have not been asked to leave."""
+        leaves = self.driver.machine.gone | self.driver.machine.leaving
+        return [p for p in self.processes if p.alive and p.stopped_until <= self.now and p.number not in leaves]
+
+    def can_spare(self, victims: Sequence[Process]) -> bool:
+        """Whether the others hold all of the state after the step that was applied last, or can apply it late."""
+        others = [p for p in self.stays() if p.member.seated and p not in victims]
+        done = max((p.body.applied() for p in others), default=0)
+        held = [
+            p.body.pieces() for p in others if p.body.applied() == done or (p.body.applied() == done - 1 and p.body.votable())
+        ]
+        whole = self.flesh.layout(ParallelPlan.mesh(layers=self.job.layers))[0]
+        return not without(whole, [piece for pieces in held for piece in pieces])
 
     def message(self, mesh: Mesh, key: Any) -> list[float]:
         """The delays of the copies of a message that arrive."""
@@ -326,8 +443,10 @@ class World:
         self.all_drivers.append(self.driver)
         self.driver.take_over()
 
-    def chosen(self, workers: int) -> ParallelPlan:
-        """As many workers as can be used, in stages as equal as can be."""
+    def chosen(self, generation: int, workers: int) -> ParallelPlan:
+        """By default as many workers as can be used, in stages as equal as can be."""
+        if self.plans is not None:
+            return self.plans(generation, workers)
         layers, blocks = self.job.layers, self.job.cut.blocks
         stages, replicas = max(
             ((stages, min(workers // stages, blocks)) for stages in range(1, min(layers, workers) + 1)),
@@ -398,7 +517,7 @@ class Driver:
 
     def _tick(self) -> None:
         if self.alive and self.machine.phase is not Phase.OVER:
-            self.world.at(TICK_MS, self._tick)
+            self.world.at(self.world.tick_ms, self._tick)
             self.post(on.Tick())
 
     def post(self, event: Any) -> None:
@@ -481,6 +600,7 @@ class Driver:
                 self.effect(lambda: self.emit(step))
             case do.CheckReplay(step):
                 assert self.outcomes[step] == world.journal[step], world.tell(f"step {step} was replayed differently")
+                world.replayed += 1
             case do.Snapshot(done):
                 self.snapshot(done)
             case do.Validate(done):
@@ -505,7 +625,7 @@ class Driver:
                         lambda a, w=worker: self.answered(a, number, w, on.SettledLate(number, a)),
                     )
             case do.ChoosePlan(number, workers):
-                self.effect(lambda: on.PlanChosen(number, world.chosen(workers)))
+                self.effect(lambda: on.PlanChosen(number, world.chosen(number, workers)))
             case do.Adopt():
                 self.adopt(action)
             case do.Hire(worker):
@@ -525,7 +645,10 @@ class Driver:
                     world.over, world.driver = action, self
             case do.Probe(workers):
                 self.effect(lambda: on.Probed(f"workers {workers} do not answer"))
-            case do.AbortGroups() | do.Warn() | do.Note() | do.Resumed():
+            case do.Warn():
+                if machine.phase is Phase.WAITING and world.changed:
+                    world.at(STARVED_MS, world.starve)
+            case do.AbortGroups() | do.Note() | do.Resumed():
                 pass
             case _:
                 raise AssertionError(action)
@@ -592,6 +715,7 @@ class Driver:
         if self.world.seen and self.world.seen[-1] >= step:
             return on.Emitted(step)  # another driver was first
         self.world.seen.append(step)
+        self.world.await_changes(len(self.world.seen))
         return on.Emitted(step)
 
     def emit_validation(self, done: int) -> Any:
@@ -603,20 +727,26 @@ class Driver:
         world, machine = self.world, self.machine
         waiting, copies = set(machine.members), {}
         self.copying = (done, waiting)
+        place = world.flesh.begin_save(done)
 
         def copied(worker: int, answer: Any) -> None:
-            if isinstance(answer, dict) and self.copying[1] is waiting:
-                copies.update(answer)
-                waiting.discard(worker)
-                if not waiting:
-                    self.post(on.SnapshotTaken(done))
-                    self.effect(lambda: self.saved(done, copies))
+            if self.copying[1] is not waiting:
+                return
+            if isinstance(answer, RayparError):
+                self.copying = (0, set())
+                self.post(on.SaveFailed(done, answer))
+                return
+            copies.update(answer)
+            waiting.discard(worker)
+            if not waiting:
+                self.post(on.SnapshotTaken(done))
+                self.effect(lambda: self.saved(done, place, copies))
 
         for worker in machine.members:
-            self.ask(worker, lambda p: world.flesh.copy(p.body), lambda a, w=worker: copied(w, a))
+            self.ask(worker, lambda p: world.flesh.copy(p.body, place), lambda a, w=worker: copied(w, a))
 
-    def saved(self, done: int, copies: dict[Any, int]) -> Any:
-        self.world.flesh.checkpoints[done] = copies
+    def saved(self, done: int, place: Any, copies: dict[Any, Any]) -> Any:
+        self.world.flesh.save(done, place, copies)
         return on.Saved(done)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from raypar.comm.local import LocalMesh
 from raypar.elastic import actions as do
@@ -15,6 +17,7 @@ from raypar.model.build import elements_by_layer
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
+from raypar.worker import checkpoint
 from raypar.worker.assignment import Assignment, assignments
 from raypar.worker.body import WorkerBody
 from raypar.worker.checkpoint import PARAMETER
@@ -28,6 +31,10 @@ class TorchJob:
 
     spec: JobSpec
     graph: Graph
+    schedules: tuple[str, ...] = ("1f1b",)
+    """Each generation takes one of those that fit its plan."""
+    lowered: dict[Any, tuple[Assignment, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """Of all simulations: lowering takes longer than a step."""
 
     @property
     def steps(self) -> int:
@@ -45,21 +52,22 @@ class TorchJob:
 class TorchFlesh:
     """See `helpers.protocol.Hashes`."""
 
-    lowered: ClassVar[dict[Any, tuple[Assignment, ...]]] = {}
-    """Of all simulations: lowering takes longer than a step."""
-
     def __init__(self, world: Any) -> None:
         self.world, self.job = world, world.job
         self.layout = WholeParameters(elements_by_layer(self.job.graph))
         self.meshes: list[tuple[LocalMesh, tuple[int, ...]]] = []
         self.bodies: list[WorkerBody] = []
-        self.checkpoints = {0: None}
-        """The beginning only: everything is initialised by name."""
+        self.folder = tempfile.TemporaryDirectory(prefix="raypar-")
+        self.checkpoints: dict[int, Path | None] = {0: None}
+        """The beginning has none: everything is initialised by name."""
 
     def body(self, number: int) -> WorkerBody:
-        body = WorkerBody(WorkerCore(self.job.spec, graph=self.job.graph), number)
+        body = self.make_body(number)
         self.bodies.append(body)
         return body
+
+    def make_body(self, number: int) -> WorkerBody:
+        return WorkerBody(WorkerCore(self.job.spec, graph=self.job.graph), number)
 
     def connect(self, order: do.Adopt, dead: set[int]) -> tuple[LocalMesh, tuple[int, ...]]:
         workers = (*order.members, *order.sources)
@@ -70,16 +78,36 @@ class TorchFlesh:
         return mesh
 
     def part(self, order: do.Adopt, mesh: tuple[LocalMesh, tuple[int, ...]], worker: int) -> Any:
-        key = (id(self.job), order.plan)
-        if key not in self.lowered:
-            made = registry.build("1f1b", Routing(order.plan, self.job.cut))
-            self.lowered[key] = assignments(self.job.spec, self.job.graph, order.plan, made)
+        key = (order.plan, self.schedule(order))
+        if key not in self.job.lowered:
+            made = registry.build(key[1], Routing(order.plan, self.job.cut))
+            self.job.lowered[key] = assignments(self.job.spec, self.job.graph, order.plan, made)
         seat = order.members.index(worker) if worker in order.members else None
         ranks = {w: rank for rank, w in enumerate(mesh[1])}
-        assignment = self.lowered[key][seat] if seat is not None else None
-        assert not order.load or order.done == 0, "there are no checkpoints here"
+        assignment = self.job.lowered[key][seat] if seat is not None else None
+        path = self.checkpoints[order.done] if order.load else None
         transport = mesh[0].transports[ranks[worker]]
-        return Part(assignment, ranks, order.done, order.moves, fresh=order.load), lambda: transport
+        load = None if path is None else str(path)
+        return Part(assignment, ranks, order.done, order.moves, load, fresh=order.load and not path), lambda: transport
+
+    def schedule(self, order: do.Adopt) -> str:
+        fitting = [name for name in self.job.schedules if registry.fits(name, order.plan)]
+        if not fitting:  # the plan has been changed by a loss
+            fitting = [name for name in ("1f1b", "interleaved") if registry.fits(name, order.plan)]
+        return fitting[order.generation % len(fitting)]
+
+    def begin_save(self, done: int) -> Path:
+        return checkpoint.begin(Path(self.folder.name), done)
+
+    def copy(self, body: WorkerBody, place: Path) -> dict[int, Any]:
+        body.core.save(place, body.applied())
+        return {body.core.rank: body.core.save_result()}
+
+    def save(self, done: int, place: Path, copies: dict[int, Any]) -> None:
+        spec = self.job.spec
+        self.checkpoints[done] = checkpoint.commit(
+            place, list(copies.values()), steps_done=done, contract=checkpoint.contract_of(spec)
+        )
 
     def outcome(self, answer: Any) -> Any:
         return answer.loss, answer.count, answer.norm
@@ -106,6 +134,7 @@ class TorchFlesh:
     def close(self) -> None:
         for body in self.bodies:
             body.core.close()
+        self.folder.cleanup()
 
 
 def simulate(job: TorchJob, plan: ParallelPlan, faults: Sequence[Any] = (), **course: Any) -> tuple[Any, int | None]:

@@ -1,0 +1,250 @@
+"""Real workers that are watched: which samples each step really read, and what state really travelled.
+
+Every read of a microbatch is noted as (generation, step, stage) -> microbatch -> sample ids as the data set was asked for
+them; every tensor that a worker hands to another when a generation begins is weighed against what the generation lacked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from helpers.torch_flesh import TorchFlesh
+from torch import Tensor
+
+from raypar.comm.local import LocalMesh, LocalTransport
+from raypar.elastic import actions as do
+from raypar.elastic.holdings import Piece, without
+from raypar.worker.body import WorkerBody
+from raypar.worker.core import WorkerCore
+from raypar.worker.data import Place, Reader, SampleOrder, make_dataset
+from raypar.worker.tags import state_tag
+
+LAST_STATE_TAG = state_tag((1 << 17) - 1)
+
+
+@dataclass
+class Weighed:
+    """One generation's hand-over. Elements are parameters' elements; bytes include what the optimizer keeps for them."""
+
+    elements: int = 0
+    bytes: int = 0
+    header_bytes: int = 0
+    lacked_elements: int = 0
+    lacked_bytes: int = 0
+
+
+class Batch(dict[str, Tensor]):
+    """A microbatch that knows what was read for it."""
+
+    ids: list[Place]
+
+
+class WatchedDataset:
+    """Notes which samples are asked for."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.asked = dataset, []
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.dataset[index]
+
+
+@dataclass(frozen=True)
+class WatchedReader(Reader):
+    """Ties a microbatch to the samples that the data set gave for it."""
+
+    def read(self, places: Sequence[Place]) -> dict[str, Tensor]:
+        before = len(self.dataset.asked)
+        batch = Batch(super().read(places))
+        batch.ids = [(epoch, index) for (epoch, _), index in zip(places, self.dataset.asked[before:], strict=True)]
+        return batch
+
+
+class WatchedCore(WorkerCore):
+    """Reads through watched data sets and readers."""
+
+    def __init__(self, flesh: WatchedFlesh) -> None:
+        super().__init__(flesh.job.spec, graph=flesh.job.graph)
+        self.flesh = flesh
+
+    def dataset(self, spec: Any) -> Any:
+        key = repr(spec.dataset)
+        if key not in self._datasets:
+            self._datasets[key] = WatchedDataset(make_dataset(spec))
+        return self._datasets[key]
+
+    def _feed(self, data: Any, cut: Any, *, training: bool) -> Any:
+        loader = super()._feed(data, cut, training=training)
+        if loader is not None:
+            fields = {f.name: getattr(loader._reader, f.name) for f in dataclasses.fields(Reader)}
+            loader._reader = WatchedReader(**fields)
+        return loader
+
+    def _feeds(self, loader: Any) -> Any:
+        return {index: feed and Tap(self, index, feed) for index, feed in super()._feeds(loader).items()}
+
+
+@dataclass
+class Tap:
+    """Between a stage and the loader."""
+
+    core: WatchedCore
+    stage: int
+    loader: Any
+
+    def get(self, step: int, microbatch: int) -> Any:
+        batch = self.loader.get(step, microbatch)
+        assert self.core.transport is not None
+        generation = self.core.transport.generation
+        self.core.flesh.reads[generation, step, self.stage].append((microbatch, tuple(batch.ids)))
+        return batch
+
+
+class WatchedBody(WorkerBody):
+    """Notes in which generation a step was applied."""
+
+    def __init__(self, flesh: WatchedFlesh, worker: int) -> None:
+        super().__init__(WatchedCore(flesh), worker)
+        self.flesh = flesh
+
+    def step(self, step: int) -> Any:
+        assert self.core.transport is not None
+        generation = self.core.transport.generation
+        try:
+            report = yield from super().step(step)
+        finally:
+            if self.core.end.finished == step:
+                self.flesh.applied.add((generation, step))
+        return report
+
+
+class WatchedTransport(LocalTransport):
+    """Weighs the state that is sent."""
+
+    def __init__(self, mesh: LocalMesh, rank: int, weighed: Weighed) -> None:
+        super().__init__(mesh, rank)
+        self.weighed = weighed
+
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> Any:
+        handle = super().send(tensor, to=to, tag=tag)
+        if tag == state_tag(0):
+            self.weighed.header_bytes += tensor.nbytes
+        elif state_tag(0) < tag <= LAST_STATE_TAG:
+            self.weighed.bytes += tensor.nbytes
+        return handle
+
+
+@dataclass
+class Record:
+    """What was found out about one run, or about many."""
+
+    generations: int = 0
+    loads: int = 0
+    samples: int = 0
+    epochs: int = 0
+    elements: int = 0
+    lacked_elements: int = 0
+    bytes: int = 0
+    lacked_bytes: int = 0
+    header_bytes: int = 0
+
+
+class WatchedFlesh(TorchFlesh):
+    """See `helpers.torch_flesh.TorchFlesh`."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self.reads: dict[tuple[int, int, int], list[tuple[int, tuple[Place, ...]]]] = defaultdict(list)
+        self.applied: set[tuple[int, int]] = set()
+        self.weighed: dict[int, Weighed] = {}
+        self.stages: dict[int, int] = {}
+        """Generation -> number of stages of its plan."""
+        self.sizes: list[int] = []
+        """Workers with a seat, by generation."""
+        self.loads = 0
+        """Generations that began from a checkpoint."""
+
+    def make_body(self, number: int) -> WorkerBody:
+        return WatchedBody(self, number)
+
+    def connect(self, order: do.Adopt, dead: set[int]) -> Any:
+        weighed = Weighed()
+        if order.generation == max(self.world.claims):  # else its driver has been replaced, and nobody obeys
+            self.stages[order.generation] = len(order.plan.stages)
+            self.sizes.append(order.plan.world)
+            self.loads += order.load and order.done > 0
+            weighed = self.weighed[order.generation] = self.lacked(order)
+            weighed.elements = sum(move.piece.size for move in order.moves)
+        made = super().connect(order, set())
+        mesh, workers = made
+        mesh.transports = [WatchedTransport(mesh, rank, weighed) for rank in range(mesh.size)]
+        for worker in dead & set(workers):
+            mesh.transports[workers.index(worker)].abort("killed")
+        return made
+
+    def lacked(self, order: do.Adopt) -> Weighed:
+        """The set difference of what the new members need and what they hold, from the bodies themselves."""
+        weighed = Weighed()
+        if order.load:
+            return weighed
+        held: dict[int, tuple[Piece, ...]] = {}
+        size_of: dict[str, int] = {}
+        for process in self.world.processes:
+            body: Any = process.body
+            if process.member.seated and body.applied() == order.done:
+                held[process.number] = body.pieces()
+                for name, kept in (body._old | body._held()).items():
+                    size_of[name] = sum(value.nbytes for value in kept.values() if isinstance(value, Tensor))
+        for worker, need in zip(order.members, self.layout(order.plan), strict=True):
+            for piece in without(need, held.get(worker, ())):
+                weighed.lacked_elements += piece.size
+                weighed.lacked_bytes += size_of[piece.name]
+        return weighed
+
+    # -- afterwards --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> Record:
+        """Nothing lost, nothing repeated, nothing moved in vain. Raises `AssertionError` with the world's story."""
+        spec, tell = self.job.spec, self.world.tell
+        record = Record()
+        order = SampleOrder(spec.seed, len(make_dataset(spec.data)))
+        cut, batch = spec.cut, spec.batch_size
+        for (generation, step, stage), found in self.reads.items():
+            for microbatch, ids in found:
+                samples = cut.samples(microbatch)
+                due = tuple(order.ids(step * batch + samples.start, step * batch + samples.stop))
+                assert ids == due, tell(f"generation {generation}, step {step}, stage {stage}, microbatch {microbatch}: {ids}")
+        for generation, step in self.applied:
+            for stage in (0, self.stages[generation] - 1):
+                taken = sorted(microbatch for microbatch, _ in self.reads[generation, step, stage])
+                what = f"generation {generation}, step {step}, stage {stage} took microbatches {taken}"
+                assert taken == list(range(cut.count)), tell(what)
+        series = []
+        for step in range(self.job.steps):
+            generations = sorted(g for g, s in self.applied if s == step)
+            assert generations, tell(f"step {step} was applied by nobody")
+            ids = [dict(self.reads[g, step, 0]) for g in generations]
+            assert all(one == ids[0] for one in ids), tell(f"step {step} was made of different samples")
+            series += [place for microbatch in range(cut.count) for place in ids[0][microbatch]]
+        assert series == order.ids(0, self.job.steps * batch), tell("samples were lost or repeated")
+        record.samples, record.epochs = len(series), series[-1][0] + 1
+        for generation, weighed in self.weighed.items():
+            told = f"generation {generation}: {weighed}"
+            assert weighed.elements <= 1.1 * weighed.lacked_elements, tell(told)
+            assert weighed.bytes <= 1.1 * weighed.lacked_bytes, tell(told)
+            record.generations += 1
+            record.elements += weighed.elements
+            record.lacked_elements += weighed.lacked_elements
+            record.bytes += weighed.bytes
+            record.lacked_bytes += weighed.lacked_bytes
+            record.header_bytes += weighed.header_bytes
+        record.loads = self.loads
+        return record

@@ -1,0 +1,107 @@
+"""Scenes of a recovery, event by event: what the membership histories and the fault points have found."""
+
+from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Emit, Evict, Fence, Journal, Snapshot, Teardown
+from raypar.elastic.events import (
+    Adopted,
+    CallFailed,
+    Claimed,
+    DrainAsked,
+    Emitted,
+    Journalled,
+    PlanChosen,
+    Saved,
+    SaveFailed,
+    SnapshotTaken,
+    StepReported,
+    Stood,
+    Tick,
+    WorkersReady,
+)
+from raypar.elastic.holdings import Piece
+from raypar.elastic.machine import Course, RunMachine
+from raypar.elastic.member import Stand
+from raypar.elastic.phases import Phase
+from raypar.errors import WorkerLost
+from raypar.plan import ParallelPlan
+
+WHOLE = (Piece("w0", 0, 4), Piece("w1", 0, 4))
+
+
+def layout(plan):
+    """Two layers, one parameter each."""
+    stages = [[plan.stages[i] for i in plan.stages_of(rank)] for rank in range(plan.world)]
+    return tuple(tuple(p for stage in held for p in WHOLE[stage.first : stage.last]) for held in stages)
+
+
+def elastic(plan, **course):
+    return RunMachine(Course(workers=plan.world, last=1, elastic=True, **course), plan=plan, layout=layout)
+
+
+def do(machine, *events, now_s=0.0):
+    return [decision.action for event in events for decision in machine.handle(event, now_s)]
+
+
+def lost(worker):
+    return CallFailed("lost", WorkerLost(f"worker {worker} died"), worker)
+
+
+def stood(machine, worker, done):
+    """The first generation's answer to the second, with all that its seat holds."""
+    return Stood(2, Stand(worker, done, pieces=layout(machine.plan)[machine.members.index(worker)]))
+
+
+def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
+    machine = elastic(ParallelPlan.mesh(pp=2, dp=2, layers=2))
+    do(machine, WorkersReady(), lost(0), lost(1), Claimed(2, True))
+    assert machine.phase is Phase.STANDING
+    asked = do(machine, Stood(2, Stand(2, 0, pieces=WHOLE)), stood(machine, 3, 0))
+    assert asked == [ChoosePlan(2, 2)], "nobody is left of the first stage's seats"
+    assert do(machine, DrainAsked(3, "preempted")) == []
+    assert do(machine, PlanChosen(2, ParallelPlan.mesh(dp=2, layers=2))) == [ChoosePlan(2, 1)]
+    (order,) = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
+    assert isinstance(order, Adopt) and order.members == (2,)
+
+
+def test_nobody_is_killed_before_the_next_generation_is_claimed():
+    """A driver that stood still for a while takes everybody for hung: another one may have gone on with them."""
+    machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
+    do(machine, WorkersReady(), lost(0), Claimed(2, True), stood(machine, 1, 0))
+    assert do(machine, Tick(), now_s=100.0) == [Claim(3)]
+    (end,) = do(machine, Claimed(3, False), now_s=100.0)
+    assert isinstance(end, Teardown) and end.end == "deposed"
+
+    machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
+    do(machine, WorkersReady(), lost(0), Claimed(2, True), stood(machine, 1, 0))
+    do(machine, Tick(), now_s=100.0)
+    assert do(machine, Claimed(3, True), now_s=100.0) == [Evict(2, "did not answer"), Fence(3, (1,))]
+
+
+def finish(machine, workers):
+    """The only step, up to the moment when it has been seen."""
+    *_, last = do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in workers))
+    assert last == Journal(0)
+    assert do(machine, Journalled(0)) == [Emit(0)]
+    return do(machine, Emitted(0))
+
+
+def test_a_worker_that_dies_while_the_last_checkpoint_is_written_costs_nothing():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    assert finish(machine, (0, 1)) == [Snapshot(1)]
+    assert do(machine, SnapshotTaken(1)) == []
+    assert do(machine, lost(0)) == [Claim(2)]
+    do(machine, SaveFailed(1, WorkerLost("worker 0 died")), Claimed(2, True))
+    (order,) = do(machine, stood(machine, 1, 1))
+    assert order.members == (1,)
+    assert do(machine, Adopted(1, 2)) == [Snapshot(1)], "the other one holds the same state"
+    (end,) = do(machine, SnapshotTaken(1), Saved(1))
+    assert end.end == "done"
+
+
+def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known_is_written_again():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    finish(machine, (0, 1))
+    do(machine, SnapshotTaken(1))
+    *_, claim = do(machine, SaveFailed(1, WorkerLost("worker 0 died")))
+    assert claim == Claim(2)
+    do(machine, lost(0), Claimed(2, True), stood(machine, 1, 1))
+    assert do(machine, Adopted(1, 2)) == [Snapshot(1)]
