@@ -30,6 +30,7 @@ from raypar.actors.staff import Staff, first_line, quickly
 from raypar.actors.status import Status
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
+from raypar.elastic.buddies import buddies
 from raypar.elastic.holdings import WholeParameters
 from raypar.elastic.machine import Phase, RunMachine
 from raypar.elastic.member import Stand
@@ -169,11 +170,11 @@ class DriverActor:
     def _carry_out(self, decision: do.Decision) -> None:
         generation = self.machine.generation
         match decision.action:
-            case do.RunStep(step):
+            case do.RunStep(step, cut):
                 trace = step in self.request.trace
                 self.step_calls += len(self.machine.members)
                 self._call_all(
-                    lambda w: w.step.remote(generation, step, trace),
+                    lambda w: w.step.remote(generation, step, trace, cut),
                     lambda number, report: self._stepped(number, generation, step, report),
                 )
             case do.Journal(step):
@@ -276,7 +277,7 @@ class DriverActor:
     def _stepped(self, number: int, generation: int, step: int, report: dict[str, Any]) -> on.Event:
         if generation == self.machine.generation:
             self.reports[step][self.machine.members.index(number)] = report
-        return on.StepReported(number, step, report["seconds"], generation)
+        return on.StepReported(number, step, report["seconds"], generation, report["mirror_seconds"])
 
     def _validated(self, number: int, generation: int, done: int, report: Any) -> on.Event:
         if generation == self.machine.generation:
@@ -326,6 +327,7 @@ class DriverActor:
                 return
         ranks = {number: rank for rank, number in enumerate(workers)}
         addresses = [self.staff.hellos[number].address for number in workers]
+        keepers = buddies([self.staff.hellos[number].node for number in order.members])
         load = None
         if order.load and order.done:
             load = str(self.recorder.checkpoint_path or request.resume)
@@ -337,7 +339,14 @@ class DriverActor:
         for rank, number in enumerate(workers):
             seated = rank < plan.world
             part = Part(
-                assignments[rank] if seated else None, ranks, order.done, order.moves, load, fresh=order.load and not order.done
+                assignments[rank] if seated else None,
+                ranks,
+                order.done,
+                order.moves,
+                load,
+                fresh=order.load and not order.done,
+                cut=order.cut,
+                buddies=keepers,
             )
             coordinate = plan.coordinate(rank) if seated else f"worker {number}"
             ref = self.pool.workers[number].adopt.remote(
@@ -468,10 +477,13 @@ class DriverActor:
         addresses = [hellos[number].address for number in members]
         deadline_s, done = request.start_deadline_s, request.course.first
         ranks = {number: rank for rank, number in enumerate(members)}
+        keepers = buddies([nodes[number] for number in members])
 
         def part(rank: int) -> bytes:
             assignment = pickle.loads(request.assignments[rank])
-            return pickle.dumps(Part(assignment, ranks, done, (), request.resume, fresh=request.resume is None))
+            return pickle.dumps(
+                Part(assignment, ranks, done, load=request.resume, fresh=request.resume is None, buddies=keepers)
+            )
 
         described = await self._everybody(
             lambda number, w: w.adopt.remote(1, part(ranks[number]), plan.coordinate(ranks[number]), addresses, deadline_s),

@@ -14,9 +14,13 @@ End = Literal["done", "stopped", "interrupted", "failed", "deposed"]
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Call every worker for `step`, queued behind the step that may still run. Answer: `StepReported` of each."""
+    """Call every worker for `step`, queued behind the step that may still run. Answer: `StepReported` of each.
+
+    `cut`: the state after it goes into the mirror.
+    """
 
     step: int
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

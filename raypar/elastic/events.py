@@ -19,12 +19,16 @@ class WorkersReady:
 
 @dataclass(frozen=True, slots=True)
 class StepReported:
-    """A worker holds the whole vote of `step` and has applied it. `seconds`: how long the step took there."""
+    """A worker holds the whole vote of `step` and has applied it. `seconds`: how long the step took there.
+
+    `mirror_seconds`: what of the mirror (copies, exchange) it spent beside them.
+    """
 
     worker: int
     step: int
     seconds: float = 0.0
     generation: int = 1
+    mirror_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from raypar.elastic.actions import (
     Teardown,
     Validate,
 )
+from raypar.elastic.cut_clock import CutClock
 from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequested
 from raypar.elastic.holdings import Piece
 from raypar.elastic.phases import Phase, UnexpectedEvent
@@ -57,6 +58,7 @@ class Course:
     between them. `hires`: workers that are missing are replaced. `grow`: those that join get a seat once all that are wanted
     are there, or `grow_after_s` after the first of them, if the steps that are left then gain more than `move_s`.
     A step is overdue after `step_deadline_s`, or `step_deadline_times` the longest of the last steps if that is more.
+    `mirror_every`, `mirror_cost`: see `CutClock`.
     """
 
     workers: int
@@ -89,6 +91,8 @@ class Course:
     adopt_s: float = 5.0
     load_s: float = 60.0
     capacity_s: float = 300.0
+    mirror_every: int = 0
+    mirror_cost: float = 0.0
 
     @property
     def end(self) -> int:
@@ -151,6 +155,7 @@ class RunMachine:
         """When the machine heard of what no step has been committed after yet."""
         self.attempts = 0
         self.recovery = Recovery("")
+        self.clock = CutClock(self.course.mirror_every, self.course.mirror_cost)
         self._out: list[Decision] = []
         self._now_s = 0.0
 
@@ -199,7 +204,8 @@ class RunMachine:
             return
         barrier = max(self.barrier(), self.committed)
         while self.issued < min(barrier, min(self.emitted, self.committed) + DEPTH):
-            self.decide(RunStep(self.issued), f"step {self.issued} is within {DEPTH} of the last one seen by all")
+            cut = len(self.members) > 1 and self.clock.take(self.issued)  # one worker alone has nobody to keep a copy
+            self.decide(RunStep(self.issued, cut), f"step {self.issued} is within {DEPTH} of the last one seen by all")
             self.issued += 1
         if self.emitted == self.committed == self.issued == barrier:
             self._due = self._due_at(barrier)

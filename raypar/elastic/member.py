@@ -41,8 +41,8 @@ class Stand:
 class Body(Protocol):
     """What does the work: torch in the product, hashes in the simulation of the protocol."""
 
-    def step(self, step: int) -> Routine[Any]:
-        """Run, vote, apply. Returns what the driver wants to know."""
+    def step(self, step: int, cut: bool) -> Routine[Any]:
+        """Run, vote, apply; with `cut` the state after it goes into the mirror. Returns what the driver wants to know."""
 
     def validate(self) -> Routine[Any]:
         """A pass over the validation data."""
@@ -95,7 +95,7 @@ class Member:
             self.heard = generation
             self.body.abort(reason)
 
-    def step(self, generation: int, step: int) -> Routine[Any]:
+    def step(self, generation: int, step: int, cut: bool = False) -> Routine[Any]:
         """One step of the plan of `generation`; returns the body's report. After a failure all later ones of that generation
         fail."""
         self._admit(generation)
@@ -104,7 +104,7 @@ class Member:
         assert step == self.body.applied(), f"step {step} was asked for, {self.body.applied()} are applied"
         self.broken = True
         try:
-            report = yield from self.body.step(step)
+            report = yield from self.body.step(step, cut)
             self._remember(step, self.body.outcome())
         except Exception:
             if self.body.applied() == step + 1:

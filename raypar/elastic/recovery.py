@@ -102,6 +102,7 @@ def taken_over(m: RunMachine, event: Event) -> None:
     m.hiring = set(event.starting)
     m.hired = max(m.hired, event.hired)
     m.spares = set(event.workers) - set(event.members) - m.hiring
+    m.clock.complete = True  # not known: rather an error than a long way from the beginning
     m.gone = set(event.members) - set(event.workers)
     begin(m, "a new driver takes over")
 
@@ -272,7 +273,7 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
         found = newest_cut(m, need)
         if found is not None:
             done, cut, have = found[0], True, found[1]
-        elif m.saved is None and done > m.course.first:
+        elif not durable(m):
             unrecoverable(m, lost)
             return
         else:
@@ -297,9 +298,15 @@ def newest_cut(m: RunMachine, need: Holdings) -> tuple[int, dict[int, tuple[Piec
     return None
 
 
+def durable(m: RunMachine) -> bool:
+    """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way."""
+    near = m.clock.first == m.course.first and not m.clock.complete
+    return m.saved is not None or m.recovery.done <= m.course.first or near
+
+
 def nowhere(m: RunMachine) -> tuple[Piece, ...]:
     """What is lost for good: in no memory, no cut and no checkpoint. Waiting for workers would not bring it back."""
-    if m.plan is None or m.saved is not None or m.recovery.done <= m.course.first:
+    if m.plan is None or durable(m):
         return ()
     need = dict(enumerate(m.layout(m.plan)))
     lost = missing(held(m, m.recovery.done), need)
@@ -315,7 +322,7 @@ def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
             f"state after {m.recovery.done} steps is lost: {names}; workers {gone} held it, no mirror and no checkpoint has it",
-            cure="start again with checkpoint.every set, or with two replicas of every stage",
+            cure="start again with checkpoint.every set, with elastic.mirror, or with two replicas of every stage",
         ),
     )
 
@@ -334,6 +341,7 @@ def adopted(m: RunMachine, event: Event) -> None:
     m.plan, m.members = r.order.plan, r.order.members
     m.spares = (m.spares | set(r.stands)) - set(m.members) - m.leaving - m.gone
     m.issued = m.committed = r.order.done
+    m.clock.begin()
     m.pause_for = m.next_plan = None
     m.grow_at_s = m._now_s if m.spares else None
     for worker in sorted(m.leaving):

@@ -46,9 +46,11 @@ def reported(m: RunMachine, event: Event) -> None:
     if not m.committed <= event.step < m.issued:
         raise UnexpectedEvent(f"{event}: committed {m.committed}, issued {m.issued}")
     m._reports.setdefault(event.step, set()).add(event.worker)
+    m.clock.report(event.step, event.mirror_seconds)
     while len(m._reports.get(m.committed, ())) == len(m.members):
         del m._reports[m.committed]
         m._seconds.append(event.seconds)
+        m.clock.commit(m.committed, event.seconds)
         m.commit(m.committed)
     if m.committed <= m.emitted or m.pause_for is not None:
         m.advance()

@@ -31,7 +31,7 @@ from raypar.worker.step import Span, StepEnd
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one worker says of one step. Times in seconds; `spans` only when traced."""
+    """What one worker says of one step. Times in seconds, `mirror_seconds` beside the others; `spans` only when traced."""
 
     rank: int
     step: int
@@ -45,6 +45,7 @@ class StepReport:
     spans: tuple[Span, ...]
     ledger: Mapping[str, Mapping[str, int]]
     peak_rss_bytes: int
+    mirror_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,37 @@ def test_seeded_histories_with_real_tensors(model: str, whole: bool):
         world, found = torch_flesh.simulate(work, plan, faults, **quiet)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("model", ["plain", "tangled"])
+def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, whole: bool):
+    """One replica of every stage and no checkpoint: wherever a worker dies, its buddy has what it held; before the first cut
+    is complete everybody begins anew."""
+    from helpers import torch_flesh, ugly_models
+
+    from raypar.worker.assignment import make_graph
+
+    spec = ugly_models.job(model, microbatches=4, steps=6)
+    quiet = QUICK | {"validates": False}
+    cured = 0
+    for every in (1, 3):
+        work = torch_flesh.TorchJob(spec, make_graph(spec), mirror_every=every)
+        plan = ParallelPlan.mesh(pp=4, layers=work.layers)
+        plain, reference = torch_flesh.simulate(work, plan, **quiet)
+        assert reference == torch_flesh.simulate(replace(work, mirror_every=0), plan, **quiet)[1]
+        for at in range(plain.points // 8, plain.points, 7 if whole else 47):
+            world, found = torch_flesh.simulate(work, plan, [Fault(at, "kill")], **quiet)
+            assert found == reference, world.tell(f"a kill at {at}: {world.over.why}")
+            adopted = [line for line in world.story if "Adopt(" in line]
+            assert all("cut=True" in line or "after 0 steps" in line for line in adopted), adopted
+            cured += "cut=True" in "".join(adopted)
+        for seed in range(30 if whole else 3):
+            faults = random_faults(seed, 3, plain, workers=4, kinds=("kill", "zombie", "late_answer", "join"))
+            world, found = torch_flesh.simulate(work, plan, faults, **quiet)
+            assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
+            assert found in (reference, None), world.tell(f"{faults}: other bits")
+    assert cured > 8
 
 
 def test_the_simulation_needs_no_torch():

@@ -202,7 +202,8 @@ class World:
             elif kind in ("kill_driver", "stop_driver"):
                 table = self.action_faults
             table.setdefault(fault.at, []).append(fault)
-        self.course = Course(**({"workers": plan.world, "last": job.steps, "elastic": True, "save_at_end": False} | course))
+        fixed = {"workers": plan.world, "last": job.steps, "elastic": True, "save_at_end": False}
+        self.course = Course(**(fixed | {"mirror_every": job.mirror_every} | course))
         self.processes = [Process(n, self) for n in range(plan.world)]
         self.claims: dict[int, int] = {1: 0}
         self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (plan, tuple(range(plan.world)))}
@@ -468,11 +469,11 @@ class Driver:
         world, machine = self.world, self.machine
         generation = machine.generation
         match action:
-            case do.RunStep(step):
+            case do.RunStep(step, cut):
                 for worker in machine.members:
                     self.ask(
                         worker,
-                        lambda p: p.member.step(generation, step),
+                        lambda p: p.member.step(generation, step, cut),
                         lambda a, w=worker: self.stepped(w, step, generation, a),
                     )
             case do.Journal(step):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from raypar.comm.local import LocalMesh
 from raypar.elastic import actions as do
+from raypar.elastic.buddies import buddies
 from raypar.elastic.holdings import WholeParameters
 from raypar.elastic.part import Part
 from raypar.model.build import elements_by_layer
@@ -28,6 +29,7 @@ class TorchJob:
 
     spec: JobSpec
     graph: Graph
+    mirror_every: int = 0
 
     @property
     def steps(self) -> int:
@@ -79,7 +81,9 @@ class TorchFlesh:
         assignment = self.lowered[key][seat] if seat is not None else None
         assert not order.load or order.done == 0, "there are no checkpoints here"
         transport = mesh[0].transports[ranks[worker]]
-        return Part(assignment, ranks, order.done, order.moves, fresh=order.load), lambda: transport
+        keepers = buddies(order.members)  # every worker is a node of its own
+        part = Part(assignment, ranks, order.done, order.moves, fresh=order.load, cut=order.cut, buddies=keepers)
+        return part, lambda: transport
 
     def outcome(self, answer: Any) -> Any:
         return answer.loss, answer.count, answer.norm
