@@ -167,9 +167,13 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class CheckReplay:
-    """Step `step` was executed again after a roll-back: compare with the journal, emit nothing. No answer if it is the same."""
+    """Step `step` was executed again after a roll-back: compare with the journal, emit nothing. No answer if it is the same.
+
+    `doubted`: what people saw of it may have been wrong, because a worker's state was.
+    """
 
     step: int
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,19 @@ class CutClock:
         self._reported: dict[int, float] = {}
         self._before = False
 
-    def take(self, step: int) -> bool:
-        """Whether `step`, which is issued now, takes a cut."""
-        if not (self.every or self.cost):
+    @property
+    def waits(self) -> bool:
+        """A cut is under way of which nobody has reported yet. Another one could push out the last that is known to be good."""
+        return self.last is not None and not self._measured
+
+    def take(self, step: int, anyway: bool = False) -> bool:
+        """Whether `step`, which is issued now, takes a cut; `anyway`: there is a reason beside time."""
+        if not (self.every or self.cost) or self.waits:
             return False
-        due = self.last is None or (
-            (step + 1) % self.every == 0 if self.every else self._measured and self.cost * self._steps_s >= self._spent_s
+        due = (
+            anyway
+            or self.last is None
+            or ((step + 1) % self.every == 0 if self.every else self.cost * self._steps_s >= self._spent_s)
         )
         if due:
             self._before = self.last is not None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.transport import Routine, Transport, Wait
+from raypar.elastic.digests import Digest
 from raypar.elastic.holdings import Piece, WholeParameters
 from raypar.elastic.outcome import Outcome
 from raypar.elastic.part import Part
@@ -51,7 +52,7 @@ class WorkerBody:
         report = yield from self.mirror.beside(self.core.routine(step, trace=self.trace))
         if cut:
             self._take_cut(self.core.transport)
-        return replace(report, mirror_seconds=self.mirror.spent())
+        return replace(report, mirror_seconds=self.mirror.spent(), digest=self.mirror.digests.get(step + 1) if cut else None)
 
     def validate(self) -> Routine[ValidationReport]:
         """One pass."""
@@ -89,6 +90,10 @@ class WorkerBody:
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
         """What is held of the mirror's cuts."""
         return self.mirror.pieces()
+
+    def digests(self) -> Mapping[int, Digest]:
+        """Of the own copies."""
+        return self.mirror.digests
 
     def abort(self, reason: str) -> None:
         """From any thread: every pending wait raises."""
@@ -128,6 +133,8 @@ class WorkerBody:
         self._done, self.core.end.finished = part.done, part.done - 1
         self._old = base
         self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
+        plan = part.assignment.plan
+        self.mirror.compared = any(plan.stages[index].replicas > 1 for index in self.core.stages)
 
     # -- parts -----------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from raypar.comm.memory import Pool
 from raypar.comm.transport import Handle, Routine, Transport, Wait
+from raypar.elastic.digests import Digest
 from raypar.elastic.holdings import Piece
 from raypar.errors import CommError
 from raypar.worker.checkpoint import PARAMETER
@@ -87,6 +89,13 @@ class Copy:
             if key == PARAMETER:
                 yield Piece(name, 0, math.prod(value.shape))
 
+    def digest(self) -> Digest:
+        """32 bits each; the second depend on every bit and its place."""
+        places = [line for line in self.lines if isinstance(line[2], Place)]
+        numbers = self.lines[len(places) :]
+        bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
+        return zlib.crc32(repr(places).encode()), bits
+
     @property
     def header(self) -> Tensor:
         """The list and the number of bytes, as bytes."""
@@ -125,10 +134,13 @@ class Beside:
 
 @dataclass
 class Mirror:
-    """The cuts of one worker. `buddies`: rank -> rank that keeps its copy, in the present generation; `rank`: this one's."""
+    """The cuts of one worker. `buddies`: rank -> rank that keeps its copy, in the present generation; `rank`: this one's;
+    `compared`: others should hold the same as this one. `digests`: steps done -> of the own copy, where it is compared."""
 
     buddies: Mapping[int, int] = field(default_factory=dict)
     rank: int = 0
+    compared: bool = False
+    digests: dict[int, Digest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._pool = Pool()
@@ -151,6 +163,9 @@ class Mirror:
         self._exchange = []
         self._cuts = {step: copies for step, copies in self._cuts.items() if step == self._complete}
         own = Copy.of(state, self._pool)
+        self.digests = {step: digest for step, digest in self.digests.items() if step in self._cuts}
+        if self.compared:
+            self.digests[done] = own.digest()
         self._cuts[done], self._open = {OWN: own}, done
         if transport is not None:
             wards = [ward for ward, keeper in self.buddies.items() if keeper == self.rank]
@@ -183,7 +198,7 @@ class Mirror:
             start = time.perf_counter()
             for part in self._exchange:
                 part.poll()
-            self._seconds += time.perf_counter() - start
+            self._seconds += 2 * (time.perf_counter() - start)  # receiving costs another thread about as much
 
     def finish(self) -> Routine[None]:
         """Before the vote on the step that takes the next cut: this one is complete here. Raises what broke the exchange."""
@@ -196,7 +211,7 @@ class Mirror:
         self._seconds = before + time.perf_counter() - start
 
     def spent(self) -> float:
-        """Seconds since the last call that this worker's thread spent on copies, messages and waiting for them."""
+        """Seconds since the last call that went into copies, messages and waiting for them."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

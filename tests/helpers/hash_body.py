@@ -209,6 +209,7 @@ class HashBody:
     def __post_init__(self) -> None:
         self.mine: tuple[Element, ...] = ()
         self.cut_due = False
+        self.compared: dict[int, tuple[int, int]] = {}
         self.totals: dict[int, int] | None = None
         self.last: Any = None
         self.copies: dict[int, dict[Element, int]] = {}
@@ -232,6 +233,9 @@ class HashBody:
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
         self._take_buddys()
         return {step: as_pieces(copy) for step, copy in self.copies.items()}
+
+    def digests(self) -> Mapping[int, tuple[int, int]]:
+        return self.compared
 
     def abort(self, reason: str) -> None:
         if self.mesh is not None:
@@ -408,6 +412,9 @@ class HashBody:
     def _take_cut(self) -> None:
         """Own copy now, and one for the next worker. Older cuts than the last complete one are not needed any more."""
         assert self.mesh is not None and self.plan is not None
+        self.compared = {step: digest for step, digest in self.compared.items() if step == self.complete_cut}
+        what = h(*(h(ord(kind), n, e) for kind, n, e in sorted(self.state)))
+        self.compared[self.done] = what, h(*(value for _, value in sorted(self.state.items())))
         kept = {step: c for step, c in self.copies.items() if step == self.complete_cut}
         self.copies = kept | {self.done: dict(self.state)}
         world, me = self.plan.world, self.rank

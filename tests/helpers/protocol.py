@@ -26,7 +26,9 @@ from raypar.elastic.phases import Phase
 from raypar.errors import CommError, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
-Kind = Literal["kill", "zombie", "stop", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver", "join", "drain"]
+Kind = Literal[
+    "kill", "zombie", "stop", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver", "join", "drain", "corrupt"
+]
 CALL_MS = 0.5
 LOST_MS = 15.0
 TICK_MS = 250.0
@@ -41,6 +43,7 @@ class Fault:
     """At point `at` of the world's count (or of worker `of`'s own): what happens. `ms`: how long a stop or a delay lasts.
 
     zombie: stopped until it has long been given up, then it goes on as if nothing were. stop: shorter than any deadline.
+    corrupt: what the worker holds changes by itself.
     """
 
     at: int
@@ -159,6 +162,14 @@ class Hashes:
     def outcome(self, answer: Any) -> Any:
         return answer
 
+    def digest(self, answer: Any, body: HashBody, step: int) -> Any:
+        return body.compared.get(step + 1)
+
+    def corrupt(self, body: HashBody) -> None:
+        """A number changes by itself."""
+        if body.mine:
+            body.state[min(body.mine)] ^= h(self.world.points)
+
     def dead(self, worker: int) -> None:
         for mesh in self.meshes:
             mesh.close(worker, "killed")
@@ -271,6 +282,8 @@ class World:
                 target.stopped_until = max(target.stopped_until, self.now + fault.ms)
             case "join":
                 self.join()
+            case "corrupt":
+                self.flesh.corrupt(target.body)
             case "drain":
                 self.at(1.0, lambda: self.driver.post(on.DrainAsked(target.number, "preempted")))
 
@@ -480,8 +493,11 @@ class Driver:
                 self.effect(lambda: self.journal(step))
             case do.Emit(step):
                 self.effect(lambda: self.emit(step))
-            case do.CheckReplay(step):
-                assert self.outcomes[step] == world.journal[step], world.tell(f"step {step} was replayed differently")
+            case do.CheckReplay(step, doubted):
+                if doubted:
+                    world.journal[step] = self.outcomes[step]
+                if self.outcomes[step] != world.journal[step]:
+                    self.post(on.CallFailed("error", RayparError(f"step {step} was executed again and gave something else")))
             case do.Snapshot(done):
                 self.snapshot(done)
             case do.Validate(done):
@@ -536,7 +552,8 @@ class Driver:
             self.answered(answer, generation, worker, None)
         else:
             self.outcomes[step] = self.world.flesh.outcome(answer)
-            self.post(on.StepReported(worker, step, 0.01, generation))
+            digest = self.world.flesh.digest(answer, self.world.processes[worker].body, step)
+            self.post(on.StepReported(worker, step, 0.01, generation, digest=digest))
 
     def answered(self, answer: Any, generation: int, worker: int, event: Any) -> None:
         if isinstance(answer, (CommError, Fenced)):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from raypar.comm.local import LocalMesh
 from raypar.elastic import actions as do
 from raypar.elastic.buddies import buddies
@@ -87,6 +89,16 @@ class TorchFlesh:
 
     def outcome(self, answer: Any) -> Any:
         return answer.loss, answer.count, answer.norm
+
+    def digest(self, answer: Any, body: WorkerBody, step: int) -> Any:
+        return answer.digest
+
+    def corrupt(self, body: WorkerBody) -> None:
+        """A bit of a weight changes by itself."""
+        for stage in body.core.stages.values():
+            for parameter in stage.parameters.values():
+                parameter.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+                return
 
     def dead(self, worker: int) -> None:
         for mesh, workers in self.meshes:
