@@ -193,13 +193,21 @@ class ElasticConfig(_Section):
     Missing workers are replaced, up to `max_workers` (None: as many as the plan has). Those that join get a seat between two
     steps, when all are there or `grow_after_s` after the first, if that saves more time than the move costs.
     `step_deadline_s`: a step that takes longer than this and than 5 times the longest of the last 100 steps has hung; who does
-    not answer then is given up.
+    not answer then is given up. `mirror`: copies of the state in the memory of two workers, for when the last live copy dies;
+    every so many steps, or `auto`: as often as it costs 2 % of the time.
     """
 
     min_workers: PositiveInt = 1
     max_workers: PositiveInt | None = None
     grow_after_s: NonNegativeFloat = 2.0
     step_deadline_s: PositiveFloat = 3.0
+    mirror: Literal["auto", "off"] | PositiveInt = "auto"
+
+    @field_validator("mirror", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        """YAML reads `off` as a truth value."""
+        return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value
 
 
 class EarlyStoppingConfig(_Section):

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 Tell = Callable[[dict[str, Any]], None]
 
 
+MIRROR_COST = 0.02
+"""Of the steps' time, when `elastic.mirror` is auto."""
+
+
 @dataclass(frozen=True)
 class Planned:
     """A plan with its schedule, and why it was chosen (one or more lines, may be empty)."""
@@ -278,6 +282,8 @@ def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[st
         "step_deadline_s": elastic.step_deadline_s,
         "step_deadline_times": 5.0,
         "capacity_s": wait_for_workers_s,
+        "mirror_every": elastic.mirror if isinstance(elastic.mirror, int) else 0,
+        "mirror_cost": MIRROR_COST if elastic.mirror == "auto" else 0.0,
     }
 
 

@@ -119,7 +119,7 @@ class WorkerActor:
         return self._guard("building its stages", build)
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def step(self, generation: int, step: int, trace: bool) -> Any:
+    def step(self, generation: int, step: int, trace: bool, cut: bool) -> Any:
         """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `Failed`.
 
         After a failure every later step of the generation fails too.
@@ -127,7 +127,8 @@ class WorkerActor:
         from raypar.comm.transport import drive
 
         self.body.trace = trace
-        report = self._guard(f"in step {step + 1}", lambda: drive(self.member.step(generation, step), self.core.step_timeout_s))
+        routine = self.member.step(generation, step, cut)
+        report = self._guard(f"in step {step + 1}", lambda: drive(routine, self.core.step_timeout_s))
         if isinstance(report, Failed):
             self._free_peers()
             return report

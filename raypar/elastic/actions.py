@@ -14,9 +14,13 @@ End = Literal["done", "stopped", "interrupted", "failed", "deposed"]
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Call every worker for `step`, queued behind the step that may still run. Answer: `StepReported` of each."""
+    """Call every worker for `step`, queued behind the step that may still run. Answer: `StepReported` of each.
+
+    `cut`: the state after it goes into the mirror.
+    """
 
     step: int
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +167,13 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class CheckReplay:
-    """Step `step` was executed again after a roll-back: compare with the journal, emit nothing. No answer if it is the same."""
+    """Step `step` was executed again after a roll-back: compare with the journal, emit nothing. No answer if it is the same.
+
+    `doubted`: what people saw of it may have been wrong, because a worker's state was.
+    """
 
     step: int
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

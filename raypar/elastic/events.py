@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from raypar.elastic.digests import Digest
 from raypar.elastic.member import Stand
 from raypar.plan import ParallelPlan
 
@@ -19,12 +20,17 @@ class WorkersReady:
 
 @dataclass(frozen=True, slots=True)
 class StepReported:
-    """A worker holds the whole vote of `step` and has applied it. `seconds`: how long the step took there."""
+    """A worker holds the whole vote of `step` and has applied it. `seconds`: how long the step took there.
+
+    `mirror_seconds`: what of the mirror (copies, exchange) it spent beside them. `digest`: of the state, where a cut was taken.
+    """
 
     worker: int
     step: int
     seconds: float = 0.0
     generation: int = 1
+    mirror_seconds: float = 0.0
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)

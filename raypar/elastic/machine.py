@@ -35,6 +35,8 @@ from raypar.elastic.actions import (
     Teardown,
     Validate,
 )
+from raypar.elastic.cut_clock import CutClock
+from raypar.elastic.digests import Digest
 from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequested
 from raypar.elastic.holdings import Piece
 from raypar.elastic.phases import Phase, UnexpectedEvent
@@ -58,6 +60,7 @@ class Course:
     between them. `hires`: workers that are missing are replaced. `grow`: those that join get a seat once all that are wanted
     are there, or `grow_after_s` after the first of them, if the steps that are left then gain more than `move_s`.
     A step is overdue after `step_deadline_s`, or `step_deadline_times` the longest of the last steps if that is more.
+    `mirror_every`, `mirror_cost`: see `CutClock`.
     """
 
     workers: int
@@ -90,6 +93,8 @@ class Course:
     adopt_s: float = 5.0
     load_s: float = 60.0
     capacity_s: float = 300.0
+    mirror_every: int = 0
+    mirror_cost: float = 0.0
 
     @property
     def end(self) -> int:
@@ -154,6 +159,21 @@ class RunMachine:
         """When the machine heard of what no step has been committed after yet."""
         self.attempts = 0
         self.recovery = Recovery("")
+        self.clock = CutClock(self.course.mirror_every, self.course.mirror_cost)
+        self._digests: dict[int, dict[int, Digest]] = {}
+        self.agreed = first
+        """After so many steps the replicas' digests agreed last."""
+        self.doubt = ""
+        """They did not: until the next generation stands, nothing newer than `agreed` may be used."""
+        self.tainted: set[int] = set()
+        """Workers whose state is of that kind and was not replaced yet."""
+        self.doubts = 0
+        self.wrong: set[int] = set()
+        """Workers whose state differed from that of a majority; they leave."""
+        self.doubted = range(0)
+        """Steps that people may have seen wrongly."""
+        self.bad_cuts: set[int] = set()
+        """After so many steps a cut was taken of state that is not to be trusted."""
         self._out: list[Decision] = []
         self._now_s = 0.0
 
@@ -194,6 +214,12 @@ class RunMachine:
         served = max(self.served, self.emitted - 1)  # nothing beyond a barrier is issued before it has been served
         return min([end, *((served // every + 1) * every for every in periods if every)])
 
+    def saves(self) -> tuple[int, ...]:
+        """After how many steps the state is written next, so that the replicas are compared before."""
+        end = self.course.end if self.stop_at is None else self.stop_at
+        every = self.course.save_every
+        return (end, (self.issued // every + 1) * every) if every else (end,)
+
     def advance(self) -> None:
         """Issue what may be issued, or serve the flush point that has been reached."""
         if self.pause_for is not None:
@@ -202,7 +228,12 @@ class RunMachine:
             return
         barrier = max(self.barrier(), self.committed)
         while self.issued < min(barrier, min(self.emitted, self.committed) + DEPTH):
-            self.decide(RunStep(self.issued), f"step {self.issued} is within {DEPTH} of the last one seen by all")
+            proof = self.issued + 1 in self.saves()
+            if proof and self.clock.waits:
+                return  # one cut after the other is looked at
+            alone = len(self.members) == 1  # nobody would keep a copy
+            cut = not alone and self.clock.take(self.issued, proof)
+            self.decide(RunStep(self.issued, cut), f"step {self.issued} is within {DEPTH} of the last one seen by all")
             self.issued += 1
         if self.emitted == self.committed == self.issued == barrier:
             self._due = self._due_at(barrier)
@@ -228,7 +259,7 @@ class RunMachine:
             and fresh
             and self.validated != done
             and ((every and done % every == 0) or done == course.last)
-            and not self._interrupted
+            and not self.interrupted
         ):
             due.append("validate")
         if ends:
@@ -236,7 +267,8 @@ class RunMachine:
         return due
 
     @property
-    def _interrupted(self) -> bool:
+    def interrupted(self) -> bool:
+        """Ctrl-C: what is in flight gets its grace, nothing more."""
         return self.stop is not None and self.stop.interrupt
 
     def serve(self) -> None:
@@ -346,7 +378,7 @@ class RunMachine:
             self.began_s = None
         self.hire()
         if step < self.journalled:
-            self.decide(CheckReplay(step), f"step {step} was seen before the roll-back")
+            self.decide(CheckReplay(step, step in self.doubted), f"step {step} was seen before the roll-back")
         else:
             self.journalled = step + 1
             self.decide(Journal(step), f"all {len(self.members)} workers hold step {step}")

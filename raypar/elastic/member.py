@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from raypar.elastic.digests import Digest
 from raypar.elastic.holdings import Piece
 from raypar.errors import GroupAborted, RayparError
 
@@ -27,7 +28,8 @@ class Stand:
 
     done: steps applied to the state it holds, None when it holds none (it waits for a seat). votable: it keeps the reduced
     gradients of step `done` and may apply it late. outcomes: of its last steps. pieces: what it holds of the state after
-    `done` steps. cuts: steps -> what it holds of the mirror's cut after so many steps, own and others'.
+    `done` steps. cuts: steps -> what it holds of the mirror's cut after so many steps, own and others'. digests: steps -> of
+    its own state then, where others should hold the same.
     """
 
     worker: int
@@ -36,13 +38,14 @@ class Stand:
     outcomes: Mapping[int, Any] = field(default_factory=dict)
     pieces: tuple[Piece, ...] = ()
     cuts: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
+    digests: Mapping[int, Digest] = field(default_factory=dict)
 
 
 class Body(Protocol):
     """What does the work: torch in the product, hashes in the simulation of the protocol."""
 
-    def step(self, step: int) -> Routine[Any]:
-        """Run, vote, apply. Returns what the driver wants to know."""
+    def step(self, step: int, cut: bool) -> Routine[Any]:
+        """Run, vote, apply; with `cut` the state after it goes into the mirror. Returns what the driver wants to know."""
 
     def validate(self) -> Routine[Any]:
         """A pass over the validation data."""
@@ -67,6 +70,9 @@ class Body(Protocol):
 
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
         """What is held of each cut of the mirror."""
+
+    def digests(self) -> Mapping[int, Digest]:
+        """Of the own state in each cut that is held, where others should hold the same."""
 
     def abort(self, reason: str) -> None:
         """From any thread: every pending wait raises."""
@@ -95,7 +101,7 @@ class Member:
             self.heard = generation
             self.body.abort(reason)
 
-    def step(self, generation: int, step: int) -> Routine[Any]:
+    def step(self, generation: int, step: int, cut: bool = False) -> Routine[Any]:
         """One step of the plan of `generation`; returns the body's report. After a failure all later ones of that generation
         fail."""
         self._admit(generation)
@@ -104,7 +110,7 @@ class Member:
         assert step == self.body.applied(), f"step {step} was asked for, {self.body.applied()} are applied"
         self.broken = True
         try:
-            report = yield from self.body.step(step)
+            report = yield from self.body.step(step, cut)
             self._remember(step, self.body.outcome())
         except Exception:
             if self.body.applied() == step + 1:
@@ -126,8 +132,9 @@ class Member:
         self.hear(generation, f"generation {generation} begins")
         body = self.body
         if not self.seated:
-            return Stand(self.worker, cuts=dict(body.cuts()))
-        return Stand(self.worker, body.applied(), body.votable(), dict(self.outcomes), body.pieces(), dict(body.cuts()))
+            return Stand(self.worker, cuts=dict(body.cuts()), digests=dict(body.digests()))
+        outcomes, cuts, digests = dict(self.outcomes), dict(body.cuts()), dict(body.digests())
+        return Stand(self.worker, body.applied(), body.votable(), outcomes, body.pieces(), cuts, digests)
 
     def settle(self, generation: int, step: int, outcome: Any) -> Stand:
         """Apply a step late, because somebody holds the whole vote; asked twice, it is done once. Where this worker stands

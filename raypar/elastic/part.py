@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.elastic.holdings import Move
@@ -14,7 +14,8 @@ class Part:
     """`assignment`: a `schedule.assignment.Assignment`, or None: no seat, but something to hand over.
 
     `ranks`: worker -> rank of the new transport; `done`: steps applied to the state everybody starts from; `load`: a
-    checkpoint to read it from; `fresh`: it is the beginning, everything is initialised by name.
+    checkpoint to read it from; `fresh`: it is the beginning, everything is initialised by name; `cut`: it is the mirror's cut.
+    `buddies`: rank -> the rank that keeps its copy (`elastic.buddies`).
     """
 
     assignment: Any
@@ -23,3 +24,5 @@ class Part:
     moves: tuple[Move, ...] = ()
     load: str | None = None
     fresh: bool = False
+    cut: bool = False
+    buddies: Mapping[int, int] = field(default_factory=dict)

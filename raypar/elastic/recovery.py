@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Note, Settle, Warn
+from raypar.elastic.digests import agree_standing
 from raypar.elastic.events import (
     Adopted,
     CallFailed,
@@ -71,6 +72,7 @@ def begin(m: RunMachine, why: str) -> None:
         m.served = m.emitted - 1  # what was being served there is due again
     m._due.clear()
     m._reports.clear()
+    m._digests.clear()
     m._probing = False
     m.choosing = False
     m.began_s = m._now_s if m.began_s is None else m.began_s
@@ -102,6 +104,7 @@ def taken_over(m: RunMachine, event: Event) -> None:
     m.hiring = set(event.starting)
     m.hired = max(m.hired, event.hired)
     m.spares = set(event.workers) - set(event.members) - m.hiring
+    m.clock.complete = True  # not known: rather an error than a long way from the beginning
     m.gone = set(event.members) - set(event.workers)
     begin(m, "a new driver takes over")
 
@@ -162,9 +165,9 @@ def stood(m: RunMachine, event: Event) -> None:
 def all_stood(m: RunMachine) -> None:
     """Commit or void the open step: committed if anybody has applied it (then somebody held the whole vote)."""
     r = m.recovery
-    if r.expected - set(r.stands):
+    if r.expected - set(r.stands) or not agree_standing(m):
         return
-    holders = {w: s.done for w, s in r.stands.items() if s.done is not None}
+    holders = {w: s.done for w, s in r.stands.items() if s.done is not None and w not in m.tainted}
     r.done = max(holders.values(), default=m.committed)
     late = {w for w, done in holders.items() if done == r.done - 1 and r.stands[w].votable}
     known: dict[int, object] = {}
@@ -265,7 +268,7 @@ def plan_chosen(m: RunMachine, event: Event) -> None:
 
 def held(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
     """Who holds what of the state after `done` steps, in memory."""
-    return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done}
+    return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done and w not in m.tainted}
 
 
 def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
@@ -279,11 +282,11 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
         found = newest_cut(m, need)
         if found is not None:
             done, cut, have = found[0], True, found[1]
-        elif m.saved is None and done > m.course.first:
+        elif not durable(m):
             unrecoverable(m, lost)
             return
         else:
-            done, load, have = m.saved or m.course.first, True, need
+            done, load, have = saved(m) or m.course.first, True, need
     ways = moves(have, need)
     sources = tuple(sorted({way.source for way in ways} - set(members)))
     r.expected = {*members, *sources}
@@ -297,16 +300,30 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
 def newest_cut(m: RunMachine, need: Holdings) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
     """The last step whose cut of the mirror has all of `need`, and who has what of it."""
     stands = m.recovery.stands
-    for step in sorted({step for s in stands.values() for step in s.cuts}, reverse=True):
-        copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts}
+    steps = {step for s in stands.values() for step in s.cuts}
+    if m.doubt:
+        m.bad_cuts |= {step for step in steps if step > m.agreed}
+    for step in sorted(steps - m.bad_cuts, reverse=True):
+        copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts and w not in m.wrong}
         if not missing(copies, need):
             return step, copies
     return None
 
 
+def durable(m: RunMachine) -> bool:
+    """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way."""
+    near = m.clock.first == m.course.first and not m.clock.complete
+    return saved(m) is not None or m.recovery.done <= m.course.first or near
+
+
+def saved(m: RunMachine) -> int | None:
+    """Steps of the last checkpoint, if it can be trusted."""
+    return None if m.saved is not None and m.doubt and m.saved > m.agreed else m.saved
+
+
 def nowhere(m: RunMachine) -> tuple[Piece, ...]:
     """What is lost for good: in no memory, no cut and no checkpoint. Waiting for workers would not bring it back."""
-    if m.plan is None or m.saved is not None or m.recovery.done <= m.course.first:
+    if m.plan is None or durable(m):
         return ()
     need = dict(enumerate(m.layout(m.plan)))
     lost = missing(held(m, m.recovery.done), need)
@@ -317,12 +334,13 @@ def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
     """Nobody has it, nowhere."""
     names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
     gone = sorted(m.gone & set(m.members))
+    held_by = "the workers' copies differ" if m.doubt else f"workers {gone} held it"
     m.over(
         "failed",
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
-            f"state after {m.recovery.done} steps is lost: {names}; workers {gone} held it, no mirror and no checkpoint has it",
-            cure="start again with checkpoint.every set, or with two replicas of every stage",
+            f"state after {m.recovery.done} steps is lost: {names}; {held_by}, no mirror and no checkpoint has it",
+            cure="start again with checkpoint.every set, with elastic.mirror, or with two replicas of every stage",
         ),
     )
 
@@ -341,13 +359,17 @@ def adopted(m: RunMachine, event: Event) -> None:
     m.plan, m.members = r.order.plan, r.order.members
     m.spares = (m.spares | set(r.stands)) - set(m.members) - m.leaving - m.gone
     m.issued = m.committed = r.order.done
+    m.clock.begin()
+    m.doubt = ""
+    m.tainted -= set(m.members)
     m.pause_for = m.next_plan = None
     m.grow_at_s = m._now_s if m.spares else None
     for worker in sorted(m.leaving):
         if worker in m.members:
             m.pause_for = f"worker {worker} leaves"
         else:
-            m.decide(Evict(worker, "drained"), "nothing of the run is left there")
+            why = "its state differs from that of its replicas" if worker in m.wrong else "drained"
+            m.decide(Evict(worker, why), "nothing of the run is left there")
             lose(m, worker)
     if m.stop is not None and m.stop_at is None:
         m.stop_at = max(m.committed, m.emitted)

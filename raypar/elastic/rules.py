@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from raypar.elastic import recovery
+from raypar.elastic import digests, recovery
 from raypar.elastic.actions import AbortGroups, EmitValidation, Probe, Warn
 from raypar.elastic.events import (
     Aborted,
@@ -46,9 +46,17 @@ def reported(m: RunMachine, event: Event) -> None:
     if not m.committed <= event.step < m.issued:
         raise UnexpectedEvent(f"{event}: committed {m.committed}, issued {m.issued}")
     m._reports.setdefault(event.step, set()).add(event.worker)
+    m.clock.report(event.step, event.mirror_seconds)
+    if event.digest is not None:
+        m._digests.setdefault(event.step, {})[event.worker] = event.digest
     while len(m._reports.get(m.committed, ())) == len(m.members):
+        if m.committed == m.clock.last and not digests.agree(m, m.committed + 1, m._digests.pop(m.committed, {})):
+            if m.phase is not Phase.OVER:
+                recovery.begin(m, m.doubt)
+            return
         del m._reports[m.committed]
         m._seconds.append(event.seconds)
+        m.clock.commit(m.committed, event.seconds)
         m.commit(m.committed)
     if m.committed <= m.emitted or m.pause_for is not None:
         m.advance()
@@ -150,7 +158,7 @@ def stop_starting(m: RunMachine, event: Event) -> None:
 def failed(m: RunMachine, event: Event) -> None:
     """An elastic run goes on without the worker; user code, our own mistakes and a run that is ending anyway end it."""
     assert isinstance(event, CallFailed)
-    if m.course.elastic and event.kind in ("lost", "aborted") and not m._interrupted:
+    if m.course.elastic and event.kind in ("lost", "aborted") and not m.interrupted:
         recovery.disturbed(m, event)
     else:
         m.fail(event)
@@ -192,7 +200,7 @@ def tick_steps(m: RunMachine, event: Event) -> None:
         m.hire()
         recovery.look_for_growth(m)
     late = m.overdue()
-    if late and m.course.elastic and not m._interrupted:
+    if late and m.course.elastic and not m.interrupted:
         what = f"step {m.committed}: worker(s) {', '.join(map(str, late))} have not reported within {m.step_deadline_s():.1f} s"
         recovery.disturbed(m, CallFailed("aborted", CommTimeout(what), generation=m.generation))
     elif late and not m._probing:
@@ -218,7 +226,7 @@ def tick_waiting(m: RunMachine, event: Event) -> None:
     """Start, validation, snapshot or last checkpoint take too long."""
     if m._deadline_s is None or m._now_s < m._deadline_s:
         return
-    if m._interrupted:
+    if m.interrupted:
         if m.phase is Phase.VALIDATING:
             abort(m, "the validation pass did not end within the grace")
         else:

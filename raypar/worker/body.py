@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.transport import Routine, Transport, Wait
+from raypar.elastic.digests import Digest
 from raypar.elastic.holdings import Piece, WholeParameters
 from raypar.elastic.outcome import Outcome
 from raypar.elastic.part import Part
@@ -22,11 +24,9 @@ from raypar.errors import RayparError
 from raypar.model.build import elements_by_layer
 from raypar.worker.checkpoint import PARAMETER
 from raypar.worker.core import StepReport, ValidationReport, WorkerCore
+from raypar.worker.mirror import Kept, Mirror
 from raypar.worker.optimizer import load_state, state_of
 from raypar.worker.tags import state_tag
-
-Kept = dict[str, Any]
-"""Of one parameter: PARAMETER -> tensor, optimizer's key -> tensor or number."""
 
 
 class WorkerBody:
@@ -35,7 +35,9 @@ class WorkerBody:
     def __init__(self, core: WorkerCore, worker: int) -> None:
         self.core, self.worker = core, worker
         self.layout = WholeParameters(elements_by_layer(core.graph))
+        self.mirror = Mirror()
         self._done = 0
+        self._cut_due = False
         self._old: dict[str, Kept] = {}
         """What a former plan left here, still of the same version; dropped with the first step of the new one."""
         self.trace = False
@@ -43,10 +45,14 @@ class WorkerBody:
 
     # -- Body ------------------------------------------------------------------------------------------------------------
 
-    def step(self, step: int) -> Routine[StepReport]:
-        """Run, vote, apply."""
-        report = yield from self.core.routine(step, trace=self.trace)
-        return report
+    def step(self, step: int, cut: bool = False) -> Routine[StepReport]:
+        """Run, vote, apply, take a cut."""
+        self._cut_due = cut
+        self.core.end.before_vote = self.mirror.finish if cut else None
+        report = yield from self.mirror.beside(self.core.routine(step, trace=self.trace))
+        if cut:
+            self._take_cut(self.core.transport)
+        return replace(report, mirror_seconds=self.mirror.spent(), digest=self.mirror.digests.get(step + 1) if cut else None)
 
     def validate(self) -> Routine[ValidationReport]:
         """One pass."""
@@ -73,6 +79,8 @@ class WorkerBody:
         """Apply them."""
         assert self.core.end.step == step
         self.core.end.apply_late(outcome)
+        if self._cut_due:
+            self._take_cut(None)  # the transport is gone; those who applied in time keep the other copies
 
     def pieces(self) -> tuple[Piece, ...]:
         """All that is held of the state after `applied()` steps."""
@@ -80,8 +88,12 @@ class WorkerBody:
         return tuple(sorted(Piece(name, 0, kept[PARAMETER].numel()) for name, kept in (self._old | self._held()).items()))
 
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
-        """There is no mirror yet."""
-        return {}
+        """What is held of the mirror's cuts."""
+        return self.mirror.pieces()
+
+    def digests(self) -> Mapping[int, Digest]:
+        """Of the own copies."""
+        return self.mirror.digests
 
     def abort(self, reason: str) -> None:
         """From any thread: every pending wait raises."""
@@ -91,8 +103,11 @@ class WorkerBody:
         """Connect, hand over and take over state, then build. Until all has arrived the old part stands as it was."""
         part, connect = order
         base: dict[str, Kept] = {}
-        if not (part.fresh or part.load):
+        if part.cut:
+            base = self.mirror.at(part.done)
+        elif not (part.fresh or part.load):
             base = self._old | self._held() if self.applied() == part.done else {}
+        self.mirror.leave()
         former, self.core.transport = self.core.transport, None
         if former is not None:
             former.close()
@@ -107,7 +122,7 @@ class WorkerBody:
             lacking = [name for name in need if name not in base]
             if lacking:
                 raise RayparError(f"worker {self.worker} lacks {lacking[:3]} of the state after {part.done} steps")
-            values = {name: base[name][PARAMETER] for name in need}
+            values = {name: base[name][PARAMETER].clone() if part.cut else base[name][PARAMETER] for name in need}
         self.described = self.core.adopt(part.assignment, transport, values=values)
         if part.load:
             self.core.load(Path(part.load))
@@ -117,8 +132,15 @@ class WorkerBody:
                 load_state(optimizer, {name: kinds for name, kinds in state.items() if kinds})
         self._done, self.core.end.finished = part.done, part.done - 1
         self._old = base
+        self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
+        plan = part.assignment.plan
+        self.mirror.compared = any(plan.stages[index].replicas > 1 for index in self.core.stages)
 
     # -- parts -----------------------------------------------------------------------------------------------------------
+
+    def _take_cut(self, transport: Transport | None) -> None:
+        done = self.applied()
+        self.mirror.take(done, self._held(), transport)
 
     def _held(self) -> dict[str, Kept]:
         """The state of this worker's stages; not copies."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raypar.comm.reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Routine, Transport, drive
+from raypar.elastic.digests import Digest
 from raypar.errors import WorkerLost
 from raypar.model.graph import Graph
 from raypar.plan import Routing
@@ -31,7 +32,10 @@ from raypar.worker.step import Span, StepEnd
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one worker says of one step. Times in seconds; `spans` only when traced."""
+    """What one worker says of one step. Times in seconds, `mirror_seconds` beside the others; `spans` only when traced.
+
+    `digest`: of the state after the step, when it took a cut and others should hold the same.
+    """
 
     rank: int
     step: int
@@ -45,6 +49,8 @@ class StepReport:
     spans: tuple[Span, ...]
     ledger: Mapping[str, Mapping[str, int]]
     peak_rss_bytes: int
+    mirror_seconds: float = 0.0
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ class StepEnd:
 
     meanwhile: Callable[[int], None] | None = None
     """What of the next step can be done while the others' votes are on their way."""
+    before_vote: Callable[[], Routine[None]] | None = None
+    """What has to be complete here before this worker votes."""
     outcome: Outcome | None = None
     applied: bool = False
     finished: int = -1
@@ -184,6 +186,8 @@ class StepEnd:
         """Gather ready flag, losses, counts and squared norms of all workers; set `outcome` and the parameters' `.grad`."""
         self._settled = yield from self._settle()
         self.votable = True
+        if self.before_vote is not None:
+            yield from self.before_vote()
         mine = self._ballot(self._settled)
         world = self.routing.plan.world  # the transport may connect workers without a seat too, which handed over state
         others = [rank for rank in range(world) if rank != self.rank]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from raypar.errors import PlanError
 
-_KINDS = {"activation": 0, "gradient": 1, "tie": 2, "vote": 3, "validation": 4, "state": 5}
+_KINDS = {"activation": 0, "gradient": 1, "tie": 2, "vote": 3, "validation": 4, "state": 5, "mirror": 6}
 LIMITS = {"stages": 1 << 10, "microbatches": 1 << 17, "values on one edge": 1 << 7}
 
 
@@ -39,3 +39,8 @@ def vote_tag(step: int) -> int:
 def state_tag(index: int) -> int:
     """Tag of the `index`-th tensor of the state that one worker hands to another when a generation begins."""
     return _tag(0, _KINDS["state"], 0, 0, index, 0)
+
+
+def mirror_tag(done: int, index: int) -> int:
+    """Tag of the `index`-th message of a worker's copy of the state after `done` steps."""
+    return _tag(done, _KINDS["mirror"], 0, 0, index, 0)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,114 @@ def test_seeded_histories_with_real_tensors(model: str, whole: bool):
         world, found = torch_flesh.simulate(work, plan, faults, **quiet)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("model", ["plain", "tangled"])
+def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, whole: bool):
+    """One replica of every stage and no checkpoint: wherever a worker dies, its buddy has what it held; before the first cut
+    is complete everybody begins anew."""
+    from helpers import torch_flesh, ugly_models
+
+    from raypar.worker.assignment import make_graph
+
+    spec = ugly_models.job(model, microbatches=4, steps=6)
+    quiet = QUICK | {"validates": False}
+    cured = 0
+    for every in (1, 3):
+        work = torch_flesh.TorchJob(spec, make_graph(spec), mirror_every=every)
+        plan = ParallelPlan.mesh(pp=4, layers=work.layers)
+        plain, reference = torch_flesh.simulate(work, plan, **quiet)
+        assert reference == torch_flesh.simulate(replace(work, mirror_every=0), plan, **quiet)[1]
+        for at in range(plain.points // 8, plain.points, 7 if whole else 47):
+            world, found = torch_flesh.simulate(work, plan, [Fault(at, "kill")], **quiet)
+            assert found == reference, world.tell(f"a kill at {at}: {world.over.why}")
+            adopted = [line for line in world.story if "Adopt(" in line]
+            assert all("cut=True" in line or "after 0 steps" in line for line in adopted), adopted
+            cured += "cut=True" in "".join(adopted)
+        for seed in range(30 if whole else 3):
+            faults = random_faults(seed, 3, plain, workers=4, kinds=("kill", "zombie", "late_answer", "join"))
+            world, found = torch_flesh.simulate(work, plan, faults, **quiet)
+            assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
+            assert found in (reference, None), world.tell(f"{faults}: other bits")
+    assert cured > 8
+
+
+REPLICAS = {plan: ParallelPlan.mesh(dp=plan[0], pp=plan[1], layers=4) for plan in ((2, 2), (3, 1), (4, 1))}
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1)])
+def test_state_that_changes_by_itself_is_found_and_executed_again(shape, every: int, whole: bool):
+    """One of three is given up; of two nobody knows which is right, so both go back to the last cut that agreed."""
+    work, plan = job(steps=7, mirror_every=every), REPLICAS[shape]
+    quiet = QUICK | {"validates": False}
+    plain, reference = simulate(work, plan, **quiet)
+    for at in range(plain.points // 8, plain.points, 1 if whole else 17):  # before that nobody holds anything
+        world, end = simulate(work, plan, [Fault(at, "corrupt")], **quiet)
+        assert any("silent corruption" in line for line in world.story), world.tell(f"changed at {at}")
+        assert end == reference, world.tell(f"changed at {at}")
+        assert len(world.driver.machine.members) == (4 if shape == (2, 2) else 2)
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("shape", REPLICAS)
+def test_silent_corruption_among_other_faults(shape, whole: bool):
+    """While every stage keeps replicas to compare with, the end has the right bits or is an error with a name.
+
+    Who dies is not one whose state has changed: what it had sent before could not be told from what was right.
+    """
+    plan, quiet = REPLICAS[shape], QUICK | {"validates": False}
+    kinds: tuple[Kind, ...] = ("corrupt", "corrupt", "stop", "late_answer", "delay", "duplicate")
+    if shape == (4, 1):
+        kinds += ("kill", "zombie")
+    for every, saves in ((1, 0), (3, 0), (3, 3)):
+        work = job(steps=8, mirror_every=every)
+        plain, reference = simulate(work, plan, **quiet)
+        for seed in range(200 if whole else 12):
+            faults = random_faults(seed, 3, plain, workers=plan.world, kinds=kinds)
+            if "kill" in kinds:
+                targets = {"corrupt": 1 + seed % 3, "kill": 0, "zombie": 0}
+                faults = [replace(f, worker=targets.get(f.kind, f.worker)) for f in faults]
+            world, found = simulate(work, plan, faults, save_every=saves, **quiet)
+            assert found == reference or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+def test_a_new_driver_finds_silent_corruption_too(whole: bool):
+    """From what the workers tell it. Losses that people had seen before may have been wrong; the state is right."""
+    plan, quiet = REPLICAS[4, 1], QUICK | {"validates": False}
+    work = job(steps=8, mirror_every=3)
+    plain, _ = simulate(work, plan, **quiet)
+    reference = plain.flesh.final([plain.processes[w].body for w in plain.driver.machine.members])
+    for seed in range(400 if whole else 20):
+        faults = random_faults(seed, 3, plain, kinds=("corrupt", "corrupt", "kill_driver", "stop_driver"))
+        early = plain.points // 2  # what changes after the last step is seen by nobody
+        faults = [replace(f, at=f.at % early) if f.kind == "corrupt" else f for f in faults]
+        world, _ = simulate(work, plan, faults, **quiet)
+        if world.over.end == "done":
+            bodies = [world.processes[w].body for w in world.driver.machine.members]
+            assert world.flesh.final(bodies) == reference, world.tell(f"{faults}: other bits")
+        else:
+            assert "the only copies" in world.over.why or "executed again" in world.over.why, world.tell(f"{faults}")
+
+
+def test_a_bit_of_a_real_weight_that_flips_is_found_and_executed_again():
+    from helpers import torch_flesh, ugly_models
+
+    from raypar.worker.assignment import make_graph
+
+    spec = ugly_models.job("tangled", microbatches=4, steps=6)
+    work = torch_flesh.TorchJob(spec, make_graph(spec), mirror_every=2)
+    quiet = QUICK | {"validates": False}
+    for plan in (ParallelPlan.mesh(dp=2, pp=2, layers=work.layers), ParallelPlan.mesh(dp=3, layers=work.layers)):
+        plain, reference = torch_flesh.simulate(work, plan, **quiet)
+        assert not any("silent corruption" in line for line in plain.story)
+        for at in range(plain.points // 6, plain.points, plain.points // 9):
+            world, found = torch_flesh.simulate(work, plan, [Fault(at, "corrupt")], **quiet)
+            assert any("silent corruption" in line for line in world.story), world.tell(f"changed at {at}")
+            assert found == reference, world.tell(f"changed at {at}: {world.over.why}")
 
 
 def test_the_simulation_needs_no_torch():

@@ -55,14 +55,27 @@ def test_a_worker_that_hangs_is_given_up(undisturbed, tmp_path):
 
 @pytest.mark.chaos
 def test_when_the_only_copy_dies_without_a_checkpoint_the_error_says_what_is_lost(tmp_path):
-    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=4", "plan.replicas=1")
+    trainee = Trainee(tmp_path, "elastic={min_workers: 1, mirror: off}", "plan.stages=4", "plan.replicas=1")
     result = trainee.run(kill(2))
     assert result.end == "failed"
     assert re.search(r"state after \d+ steps is lost: layer2", str(result.error)), result.error
 
 
+@pytest.mark.parametrize("mirror", ["auto", pytest.param("4", marks=pytest.mark.chaos)])
+def test_when_the_only_copy_dies_the_mirror_has_another_and_what_was_seen_is_not_seen_again(mirror, undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, f"elastic={{min_workers: 1, mirror: {mirror}}}", "plan.stages=4", "plan.replicas=1")
+    result = trainee.run(kill(2), at=13)
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses
+    told = [event["text"] for event in trainee.events if event["kind"] == "recovering"]
+    assert any("from the mirror" in text for text in told), told
+
+
 def test_when_the_only_copy_dies_the_checkpoint_is_read_and_what_was_seen_is_not_seen_again(undisturbed, tmp_path):
-    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=4", "plan.replicas=1", "checkpoint.every=5")
+    trainee = Trainee(
+        tmp_path, "elastic={min_workers: 1, mirror: off}", "plan.stages=4", "plan.replicas=1", "checkpoint.every=5"
+    )
     result = trainee.run(kill(2), at=13)
     assert result.end == "done", result.why
     assert result.weights_sha256 == undisturbed.result.weights_sha256

@@ -208,7 +208,8 @@ class HashBody:
 
     def __post_init__(self) -> None:
         self.mine: tuple[Element, ...] = ()
-        self.base = 0
+        self.cut_due = False
+        self.compared: dict[int, tuple[int, int]] = {}
         self.totals: dict[int, int] | None = None
         self.last: Any = None
         self.copies: dict[int, dict[Element, int]] = {}
@@ -232,6 +233,9 @@ class HashBody:
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
         self._take_buddys()
         return {step: as_pieces(copy) for step, copy in self.copies.items()}
+
+    def digests(self) -> Mapping[int, tuple[int, int]]:
+        return self.compared
 
     def abort(self, reason: str) -> None:
         if self.mesh is not None:
@@ -268,7 +272,7 @@ class HashBody:
         if self.worker not in plan_order.members:
             return
         self.rank = plan_order.members.index(self.worker)
-        self.plan, self.done, self.base = plan_order.plan, plan_order.done, plan_order.done
+        self.plan, self.done = plan_order.plan, plan_order.done
         self.state = base
         self.mine = tuple(elements(self.job.layout(self.plan)[self.rank]))
         assert all(e in base for e in self.mine), f"worker {self.worker} lacks state"
@@ -289,11 +293,11 @@ class HashBody:
 
     # -- a step ------------------------------------------------------------------------------------------------------------
 
-    def step(self, step: int) -> Generator[Any, Any, Any]:
+    def step(self, step: int, cut: bool) -> Generator[Any, Any, Any]:
         mesh, plan, rank, job = self.mesh, self.plan, self.rank, self.job
         assert mesh is not None and plan is not None
         seat = plan.seats[rank]
-        self.totals = None
+        self.totals, self.cut_due = None, cut
         weights: dict[int, int] = {}
         stage_index = plan.stages_of(rank)[0]
         stage = plan.stages[stage_index]
@@ -374,7 +378,7 @@ class HashBody:
                     for n, row in handle.value.items():
                         rows[n] = rows[n] | row
                 self.totals = {n: fold(rows[n], (0, job.cut.blocks), add) or 0 for n in layers}
-                if self._cut_due(step + 1):
+                if cut:
                     yield from self._finish_cut()
                 ballots = {rank: losses}
                 for peer in range(plan.world):
@@ -400,17 +404,17 @@ class HashBody:
                 new["o", n, e] = o
                 new["w", n, e] = h(12, self.state["w", n, e], o)
         self.state, self.done, self.totals, self.last = new, step + 1, None, outcome
-        if self._cut_due(self.done):
+        if self.cut_due:
             self._take_cut()
 
     # -- the mirror --------------------------------------------------------------------------------------------------------
 
-    def _cut_due(self, done: int) -> bool:
-        return bool(self.job.mirror_every) and (done % self.job.mirror_every == 0 or done == self.base + 1)
-
     def _take_cut(self) -> None:
         """Own copy now, and one for the next worker. Older cuts than the last complete one are not needed any more."""
         assert self.mesh is not None and self.plan is not None
+        self.compared = {step: digest for step, digest in self.compared.items() if step == self.complete_cut}
+        what = h(*(h(ord(kind), n, e) for kind, n, e in sorted(self.state)))
+        self.compared[self.done] = what, h(*(value for _, value in sorted(self.state.items())))
         kept = {step: c for step, c in self.copies.items() if step == self.complete_cut}
         self.copies = kept | {self.done: dict(self.state)}
         world, me = self.plan.world, self.rank

@@ -27,7 +27,9 @@ from raypar.elastic.phases import Phase
 from raypar.errors import CommError, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
-Kind = Literal["kill", "zombie", "stop", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver", "join", "drain"]
+Kind = Literal[
+    "kill", "zombie", "stop", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver", "join", "drain", "corrupt"
+]
 CALL_MS = 0.5
 LOST_MS = 15.0
 TICK_MS = 250.0
@@ -43,6 +45,7 @@ class Fault:
     """At point `at` of the world's count (or of worker `of`'s own): what happens. `ms`: how long a stop or a delay lasts.
 
     zombie: stopped until it has long been given up, then it goes on as if nothing were. stop: shorter than any deadline.
+    corrupt: what the worker holds changes by itself.
     """
 
     at: int
@@ -183,6 +186,14 @@ class Hashes:
     def outcome(self, answer: Any) -> Any:
         return answer
 
+    def digest(self, answer: Any, body: HashBody, step: int) -> Any:
+        return body.compared.get(step + 1)
+
+    def corrupt(self, body: HashBody) -> None:
+        """A number changes by itself."""
+        if body.mine:
+            body.state[min(body.mine)] ^= h(self.world.points)
+
     def dead(self, worker: int) -> None:
         for mesh in self.meshes:
             mesh.close(worker, "killed")
@@ -244,7 +255,8 @@ class World:
             elif kind in ("kill_driver", "stop_driver"):
                 table = self.action_faults
             table.setdefault(fault.at, []).append(fault)
-        self.course = Course(**({"workers": plan.world, "last": job.steps, "elastic": True, "save_at_end": False} | course))
+        fixed = {"workers": plan.world, "last": job.steps, "elastic": True, "save_at_end": False}
+        self.course = Course(**(fixed | {"mirror_every": job.mirror_every} | course))
         self.processes = [Process(n, self) for n in range(plan.world)]
         self.claims: dict[int, int] = {1: 0}
         self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (plan, tuple(range(plan.world)))}
@@ -316,6 +328,8 @@ class World:
                 target.stopped_until = max(target.stopped_until, self.now + fault.ms)
             case "join":
                 self.join()
+            case "corrupt":
+                self.flesh.corrupt(target.body)
             case "drain":
                 self.at(1.0, lambda: self.driver.post(on.DrainAsked(target.number, "preempted")))
 
@@ -587,19 +601,22 @@ class Driver:
         world, machine = self.world, self.machine
         generation = machine.generation
         match action:
-            case do.RunStep(step):
+            case do.RunStep(step, cut):
                 for worker in machine.members:
                     self.ask(
                         worker,
-                        lambda p: p.member.step(generation, step),
+                        lambda p: p.member.step(generation, step, cut),
                         lambda a, w=worker: self.stepped(w, step, generation, a),
                     )
             case do.Journal(step):
                 self.effect(lambda: self.journal(step))
             case do.Emit(step):
                 self.effect(lambda: self.emit(step))
-            case do.CheckReplay(step):
-                assert self.outcomes[step] == world.journal[step], world.tell(f"step {step} was replayed differently")
+            case do.CheckReplay(step, doubted):
+                if doubted:
+                    world.journal[step] = self.outcomes[step]
+                if self.outcomes[step] != world.journal[step]:
+                    self.post(on.CallFailed("error", RayparError(f"step {step} was executed again and gave something else")))
                 world.replayed += 1
             case do.Snapshot(done):
                 self.snapshot(done)
@@ -658,7 +675,8 @@ class Driver:
             self.answered(answer, generation, worker, None)
         else:
             self.outcomes[step] = self.world.flesh.outcome(answer)
-            self.post(on.StepReported(worker, step, 0.01, generation))
+            digest = self.world.flesh.digest(answer, self.world.processes[worker].body, step)
+            self.post(on.StepReported(worker, step, 0.01, generation, digest=digest))
 
     def answered(self, answer: Any, generation: int, worker: int, event: Any) -> None:
         if isinstance(answer, (CommError, Fenced)):

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from raypar.comm.local import LocalMesh
 from raypar.elastic import actions as do
+from raypar.elastic.buddies import buddies
 from raypar.elastic.holdings import WholeParameters
 from raypar.elastic.part import Part
 from raypar.model.build import elements_by_layer
@@ -35,6 +38,7 @@ class TorchJob:
     """Each generation takes one of those that fit its plan."""
     lowered: dict[Any, tuple[Assignment, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Of all simulations: lowering takes longer than a step."""
+    mirror_every: int = 0
 
     @property
     def steps(self) -> int:
@@ -88,7 +92,10 @@ class TorchFlesh:
         path = self.checkpoints[order.done] if order.load else None
         transport = mesh[0].transports[ranks[worker]]
         load = None if path is None else str(path)
-        return Part(assignment, ranks, order.done, order.moves, load, fresh=order.load and not path), lambda: transport
+        keepers = buddies(order.members)  # every worker is a node of its own
+        fresh = order.load and not path
+        part = Part(assignment, ranks, order.done, order.moves, load, fresh=fresh, cut=order.cut, buddies=keepers)
+        return part, lambda: transport
 
     def schedule(self, order: do.Adopt) -> str:
         fitting = [name for name in self.job.schedules if registry.fits(name, order.plan)]
@@ -111,6 +118,16 @@ class TorchFlesh:
 
     def outcome(self, answer: Any) -> Any:
         return answer.loss, answer.count, answer.norm
+
+    def digest(self, answer: Any, body: WorkerBody, step: int) -> Any:
+        return answer.digest
+
+    def corrupt(self, body: WorkerBody) -> None:
+        """A bit of a weight changes by itself."""
+        for stage in body.core.stages.values():
+            for parameter in stage.parameters.values():
+                parameter.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+                return
 
     def dead(self, worker: int) -> None:
         for mesh, workers in self.meshes:

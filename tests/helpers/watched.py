@@ -115,11 +115,11 @@ class WatchedBody(WorkerBody):
         super().__init__(WatchedCore(flesh), worker)
         self.flesh = flesh
 
-    def step(self, step: int) -> Any:
+    def step(self, step: int, cut: bool = False) -> Any:
         assert self.core.transport is not None
         generation = self.core.transport.generation
         try:
-            report = yield from super().step(step)
+            report = yield from super().step(step, cut)
         finally:
             if self.core.end.finished == step:
                 self.flesh.applied.add((generation, step))

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from itertools import pairwise
 
 import pytest
 
@@ -194,7 +195,7 @@ def test_a_run_whose_last_checkpoint_fails_has_failed():
 def test_an_event_without_a_rule_raises_with_the_story():
     machine = RunMachine(Course(workers=2, last=4))
     do(machine, WorkersReady())
-    with pytest.raises(UnexpectedEvent, match=r"WorkersReady\(\) while running(.|\n)*RunStep\(step=1\)"):
+    with pytest.raises(UnexpectedEvent, match=r"WorkersReady\(\) while running(.|\n)*RunStep\(step=1"):
         do(machine, WorkersReady())
 
 
@@ -319,3 +320,38 @@ def test_every_order_of_events_keeps_the_promises(block):
             assert Validate(course.last) in log
         if world.fault == "hang" and course.first <= world.hangs_from < len(steps) + course.first:
             assert end.end == "failed" and isinstance(end.error, CommTimeout)
+
+
+def cuts_of(course, steps, seconds, mirror_seconds):
+    """Which steps of an undisturbed run take a cut; a cut costs `mirror_seconds` in the step after it."""
+    machine = RunMachine(course)
+    pending, taken = deque([WorkersReady()]), []
+    while pending:
+        for action in do(machine, pending.popleft()):
+            match action:
+                case RunStep(step, cut):
+                    if cut:
+                        taken.append(step)
+                    spent = mirror_seconds if step - 1 in taken else 0.0
+                    pending.extend(StepReported(w, step, seconds, 1, spent * w) for w in range(course.workers))
+                case Journal(step):
+                    pending.append(Journalled(step))
+                case Emit(step):
+                    pending.append(Emitted(step))
+    assert machine.committed == steps
+    return taken
+
+
+def test_the_mirror_takes_a_cut_in_the_first_step_and_then_every_k_steps():
+    last = "the last step too, so that what is saved has been compared"
+    assert cuts_of(Course(workers=2, last=10, mirror_every=4), 10, 0.1, 0.0) == [0, 3, 7, 9], last
+    assert cuts_of(Course(workers=2, last=10), 10, 0.1, 0.0) == []
+    assert cuts_of(Course(workers=1, last=10, mirror_every=4), 10, 0.1, 0.0) == [], "nobody would keep the copy"
+
+
+def test_the_mirror_takes_a_cut_as_often_as_its_cost_allows():
+    cuts = cuts_of(Course(workers=2, last=200, mirror_cost=0.02), 200, 0.1, 0.1)
+    gaps = [b - a for a, b in pairwise(cuts[1:-1])]
+    assert cuts[0] == 0 and gaps and all(50 <= gap <= 50 + DEPTH for gap in gaps), cuts
+    free = cuts_of(Course(workers=2, last=9, mirror_cost=0.02), 9, 0.1, 0.0)
+    assert all(gap <= DEPTH for gap in (b - a for a, b in pairwise(free))), free

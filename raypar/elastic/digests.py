@@ -1,0 +1,76 @@
+"""Silent corruption: workers that hold the same state have the same bits, so whoever differs computes or remembers wrongly.
+
+Workers report a digest of their state with every cut of the mirror. What differs cannot be told from what followed from it:
+wrong weights give wrong gradients, which all replicas add. So all go back to the last cut whose digests agreed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from raypar.elastic.actions import Warn
+from raypar.errors import WorkerLost
+
+if TYPE_CHECKING:
+    from raypar.elastic.machine import RunMachine
+
+Digest = tuple[int, int]
+"""What is held (names, places, types), and its bits. Only digests of the same thing are compared."""
+
+MAX_DOUBTS = 3
+"""So many times in a row all go back; then it is no accident."""
+
+
+def judge(digests: Mapping[int, Digest]) -> tuple[set[int], set[int]]:
+    """(workers that differ from a majority of those with the same, workers of which nobody knows which is right)."""
+    groups: dict[int, dict[int, int]] = defaultdict(dict)
+    for worker, (what, bits) in digests.items():
+        groups[what][worker] = bits
+    wrong: set[int] = set()
+    unsure: set[int] = set()
+    for group in groups.values():
+        common, count = Counter(group.values()).most_common(1)[0]
+        if 2 * count > len(group):
+            wrong |= {worker for worker, bits in group.items() if bits != common}
+        else:
+            unsure |= set(group)
+    return wrong, unsure
+
+
+def agree(m: RunMachine, done: int, digests: Mapping[int, Digest]) -> bool:
+    """Whether the replicas agreed after `done` steps. If not, nothing newer than the last that did is used any more."""
+    wrong, unsure = judge(digests)
+    if not wrong | unsure:
+        m.agreed, m.doubts = done, 0
+        m.bad_cuts.discard(done)
+        return True
+    who = f"worker(s) {sorted(wrong)} differs from that of the replicas" if wrong else f"workers {sorted(unsure)} differs"
+    what = f"silent corruption: the state of {who} after {done} steps"
+    if m.interrupted:
+        m.decide(Warn(f"{what}; what is saved now may be wrong"), "the run is being interrupted")
+        return True
+    m.bad_cuts.add(done)
+    m.tainted |= set(m.members) | set(m.recovery.stands)
+    m.doubt, m.doubts = what, m.doubts + 1
+    m.doubted = range(m.agreed, m.journalled)
+    # They leave once the others have another state, not before: a new driver would find that those left agree, and go on.
+    m.wrong |= wrong
+    m.leaving |= wrong
+    if m.doubts > MAX_DOUBTS:
+        cure = "one of these machines computes wrongly, or the job is not reproducible; `raypar resume` without them goes on"
+        m.over("failed", what, WorkerLost(f"{what}, for the {m.doubts}th time in a row", cure=cure))
+    else:
+        m.decide(Warn(f"{what}; all go back to the last state that agreed, that after {m.agreed} steps or before"), what)
+    return False
+
+
+def agree_standing(m: RunMachine) -> bool:
+    """The same on the way to a new generation, where some have reported to nobody, or to another driver. False: it is over."""
+    stands = m.recovery.stands
+    done = {step for stand in stands.values() for step in stand.digests}
+    for step in sorted(done - m.bad_cuts):
+        if step > m.agreed and not m.doubt:
+            agree(m, step, {w: s.digests[step] for w, s in stands.items() if step in s.digests})
+    return m.doubts <= MAX_DOUBTS

@@ -1,0 +1,30 @@
+"""Who keeps whose copy: on another node wherever there is one, and evenly."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from raypar.elastic.buddies import buddies
+
+
+def test_two_nodes_of_two_keep_for_each_other():
+    assert buddies(["a", "a", "b", "b"]) == {0: 2, 1: 3, 2: 0, 3: 1}
+
+
+def test_one_alone_has_nobody_and_one_node_keeps_for_itself_in_a_ring():
+    assert buddies(["a"]) == {}
+    assert buddies(["a"] * 3) == {0: 1, 1: 2, 2: 0}
+
+
+@pytest.mark.parametrize("world", range(2, 8))
+def test_the_keeper_is_elsewhere_and_nobody_keeps_more_than_its_share(world):
+    for nodes in itertools.product("abcd", repeat=world):
+        keepers = buddies(nodes)
+        assert set(keepers) == set(range(world))
+        assert all(rank != keeper for rank, keeper in keepers.items())
+        if len(set(nodes)) > 1:
+            assert all(nodes[rank] != nodes[keeper] for rank, keeper in keepers.items()), nodes
+        crowd = max(Counter(nodes).values())
+        fair = 1 if 2 * crowd <= world or crowd == world else -(-crowd // (world - crowd))
+        assert max(Counter(keepers.values()).values()) == fair, nodes
