@@ -60,7 +60,9 @@ class Console:
 
     def membership(self, event: dict[str, Any]) -> None:
         """From now on other workers train, at another speed."""
-        self.members = f"  gen {event['generation']}, {counted(event['workers'], 'worker')}" if event["generation"] > 1 else ""
+        self.members = (
+            f"  gen {event['generation']}, {counted(len(event['workers']), 'worker')}" if event["generation"] > 1 else ""
+        )
         self.recent.clear()
 
     def progress(self, event: dict[str, Any]) -> None:

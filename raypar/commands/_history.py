@@ -48,7 +48,7 @@ def crew(first: Line, early: Sequence[Line], told: Sequence[Line]) -> tuple[tupl
         if event["kind"] == "lost":
             count = max(0, count - 1)
         elif event["kind"] == "generation" and "workers" in event:
-            count = event["workers"]
+            count = len(event["workers"])
         if "at" not in event:
             found = [(0.0, count)]
         elif count != found[-1][1]:

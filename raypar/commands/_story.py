@@ -37,7 +37,7 @@ def draining(event: Event) -> str:
 
 
 def generation(event: Event) -> str:
-    facts = [counted(event["workers"], "worker")]
+    facts = [counted(len(event["workers"]), "worker")]
     if event.get("plan"):
         facts[0] += f" = {event['plan']}"
     if event.get("schedule"):
@@ -47,18 +47,16 @@ def generation(event: Event) -> str:
         text += f"; training goes on after step {event['step']}"
     if event.get("pause_s") is not None:
         text += f", after a pause of {event['pause_s']:.2f} s"
-    if event.get("moved_bytes"):
-        text += f", {size(event['moved_bytes'])} of state moved"
-    return f"{text} ({event['why']})" if event.get("why") else text
+    if event.get("moved_elements"):
+        text += f"; {counted(event['moved_elements'], 'parameter')} and their optimizer state moved"
+    if event.get("again"):
+        text += f"; {counted(event['again'], 'step')} executed again"
+    return text
 
 
 def told(event: Event) -> str | None:
     """What the event says itself."""
     return str(event["text"]) if event.get("text") else None
-
-
-def driver(event: Event) -> str:
-    return f"driver: {event.get('text') or 'another one goes on'}"
 
 
 def warning(event: Event) -> str:
@@ -82,7 +80,10 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
     "recovering": told,
     "generation": generation,
     "waiting": told,
-    "driver": driver,
+    "hiring": told,
+    "left": told,
+    "note": told,
+    "driver": told,
     "warning": warning,
     "checkpoint": checkpoint,
     "stopping": told,
@@ -116,11 +117,3 @@ def short(node: Any) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 worker`, `3 workers`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def size(count: int) -> str:
-    """`3.1 MB`; bytes below a thousand."""
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= bytes_:
-            return f"{count / bytes_:.1f} {unit}"
-    return f"{count} bytes"

@@ -38,7 +38,7 @@ EVENTS = [
     {"kind": "checkpoint", "step": 10, "path": "a", "time": 1001.0},
     {"kind": "checkpoint", "step": 20, "path": "b", "time": 1002.0},
     {"kind": "lost", "worker": 3, "node": NODES[1], "pid": 5003, "why": "killed", "time": 1004.5},
-    {"kind": "generation", "generation": 2, "workers": 3, "step": 49, "pause_s": 0.4, "time": 1005.0},
+    {"kind": "generation", "generation": 2, "workers": [0, 1, 10], "step": 49, "pause_s": 0.4, "time": 1005.0},
 ]
 METRICS = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 1005.2, 0.2), line(51, 1005.4, 0.2)]
 

@@ -33,10 +33,10 @@ METRICS = [
 ]
 EVENTS = [
     {"kind": "started", "text": "4 workers", "time": 99.0},
-    {"kind": "generation", "generation": 1, "workers": 4, "time": 99.5},
+    {"kind": "generation", "generation": 1, "workers": [0, 1, 2, 3], "time": 99.5},
     {"kind": "lost", "worker": 2, "time": 102.0},
     {"kind": "lost", "worker": 3, "time": 102.01},
-    {"kind": "generation", "generation": 2, "workers": 2, "pause_s": 2.0, "time": 104.0},
+    {"kind": "generation", "generation": 2, "workers": [0, 1], "pause_s": 2.0, "time": 104.0},
     {"kind": "joined", "worker": 4, "time": 105.5},
 ]
 
