@@ -55,11 +55,6 @@ class RunFolder:
         return self.path / "cluster.json"
 
     @property
-    def members(self) -> Path:
-        """Phase, plan and workers of an elastic run, as JSON; replaced whenever they change."""
-        return self.path / "members.json"
-
-    @property
     def trace(self) -> Path:
         """Chrome/Perfetto trace of a measured step."""
         return self.path / "trace.json"

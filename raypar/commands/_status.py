@@ -114,9 +114,15 @@ def described(plan: Mapping[str, Any] | None) -> str | None:
 
 
 def story(events: Sequence[Mapping[str, Any]], lines: int = STORY_LINES) -> list[tuple[float | None, str]]:
-    """The last events in words, oldest first; of the checkpoints the last one only."""
+    """The last events in words, oldest first; of the checkpoints the last one only, and of a recovery that is over its end."""
     saved = next((event for event in reversed(events) if event["kind"] == "checkpoint"), None)
-    told = [e for e in events if e["kind"] != "checkpoint" or e is saved]
+    over = max((event["generation"] for event in events if event["kind"] == "generation"), default=0)
+    told = [
+        event
+        for event in events
+        if (event["kind"] != "checkpoint" or event is saved)
+        and (event["kind"] != "recovering" or event.get("generation", 0) > over)
+    ]
     words = [(event.get("time"), in_words(event)) for event in told]
     return [(at, line) for at, line in words if line is not None][-lines:]
 

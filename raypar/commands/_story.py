@@ -22,7 +22,18 @@ def started(event: Event) -> str | None:
 
 
 def lost(event: Event) -> str:
-    return f"lost {member(event)}: {event.get('why') or 'it died'}"
+    return f"lost {member(event)}: {reason(event.get('why') or 'it died')}"
+
+
+def recovering(event: Event) -> str:
+    """Twice for one generation: when training is stopped, and when it is known how it goes on."""
+    if "workers" not in event:
+        return f"training stands still: {event['text']}"
+    plan = f" = {event['plan']}" if event.get("plan") else ""
+    text = f"generation {event['generation']} is made of {counted(len(event['workers']), 'worker')}{plan}"
+    if event.get("moved_elements"):
+        text += f"; {counted(event['moved_elements'], 'parameter')} and their optimizer state move"
+    return text
 
 
 def joined(event: Event) -> str:
@@ -47,8 +58,6 @@ def generation(event: Event) -> str:
         text += f"; training goes on after step {event['step']}"
     if event.get("pause_s") is not None:
         text += f", after a pause of {event['pause_s']:.2f} s"
-    if event.get("moved_elements"):
-        text += f"; {counted(event['moved_elements'], 'parameter')} and their optimizer state moved"
     if event.get("again"):
         text += f"; {counted(event['again'], 'step')} executed again"
     return text
@@ -77,7 +86,7 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
     "lost": lost,
     "joined": joined,
     "draining": draining,
-    "recovering": told,
+    "recovering": recovering,
     "generation": generation,
     "waiting": told,
     "hiring": told,
@@ -90,6 +99,15 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
     "resuming": told,
     "end": end,
 }
+
+
+PLAINLY = {
+    "its node has died": "its node died",
+    "The actor died unexpectedly": "its process died",
+    "The actor is unavailable": "it cannot be reached",
+    "The actor is temporarily unavailable": "it cannot be reached",
+}
+"""Parts of Ray's messages about actors, in words."""
 
 
 def member(event: Event) -> str:
@@ -107,6 +125,12 @@ def member(event: Event) -> str:
 def within(coordinate: str) -> str:
     """`stage 1, replica 1` of `worker 3 (stage 1, replica 1)`: workers keep their number, ranks change with the plan."""
     return coordinate.partition("(")[2].rpartition(")")[0]
+
+
+def reason(why: str) -> str:
+    """Without what `lost` says already, and without Ray's words for the ends that are common."""
+    why = why.rpartition(" was lost: ")[2]
+    return next((words for theirs, words in PLAINLY.items() if theirs in why), why)
 
 
 def short(node: Any) -> str:

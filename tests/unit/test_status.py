@@ -38,6 +38,7 @@ EVENTS = [
     {"kind": "checkpoint", "step": 10, "path": "a", "time": 1001.0},
     {"kind": "checkpoint", "step": 20, "path": "b", "time": 1002.0},
     {"kind": "lost", "worker": 3, "node": NODES[1], "pid": 5003, "why": "killed", "time": 1004.5},
+    {"kind": "recovering", "generation": 2, "text": "the connection was closed", "time": 1004.6},
     {"kind": "generation", "generation": 2, "workers": [0, 1, 10], "step": 49, "pause_s": 0.4, "time": 1005.0},
 ]
 METRICS = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 1005.2, 0.2), line(51, 1005.4, 0.2)]
@@ -63,6 +64,8 @@ def test_an_elastic_run_is_told_with_its_members_spares_and_story():
     shown = text(of())
     assert "  11      spare               b09ad58f  5011  alpha" in shown
     assert "lost worker 3 (pid 5003, node 70961f5a): killed" in shown
+    assert "stands still" not in shown, "it is over"
+    assert "stands still" in text(of(events=EVENTS[:-1]))
     assert "checkpoint b" in shown and "checkpoint a" not in shown
 
 

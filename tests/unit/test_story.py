@@ -27,6 +27,18 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             "lost worker 5 (stage 1, replica 1; pid 77, node b09ad58f): killed",
         ),
         ({"kind": "lost", "worker": 5}, "lost worker 5: it died"),
+        (
+            {"kind": "lost", "worker": 3, "why": "worker 3 (stage 1) was lost: The actor died unexpectedly before finishing."},
+            "lost worker 3: its process died",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "text": "worker 0 (stage 0): the connection was closed"},
+            "training stands still: worker 0 (stage 0): the connection was closed",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "workers": [0], "plan": "1 stage x 1 replica", "moved_elements": 3100},
+            "generation 2 is made of 1 worker = 1 stage x 1 replica; 3,100 parameters and their optimizer state move",
+        ),
         ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
         (
             {"kind": "draining", "worker": 2, "node": NODE, "why": "preempted in 120 s"},
@@ -40,12 +52,11 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
                 "plan": "3 stages x 1 replica",
                 "schedule": "1f1b",
                 "step": 50,
-                "moved_elements": 3100,
                 "pause_s": 0.418,
                 "again": 2,
             },
             "generation 3: 3 workers = 3 stages x 1 replica, schedule 1f1b; training goes on after step 50, "
-            "after a pause of 0.42 s; 3,100 parameters and their optimizer state moved; 2 steps executed again",
+            "after a pause of 0.42 s; 2 steps executed again",
         ),
         ({"kind": "generation", "generation": 2, "workers": [0]}, "generation 2: 1 worker"),
         ({"kind": "waiting", "text": "waiting for 1 of 4 workers"}, "waiting for 1 of 4 workers"),
@@ -78,7 +89,7 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
     assert lines[1].startswith("step 49/200  loss 2.5000  80 samples/s") and "gen" not in lines[1]
     assert lines[2:5] == [
         "lost worker 3 (pid 77): killed",
-        "the step is aborted; 3 of 4 workers answer",
+        "training stands still: the step is aborted; 3 of 4 workers answer",
         "generation 2: 3 workers; training goes on after step 49, after a pause of 0.40 s",
     ]
     assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
