@@ -67,7 +67,7 @@ def status(
     """What the files of a run folder say together. `plan` is plan.json; runs that are not elastic have no `members`."""
     done = [line for line in metrics if "loss" in line and "step" in line]
     since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
-    recent = [line for line in done if line.get("time", now) >= since][-RECENT:]
+    recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
     seconds = sum(line["seconds"] for line in recent)
     step_s = statistics.median(line["seconds"] for line in recent) if recent else None
     last = max((line["time"] for line in (*metrics, *events, members or {}) if line.get("time")), default=None)

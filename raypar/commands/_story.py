@@ -41,10 +41,7 @@ def joined(event: Event) -> str:
 
 
 def draining(event: Event) -> str:
-    where = f"node {short(event['node'])}" if event.get("node") else "a node"
-    whom = f", with worker {event['worker']}" if event.get("worker") is not None else ""
-    why = f" ({event['why']})" if event.get("why") else ""
-    return f"{where} is going to leave{whom}{why}: its work moves off"
+    return f"{member(event)} is going to leave: {event.get('why') or 'its node is drained'}; its work moves off"
 
 
 def generation(event: Event) -> str:

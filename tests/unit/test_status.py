@@ -69,8 +69,10 @@ def test_an_elastic_run_is_told_with_its_members_spares_and_story():
     assert "checkpoint b" in shown and "checkpoint a" not in shown
 
 
-def test_speed_is_that_of_the_present_generation():
+def test_speed_is_that_of_the_present_generation_without_the_pause_before_it():
     assert of().samples_per_s == pytest.approx(40)
+    first = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 1005.2, 0.6), line(51, 1005.4, 0.2)]
+    assert of(metrics=first).samples_per_s == pytest.approx(40)
     assert of(events=EVENTS[:-1]).samples_per_s > 60
 
 

@@ -41,8 +41,8 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
         ),
         ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
         (
-            {"kind": "draining", "worker": 2, "node": NODE, "why": "preempted in 120 s"},
-            "node b09ad58f is going to leave, with worker 2 (preempted in 120 s): its work moves off",
+            {"kind": "draining", "worker": 2, "node": NODE, "pid": 7, "why": "node b09ad58f is being drained"},
+            "worker 2 (pid 7, node b09ad58f) is going to leave: node b09ad58f is being drained; its work moves off",
         ),
         (
             {
@@ -84,7 +84,7 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
         {"kind": "lost", "worker": 3, "pid": 77, "why": "killed"},
         {"kind": "recovering", "text": "the step is aborted; 3 of 4 workers answer", "generation": 2},
         {"kind": "generation", "generation": 2, "workers": [0, 1, 4], "step": 49, "pause_s": 0.4},
-        {**STEP, "step": 50},
+        {**STEP, "step": 50, "seconds": 0.5, "samples_per_s": 16.0},
     )
     assert lines[1].startswith("step 49/200  loss 2.5000  80 samples/s") and "gen" not in lines[1]
     assert lines[2:5] == [
@@ -93,6 +93,7 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
         "generation 2: 3 workers; training goes on after step 49, after a pause of 0.40 s",
     ]
     assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
+    assert "  80 samples/s" in lines[5], "the pause is no part of the step's speed"
 
 
 def test_json_lines_carry_the_events_as_they_are():
