@@ -21,6 +21,7 @@ COMMANDS = {
     "resume": "go on from a run's last checkpoint, under another plan if you like",
     "plan": "who would hold what, and how long a step would take",
     "simulate": "a schedule's makespan, bubble and memory, and its picture",
+    "status": "how a run is getting on: its workers, and what has happened",
     "drain": "a node is going to leave: runs move their work off it",
     "export": "the whole model of a run as one file",
     "prepare": "a memory-mapped token file from a text",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -125,10 +126,16 @@ class RunFolder:
                 path.write_bytes(whole[0] + whole[1])
 
     def read(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The lines of `metrics` or `events`; a last line cut off by a crash is left out."""
+        """The lines of `metrics` or `events`; one cut off by a crash is left out."""
         if path.is_file():
             for line in path.read_text(encoding="utf-8").splitlines():
-                try:
+                with contextlib.suppress(json.JSONDecodeError):
                     yield json.loads(line)
-                except json.JSONDecodeError:
-                    return
+
+    def document(self, path: Path) -> dict[str, Any] | None:
+        """What stands in `plan`, `members` or `cluster`; None where that file is missing or broken."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -29,8 +30,10 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
 
-OBITUARIES = ("Raylet is terminated", "The node with node id", "A worker died or was killed")
-"""How Ray's messages about dead nodes and workers begin."""
+OBITUARY = re.compile(
+    r"\s*(Raylet is terminated|The node with node id|A worker died or was killed|\[.*\] \((raylet|gcs_server)\) )", re.DOTALL
+)
+"""How Ray's messages about dead nodes and workers begin, and the lines of its servers' logs."""
 
 SOCKET_PATH_ROOM = 40
 """Ray puts about 65 characters of socket path below its folder, and the system allows 107."""
@@ -220,7 +223,7 @@ def without_obituaries() -> Iterator[None]:
     """Ray does not print that a node or a worker has died: raypar says so itself, in one line instead of twenty of a log.
 
     Ray prints it to stdout, in the middle of our JSON lines too. The name is private to Ray; where it is gone, the lines are
-    there.
+    there. What workers print comes through.
     """
     from ray._private import worker
 
@@ -230,7 +233,9 @@ def without_obituaries() -> Iterator[None]:
         return
 
     def told(data: dict[str, Any], *args: Any, **rest: Any) -> None:
-        if data.get("pid") != "raylet" or not any(str(line).lstrip().startswith(OBITUARIES) for line in data["lines"][:1]):
+        if data.get("pid") in ("raylet", "gcs_server"):
+            data = {**data, "lines": [line for line in data["lines"] if not OBITUARY.match(str(line))]}
+        if data["lines"]:
             tell(data, *args, **rest)
 
     worker.print_to_stdstream = told

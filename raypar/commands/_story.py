@@ -22,7 +22,18 @@ def started(event: Event) -> str | None:
 
 
 def lost(event: Event) -> str:
-    return f"lost {member(event)}: {event.get('why') or 'it died'}"
+    return f"lost {member(event)}: {reason(event.get('why') or 'it died')}"
+
+
+def recovering(event: Event) -> str:
+    """Twice for one generation: when training is stopped, and when it is known how it goes on."""
+    if "workers" not in event:
+        return f"training stands still: {event['text']}"
+    plan = f" = {event['plan']}" if event.get("plan") else ""
+    text = f"generation {event['generation']} is made of {counted(len(event['workers']), 'worker')}{plan}"
+    if event.get("moved_elements"):
+        text += f"; {counted(event['moved_elements'], 'parameter')} and their optimizer state move"
+    return text
 
 
 def joined(event: Event) -> str:
@@ -30,14 +41,11 @@ def joined(event: Event) -> str:
 
 
 def draining(event: Event) -> str:
-    where = f"node {short(event['node'])}" if event.get("node") else "a node"
-    whom = f", with worker {event['worker']}" if event.get("worker") is not None else ""
-    why = f" ({event['why']})" if event.get("why") else ""
-    return f"{where} is going to leave{whom}{why}: its work moves off"
+    return f"{member(event)} is going to leave: {event.get('why') or 'its node is drained'}; its work moves off"
 
 
 def generation(event: Event) -> str:
-    facts = [counted(event["workers"], "worker")]
+    facts = [counted(len(event["workers"]), "worker")]
     if event.get("plan"):
         facts[0] += f" = {event['plan']}"
     if event.get("schedule"):
@@ -47,18 +55,14 @@ def generation(event: Event) -> str:
         text += f"; training goes on after step {event['step']}"
     if event.get("pause_s") is not None:
         text += f", after a pause of {event['pause_s']:.2f} s"
-    if event.get("moved_bytes"):
-        text += f", {size(event['moved_bytes'])} of state moved"
-    return f"{text} ({event['why']})" if event.get("why") else text
+    if event.get("again"):
+        text += f"; {counted(event['again'], 'step')} executed again"
+    return text
 
 
 def told(event: Event) -> str | None:
     """What the event says itself."""
     return str(event["text"]) if event.get("text") else None
-
-
-def driver(event: Event) -> str:
-    return f"driver: {event.get('text') or 'another one goes on'}"
 
 
 def warning(event: Event) -> str:
@@ -79,16 +83,28 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
     "lost": lost,
     "joined": joined,
     "draining": draining,
-    "recovering": told,
+    "recovering": recovering,
     "generation": generation,
     "waiting": told,
-    "driver": driver,
+    "hiring": told,
+    "left": told,
+    "note": told,
+    "driver": told,
     "warning": warning,
     "checkpoint": checkpoint,
     "stopping": told,
     "resuming": told,
     "end": end,
 }
+
+
+PLAINLY = {
+    "its node has died": "its node died",
+    "The actor died unexpectedly": "its process died",
+    "The actor is unavailable": "it cannot be reached",
+    "The actor is temporarily unavailable": "it cannot be reached",
+}
+"""Parts of Ray's messages about actors, in words."""
 
 
 def member(event: Event) -> str:
@@ -108,6 +124,12 @@ def within(coordinate: str) -> str:
     return coordinate.partition("(")[2].rpartition(")")[0]
 
 
+def reason(why: str) -> str:
+    """Without what `lost` says already, and without Ray's words for the ends that are common."""
+    why = why.rpartition(" was lost: ")[2]
+    return next((words for theirs, words in PLAINLY.items() if theirs in why), why)
+
+
 def short(node: Any) -> str:
     """Enough of a node's id for people, and for `raypar drain`."""
     return str(node)[:8]
@@ -116,11 +138,3 @@ def short(node: Any) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 worker`, `3 workers`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def size(count: int) -> str:
-    """`3.1 MB`; bytes below a thousand."""
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= bytes_:
-            return f"{count / bytes_:.1f} {unit}"
-    return f"{count} bytes"

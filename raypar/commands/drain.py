@@ -63,17 +63,14 @@ def run(args: argparse.Namespace) -> int:
 
 def address_of(run: str, run_dir: str) -> tuple[str, bool]:
     """Where the cluster of a run answers, and whether it is a Ray of its own. Raises `ConfigError`."""
-    import json
-
     from raypar.errors import ConfigError
     from raypar.run_folder import RunFolder
 
     folder = RunFolder.find(run, run_dir, with_job=False)
-    try:
-        facts = json.loads(folder.cluster.read_text())
-        return str(facts["address"]), facts["kind"] == "own"
-    except (OSError, ValueError, KeyError) as error:
+    facts = folder.document(folder.cluster)
+    if facts is None:
         raise ConfigError(
-            f"run {folder.name} does not say where its cluster is: {folder.cluster} cannot be read ({error})",
+            f"run {folder.name} does not say where its cluster is: there is no {folder.cluster}",
             cure="give --address host:port",
-        ) from error
+        )
+    return str(facts["address"]), facts["kind"] == "own"

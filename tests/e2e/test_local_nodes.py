@@ -14,10 +14,11 @@ import psutil
 import pytest
 import ray
 from helpers.tiny_job import write_job
+from ray._private import worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.actors.cluster_watch import draining_nodes
-from raypar.actors.local_ray import connected
+from raypar.actors.local_ray import connected, without_obituaries
 from raypar.cli import main
 from raypar.run_folder import RunFolder
 
@@ -137,6 +138,21 @@ class Busy:
 
 def alive() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def test_rays_notices_of_dead_nodes_are_not_printed_and_what_workers_print_is(monkeypatch):
+    seen = []
+    monkeypatch.setattr(worker, "print_to_stdstream", lambda data, ignore_prefix: seen.extend(data["lines"]))
+    log = "[2026-11-21 17:05:12,680 E 456 456] (gcs_server) scheduler.cc:273: Failed to remove 1 bundle(s)"
+    with without_obituaries():
+        for pid, line in [
+            ("raylet", "Raylet is terminated. Termination is unexpected. Last 20 lines:\n    ..."),
+            ("gcs_server", log),
+            ("raylet", "1 Workers (tasks / actors) killed due to memory pressure (OOM)"),
+            (77, "Raylet is terminated, said the model"),
+        ]:
+            worker.print_to_stdstream({"pid": pid, "lines": [line], "is_err": False}, ignore_prefix=False)
+    assert [line.split()[0] for line in seen] == ["1", "Raylet"]
 
 
 def test_local_nodes_and_a_cluster_to_join_are_refused_before_anything_starts(tmp_path, capsys):

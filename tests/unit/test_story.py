@@ -27,29 +27,40 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             "lost worker 5 (stage 1, replica 1; pid 77, node b09ad58f): killed",
         ),
         ({"kind": "lost", "worker": 5}, "lost worker 5: it died"),
+        (
+            {"kind": "lost", "worker": 3, "why": "worker 3 (stage 1) was lost: The actor died unexpectedly before finishing."},
+            "lost worker 3: its process died",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "text": "worker 0 (stage 0): the connection was closed"},
+            "training stands still: worker 0 (stage 0): the connection was closed",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "workers": [0], "plan": "1 stage x 1 replica", "moved_elements": 3100},
+            "generation 2 is made of 1 worker = 1 stage x 1 replica; 3,100 parameters and their optimizer state move",
+        ),
         ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
         (
-            {"kind": "draining", "worker": 2, "node": NODE, "why": "preempted in 120 s"},
-            "node b09ad58f is going to leave, with worker 2 (preempted in 120 s): its work moves off",
+            {"kind": "draining", "worker": 2, "node": NODE, "pid": 7, "why": "node b09ad58f is being drained"},
+            "worker 2 (pid 7, node b09ad58f) is going to leave: node b09ad58f is being drained; its work moves off",
         ),
         (
             {
                 "kind": "generation",
                 "generation": 3,
-                "workers": 3,
+                "workers": [0, 1, 4],
                 "plan": "3 stages x 1 replica",
                 "schedule": "1f1b",
                 "step": 50,
-                "moved_bytes": 3_100_000,
                 "pause_s": 0.418,
-                "why": "worker 3 was lost",
+                "again": 2,
             },
             "generation 3: 3 workers = 3 stages x 1 replica, schedule 1f1b; training goes on after step 50, "
-            "after a pause of 0.42 s, 3.1 MB of state moved (worker 3 was lost)",
+            "after a pause of 0.42 s; 2 steps executed again",
         ),
-        ({"kind": "generation", "generation": 2, "workers": 1}, "generation 2: 1 worker"),
+        ({"kind": "generation", "generation": 2, "workers": [0]}, "generation 2: 1 worker"),
         ({"kind": "waiting", "text": "waiting for 1 of 4 workers"}, "waiting for 1 of 4 workers"),
-        ({"kind": "driver", "text": "lost; a new one has adopted 4 workers"}, "driver: lost; a new one has adopted 4 workers"),
+        ({"kind": "driver", "text": "lost; a new one has adopted 4 workers"}, "lost; a new one has adopted 4 workers"),
         ({"kind": "end", "end": "done", "why": "all steps are done", "step": 200}, "done after 200 steps: all steps are done"),
         ({"kind": "picture", "path": "x.svg"}, None),
     ],
@@ -68,20 +79,21 @@ def printed(*events: dict, as_json: bool = False) -> list[str]:
 
 def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_the_start():
     lines = printed(
-        {"kind": "generation", "generation": 1, "workers": 4},
+        {"kind": "generation", "generation": 1, "workers": [0, 1, 2, 3]},
         {**STEP, "step": 49},
         {"kind": "lost", "worker": 3, "pid": 77, "why": "killed"},
         {"kind": "recovering", "text": "the step is aborted; 3 of 4 workers answer", "generation": 2},
-        {"kind": "generation", "generation": 2, "workers": 3, "step": 49, "pause_s": 0.4},
-        {**STEP, "step": 50},
+        {"kind": "generation", "generation": 2, "workers": [0, 1, 4], "step": 49, "pause_s": 0.4},
+        {**STEP, "step": 50, "seconds": 0.5, "samples_per_s": 16.0},
     )
     assert lines[1].startswith("step 49/200  loss 2.5000  80 samples/s") and "gen" not in lines[1]
     assert lines[2:5] == [
         "lost worker 3 (pid 77): killed",
-        "the step is aborted; 3 of 4 workers answer",
+        "training stands still: the step is aborted; 3 of 4 workers answer",
         "generation 2: 3 workers; training goes on after step 49, after a pause of 0.40 s",
     ]
     assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
+    assert "  80 samples/s" in lines[5], "the pause is no part of the step's speed"
 
 
 def test_json_lines_carry_the_events_as_they_are():

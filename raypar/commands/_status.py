@@ -1,0 +1,188 @@
+"""How a run is getting on, from the lines in its folder alone: what `raypar status` prints. Pure; time is an argument."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raypar.commands._console import duration
+from raypar.commands._story import counted, in_words, short, within
+
+RECENT = 20
+"""Speed is that of the last steps, so many at most."""
+SILENT_S, SILENT_STEPS = 10.0, 5.0
+"""A run that says it is under way and has written nothing for longer than both of these (seconds, median steps) is silent."""
+STORY_LINES = 12
+UNDER_WAY = ("starting", "running", "recovering", "waiting")
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run at one moment. Times in Unix seconds; what the folder does not say is None, or empty.
+
+    `silent_s`: since when nothing was written, though the run has not ended; None while it is as fast as it was.
+    `members`, `spares`: worker, coordinate, node, pid, host; `nodes`: raylets of a Ray of its own: node, pid, cpus, head.
+    `story`: (time, line).
+    """
+
+    run: str
+    path: str
+    phase: str
+    generation: int | None
+    step: int
+    steps: int | None
+    samples_per_s: float | None
+    step_s: float | None
+    plan: str | None
+    schedule: str | None
+    members: tuple[Mapping[str, Any], ...]
+    spares: tuple[Mapping[str, Any], ...]
+    wanted: int | None
+    why: str
+    silent_s: float | None
+    nodes: tuple[Mapping[str, Any], ...]
+    address: str | None
+    story: tuple[tuple[float | None, str], ...]
+
+    def facts(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def status(
+    run: str,
+    path: str,
+    *,
+    steps: int | None,
+    plan: Mapping[str, Any] | None,
+    members: Mapping[str, Any] | None,
+    metrics: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    cluster: Mapping[str, Any] | None,
+    now: float,
+) -> Status:
+    """What the files of a run folder say together. `plan` is plan.json; runs that are not elastic have no `members`."""
+    done = [line for line in metrics if "loss" in line and "step" in line]
+    since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
+    recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
+    seconds = sum(line["seconds"] for line in recent)
+    step_s = statistics.median(line["seconds"] for line in recent) if recent else None
+    last = max((line["time"] for line in (*metrics, *events, members or {}) if line.get("time")), default=None)
+    ended = events[-1] if events and events[-1]["kind"] == "end" and not later(metrics, events[-1]) else None
+    phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
+    told = members or {}
+    silent_s = None
+    if phase in UNDER_WAY and last is not None and now - last > max(SILENT_S, SILENT_STEPS * (step_s or 0.0)):
+        silent_s = now - last
+    return Status(
+        run=run,
+        path=path,
+        phase=phase,
+        generation=told.get("generation"),
+        step=max(done[-1]["step"] if done else 0, told.get("step") or 0),
+        steps=steps,
+        samples_per_s=sum(line["samples_per_s"] * line["seconds"] for line in recent) / seconds if seconds else None,
+        step_s=step_s,
+        plan=told.get("plan") or described(plan),
+        schedule=told.get("schedule") or (plan or {}).get("schedule"),
+        members=tuple(told.get("members", ())),
+        spares=tuple(told.get("spares", ())),
+        wanted=told.get("wanted"),
+        why=str((ended or {}).get("why") or (ended or {}).get("end", "")) if ended else str(told.get("why") or ""),
+        silent_s=silent_s,
+        nodes=tuple((cluster or {}).get("nodes", ())) if not ended else (),
+        address=(cluster or {}).get("address") if not ended else None,
+        story=tuple(story(events)),
+    )
+
+
+def later(metrics: Sequence[Mapping[str, Any]], event: Mapping[str, Any]) -> bool:
+    """Whether a step was written after an event: the run was resumed."""
+    return bool(metrics) and metrics[-1].get("time", 0.0) > event.get("time", 0.0)
+
+
+def described(plan: Mapping[str, Any] | None) -> str | None:
+    """`2 stages x 2 replicas` of a plan.json."""
+    if not plan or "stages" not in plan:
+        return None
+    counts = [stage["replicas"] for stage in plan["stages"]]
+    replicas = "/".join(map(str, counts)) if len(set(counts)) > 1 else str(counts[0])
+    return f"{counted(len(counts), 'stage')} x {replicas} replica{'s' * (replicas != '1')}"
+
+
+def story(events: Sequence[Mapping[str, Any]], lines: int = STORY_LINES) -> list[tuple[float | None, str]]:
+    """The last events in words, oldest first; of the checkpoints the last one only, and of a recovery that is over its end."""
+    saved = next((event for event in reversed(events) if event["kind"] == "checkpoint"), None)
+    over = max((event["generation"] for event in events if event["kind"] == "generation"), default=0)
+    told = [
+        event
+        for event in events
+        if (event["kind"] != "checkpoint" or event is saved)
+        and (event["kind"] != "recovering" or event.get("generation", 0) > over)
+    ]
+    words = [(event.get("time"), in_words(event)) for event in told]
+    return [(at, line) for at, line in words if line is not None][-lines:]
+
+
+def text(status: Status) -> str:
+    """For the terminal."""
+    title = f"run {status.run}: {status.phase}"
+    if status.generation is not None:
+        title += f", generation {status.generation}"
+    title += f", step {status.step}" + (f" of {status.steps}" if status.steps is not None else "")
+    rows: list[tuple[str, str]] = []
+    if status.silent_s is not None:
+        rows.append(("", f"no news for {duration(status.silent_s)}: it is stuck, or was killed"))
+    if status.samples_per_s is not None and status.step_s is not None:
+        rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {a_step(status.step_s)}"))
+    if status.plan:
+        rows.append(("plan", status.plan + (f", schedule {status.schedule}" if status.schedule else "")))
+    if status.wanted is not None and status.wanted != len(status.members) and status.phase != "ended":
+        rows.append(("workers", f"{len(status.members)} of {status.wanted} wanted"))
+    if status.why:
+        rows.append(("end" if status.phase == "ended" else "waits" if status.phase == "waiting" else "why", status.why))
+    if status.nodes and status.phase != "ended":
+        names = (f"{n['pid']} ({short(n['node'])}{', the head' * bool(n.get('head'))})" for n in status.nodes)
+        rows.append(("raylets", ", ".join(names)))
+    parts = [title, *(f"  {name:<8} {value}".rstrip() for name, value in rows)]
+    if status.members or status.spares:
+        parts += ["", *("  " + line for line in table(status))]
+    if status.story:
+        parts += ["", "  what happened", *(f"  {clock(at)}  {indented(line)}" for at, line in status.story)]
+    return "\n".join(parts)
+
+
+def table(status: Status) -> list[str]:
+    """worker, place, node, pid, host; columns as wide as they must be."""
+    rows = [("worker", "place", "node", "pid", "host")]
+    for place, among in (("", status.members), ("spare", status.spares)):
+        rows += [
+            (
+                str(one.get("worker", "?")),
+                within(one.get("coordinate") or "") or place or "?",
+                short(one.get("node") or "?"),
+                str(one.get("pid", "?")),
+                str(one.get("host") or "?"),
+            )
+            for one in among
+        ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def clock(at: float | None) -> str:
+    """Local time of the day."""
+    return time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else " " * 8
+
+
+def indented(line: str) -> str:
+    """Further lines stand under the first one."""
+    return line.replace("\n", "\n" + " " * 12)
+
+
+def a_step(seconds: float) -> str:
+    """`103 ms a step`, `2.1 s a step`."""
+    return f"{1000 * seconds:.0f} ms a step" if seconds < 1 else f"{seconds:.1f} s a step"

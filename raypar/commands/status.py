@@ -1,0 +1,70 @@
+"""`raypar status RUN`: how a run is getting on, from its folder alone; no Ray is asked."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raypar.commands._status import Status
+    from raypar.run_folder import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar status`."""
+    parser.add_argument("run", help="name of a run under --run-dir, or the path of its folder")
+    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    parser.add_argument("--svg", metavar="FILE", help="draw samples/s and workers over time, with what befell the run")
+    parser.add_argument("--json", action="store_true", help="print it as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0, whatever the run's own end was. Raises `ConfigError` when there is no such run."""
+    import json
+    import time
+
+    from raypar.commands._status import text
+    from raypar.run_folder import RunFolder
+
+    folder = RunFolder.find(args.run, args.run_dir, with_job=False)
+    found = read(folder, time.time())
+    if args.svg is not None:
+        draw(folder, args.svg, found.steps)
+    print(json.dumps(found.facts()) if args.json else text(found))
+    return 0
+
+
+def draw(folder: RunFolder, file: str, steps: int | None) -> None:
+    """Write the picture of the run's throughput. Raises `ConfigError`."""
+    from pathlib import Path
+
+    from raypar.commands._history import history
+    from raypar.errors import ConfigError
+    from raypar.schedule.throughput import throughput
+
+    seen = history(list(folder.read(folder.metrics)), list(folder.read(folder.events)))
+    of = f" of {steps}" if steps is not None else ""
+    try:
+        Path(file).write_text(throughput(seen, title=f"{folder.name}: {len(seen.steps)}{of} steps"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}", cure="give --svg a file you may write") from error
+
+
+def read(folder: RunFolder, now: float) -> Status:
+    """The status of the run in a folder."""
+    import yaml
+
+    from raypar.commands._status import status
+
+    job = yaml.safe_load(folder.job.read_text(encoding="utf-8")) if folder.job.is_file() else {}
+    return status(
+        folder.name,
+        str(folder.path),
+        steps=job.get("steps"),
+        plan=folder.document(folder.plan),
+        members=folder.document(folder.members),
+        metrics=list(folder.read(folder.metrics)),
+        events=list(folder.read(folder.events)),
+        cluster=folder.document(folder.cluster),
+        now=now,
+    )

@@ -1,0 +1,134 @@
+"""`raypar status`: phase, speed, members and story of a run, from the files in its folder."""
+
+import json
+
+import pytest
+
+from raypar.cli import main
+from raypar.commands._status import status, text
+from raypar.run_folder import RunFolder
+
+NODES = ["b09ad58ff304f43b", "70961f5a11a2f848"]
+PLAN = {"schedule": "1f1b", "stages": [{"replicas": 2}, {"replicas": 2}]}
+
+
+def member(worker, stage, replica, node):
+    coordinate = f"worker {worker} (stage {stage}, replica {replica})"
+    return {"worker": worker, "coordinate": coordinate, "node": NODES[node], "pid": 5000 + worker, "host": "alpha"}
+
+
+def line(step, at_s, seconds=0.1):
+    return {"step": step, "loss": 2.0, "seconds": seconds, "samples_per_s": 8 / seconds, "time": at_s}
+
+
+MEMBERS = {
+    "time": 1005.0,
+    "phase": "running",
+    "generation": 2,
+    "plan": "3 stages x 1 replica",
+    "schedule": "1f1b",
+    "step": 49,
+    "members": [member(0, 0, 0, 0), member(1, 1, 0, 1), member(10, 2, 0, 1)],
+    "spares": [{"worker": 11, "node": NODES[0], "pid": 5011, "host": "alpha"}],
+    "wanted": 4,
+    "why": "worker 3 was lost",
+}
+EVENTS = [
+    {"kind": "started", "text": "4 workers on 2 node(s)", "time": 1000.0},
+    {"kind": "checkpoint", "step": 10, "path": "a", "time": 1001.0},
+    {"kind": "checkpoint", "step": 20, "path": "b", "time": 1002.0},
+    {"kind": "lost", "worker": 3, "node": NODES[1], "pid": 5003, "why": "killed", "time": 1004.5},
+    {"kind": "recovering", "generation": 2, "text": "the connection was closed", "time": 1004.6},
+    {"kind": "generation", "generation": 2, "workers": [0, 1, 10], "step": 49, "pause_s": 0.4, "time": 1005.0},
+]
+METRICS = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 1005.2, 0.2), line(51, 1005.4, 0.2)]
+
+
+def of(**facts):
+    given = {"steps": 200, "plan": PLAN, "members": MEMBERS, "metrics": METRICS, "events": EVENTS, "cluster": None}
+    return status("tiny", "runs/tiny", **(given | {"now": 1005.5} | facts))
+
+
+def test_an_elastic_run_is_told_with_its_members_spares_and_story():
+    assert text(of()).splitlines()[:9] == [
+        "run tiny: running, generation 2, step 51 of 200",
+        "  speed    40 samples/s, 200 ms a step",
+        "  plan     3 stages x 1 replica, schedule 1f1b",
+        "  workers  3 of 4 wanted",
+        "  why      worker 3 was lost",
+        "",
+        "  worker  place               node      pid   host",
+        "  0       stage 0, replica 0  b09ad58f  5000  alpha",
+        "  1       stage 1, replica 0  70961f5a  5001  alpha",
+    ]
+    shown = text(of())
+    assert "  11      spare               b09ad58f  5011  alpha" in shown
+    assert "lost worker 3 (pid 5003, node 70961f5a): killed" in shown
+    assert "stands still" not in shown, "it is over"
+    assert "stands still" in text(of(events=EVENTS[:-1]))
+    assert "checkpoint b" in shown and "checkpoint a" not in shown
+
+
+def test_speed_is_that_of_the_present_generation_without_the_pause_before_it():
+    assert of().samples_per_s == pytest.approx(40)
+    first = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 1005.2, 0.6), line(51, 1005.4, 0.2)]
+    assert of(metrics=first).samples_per_s == pytest.approx(40)
+    assert of(events=EVENTS[:-1]).samples_per_s > 60
+
+
+@pytest.mark.parametrize("quiet_s, silent", [(5, False), (11, True)])
+def test_a_run_that_writes_nothing_for_long_is_told_as_silent(quiet_s, silent):
+    found = of(now=1005.4 + quiet_s)
+    assert (found.silent_s is not None) == silent
+    assert ("no news for 11 s" in text(found)) == silent
+
+
+def test_a_run_with_long_steps_is_not_silent_between_two_of_them():
+    slow = [line(step, 1000 + 30 * step, 30.0) for step in range(1, 4)]
+    assert of(metrics=slow, events=[], members=None, now=1090 + 100).silent_s is None
+    assert of(metrics=slow, events=[], members=None, now=1090 + 160).silent_s == pytest.approx(160)
+
+
+def test_an_ended_run_says_how_it_ended_and_is_not_silent():
+    found = of(
+        events=[*EVENTS, {"kind": "end", "end": "failed", "why": "the disk burned", "step": 51, "time": 1006.0}], now=9e9
+    )
+    assert (found.phase, found.why, found.silent_s) == ("ended", "the disk burned", None)
+    assert "failed after 51 steps: the disk burned" in text(found)
+
+
+def test_a_resumed_run_is_no_longer_ended():
+    ended = [{"kind": "end", "end": "stopped", "why": "", "step": 49, "time": 1004.95}]
+    assert of(events=ended, members=None).phase == "running"
+
+
+def test_a_run_without_members_is_told_from_its_other_files():
+    found = of(members=None, events=[])
+    assert (found.phase, found.generation, found.step, found.plan) == ("running", None, 51, "2 stages x 2 replicas")
+    assert text(found).splitlines()[2] == "  plan     2 stages x 2 replicas, schedule 1f1b"
+
+
+def test_the_raylets_of_a_ray_of_our_own_are_told_by_their_pids():
+    nodes = [{"node": NODES[0], "pid": 7, "cpus": 2, "head": True}, {"node": NODES[1], "pid": 8, "cpus": 2, "head": False}]
+    shown = text(of(cluster={"kind": "own", "address": "127.0.0.1:7", "nodes": nodes}))
+    assert "  raylets  7 (b09ad58f, the head), 8 (70961f5a)" in shown
+
+
+def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, "tiny")
+    folder.job.write_text("steps: 200\n")
+    folder.plan.write_text(json.dumps(PLAN))
+    folder.members.write_text(json.dumps(MEMBERS))
+    for facts in METRICS:
+        folder.append(folder.metrics, facts)
+    with open(folder.events, "w") as file:
+        file.write('{"kind": "lo\n' + json.dumps(EVENTS[3]) + "\n")
+    assert main(["status", "tiny", "--run-dir", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["steps"], found["generation"]) == (51, 200, 2)
+    assert found["story"] == [[1004.5, "lost worker 3 (pid 5003, node 70961f5a): killed"]]
+    assert found["silent_s"] is not None
+    assert main(["status", str(folder.path)]) == 0
+    assert "no news for" in capsys.readouterr().out
+    assert main(["status", "tinny", "--run-dir", str(tmp_path)]) == 2
+    assert "did you mean tiny?" in capsys.readouterr().err

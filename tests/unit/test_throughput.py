@@ -1,0 +1,113 @@
+"""The picture of a run's throughput: to scale, its pauses and faults marked, no label on another or under a line."""
+
+import random
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from raypar.cli import main
+from raypar.commands._history import history
+from raypar.run_folder import RunFolder
+from raypar.schedule.throughput import _LABEL, KINDS, History, Mark, rates, throughput
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def step(number, at_s, seconds, samples=8):
+    return {
+        "step": number,
+        "loss": 1.0,
+        "time": at_s,
+        "seconds": seconds,
+        "samples_per_s": samples / seconds,
+        "peak_rss_bytes": [1, 1, 1, 1],
+    }
+
+
+METRICS = [
+    step(1, 101.0, 1.0),
+    step(2, 102.0, 1.0),
+    step(3, 105.0, 3.0),  # 2 s of it are the pause
+    step(4, 106.0, 1.0),
+]
+EVENTS = [
+    {"kind": "started", "text": "4 workers", "time": 99.0},
+    {"kind": "generation", "generation": 1, "workers": [0, 1, 2, 3], "time": 99.5},
+    {"kind": "lost", "worker": 2, "time": 102.0},
+    {"kind": "lost", "worker": 3, "time": 102.01},
+    {"kind": "generation", "generation": 2, "workers": [0, 1], "pause_s": 2.0, "time": 104.0},
+    {"kind": "joined", "worker": 4, "time": 105.5},
+]
+
+
+def test_the_lines_of_a_run_folder_become_steps_workers_marks_and_pauses():
+    found = history(METRICS, EVENTS)
+    assert found.steps == ((0.0, 1.0, 8.0), (1.0, 2.0, 8.0), (4.0, 5.0, 8.0), (5.0, 6.0, 8.0))
+    assert [(round(at, 2), count) for at, count in found.workers] == [(0.0, 4), (2.0, 3), (2.01, 2)]
+    assert found.marks == (Mark(2.0, "lost", "workers 2, 3 lost"), Mark(5.5, "joined", "worker 4 joined"))
+    assert found.pauses == ((2.0, 4.0),) and found.end_s == 6.0
+
+
+def test_only_what_came_since_the_last_start_is_drawn():
+    again = [{"kind": "started", "text": "", "time": 104.5}]
+    assert len(history(METRICS, EVENTS + again).steps) == 2
+
+
+def test_no_samples_come_in_a_pause_and_none_get_lost():
+    found = history(METRICS, EVENTS)
+    bins = rates(found.steps, found.end_s)
+    assert sum((end - start) * rate for start, end, rate in bins) == pytest.approx(32)
+    assert any(rate == 0 and start >= 2 and end <= 4 for start, end, rate in bins)
+
+
+def lines_and_labels(drawing):
+    """[(x, highest y)] of the marks' lines, [(x, y, width, text)] of their labels."""
+    lines, labels = [], []
+    for group in ET.fromstring(drawing).iter(f"{SVG}g"):
+        if group.find(f"{SVG}title") is None:
+            continue
+        x, y = re.match(r"M([\d.]+) ([\d.]+)V", group.find(f"{SVG}path").get("d")).groups()
+        lines.append((float(x), float(y)))
+        text = group.find(f"{SVG}text")
+        if text is not None:
+            labels.append((float(text.get("x")), float(text.get("y")), 0.56 * _LABEL * len(text.text), text.text))
+    return lines, labels
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_label_lies_on_another_or_on_a_line_or_outside_the_picture(seed):
+    chance = random.Random(seed)
+    marks = [
+        Mark(chance.uniform(0, 60), chance.choice([*KINDS]), "x" * chance.randrange(1, 25))
+        for _ in range(chance.randrange(1, 40))
+    ]
+    lines, labels = lines_and_labels(throughput(History((), (), marks, (), 60.0), title="t"))
+    assert len(lines) == len(marks) and labels
+    for i, (x, y, width, _) in enumerate(labels):
+        assert x + width <= 1280 and y > 80
+        for at, highest in lines:
+            assert not (x < at < x + width and highest < y), "a line goes through a label"
+        for other_x, other_y, other_width, _ in labels[i + 1 :]:
+            assert abs(other_y - y) >= _LABEL or other_x >= x + width or x >= other_x + other_width
+
+
+def test_the_drawing_tells_pauses_and_kinds_in_its_legend():
+    drawing = throughput(history(METRICS, EVENTS), title="tiny <4 steps>")
+    shown = ["".join(text.itertext()) for text in ET.fromstring(drawing).iter(f"{SVG}text")]
+    assert {"tiny <4 steps>", "worker lost", "worker joined", "samples/s", "workers", "time, s"} <= set(shown)
+    assert "1 pause, 2.00 of 6.0 s" in shown and "driver lost" not in shown
+    assert "workers 2, 3 lost" in shown
+
+
+def test_a_run_without_steps_is_still_a_drawing_and_the_command_writes_it(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, "tiny")
+    folder.job.write_text("steps: 4\n")
+    assert main(["status", str(folder.path), "--svg", str(tmp_path / "empty.svg")]) == 0
+    ET.fromstring((tmp_path / "empty.svg").read_text())
+    for line in METRICS:
+        folder.append(folder.metrics, line)
+    assert main(["status", str(folder.path), "--svg", str(tmp_path / "x.svg")]) == 0
+    assert "tiny: 4 of 4 steps" in (tmp_path / "x.svg").read_text()
+    assert main(["status", str(folder.path), "--svg", str(tmp_path / "no" / "x.svg")]) == 2
+    assert "cannot write" in capsys.readouterr().err
