@@ -125,7 +125,7 @@ def measure(run: Run, at_s: float, outcome: Outcome) -> None:
     outcome.recovery_s = new[0] - at_s
     outcome.standstill_s = max(b - a for a, b in pairwise([first[before], *new]))
     outcome.joined_s = next((c.at_s - at_s for c in commits if c.at_s > at_s and c.workers > run.workers), None)
-    outcome.repeated = run.repeated(before)
+    outcome.repeated = run.repeated()
     used = {commit.step: commit.samples for commit in commits}
     outcome.samples_lost = sum(SAMPLES - used[step] for step in range(before + 1, run.course.steps + 1))
     outcome.weights = run.weights()
@@ -154,7 +154,7 @@ def tables(outcomes: Sequence[Outcome]) -> str:
             for name in names
         ]
         if rows:
-            parts.append(f"## {title}\n\n{table(HEADER, rows)}")
+            parts.append(f"## {title}\n\n{table(header(fault), rows)}")
     failed = [
         f"- {one.contender}, {one.fault}, run {one.number}: {one.failed.splitlines()[0]}" for one in outcomes if one.failed
     ]
@@ -163,32 +163,25 @@ def tables(outcomes: Sequence[Outcome]) -> str:
     return "\n\n".join(parts)
 
 
-HEADER = (
-    "contender",
-    "runs",
-    "step before, s",
-    "first new step after, s: p50 (worst)",
-    "longest standstill, s: p50 (worst)",
-    "with more workers after, s: p50",
-    "steps done again",
-    "samples lost",
-    "survivors restarted",
-    "processes started",
-    "weights as undisturbed",
-)
+HURT = ("first new step after, s: p50 (worst)", "longest standstill, s: p50 (worst)")
+JOINED = ("standstill of those who train, s: p50 (worst)", "with more workers after, s: p50 (worst)")
+
+
+def header(fault: Fault) -> tuple[str, ...]:
+    """Of the fault's table."""
+    counts = ("steps done again", "samples lost", "survivors restarted", "processes started", "weights as undisturbed")
+    return ("contender", "runs", "step before, s", *(JOINED if fault == "join" else HURT), *counts)
 
 
 def row(runs: Sequence[Outcome], undisturbed: set[str | None]) -> list[str]:
     """Of one contender and one fault."""
     well = [run for run in runs if run.failed is None]
     if not well:
-        return [runs[0].contender, f"0 of {len(runs)}", *["-"] * (len(HEADER) - 2)]
+        return [runs[0].contender, f"0 of {len(runs)}", *["-"] * (len(header(runs[0].fault)) - 2)]
 
-    def times(name: str, *, worst: bool = True) -> str:
+    def times(name: str) -> str:
         found = [value for run in well if (value := getattr(run, name)) is not None]
-        if not found:
-            return "never"
-        return f"{statistics.median(found):.2f}" + (f" ({max(found):.2f})" if worst else "")
+        return f"{statistics.median(found):.2f} ({max(found):.2f})" if found else "never"
 
     def count(name: str) -> str:
         found = sorted(getattr(run, name) for run in well)
@@ -198,10 +191,8 @@ def row(runs: Sequence[Outcome], undisturbed: set[str | None]) -> list[str]:
     return [
         runs[0].contender,
         f"{len(well)} of {len(runs)}",
-        times("step_s", worst=False),
-        times("recovery_s"),
-        times("standstill_s"),
-        times("joined_s", worst=False) if runs[0].fault == "join" else "",
+        f"{statistics.median(run.step_s or 0.0 for run in well):.2f}",
+        *map(times, ("standstill_s", "joined_s") if runs[0].fault == "join" else ("recovery_s", "standstill_s")),
         count("repeated"),
         count("samples_lost"),
         f"{count('restarted')} of {count('survivors')}",
@@ -269,8 +260,8 @@ NOTE = """\
 One GPT (4 blocks, width 32) whose blocks also rest, 24 samples a step, AdamW; 4 workers need 0.3 s a step, on one machine.
 
 - Ray Train: `TorchTrainer`, DDP, `num_workers=(1, 4)`, `max_failures=5`, a checkpoint every 5 steps.
-- torchft: gloo, as in its `train_ddp.py` and README (lighthouse with `--join_timeout_ms 10000`, torchrun starts a killed process
-  again), with its DDP, and with `Manager.allreduce`, because its DDP raises in every survivor when gloo reports a lost peer.
+- torchft: gloo, as in its `train_ddp.py` and README: lighthouse with `--join_timeout_ms 10000`, torchrun starts a killed
+  process again. With its DDP, and with `Manager.allreduce`, because its DDP raises in every survivor when gloo reports a lost peer.
 - raypar: `elastic`, a checkpoint every 5 steps.
 - Ray: a head without CPUs, nodes of 2, no dashboard, else default settings.
 
@@ -283,7 +274,7 @@ The fault comes in the first 70 % of a random step, at the same place for all. E
   samples: while it is away, nobody does. With 2 of 4 groups it loses half from the start.
 - *survivors restarted*, *processes started*: counted three steps before the end.
 - *weights as undisturbed*: sha256 of the final weights equals that of two runs with 4 workers and no fault.
-- Where workers join, Ray Train looks for them every 10 s instead of every 60 s: it stands still for as long, runs are shorter."""
+- Where workers join, Ray Train looks for them every 10 s instead of 60 s: it stands still for as long, runs are shorter."""
 
 
 if __name__ == "__main__":

@@ -123,10 +123,10 @@ class Run:
             if line["kind"] == "step"
         ]
 
-    def repeated(self, before: int) -> int:
-        """How many of the first `before` steps were done again: workers in step write of one at nearly the same time."""
+    def repeated(self) -> int:
+        """How many steps were done again: workers in step write of one at nearly the same time."""
         first: dict[int, float] = {}
-        return len({c.step for c in self.commits() if c.step <= before and c.at_s > first.setdefault(c.step, c.at_s) + APART_S})
+        return len({c.step for c in self.commits() if c.at_s > first.setdefault(c.step, c.at_s) + APART_S})
 
     def training(self) -> set[int]:
         """The pids of the workers that train now."""
@@ -339,10 +339,15 @@ class Raypar(OnRay):
                 found.append(Commit(line["at_s"], line["step"], workers, int(line["count"]) // CONTEXT))
         return found
 
-    def repeated(self, before: int) -> int:
+    def repeated(self) -> int:
         """People see every step once; where a generation begins earlier, what is between is done again unseen."""
-        begun = [line["step"] for line in self.lines() if line["kind"] == "generation"]
-        return sum(max(0, before - step) for step in begun)
+        seen = again = 0
+        for line in self.lines():
+            if line["kind"] == "step":
+                seen = line["step"]
+            elif line["kind"] == "generation":
+                again += max(0, seen - line["step"])
+        return again
 
     def training(self) -> set[int]:
         members = self.folder / "runs" / "recovery" / "members.json"
