@@ -2,8 +2,9 @@
 
 `python jobs/bench/chaos.py --minutes 10 --every 15 --seed 7 [--page FILE] [--json]`: one seeded fault about every 15 s against
 a job of sleeping layers that begins with 4 workers and may grow to 6: `kill -9` of a worker, SIGSTOP of a worker (resumed
-later: a zombie), loss of a whole node, a drained node, a new node, `kill -9` of the driver. `--spot FILE` (or RAYPAR_SPOT_TRACE; a
-generated history with `--spot generated`) plays a recorded fleet of spot instances instead, an instance being a node.
+later: a zombie), loss of a whole node, a drained node, a new node, `kill -9` of the driver. `--spot FILE` (or
+RAYPAR_SPOT_TRACE; a generated history with `--spot generated`) plays a recorded fleet of spot instances instead, an instance
+being a node.
 
 Useful work = committed samples / integral over time of what the workers alive would have done undisturbed. The weights and the
 losses must be those of one worker that nobody has disturbed. Everything runs on a Ray of the bench's own.
@@ -32,8 +33,9 @@ from typing import Any
 
 import spot
 import yaml
-from chaos_nodes import Nodes, works
 from harness import ROOT, BenchError, environment, page, table
+
+from cluster.fleet import Fleet, works
 
 HERE = Path(__file__).parent
 BATCH, MICROBATCHES = 24, 12
@@ -93,8 +95,8 @@ class Observed:
     left: list[str] = field(default_factory=list)
 
 
-def write_job(folder: Path, ms: float, **more: Any) -> Path:
-    """The job file; `more` are further keys."""
+def write_job(folder: Path, ms: float, workers: int, **more: Any) -> Path:
+    """The job file; `more` are further keys. All workers are replicas: what the planner chooses for layers that sleep."""
     job = {
         "name": "chaos",
         "seed": 5,
@@ -106,7 +108,7 @@ def write_job(folder: Path, ms: float, **more: Any) -> Path:
         "data": "chaos_model:samples",
         "optimizer": {"function": "torch.optim:AdamW", "args": {"lr": 1.0e-3}},
         "clip_norm": 1.0,
-        "plan": "auto",
+        "plan": {"replicas": workers},
         "checkpoint": {"every": 0},
         "run_dir": str(folder / "runs"),
         **more,
@@ -123,7 +125,7 @@ def train_command(job: Path, *words: str) -> list[str]:
 
 def undisturbed(folder: Path, name: str, ms: float, workers: int, steps: int) -> tuple[list[dict[str, Any]], str]:
     """The lines of metrics.jsonl and the weights of a run on a Ray of its own."""
-    job = write_job(folder, ms, name=name, workers=workers, steps=steps)
+    job = write_job(folder, ms, workers, name=name, steps=steps)
     done = subprocess.run(train_command(job), capture_output=True, text=True, cwd=HERE, timeout=600, check=False)
     if done.returncode:
         raise BenchError(f"the undisturbed run {name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -131,7 +133,7 @@ def undisturbed(folder: Path, name: str, ms: float, workers: int, steps: int) ->
 
 
 def rate(folder: Path, ms: float, workers: int) -> float:
-    """Samples a second that so many workers do when nobody disturbs them, under the plan that the planner gives them."""
+    """Samples a second that so many workers do when nobody disturbs them."""
     lines, _ = undisturbed(folder, f"rate-{workers}", ms, workers, RATE_STEPS + 4)
     return BATCH / statistics.median(line["seconds"] for line in lines[4:])
 
@@ -139,19 +141,17 @@ def rate(folder: Path, ms: float, workers: int) -> float:
 class Disturbed:
     """One run under faults. `start` it, let `play` do things to it, then `finish`."""
 
-    def __init__(self, nodes: Nodes, folder: Path, ms: float, overrides: Sequence[str]) -> None:
-        self.nodes, self.folder = nodes, folder
+    def __init__(self, fleet: Fleet, folder: Path, ms: float, overrides: Sequence[str]) -> None:
+        self.fleet, self.folder = fleet, folder
         self.run_folder = folder / "runs/chaos"
         self.stop_file = folder / "stop"
         elastic = {"min_workers": LEAST, "max_workers": MOST}
         stop = {"function": "chaos_model:StopWhen", "args": {"path": str(self.stop_file)}}
-        job = write_job(folder, ms, workers=BEGIN, elastic=elastic, checkpoint={"every": 200}, callbacks=[stop])
+        job = write_job(folder, ms, BEGIN, elastic=elastic, checkpoint={"every": 200}, callbacks=[stop])
         words = itertools.chain.from_iterable(("--set", override) for override in overrides)
-        self.command = train_command(job, "--address", nodes.address, *words)
+        self.command = train_command(job, "--address", fleet.address, *words)
         self.seen = Observed()
         self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._draining: list[Any] = []
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._tie = itertools.count()
 
@@ -226,8 +226,7 @@ class Disturbed:
         """Samples until the run is over."""
         while not self._over.wait(SAMPLE_S):
             live, now = len(self.workers()), time.time()
-            with self._lock:
-                slots = self.nodes.slots * len(self.nodes.alive)
+            slots = self.fleet.slots * (len(self.fleet.alive) + len(self.fleet.draining))
             last = self.seen.samples[-1] if self.seen.samples else None
             if last is None or (last.live, last.slots) != (live, slots):
                 self.seen.samples.append(Sample(now, live, slots))
@@ -242,7 +241,7 @@ class Disturbed:
                 heapq.heappop(self._due)[2]()
             self.check(True, "")
             steps = self.count()
-            if steps != getattr(self, "_steps", None) or not self.nodes.alive:
+            if steps != getattr(self, "_steps", None) or not self.fleet.alive:
                 self._steps, self._since = steps, now
             self.check(now - self._since < STUCK_S, f"has not made a step for {STUCK_S:.0f} s")
             time.sleep(SAMPLE_S)
@@ -253,14 +252,13 @@ class Disturbed:
 
     def possible(self) -> list[str]:
         """Kinds of faults that leave room for `LEAST` workers, and do not need more than `MOST`."""
-        free = len(self.nodes.alive) - len(self._draining)
+        free = len(self.fleet.alive)
         kinds = ["kill", "stop", "driver"] if self.workers() else ["driver"]
         kinds += ["node", "drain"] if free > 1 else []
         return kinds + (["join", "join"] if (free + 1) * SLOTS <= MOST else [])
 
     def do(self, kind: str, chance: random.Random) -> None:
         """One fault."""
-        free = [node for node in self.nodes.alive if node not in self._draining]
         now = time.time()
         if kind in ("kill", "stop"):
             worker = chance.choice(sorted(self.workers(), key=lambda w: w["worker"]))
@@ -273,17 +271,15 @@ class Disturbed:
             self.signal(pid, signal.SIGKILL)
             text = f"pid {pid}"
         elif kind == "join":
-            text = str(self.add().node_id)[:8]
+            text = str(self.fleet.add().node_id)[:8]
         else:
-            node = chance.choice(free)
+            node = chance.choice(self.fleet.alive)
             text = str(node.node_id)[:8]
             if kind == "node":
-                self.lose(node)
+                self.fleet.kill(node)
             else:
-                accepted = self.nodes.drain(node, NOTICE_S)
-                self._draining.append(node)
-                self.later(NOTICE_S, lambda: self.take_away(node))
-                text += "" if accepted else " (refused by Ray)"
+                text += "" if self.fleet.drain(node, NOTICE_S) else " (refused by Ray)"
+                self.later(NOTICE_S, lambda: self.fleet.take_away(node))
         self.seen.faults.append(Fault(now, kind, text))
         print(f"{time.strftime('%H:%M:%S')} {WORDS[kind]}: {text}; {self.count()} steps", file=sys.stderr, flush=True)
 
@@ -292,23 +288,6 @@ class Disturbed:
         with contextlib.suppress(ProcessLookupError):
             if pid is not None:
                 os.kill(pid, number)
-
-    def add(self) -> Any:
-        """A node."""
-        node = self.nodes.add()
-        return node
-
-    def lose(self, node: Any) -> None:
-        """A node, with everything on it."""
-        if node in self._draining:
-            self._draining.remove(node)
-        self.nodes.kill(node)
-
-    def take_away(self, node: Any) -> None:
-        """A drained node, at its deadline, unless it was lost before."""
-        if node in self._draining:
-            self._draining.remove(node)
-            self.nodes.take_away(node)
 
 
 def disturb(run: Disturbed, seed: int, every_s: float, seconds: float) -> None:
@@ -328,18 +307,18 @@ def replay(run: Disturbed, history: spot.History, seed: int, seconds: float) -> 
     chance = random.Random(seed)
     start = time.monotonic()
     while (now := time.monotonic() - start) < seconds:
-        wanted, there = history.at(now), len(run.nodes.alive)
+        wanted, there = history.at(now), len(run.fleet.alive)
         if there < wanted:
-            node = run.add()
+            node = run.fleet.add()
             run.seen.faults.append(Fault(time.time(), "join", str(node.node_id)[:8]))
         elif there > wanted:
-            node = chance.choice(run.nodes.alive)
+            node = chance.choice(run.fleet.alive)
             run.seen.faults.append(Fault(time.time(), "node", str(node.node_id)[:8]))
-            run.lose(node)
+            run.fleet.kill(node)
         else:
             run.wait(min(start + seconds, time.monotonic() + 0.1))
             continue
-        print(f"{now:6.1f} s: {len(run.nodes.alive)} of {wanted} nodes, {run.count()} steps", file=sys.stderr, flush=True)
+        print(f"{now:6.1f} s: {len(run.fleet.alive)} of {wanted} nodes, {run.count()} steps", file=sys.stderr, flush=True)
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------
@@ -461,13 +440,13 @@ def main() -> int:
         recorded = spot.generated(given.seed) if given.spot == "generated" else spot.read(Path(given.spot))
         history = recorded.scaled(given.scale, MOST)
     seconds = 60 * given.minutes
-    nodes = Nodes(1 if history else SLOTS, [str(ROOT), str(HERE)])
-    folder = given.keep or nodes.folder / "runs"
+    fleet = Fleet(1 if history else SLOTS, [str(ROOT), str(HERE)])
+    folder = given.keep or fleet.folder / "runs"
     folder.mkdir(parents=True, exist_ok=True)
-    run = Disturbed(nodes, folder, given.ms, given.overrides)
+    run = Disturbed(fleet, folder, given.ms, given.overrides)
     try:
         for _ in range(history.at(0.0) if history else BEGIN // SLOTS):
-            nodes.add()
+            fleet.add()
         run.start()
         if history:
             replay(run, history, given.seed, min(seconds, history.seconds))
@@ -479,7 +458,7 @@ def main() -> int:
     finally:
         with contextlib.suppress(AttributeError):
             run.give_up()
-        left = nodes.end()
+        left = fleet.end()
     seen.left = left
     wrong = wrongs(seen, lines, weights)
     command = f"python jobs/bench/chaos.py --minutes {given.minutes:g} --seed {given.seed} " + (

@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 def layers(ms: float = 0.0, ledger: str | None = None) -> nn.Sequential:
-    """`LAYERS` layers that sleep `ms` in forward and 2 `ms` in backward of a microbatch; the first one keeps the ledger."""
+    """`LAYERS` layers; each sleeps `ms` in forward and 2 `ms` in backward of a microbatch. The first one keeps the ledger."""
     return nn.Sequential(OrderedDict((f"layer{i}", Layer(ms, ledger if i == 0 else None)) for i in range(LAYERS)))
 
 

@@ -1,4 +1,4 @@
-"""A Ray of the bench's own, whose nodes come and go like machines of a cloud: raylets that are added, killed and drained."""
+"""A Ray on this machine whose nodes come and go like machines of a cloud: raylets that are added, killed and drained."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LEFT_S = 15.0
 """How long processes may take to notice that their cluster is gone."""
 
 
-class Nodes:
+class Fleet:
     """A head without room for workers, and nodes of `slots` logical CPUs. `python_path`: what workers import from."""
 
     def __init__(self, slots: int, python_path: Sequence[str]) -> None:
         self.slots = slots
-        self.folder = Path(tempfile.mkdtemp(prefix="raypar-chaos."))
+        self.folder = Path(tempfile.mkdtemp(prefix="raypar-fleet."))
         (self.folder / "ray").mkdir()
         os.environ |= {
             "RAY_TMPDIR": str(self.folder),
@@ -39,6 +39,9 @@ class Nodes:
         head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.alive: list[Any] = []
+        """Nodes that may be used, oldest first."""
+        self.draining: list[Any] = []
+        """Those that will be taken away."""
         self.address = str(self._cluster.address)
 
     def add(self) -> Any:
@@ -58,22 +61,32 @@ class Nodes:
         self._forget(node, graceful=False)
 
     def drain(self, node: Any, seconds: float) -> bool:
-        """The notice that a cloud gives before it takes a machine away; whether Ray has accepted it."""
+        """The notice that a cloud gives `seconds` before it takes a machine away; whether Ray has accepted it."""
         from ray._raylet import GcsClient
         from ray.core.generated import autoscaler_pb2
 
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         deadline_ms = int((time.time() + seconds) * 1000)
-        accepted, _ = GcsClient(address=self.address).drain_node(node.node_id, reason, "the bench takes it away", deadline_ms)
+        accepted, _ = GcsClient(address=self.address).drain_node(node.node_id, reason, "it will be taken away", deadline_ms)
+        self.alive.remove(node)
+        self.draining.append(node)
         return bool(accepted)
 
     def take_away(self, node: Any) -> None:
-        """End a node that has been drained, the orderly way."""
-        self.look()
-        self._forget(node, graceful=True)
+        """End a node the orderly way, as at the end of its notice; idempotent."""
+        if node in self.alive + self.draining:
+            self.look()
+            self._forget(node, graceful=True)
+
+    def restore(self, count: int) -> None:
+        """As many nodes as at the beginning, none of them draining."""
+        for node in [*self.draining, *self.alive[count:]]:
+            self.take_away(node)
+        while len(self.alive) < count:
+            self.add()
 
     def look(self) -> set[psutil.Process]:
-        """All processes ever seen below the bench, so that none escapes the last check."""
+        """All processes ever seen below this process, so that none escapes the last check."""
         self._known.update(psutil.Process().children(recursive=True))
         return self._known
 
@@ -91,7 +104,7 @@ class Nodes:
         return found
 
     def _forget(self, node: Any, *, graceful: bool) -> None:
-        self.alive.remove(node)
+        (self.alive if node in self.alive else self.draining).remove(node)
         self._cluster.remove_node(node, allow_graceful=graceful)
 
 
