@@ -78,7 +78,7 @@ class Killer(threading.Thread):
     def __init__(self, seed: int, target: str, count: int, steps: int, folder: Path, processes: RunProcesses) -> None:
         super().__init__(daemon=True)
         self.chance = random.Random(seed)
-        self.target, self.folder, self.processes = target, folder, processes
+        self.target, self.steps, self.folder, self.processes = target, steps, folder, processes
         self.moments = sorted(self.chance.uniform(FIRST, LAST) * steps for _ in range(count))
         self.kills: list[Kill] = []
         self.harmed: set[int] = set()
@@ -93,7 +93,7 @@ class Killer(threading.Thread):
             if now != seen:
                 step_s, since, seen = (time.monotonic() - since) / (now - seen), time.monotonic(), now
             if time.monotonic() - looked > LOOK_S:
-                self._look(members)
+                self._look(seen)
                 looked = time.monotonic()
             if members and len(self.kills) < len(self.moments):
                 moment = self.moments[len(self.kills)]
@@ -110,12 +110,11 @@ class Killer(threading.Thread):
             return dict(json.loads((self.folder / "members.json").read_text()))
         return {}
 
-    def _look(self, members: dict[str, Any]) -> None:
+    def _look(self, seen: int) -> None:
         self.processes.see()
-        if members.get("phase") in ("ending", "over"):
-            return
-        for kill in self.kills:
-            self.harmed |= {pid for pid in kill.survivors if not psutil.pid_exists(pid)}
+        if seen < self.steps:  # after the last step the workers end
+            for kill in self.kills:
+                self.harmed |= {pid for pid in kill.survivors if not psutil.pid_exists(pid)}
 
     def _kill(self, members: dict[str, Any], seen: int) -> None:
         alive = [member for member in members["members"] if psutil.pid_exists(member["pid"])]
