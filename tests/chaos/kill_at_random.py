@@ -211,11 +211,12 @@ def judge(run: Run, steps: int, expected: str, undisturbed: Run | None, kills: i
 
 
 def pauses(run: Run) -> list[float]:
-    """Seconds from each kill to the first step seen whose wait began after it: the longest gap between two steps around it."""
+    """Seconds by kill: the longest wait for a step after it, until the next kill; infinite if no step came."""
     found = []
-    for kill in run.kills:
-        around = [b - max(a, kill.time) for a, b in zip(run.times, run.times[1:], strict=False) if kill.time - 0.5 < b]
-        found.append(max(around[:10], default=float("nan")))
+    for kill, following in zip(run.kills, [*run.kills[1:], None], strict=True):
+        until = following.time if following is not None else float("inf")
+        pairs = zip(run.times, run.times[1:], strict=False)
+        found.append(max((b - max(a, kill.time) for a, b in pairs if b > kill.time and a < until), default=float("inf")))
     return found
 
 
