@@ -68,8 +68,12 @@ class History:
                 self.act(waiting.pop(0)[1])
 
         result = run_job(load_job(write_job(self.folder), words), tell)
-        assert not waiting, f"the run ended before {waiting}"
+        assert result.end == "done", f"{self}: {result.why} {result.error}"
+        assert not waiting, f"{self}; the run ended before {waiting}"
         return result
+
+    def __str__(self) -> str:
+        return f"{self.stages} stages x {self.replicas} replicas; {'; '.join(self.done)}"
 
     def act(self, kind: str) -> None:
         """To what `members.json` says is there."""
@@ -120,7 +124,5 @@ def test_no_membership_history_changes_the_result(seed, fleet, undisturbed, tmp_
         result = history.run()
     finally:
         fleet.restore(NODES)
-    story = f"{history.stages} stages x {history.replicas} replicas; {'; '.join(history.done)}"
-    assert result.end == "done", f"{story}: {result.why} {result.error}"
-    assert result.weights_sha256 == undisturbed[0], story
-    assert history.losses == undisturbed[1], story
+    assert result.weights_sha256 == undisturbed[0], history
+    assert history.losses == undisturbed[1], history
