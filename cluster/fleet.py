@@ -20,7 +20,10 @@ LEFT_S = 15.0
 
 
 class Fleet:
-    """A head without room for workers, and nodes of `slots` logical CPUs. `python_path`: what workers import from."""
+    """A head without room for workers, and nodes of `slots` logical CPUs. `python_path`: what workers import from.
+
+    Every node has an address of its own on the loopback network, so that a client on this machine is at home on the head.
+    """
 
     def __init__(self, slots: int, python_path: Sequence[str]) -> None:
         self.slots = slots
@@ -36,6 +39,7 @@ class Fleet:
         from ray.cluster_utils import Cluster
 
         self._known: set[psutil.Process] = set()
+        self._added = 0
         head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.alive: list[Any] = []
@@ -46,7 +50,9 @@ class Fleet:
 
     def add(self) -> Any:
         """A new node, once Ray counts on it (a second or more)."""
-        node = self._cluster.add_node(num_cpus=self.slots, num_gpus=0, object_store_memory=STORE_BYTES)
+        self._added += 1
+        host = f"127.0.{self._added // 250}.{self._added % 250 + 2}"
+        node = self._cluster.add_node(num_cpus=self.slots, num_gpus=0, object_store_memory=STORE_BYTES, node_ip_address=host)
         self.alive.append(node)
         self.look()
         return node
@@ -89,6 +95,10 @@ class Fleet:
         """All processes ever seen below this process, so that none escapes the last check."""
         self._known.update(psutil.Process().children(recursive=True))
         return self._known
+
+    def keep_logs(self, folder: Path) -> None:
+        """Copy what Ray's processes have written."""
+        shutil.copytree(self.folder / "ray" / "session_latest" / "logs", folder, dirs_exist_ok=True)
 
     def end(self) -> list[str]:
         """Stop everything by pid and remove the folder; what had to be killed, although its cluster was gone."""

@@ -151,6 +151,7 @@ class Disturbed:
         words = itertools.chain.from_iterable(("--set", override) for override in overrides)
         self.command = train_command(job, "--address", fleet.address, *words)
         self.seen = Observed()
+        self.child: subprocess.Popen[bytes] | None = None
         self._over = threading.Event()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._tie = itertools.count()
@@ -191,7 +192,7 @@ class Disturbed:
     def give_up(self) -> None:
         """End the client, whatever has happened."""
         self._over.set()
-        if self.child.poll() is None:
+        if self.child is not None and self.child.poll() is None:
             self.child.kill()
             self.child.wait()
 
@@ -220,7 +221,7 @@ class Disturbed:
     def workers(self) -> list[dict[str, Any]]:
         """Members and spares that are alive and not stopped."""
         told = self.members()
-        return [worker for worker in (*told["members"], *told["spares"]) if works(worker["pid"])]
+        return [worker for worker in (*told["members"], *told["spares"]) if works(worker.get("pid", 0))]
 
     def watch(self) -> None:
         """Samples until the run is over."""
@@ -431,7 +432,7 @@ def main() -> int:
     parser.add_argument("--spot", default=os.environ.get("RAYPAR_SPOT_TRACE"), metavar="FILE", help="or `generated`")
     parser.add_argument("--scale", type=float, default=100.0, help="how many times faster the history is played")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folder and the log there")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folder and all logs there")
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
     parser.add_argument("--page", type=Path, help="also write a results page")
     given = parser.parse_args()
@@ -456,8 +457,9 @@ def main() -> int:
         lines, weights = undisturbed(folder, "reference", 0.0, 1, len(seen.steps))
         rates = {0: 0.0} | {workers: rate(folder, given.ms, workers) for workers in range(1, MOST + 1)}
     finally:
-        with contextlib.suppress(AttributeError):
-            run.give_up()
+        run.give_up()
+        if given.keep is not None:
+            fleet.keep_logs(given.keep / "ray_logs")
         left = fleet.end()
     seen.left = left
     wrong = wrongs(seen, lines, weights)

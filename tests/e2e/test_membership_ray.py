@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import ray
 from helpers.tiny_job import write_job
 
 from cluster.fleet import Fleet, works
@@ -30,10 +29,8 @@ def fleet():
     try:
         for _ in range(NODES):
             fleet.add()
-        ray.init(address=fleet.address, logging_level="ERROR")
         yield fleet
     finally:
-        ray.shutdown()
         left = fleet.end()
     assert not left
 
@@ -67,7 +64,7 @@ class History:
             while waiting and event["kind"] == "step" and event["step"] >= waiting[0][0]:
                 self.act(waiting.pop(0)[1])
 
-        result = run_job(load_job(write_job(self.folder), words), tell)
+        result = run_job(load_job(write_job(self.folder), words), tell, address=self.fleet.address)
         assert result.end == "done", f"{self}: {result.why} {result.error}"
         assert not waiting, f"{self}; the run ended before {waiting}"
         return result
@@ -78,7 +75,7 @@ class History:
     def act(self, kind: str) -> None:
         """To what `members.json` says is there."""
         told = json.loads((self.folder / "runs/tiny/members.json").read_text())
-        alive = [member for member in told["members"] if works(member["pid"])]
+        alive = [member for member in told["members"] if works(member.get("pid", 0))]
         room = len(self.fleet.alive) > 1
         if kind in ("kill", "two") and alive:
             first = self.chance.randrange(len(alive))
