@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +35,13 @@ class Journal:
 
     def __init__(self, run: str) -> None:
         self.run, self.prefix, self.generation = run, f"raypar/{run}/", 1
+        self._mine = uuid.uuid4().bytes
 
     # -- generations and steps ---------------------------------------------------------------------------------------------
 
     def claim(self, generation: int) -> bool:
         """Whether this driver is the first to claim `generation`; from then on it commits under it."""
-        if _internal_kv_put(f"{self.prefix}generation/{generation}", b"1", overwrite=False):
+        if _internal_kv_put(f"{self.prefix}generation/{generation}", self._mine, overwrite=False):
             return False
         self.generation = generation
         return True
@@ -47,7 +49,8 @@ class Journal:
     def commit(self, step: int) -> None:
         """Step `step` is committed. One that a former driver has written already is the same step: nobody commits what not
         all have applied. Raises `Deposed` when another driver has taken over."""
-        if _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}") is not None:
+        claimed = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
+        if claimed not in (None, self._mine):  # a claim of our own may be under way in another thread
             raise Deposed(
                 f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",
