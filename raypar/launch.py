@@ -139,7 +139,10 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
         folder.cluster.write_text(json.dumps(connection.facts, indent=1) + "\n")
         done = options.first
         try:
-            result = _follow(request(folder, connection.host), folder, tell, say)
+            asked = request(folder, connection.host)
+            if connection.kind == "joined":  # Ray gives every worker a processor of its own, on whichever machine
+                asked = replace(asked, profile=replace(planned.profile, processors=None))
+            result = _follow(asked, folder, tell, say)
             done = result.done
         finally:
             if done == 0 and not folder.metrics.exists() and options.resume is None:
