@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import Warn
+from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
 
 if TYPE_CHECKING:
     from raypar.elastic.machine import RunMachine
-
-Digest = tuple[int, int]
-"""What is held (names, places, types), and its bits. Only digests of the same thing are compared."""
 
 MAX_DOUBTS = 3
 """So many times in a row all go back; then it is no accident."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypar.elastic.digests import Digest
+from raypar.elastic.holdings import Digest
 from raypar.elastic.member import Stand
 from raypar.plan import ParallelPlan
 

@@ -36,6 +36,9 @@ class Piece:
         return self.stop - self.start
 
 
+Digest = tuple[int, int]
+"""Of what somebody holds: what it is (names, places, types), and its bits. Only digests of the same thing are compared."""
+
 Holdings = Mapping[int, Iterable[Piece]]
 """worker -> what it holds, or needs, of one version of the state."""
 

@@ -36,9 +36,8 @@ from raypar.elastic.actions import (
     Validate,
 )
 from raypar.elastic.cut_clock import CutClock
-from raypar.elastic.digests import Digest
 from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequested
-from raypar.elastic.holdings import Piece
+from raypar.elastic.holdings import Digest, Piece
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery import Recovery, begin
 from raypar.elastic.table import TABLE

@@ -10,8 +10,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from raypar.elastic.digests import Digest
-from raypar.elastic.holdings import Piece
+from raypar.elastic.holdings import Digest, Piece
 from raypar.errors import GroupAborted, RayparError
 
 T = TypeVar("T")

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.transport import Routine, Transport, Wait
-from raypar.elastic.digests import Digest
-from raypar.elastic.holdings import Piece, WholeParameters
+from raypar.elastic.holdings import Digest, Piece, WholeParameters
 from raypar.elastic.outcome import Outcome
 from raypar.elastic.part import Part
 from raypar.errors import RayparError

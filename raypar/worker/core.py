@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raypar.comm.reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Routine, Transport, drive
-from raypar.elastic.digests import Digest
+from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
 from raypar.model.graph import Graph
 from raypar.plan import Routing

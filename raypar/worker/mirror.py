@@ -21,8 +21,7 @@ from torch import Tensor
 
 from raypar.comm.memory import Pool
 from raypar.comm.transport import Handle, Routine, Transport, Wait
-from raypar.elastic.digests import Digest
-from raypar.elastic.holdings import Piece
+from raypar.elastic.holdings import Digest, Piece
 from raypar.errors import CommError
 from raypar.worker.checkpoint import PARAMETER
 from raypar.worker.tags import mirror_tag

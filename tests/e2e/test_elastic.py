@@ -82,6 +82,23 @@ def test_when_the_only_copy_dies_the_checkpoint_is_read_and_what_was_seen_is_not
     assert trainee.losses == undisturbed.losses
 
 
+@pytest.mark.parametrize("replicas", [4, pytest.param(2, marks=pytest.mark.chaos)])
+def test_a_bit_that_flips_in_one_replica_is_found_and_the_steps_are_executed_again(replicas, undisturbed, tmp_path):
+    """Of four replicas the one that differs is given up; of two nobody knows which is right. All start from the last cut."""
+    flips = f"model.args={{sleep_s: 0.01, at: 14, flip: {tmp_path / 'flipped'}}}"
+    layout = (f"plan.stages={4 // replicas}", f"plan.replicas={replicas}", "elastic={min_workers: 1, mirror: 4}")
+    trainee = Trainee(tmp_path, *layout, flips)
+    result = trainee.run()
+    assert (tmp_path / "flipped").exists()
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    warnings = [event["text"] for event in trainee.told("warning")]
+    assert any("silent corruption" in text for text in warnings), warnings
+    assert len(trainee.told("generation")[-1]["workers"]) == (3 if replicas == 4 else 4)
+    wrong = {int(step) for text in warnings for step in re.findall(r"step (\d+): .* is right", text)}
+    assert all(pair in undisturbed.losses or pair[0] in wrong for pair in trainee.losses)
+
+
 LONG = ("steps=200", "elastic.min_workers=1")
 
 

@@ -1,5 +1,6 @@
 """A job that trains in milliseconds: 4 linear layers on 64 samples, with the faults that the end-to-end tests ask for."""
 
+import contextlib
 import os
 import time
 from collections import OrderedDict
@@ -14,18 +15,25 @@ WIDTH = 8
 
 
 class Recorded(nn.Module):
-    """Linear and tanh; `fault` happens in the forward pass of that step's first training microbatch (counted from 0)."""
+    """Linear and tanh; `fault` happens in the forward pass of that step's first training microbatch (counted from 0).
 
-    def __init__(self, fault: str = "", at: int = 0, sleep_s: float = 0.0) -> None:
+    `flip`: from then on, on the first worker that can make the file, one weight is another one.
+    """
+
+    def __init__(self, fault: str = "", at: int = 0, sleep_s: float = 0.0, flip: str = "") -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.fault, self.at, self.sleep_s, self.calls = fault, at, sleep_s, 0
+        self.fault, self.at, self.sleep_s, self.flip, self.calls = fault, at, sleep_s, flip, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and not x.is_meta:
             self.calls += 1
             time.sleep(self.sleep_s)
             if self.calls == self.at + 1:
+                if self.flip:
+                    with contextlib.suppress(FileExistsError):
+                        os.close(os.open(self.flip, os.O_CREAT | os.O_EXCL))
+                        self.linear.weight.data.view(torch.int32)[0, 0] ^= 1 << 20
                 if self.fault == "raise":
                     raise ZeroDivisionError("the fault that was asked for")
                 if self.fault == "die":
@@ -35,9 +43,11 @@ class Recorded(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def model(depth: int = 4, fault: str = "", at: int = 0, sleep_s: float = 0.0, width: int = WIDTH) -> nn.Sequential:
+def model(
+    depth: int = 4, fault: str = "", at: int = 0, sleep_s: float = 0.0, width: int = WIDTH, flip: str = ""
+) -> nn.Sequential:
     """`fault` and `sleep_s` are the last layer's; a `width` other than the samples' does not fit them."""
-    layers = [(f"layer{i}", Recorded(*((fault, at, sleep_s) if i == depth - 1 else ()))) for i in range(depth)]
+    layers = [(f"layer{i}", Recorded(*((fault, at, sleep_s, flip) if i == depth - 1 else ()))) for i in range(depth)]
     if width != WIDTH:
         layers[0] = ("layer0", nn.Linear(width, WIDTH))
     return nn.Sequential(OrderedDict(layers))
