@@ -493,6 +493,8 @@ def raise_failure(result: Result) -> None:
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
             raise result.error
         raise RayparError(f"the run failed after {result.done} steps: {result.why}") from result.error
+    if result.end == "deposed":
+        raise RayparError(f"this driver gave way to another after {result.done} steps: {result.why}", cure="follow that one")
     if result.end == "interrupted":
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
         cure = f"raypar resume {result.handle}" if result.checkpoint_path else ""

@@ -499,6 +499,7 @@ class DriverActor:
             return None
         megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
         self._tell("built", text=f"stages built and connected; parameters by worker in MB: {megabytes}")
+        self._effect_now(self.recorder.clock)
         return on.WorkersReady()
 
     async def _take_over(self, record: Record) -> on.Event:

@@ -99,12 +99,16 @@ class Recorder:
             saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
         )
 
+    def clock(self) -> None:
+        """The next step's time begins now."""
+        self._last_s = time.monotonic()
+
     # -- steps -------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Training starts now."""
+        """The workers are there."""
         self.callbacks = pickle.loads(self.request.callbacks)
-        self._last_s = time.monotonic()
+        self.clock()
         self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.course.first + 1})
 
     def step(self, step: int, reports: Mapping[int, Mapping[str, Any]]) -> str | None:

@@ -305,7 +305,7 @@ class RunMachine:
             return
         done = self.emitted
         if self._save_error is not None and self.saved != done:
-            if self.course.elastic and isinstance(self._save_error, WorkerLost) and not self._interrupted:
+            if self.course.elastic and isinstance(self._save_error, WorkerLost) and not self.interrupted:
                 self._save_error = None
                 return begin(self, "a worker was lost with its share of the last checkpoint; the others hold the state")
             kept = f"the checkpoint after {self.saved} steps is good" if self.saved else "there is no earlier checkpoint"

@@ -480,7 +480,8 @@ def growth_chosen(m: RunMachine, event: Event) -> None:
         text = f"workers {sorted(m.spares)} stay in reserve: seats would save {max(gain_s, 0.0):.1f} s of {left} steps"
         m.decide(Note(text), f"moving costs about {m.course.move_s:.1f} s")
         return
-    m.pause_for, m.next_plan = f"workers {sorted(m.spares)} get a seat", event.plan
+    who = ", ".join(map(str, sorted(m.spares)))
+    m.pause_for, m.next_plan = f"worker {who} takes part from now on", event.plan
     if m.phase in (Phase.RUNNING, Phase.FLUSHING):
         m.advance()
 

@@ -174,7 +174,7 @@ def failed_saving(m: RunMachine, event: Event) -> None:
     """A worker that dies after the last step has nothing left to lose but its share of the checkpoint. Where others hold that
     state, they write it again."""
     assert isinstance(event, CallFailed)
-    if m.course.elastic and event.kind in ("lost", "aborted") and not m._interrupted:
+    if m.course.elastic and event.kind in ("lost", "aborted") and not m.interrupted:
         recovery.disturbed(m, event)
     elif m.saving is None or event.kind == "user":
         m.fail(event)

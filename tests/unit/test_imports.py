@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "model": "plan comm errors torch",
     "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors torch numpy "
     "safetensors",
-    "actors": "worker model elastic planner comm schedule plan errors torch numpy ray",
+    "actors": "worker model elastic planner comm schedule plan run_folder errors torch numpy ray",
     "config": "plan schedule elastic errors worker.spec pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
