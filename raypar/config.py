@@ -190,8 +190,10 @@ class ElasticConfig(_Section):
     """A lost worker is not the end of the run: it goes on with those left, while they are `min_workers` or more; with fewer it
     waits for others, up to `wait_for_workers_s`.
 
-    Missing workers are replaced, up to `max_workers` (None: as many as the plan has). Those that join get a seat between two
-    steps, when all are there or `grow_after_s` after the first, if that saves more time than the move costs.
+    Missing workers are replaced, up to `max_workers` (None: as many as the plan has); `standbys` more are started and wait,
+    so that a seat that gets empty is filled at once. Those that join get a seat between two steps, when all are there or
+    `grow_after_s` after the first, if that saves more time than the move costs.
+
     `step_deadline_s`: a step that takes longer than this and than 5 times the longest of the last 100 steps has hung; who does
     not answer then is given up. `mirror`: copies of the state in the memory of two workers, for when the last live copy dies;
     every so many steps, or `auto`: as often as it costs 2 % of the time.
@@ -199,6 +201,7 @@ class ElasticConfig(_Section):
 
     min_workers: PositiveInt = 1
     max_workers: PositiveInt | None = None
+    standbys: NonNegativeInt = 0
     grow_after_s: NonNegativeFloat = 2.0
     step_deadline_s: PositiveFloat = 3.0
     mirror: Literal["auto", "off"] | PositiveInt = "auto"

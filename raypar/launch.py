@@ -131,7 +131,9 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     from raypar.actors.cluster_watch import capacity, require
     from raypar.actors.local_ray import connected
 
-    most = max(planned.plan.world, (options.elastic.max_workers or 0) if options.elastic is not None else 0)
+    most, elastic = planned.plan.world, options.elastic
+    if elastic is not None:
+        most = max(most, elastic.max_workers or 0) + elastic.standbys
     with connected(options.address, most, Path.cwd(), options.local_nodes) as connection:
         say("connected", connection.text)
         require(planned.plan.world, capacity())
@@ -281,6 +283,7 @@ def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[st
         "hires": True,
         "min_workers": elastic.min_workers,
         "max_workers": elastic.max_workers,
+        "standbys": elastic.standbys,
         "grow_after_s": elastic.grow_after_s,
         "step_deadline_s": elastic.step_deadline_s,
         "step_deadline_times": 5.0,

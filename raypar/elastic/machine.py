@@ -56,8 +56,9 @@ class Course:
     `stop_at`: end after that many steps, without the last validation. `save_at_end`: also when the job is done; a run that is
     stopped is always saved. `elastic`: a lost worker is not the end; a new generation goes on with those between
     `min_workers` and `max_workers` (None: as many as the run began with), and gives up after `max_attempts` without a step
-    between them. `hires`: workers that are missing are replaced. `grow`: those that join get a seat once all that are wanted
-    are there, or `grow_after_s` after the first of them, if the steps that are left then gain more than `move_s`.
+    between them. `hires`: workers that are missing are replaced, and `standbys` more wait, warm, for a seat. `grow`: those
+    that join get a seat once all that are wanted are there, or `grow_after_s` after the first of them, if the steps that are
+    left then gain more than `move_s`.
     A step is overdue after `step_deadline_s`, or `step_deadline_times` the longest of the last steps if that is more.
     `mirror_every`, `mirror_cost`: see `CutClock`.
     """
@@ -81,6 +82,7 @@ class Course:
     min_workers: int = 1
     max_workers: int | None = None
     hires: bool = False
+    standbys: int = 0
     retry_s: float = 5.0
     grow: bool = True
     grow_after_s: float = 2.0
@@ -354,7 +356,7 @@ class RunMachine:
         if not self.course.hires or self.stop is not None or self._now_s < self.hire_at_s:
             return
         there = (set(self.members) - self.gone - self.leaving) | self.spares | self.hiring
-        for _ in range(self.wanted - len(there)):
+        for _ in range(self.wanted + self.course.standbys - len(there)):
             number, self.hired = self.hired, self.hired + 1
             self.hiring.add(number)
             self.decide(Hire(number), f"{len(there)} of {self.wanted} workers are there or on their way")

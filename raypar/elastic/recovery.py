@@ -525,7 +525,7 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
     r = m.recovery
     if m.phase is Phase.WAITING:
         cure = "add workers and use `raypar resume`, or lower elastic.min_workers"
-        m.over("failed", "no workers came", ClusterError(f"no workers came within {m.course.capacity_s:.0f} s", cure=cure))
+        m.over("failed", "no workers came", ClusterError(f"no workers came within {m.course.capacity_s:g} s", cure=cure))
     elif m.phase in (Phase.CLAIMING, Phase.PLANNING):
         what = f"{m.phase.value} took more than {m._now_s - m._since_s:.0f} s"
         m.over("failed", what, ClusterError(what, cure="look at the head node: it does not answer"))

@@ -138,8 +138,26 @@ def test_the_driver_may_be_killed(long_undisturbed, tmp_path):
 
 
 @pytest.mark.chaos
-def test_fewer_workers_than_wanted_is_an_end_that_can_be_resumed(tmp_path):
-    trainee = Trainee(tmp_path, "elastic.min_workers=4", "checkpoint.every=5")
-    result = trainee.run(kill(2), at=8)
+def test_with_fewer_workers_than_wanted_the_run_waits_for_another(long_undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG, "elastic.min_workers=4", "plan.stages=2", "plan.replicas=2")
+    result = trainee.run(kill(2))
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses
+    assert "3 workers are left, min_workers is 4" in trainee.told("waiting")[0]["text"]
+
+
+@pytest.mark.chaos
+def test_nobody_is_waited_for_longer_than_allowed(tmp_path):
+    trainee = Trainee(tmp_path, "elastic.min_workers=4", "checkpoint.every=5", "wait_for_workers_s=0.5")
+    result = trainee.run(kill(2))
     assert result.end == "failed"
-    assert "3 workers are left, min_workers is 4" in str(result.error) and "raypar resume" in str(result.error)
+    assert "no workers came within 0.5 s" in str(result.error) and "raypar resume" in str(result.error)
+
+
+@pytest.mark.chaos
+def test_a_standby_fills_the_empty_seat(long_undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG, "elastic.standbys=1", "plan.stages=2", "plan.replicas=2")
+    result = trainee.run(kill(1), at=120)  # the standby has had the time to start
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses
+    assert [event["workers"] for event in trainee.told("generation")][0] == [0, 4, 2, 3]
