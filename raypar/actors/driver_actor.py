@@ -565,13 +565,14 @@ class DriverActor:
 
     async def _save(self, done: int) -> None:
         """Snapshot on every worker, then, while training goes on, wait for the files and give the checkpoint its name."""
+        generation = self.machine.generation
         try:
             folder = await asyncio.to_thread(self.recorder.checkpoint_begin, done)
         except RayparError as error:
             self.queue.put_nowait(on.SaveFailed(done, error))
             return
         members = {n: self.pool.workers[n] for n in self.machine.members if n in self.pool.workers}
-        asked = [self._ask(number, w.save.remote(str(folder))) for number, w in members.items()]
+        asked = [self._ask(number, w.save.remote(generation, done, str(folder))) for number, w in members.items()]
         taken = await asyncio.gather(*asked)
         if not any(isinstance(answer, Failed) for answer in taken):
             self.queue.put_nowait(on.SnapshotTaken(done))

@@ -155,9 +155,9 @@ class WorkerActor:
         return self._guard(f"settling step {step + 1}", lambda: self.member.settle(generation, step, outcome))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def save(self, folder: str) -> Any:
-        """Copy the state now, write it in the background; `save_result` has the outcome."""
-        return self._guard("saving", lambda: self._snapshot(Path(folder)))
+    def save(self, generation: int, done: int, folder: str) -> Any:
+        """Copy the state after `done` steps, write it in the background; `save_result` has the outcome."""
+        return self._guard("saving", lambda: self.member.save(generation, done, lambda: self._snapshot(Path(folder))))
 
     def _snapshot(self, folder: Path) -> None:
         from raypar.worker.state import snapshot, written_by

@@ -39,9 +39,8 @@ from raypar.elastic.cut_clock import CutClock
 from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequested
 from raypar.elastic.holdings import Digest, Piece
 from raypar.elastic.phases import Phase, UnexpectedEvent
-from raypar.elastic.recovery import Recovery, begin
+from raypar.elastic.recovery import Recovery, begin, spoilt
 from raypar.elastic.table import TABLE
-from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 
 DEPTH = 2
@@ -307,7 +306,7 @@ class RunMachine:
             return
         done = self.emitted
         if self._save_error is not None and self.saved != done:
-            if self.course.elastic and isinstance(self._save_error, WorkerLost) and not self.interrupted:
+            if self.course.elastic and spoilt(self._save_error) and not self.interrupted:
                 self._save_error = None
                 return begin(self, "a worker was lost with its share of the last checkpoint; the others hold the state")
             kept = f"the checkpoint after {self.saved} steps is good" if self.saved else "there is no earlier checkpoint"

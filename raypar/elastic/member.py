@@ -6,7 +6,7 @@ come at any moment, from another thread; everything else is called in order, one
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -144,6 +144,14 @@ class Member:
             self.body.apply_late(step, outcome)
             self._remember(step, outcome)
         return self.stand(generation)
+
+    def save(self, generation: int, done: int, copy: Callable[[], T]) -> T:
+        """`copy` the state after `done` steps: that and no other, whatever a driver asks for that stood still meanwhile."""
+        self._admit(generation)
+        if generation != self.generation or self.body.applied() != done:
+            what = f"worker {self.worker} holds the state after {self.body.applied()} steps of generation {self.generation}"
+            raise GroupAborted(f"{what}, not after {done} steps of {generation}", cure="the next checkpoint will be complete")
+        return copy()
 
     def adopt(self, generation: int, order: Any) -> Routine[None]:
         """Take a part of a new plan, or hand over what is held for it."""

@@ -38,9 +38,9 @@ from raypar.elastic.events import (
     ValidationEmitted,
 )
 from raypar.elastic.holdings import Holdings, Piece, missing, moves, seated
-from raypar.elastic.member import Stand
+from raypar.elastic.member import Fenced, Stand
 from raypar.elastic.phases import Phase
-from raypar.errors import ClusterError, WorkerLost
+from raypar.errors import ClusterError, CommError, WorkerLost
 from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
@@ -569,9 +569,14 @@ def save_failed_aside(m: RunMachine, event: Event) -> None:
     """A share of the checkpoint was lost with its worker; the next one will be complete."""
     assert isinstance(event, SaveFailed)
     m.saving = None
-    if not isinstance(event.error, WorkerLost):
+    if not spoilt(event.error):
         m._save_error = event.error
     m.decide(Warn(f"the checkpoint after {event.done} steps was not completed ({first_line(event.error)})"), "training goes on")
+
+
+def spoilt(error: Exception) -> bool:
+    """Whether a checkpoint failed because a worker died or left meanwhile, not because of the disk: it can be written again."""
+    return isinstance(error, (WorkerLost, CommError, Fenced))
 
 
 def first_line(error: Exception) -> str:

@@ -70,6 +70,7 @@ TABLE: dict[tuple[Phase, type], Rule] = {
         for phase in (P.SAVING, P.ENDING)
         for kind in (ValidationReported, ValidationEmitted, StepReported, Aborted)
     },
+    (P.ENDING, SnapshotTaken): rules.ignore,  # of a copy that was asked for before a recovery
     (P.SAVING, SnapshotTaken): rules.snapshot_taken,
     (P.SAVING, Saved): rules.saved,
     (P.SAVING, SaveFailed): rules.save_failed,

@@ -23,7 +23,7 @@ from helpers.protocol import Change
 
 from raypar.plan import ParallelPlan
 
-SOME = 25
+SOME = 18
 ALL = 300
 
 

@@ -743,7 +743,7 @@ class Driver:
 
     def snapshot(self, done: int) -> None:
         world, machine = self.world, self.machine
-        waiting, copies = set(machine.members), {}
+        waiting, copies, generation = set(machine.members), {}, machine.generation
         self.copying = (done, waiting)
         place = world.flesh.begin_save(done)
 
@@ -761,7 +761,11 @@ class Driver:
                 self.effect(lambda: self.saved(done, place, copies))
 
         for worker in machine.members:
-            self.ask(worker, lambda p: world.flesh.copy(p.body, place), lambda a, w=worker: copied(w, a))
+            self.ask(
+                worker,
+                lambda p: p.member.save(generation, done, lambda: world.flesh.copy(p.body, place)),
+                lambda a, w=worker: copied(w, a),
+            )
 
     def saved(self, done: int, place: Any, copies: dict[Any, Any]) -> Any:
         self.world.flesh.save(done, place, copies)

@@ -199,10 +199,15 @@ class WatchedFlesh(TorchFlesh):
         size_of: dict[str, int] = {}
         for process in self.world.processes:
             body: Any = process.body
-            if process.member.seated and body.applied() == order.done:
+            if order.cut:
+                held[process.number] = body.cuts().get(order.done, ())
+            elif process.member.seated and body.applied() == order.done:
                 held[process.number] = body.pieces()
-                for name, kept in (body._old | body._held()).items():
-                    size_of[name] = sum(value.nbytes for value in kept.values() if isinstance(value, Tensor))
+            else:
+                continue
+            for name, kept in (body._old | body._held()).items():
+                nbytes = sum(value.nbytes for value in kept.values() if isinstance(value, Tensor))
+                size_of[name] = max(nbytes, size_of.get(name, 0))
         for worker, need in zip(order.members, self.layout(order.plan), strict=True):
             for piece in without(need, held.get(worker, ())):
                 weighed.lacked_elements += piece.size

@@ -1,5 +1,7 @@
 """Scenes of a recovery, event by event: what the membership histories and the fault points have found."""
 
+import pytest
+
 from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Emit, Evict, Fence, Journal, Snapshot, Teardown
 from raypar.elastic.events import (
     Adopted,
@@ -19,9 +21,9 @@ from raypar.elastic.events import (
 )
 from raypar.elastic.holdings import Piece
 from raypar.elastic.machine import Course, RunMachine
-from raypar.elastic.member import Stand
+from raypar.elastic.member import Fenced, Member, Stand
 from raypar.elastic.phases import Phase
-from raypar.errors import WorkerLost
+from raypar.errors import GroupAborted, WorkerLost
 from raypar.plan import ParallelPlan
 
 WHOLE = (Piece("w0", 0, 4), Piece("w1", 0, 4))
@@ -97,11 +99,34 @@ def test_a_worker_that_dies_while_the_last_checkpoint_is_written_costs_nothing()
     assert end.end == "done"
 
 
-def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known_is_written_again():
+@pytest.mark.parametrize("error", [WorkerLost("worker 0 died"), GroupAborted("worker 0 has left"), Fenced("too old")])
+def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known_is_written_again(error):
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
     finish(machine, (0, 1))
     do(machine, SnapshotTaken(1))
-    *_, claim = do(machine, SaveFailed(1, WorkerLost("worker 0 died")))
+    *_, claim = do(machine, SaveFailed(1, error))
     assert claim == Claim(2)
     do(machine, lost(0), Claimed(2, True), stood(machine, 1, 1))
     assert do(machine, Adopted(1, 2)) == [Snapshot(1)]
+
+
+class Body:
+    """What `Member.save` asks of it."""
+
+    def applied(self):
+        return 4
+
+    def abort(self, reason):
+        pass
+
+
+def test_a_worker_copies_the_state_of_the_step_and_generation_that_were_asked_for_and_no_other():
+    """A driver that stood still asked for a checkpoint of a step that the others had left behind, and got one."""
+    member = Member(0, Body())
+    member.hear(2, "a new driver")
+    member.generation = 2
+    assert member.save(2, 4, lambda: "a copy") == "a copy"
+    with pytest.raises(Fenced):
+        member.save(1, 4, lambda: "a copy")
+    with pytest.raises(GroupAborted, match="after 4 steps of generation 2, not after 3 steps"):
+        member.save(2, 3, lambda: "a copy")
