@@ -261,7 +261,8 @@ One GPT (4 blocks, width 32) whose blocks also rest, 24 samples a step, AdamW; 4
 
 - Ray Train: `TorchTrainer`, DDP, `num_workers=(1, 4)`, `max_failures=5`, a checkpoint every 5 steps.
 - torchft: gloo, as in its `train_ddp.py` and README: lighthouse with `--join_timeout_ms 10000`, torchrun starts a killed
-  process again. With its DDP, and with `Manager.allreduce`, because its DDP raises in every survivor when gloo reports a lost peer.
+  process again. With its DDP, and with `Manager.allreduce`, because its DDP raises in every survivor when gloo reports a
+  lost peer.
 - raypar: `elastic`, a checkpoint every 5 steps.
 - Ray: a head without CPUs, nodes of 2, no dashboard, else default settings.
 

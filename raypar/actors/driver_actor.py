@@ -156,9 +156,11 @@ class DriverActor:
     async def _tick(self) -> None:
         start = self.heard_s = time.monotonic()
         while self.machine.phase is not Phase.OVER:
+            before = time.monotonic()
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            self.queue.put_nowait(on.Tick())
+            late_s = now - before - TICK_S
+            self.queue.put_nowait(on.Tick(stalled_s=late_s if late_s > TICK_S else 0.0))
             limit = self.request.max_time_s
             if limit is not None and now - start > limit:
                 start = float("inf")

@@ -219,7 +219,9 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: deadlines are looked at."""
+    """Time has passed: deadlines are looked at. `stalled_s`: that long the driver itself stood still, and heard nobody."""
+
+    stalled_s: float = 0.0
 
 
 Event = (

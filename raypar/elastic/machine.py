@@ -36,7 +36,7 @@ from raypar.elastic.actions import (
     Validate,
 )
 from raypar.elastic.cut_clock import CutClock
-from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequested
+from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequested, Tick
 from raypar.elastic.holdings import Digest, Piece
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery import Recovery, begin, spoilt
@@ -184,6 +184,10 @@ class RunMachine:
             told = "\n  ".join(self.story)
             raise UnexpectedEvent(f"{event} while {self.phase.value}; the story so far:\n  {told}")
         self._now_s, self._out, before = now_s, [], self.phase
+        if isinstance(event, Tick) and event.stalled_s:
+            self._since_s += event.stalled_s  # whoever answered meanwhile has not been heard yet
+            if self._deadline_s is not None:
+                self._deadline_s += event.stalled_s
         rule(self, event)
         if self._out or before is not self.phase:
             names = ", ".join(str(d.action) for d in self._out)
@@ -376,6 +380,7 @@ class RunMachine:
         if self.began_s is not None:
             self.decide(Resumed(step, self._now_s - self.began_s, max(0, self.journalled - step)), "training goes on")
             self.began_s = None
+            self.failures.clear()
         self.hire()
         if step < self.journalled:
             self.decide(CheckReplay(step, step in self.doubted), f"step {step} was seen before the roll-back")

@@ -499,6 +499,12 @@ def drain_running(m: RunMachine, event: Event) -> None:
             m.advance()
 
 
+def drain_starting(m: RunMachine, event: Event) -> None:
+    """It leaves before the first step."""
+    assert isinstance(event, DrainAsked)
+    m.leaving.add(event.worker)
+
+
 def drain_recovering(m: RunMachine, event: Event) -> None:
     """It is looked at when a plan is made; if that is over, once the new generation runs."""
     assert isinstance(event, DrainAsked)

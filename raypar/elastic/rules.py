@@ -34,6 +34,8 @@ def ignore(m: RunMachine, event: Event) -> None:
 
 def ready(m: RunMachine, event: Event) -> None:
     """Start training, or end at once when nothing is left to do."""
+    for worker in sorted(m.leaving):
+        m.pause_for = f"worker {worker} leaves"
     m.go(Phase.RUNNING)
     m.advance()
 

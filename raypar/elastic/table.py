@@ -172,6 +172,7 @@ for phase in (P.RUNNING, P.FLUSHING, P.VALIDATING, P.SAVING):
     TABLE[phase, PlanChosen] = recovery.growth_chosen
 for phase in (P.STARTING, P.ENDING, P.ABORTING, P.FAILING, P.OVER):
     TABLE[phase, Joined] = TABLE[phase, HireFailed] = TABLE[phase, DrainAsked] = rules.ignore
+TABLE[P.STARTING, DrainAsked] = recovery.drain_starting
 TABLE[P.STARTING, TakenOver] = recovery.taken_over
 # Late answers of a generation that was given up meet the phases of the next one.
 TABLE |= {(phase, kind): rules.ignore for phase in (P.RUNNING, P.FLUSHING) for kind in (ValidationReported, SnapshotTaken)}

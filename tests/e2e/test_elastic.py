@@ -160,4 +160,4 @@ def test_a_standby_fills_the_empty_seat(long_undisturbed, tmp_path):
     result = trainee.run(kill(1), at=120)  # the standby has had the time to start
     assert result.weights_sha256 == long_undisturbed.result.weights_sha256
     assert trainee.losses == long_undisturbed.losses
-    assert [event["workers"] for event in trainee.told("generation")][0] == [0, 4, 2, 3]
+    assert trainee.told("generation")[0]["workers"] == [0, 4, 2, 3]

@@ -490,6 +490,7 @@ class Driver:
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
         self.alive, self.stopped_until = True, 0.0
+        self.stall_told = False
         self.machine = RunMachine(world.course, plan=world.plan, layout=world.flesh.layout)
         self.outcomes: dict[int, Any] = {}
         self.inbox: deque[Any] = deque()
@@ -538,6 +539,10 @@ class Driver:
         if not self.alive:
             return
         if self.stopped_until > self.world.now:
+            if isinstance(event, on.Tick):
+                if self.stall_told:
+                    return
+                self.stall_told, event = True, on.Tick(stalled_s=(self.stopped_until - self.world.now) / 1000)
             self.world.at(self.stopped_until - self.world.now, lambda: self.post(event))
             return
         self.inbox.append(event)
