@@ -1,0 +1,104 @@
+"""Copies of the state in another worker's memory: the same bits, in memory that is used again."""
+
+import torch
+
+from raypar.comm.local import LocalMesh
+from raypar.comm.memory import Pool
+from raypar.comm.transport import drive
+from raypar.worker import mirror
+from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.mirror import Copy, Mirror, chunks
+
+
+def state(seed: int) -> dict[str, mirror.Kept]:
+    dice = torch.Generator().manual_seed(seed)
+    return {
+        "a": {PARAMETER: torch.randn(300, 1001, generator=dice), "exp_avg": torch.randn(300, 1001, generator=dice), "step": 3},
+        "b": {PARAMETER: torch.randn(7, generator=dice).double(), "step": torch.tensor(2.0)},
+        "c": {PARAMETER: torch.randn(5, 3, generator=dice).half()},
+    }
+
+
+def same(first, second) -> bool:
+    pairs = [(first[n][k], second[n][k]) for n in first for k in first[n]]
+    return all(torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def pair() -> tuple[list[Mirror], LocalMesh]:
+    return [Mirror({0: 1, 1: 0}, rank) for rank in range(2)], LocalMesh(2)
+
+
+def exchange(mirrors, mesh, done: int) -> None:
+    for rank, one in enumerate(mirrors):
+        one.take(done, state(10 * done + rank), mesh.transports[rank])
+    while any(part._at is not None for one in mirrors for part in one._exchange):
+        for one in mirrors:
+            one.poll()
+
+
+def test_the_buddy_holds_the_same_bits_and_the_last_complete_cut_stays_until_the_next_is_complete():
+    mirrors, mesh = pair()
+    for done in (1, 2, 3):
+        for one in mirrors:
+            drive(one.finish(), 1.0)
+        exchange(mirrors, mesh, done)
+        kept = mirrors[1].pieces()
+        assert set(kept) == {step for step in (done - 1, done) if step}
+        for step in kept:
+            own = Copy.of(state(10 * step + 1), Pool())
+            assert set(mirrors[1]._cuts[step]) == {mirror.OWN, 0}
+            assert same({n: dict(k) for n, k in _by_name(mirrors[1]._cuts[step][0]).items()}, state(10 * step))
+            assert mirrors[1]._cuts[step][mirror.OWN].digest() == own.digest()
+
+
+def _by_name(copy: Copy) -> dict[str, mirror.Kept]:
+    found: dict[str, mirror.Kept] = {}
+    for name, key, value in copy.values():
+        found.setdefault(name, {})[key] = value
+    return found
+
+
+def test_memory_is_used_again():
+    mirrors, mesh = pair()
+    held = []
+    for done in range(1, 7):
+        for one in mirrors:
+            drive(one.finish(), 1.0)
+        exchange(mirrors, mesh, done)
+        held.append(mirrors[0]._pool.held_bytes)
+    assert held[1] == held[-1], held
+
+
+def test_a_cut_that_is_broken_off_is_not_held_and_the_one_before_it_is():
+    mirrors, mesh = pair()
+    exchange(mirrors, mesh, 1)
+    for one in mirrors:
+        drive(one.finish(), 1.0)
+    for rank, one in enumerate(mirrors):
+        one.take(2, state(rank), mesh.transports[rank])
+    mesh.abort("a worker died")
+    for one in mirrors:
+        one.leave()
+        assert set(one._cuts[1]) == {mirror.OWN, 1 - mirrors.index(one)} and set(one._cuts[2]) == {mirror.OWN}
+
+
+def test_both_ends_cut_the_memory_into_the_same_chunks():
+    for size in (0, 1, 1 << 18, 40 << 20, (600 << 20) + 1):
+        memory = torch.empty(size, dtype=torch.uint8)
+        assert sum(len(part) for part in chunks(memory)) == size
+        assert len(chunks(memory)) <= 2 * mirror.CHUNKS
+
+
+def test_a_digest_depends_on_every_bit_and_its_place():
+    kept = state(1)
+    before = Copy.of(kept, Pool()).digest()
+    assert before == Copy.of({name: kept[name] for name in "cba"}, Pool()).digest(), "not on the order of names"
+    kept["a"][PARAMETER].view(torch.int32)[7, 9] ^= 1
+    flipped = Copy.of(kept, Pool()).digest()
+    assert flipped[0] == before[0] and flipped[1] != before[1]
+    kept["a"][PARAMETER].view(torch.int32)[7, 9] ^= 1
+    kept["a"][PARAMETER][[0, 1]] = kept["a"][PARAMETER][[1, 0]]
+    assert Copy.of(kept, Pool()).digest()[1] != before[1], "two rows are exchanged"
+    kept["a"][PARAMETER][[0, 1]] = kept["a"][PARAMETER][[1, 0]]
+    kept["a"]["step"] = 4
+    assert Copy.of(kept, Pool()).digest()[1] != before[1], "a number is another one"
