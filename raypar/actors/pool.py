@@ -19,6 +19,7 @@ from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
 POLL_S = 0.05
+SWEEP_S = 20.0
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -108,12 +109,9 @@ class Pool:
 
     def find(self) -> None:
         """Take over what an earlier driver has made: all workers of the run that Ray knows, and their groups."""
-        place = namespace(self.run)
-        for named in ray.util.list_named_actors(all_namespaces=True):
-            match = re.fullmatch(r"worker-(\d+)", named["name"] or "")
-            if named["namespace"] == place and match is not None:
-                with contextlib.suppress(ValueError):  # gone since it was listed
-                    self.workers[int(match[1])] = ray.get_actor(named["name"], namespace=place)
+        for number in named_workers(self.run):
+            with contextlib.suppress(ValueError):  # gone since it was listed
+                self.workers[number] = ray.get_actor(f"worker-{number}", namespace=namespace(self.run))
         for info in left_of(self.run):
             number = int(str(info["name"]).rpartition("-")[2])
             group = ray.util.get_placement_group(info["name"])
@@ -167,9 +165,26 @@ def left_of(run: str) -> list[dict[str, Any]]:
     ]
 
 
+def named_workers(run: str) -> list[int]:
+    """Numbers of the run's workers that Ray knows."""
+    names = [a["name"] or "" for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == namespace(run)]
+    return [int(match[1]) for match in (re.fullmatch(r"worker-(\d+)", name) for name in names) if match is not None]
+
+
 def sweep(run: str) -> int:
-    """Remove placement groups that an earlier driver of this run left behind, and the actors in them; how many there were."""
+    """Remove placement groups that an earlier driver of this run left behind, and the actors in them; how many there were.
+
+    Raises `ClusterError` when their names are not free again after `SWEEP_S`.
+    """
     left = left_of(run)
     for info in left:
         remove_placement_group(ray.util.get_placement_group(info["name"]))
+    deadline = time.monotonic() + SWEEP_S
+    while left and (still := named_workers(run)):
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"workers {still} of an earlier driver of run {run} do not end within {SWEEP_S:.0f} s",
+                cure="look at their nodes, or choose another name for the run",
+            )
+        time.sleep(POLL_S)
     return len(left)

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -135,6 +137,28 @@ def test_the_driver_may_be_killed(long_undisturbed, tmp_path):
     assert trainee.told("driver")
     assert [event["workers"] for event in trainee.told("generation")] == [[0, 1, 2, 3]], "the same workers, none started again"
     assert [member["pid"] for member in trainee.members["members"]] == pids
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("delay_s", [0.0, 1.5, 4.0])
+def test_the_driver_may_be_killed_while_the_run_starts(delay_s, undisturbed, tmp_path):
+    """With the workers half placed, half started, half built: the new driver begins anew, or goes on with them."""
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
+
+    def shoot() -> None:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "runs/tiny/members.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        os.kill(trainee.members["driver_pid"], signal.SIGKILL)
+
+    shooter = threading.Thread(target=shoot)
+    shooter.start()
+    result = trainee.run()
+    shooter.join()
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses
 
 
 @pytest.mark.chaos
