@@ -188,6 +188,7 @@ def row(runs: Sequence[Outcome], undisturbed: set[str | None]) -> list[str]:
         return str(found[0]) if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
     equal = sum(run.weights is not None and undisturbed == {run.weights} for run in well)
+    same = f"{equal} of {len(well)}" if len(undisturbed) == 1 else "differ without a fault" if undisturbed else "not known"
     return [
         runs[0].contender,
         f"{len(well)} of {len(runs)}",
@@ -197,7 +198,7 @@ def row(runs: Sequence[Outcome], undisturbed: set[str | None]) -> list[str]:
         count("samples_lost"),
         f"{count('restarted')} of {count('survivors')}",
         count("started"),
-        f"{equal} of {len(well)}" if len(undisturbed) == 1 else "differ without a fault",
+        same,
     ]
 
 
