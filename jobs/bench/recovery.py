@@ -188,6 +188,7 @@ def row(runs: Sequence[Outcome], undisturbed: set[str | None]) -> list[str]:
         return str(found[0]) if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
     equal = sum(run.weights is not None and undisturbed == {run.weights} for run in well)
+    same = f"{equal} of {len(well)}" if len(undisturbed) == 1 else "differ without a fault" if undisturbed else "not known"
     return [
         runs[0].contender,
         f"{len(well)} of {len(runs)}",
@@ -197,7 +198,7 @@ def row(runs: Sequence[Outcome], undisturbed: set[str | None]) -> list[str]:
         count("samples_lost"),
         f"{count('restarted')} of {count('survivors')}",
         count("started"),
-        f"{equal} of {len(well)}" if len(undisturbed) == 1 else "differ without a fault",
+        same,
     ]
 
 
@@ -261,9 +262,8 @@ One GPT (4 blocks, width 32) whose blocks also rest, 24 samples a step, AdamW; 4
 
 - Ray Train: `TorchTrainer`, DDP, `num_workers=(1, 4)`, `max_failures=5`, a checkpoint every 5 steps.
 - torchft: gloo, as in its `train_ddp.py` and README: lighthouse with `--join_timeout_ms 10000`, torchrun starts a killed
-  process again. With its DDP, and with `Manager.allreduce`, because its DDP raises in every survivor when gloo reports a
-  lost peer.
-- raypar: `elastic`, a checkpoint every 5 steps.
+  process again. With its DDP, and with `Manager.allreduce`: its DDP raises in every survivor when gloo reports a lost peer.
+- raypar: `elastic: {min_workers: 1, max_workers: 4}`, a checkpoint every 5 steps.
 - Ray: a head without CPUs, nodes of 2, no dashboard, else default settings.
 
 The fault comes in the first 70 % of a random step, at the same place for all. Every commit is written down by those who make it

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -320,7 +319,7 @@ class Raypar(OnRay):
             "data": {"function": "examples.gpt:text", "args": {"context": CONTEXT}},
             "optimizer": {"function": "torch.optim:AdamW", "args": {"lr": 1e-3}},
             "plan": {"stages": self.stages, "replicas": self.workers // self.stages},
-            "elastic": {"min_workers": 1},
+            "elastic": {"min_workers": 1, "max_workers": 4},
             "checkpoint": {"every": self.course.every},
             "run_dir": str(self.folder / "runs"),
         }
@@ -334,27 +333,18 @@ class Raypar(OnRay):
         found, workers = [], self.workers
         for line in self.lines():
             if line["kind"] == "generation":
-                workers = line["workers"]
+                workers = len(line["workers"])
             elif line["kind"] == "step":
                 found.append(Commit(line["at_s"], line["step"], workers, int(line["count"]) // CONTEXT))
         return found
 
     def repeated(self) -> int:
-        """People see every step once; where a generation begins earlier, what is between is done again unseen."""
-        seen = again = 0
-        for line in self.lines():
-            if line["kind"] == "step":
-                seen = line["step"]
-            elif line["kind"] == "generation":
-                again += max(0, seen - line["step"])
-        return again
+        """People see every step once; what a new generation does again unseen is told."""
+        return sum(line["again"] for line in self.lines() if line["kind"] == "generation")
 
     def training(self) -> set[int]:
-        members = self.folder / "runs" / "recovery" / "members.json"
-        if members.exists():
-            return self.alive(one["pid"] for one in json.loads(members.read_text())["members"])
-        started = next(line["text"] for line in self.lines() if line.get("stage") == "started")
-        return self.alive(int(pid) for pid in re.findall(r"\d+", started.partition("pids")[2]))
+        members = json.loads((self.folder / "runs" / "recovery" / "members.json").read_text())["members"]
+        return self.alive(one["pid"] for one in members)
 
 
 class RayparPipelines(Raypar):
