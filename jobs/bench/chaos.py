@@ -138,6 +138,16 @@ def rate(folder: Path, ms: float, workers: int) -> float:
     return BATCH / statistics.median(line["seconds"] for line in lines[4:])
 
 
+def rates_of(folder: Path, ms: float, path: Path | None) -> dict[int, float]:
+    """By the number of workers; those of an earlier run of the bench, if `path` has them."""
+    if path is not None and path.exists():
+        return {int(workers): samples for workers, samples in json.loads(path.read_text()).items()}
+    found = {0: 0.0} | {workers: rate(folder, ms, workers) for workers in range(1, MOST + 1)}
+    if path is not None:
+        path.write_text(json.dumps(found))
+    return found
+
+
 class Disturbed:
     """One run under faults. `start` it, let `play` do things to it, then `finish`."""
 
@@ -433,6 +443,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=100.0, help="how many times faster the history is played")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folder and all logs there")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="take the undisturbed rates from there, or keep them there")
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
     parser.add_argument("--page", type=Path, help="also write a results page")
     given = parser.parse_args()
@@ -455,7 +466,7 @@ def main() -> int:
             disturb(run, given.seed, given.every, seconds)
         seen = run.finish()
         lines, weights = undisturbed(folder, "reference", 0.0, 1, len(seen.steps))
-        rates = {0: 0.0} | {workers: rate(folder, given.ms, workers) for workers in range(1, MOST + 1)}
+        rates = rates_of(folder, given.ms, given.rates)
     finally:
         run.give_up()
         if given.keep is not None:
