@@ -27,7 +27,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,7 @@ class Disturbed:
         seen.events = lines_of(self.run_folder / "events.jsonl")
         seen.computed = (self.folder / "ledger").stat().st_size - self._ledger_before
         seen.weights = hash_in((self.folder / "log").read_text())
+        (self.folder / "observed.json").write_text(json.dumps(asdict(seen)))
         return seen
 
     def give_up(self) -> None:
