@@ -48,6 +48,8 @@ RESUME_S = 6.0
 NOTICE_S = 10.0
 """Between the notice that a node will be taken away and its end."""
 SAMPLE_S = 0.05
+SOON_S = 0.5
+"""A step that was all but done may still come within this time after a fault."""
 STUCK_S = 60.0
 """Without a step for so long, although somebody could work, the run is given up."""
 START_S, END_S = 120.0, 120.0
@@ -349,6 +351,11 @@ class Work:
     live: float
     """Workers alive, mean over time."""
 
+    @property
+    def useful(self) -> float:
+        """The part of it that was committed."""
+        return self.samples / self.possible
+
 
 def work_of(seen: Observed, rates: dict[int, float]) -> Work:
     """The integrals."""
@@ -363,15 +370,26 @@ def work_of(seen: Observed, rates: dict[int, float]) -> Work:
     return Work(last - first, samples, possible, of_slots, live / (last - first))
 
 
-def pauses(seen: Observed) -> dict[str, list[float]]:
-    """Seconds by kind: the longest wait for a step after a fault, until the next fault."""
-    times = [at for at, _, _ in seen.steps]
-    found: dict[str, list[float]] = defaultdict(list)
+@dataclass
+class Pauses:
+    """Seconds, an entry for each fault of a kind: until the first step that it could hold up, and the longest wait for a step
+    after that, until the next fault (a replacement or a new worker gets its seat)."""
+
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+
+
+def pauses(seen: Observed) -> dict[str, Pauses]:
+    """By kind of fault."""
+    gaps = list(itertools.pairwise(at for at, _, _ in seen.steps))
+    found: dict[str, Pauses] = defaultdict(Pauses)
     for fault, following in itertools.pairwise([*seen.faults, None]):
         until = following.time if following is not None else float("inf")
-        waits = [b - max(a, fault.time) for a, b in itertools.pairwise(times) if b > fault.time and a < until]
-        if waits:
-            found[fault.kind].append(max(waits))
+        soon = fault.time + SOON_S  # a step that was all but done may still come
+        first = [b - max(a, fault.time) for a, b in gaps if b > fault.time and a < soon]
+        later = [b - a for a, b in gaps if soon <= a < until]
+        found[fault.kind].first.append(max(first, default=float("inf")))
+        found[fault.kind].later += [max(later)] if later else []
     return found
 
 
@@ -391,6 +409,11 @@ def wrongs(seen: Observed, reference: Sequence[dict[str, Any]], weights: str) ->
     return wrong
 
 
+def both(values: Sequence[float]) -> list[str]:
+    """Median and worst, for a table."""
+    return [f"{f(values):.2f}" if values else "" for f in (statistics.median, max)]
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -405,27 +428,25 @@ def hash_in(text: str) -> str | None:
 def report(seen: Observed, rates: dict[int, float], wrong: Sequence[str], bound: float | None, what: str) -> str:
     """The body of the page."""
     work, found = work_of(seen, rates), pauses(seen)
-    useful = work.samples / work.possible
     counts = Counter(fault.kind for fault in seen.faults)
     again = seen.computed / MICROBATCHES - len(seen.steps)
     generations = sum(event["kind"] == "generation" for event in seen.events)
     rows = [
-        [WORDS[kind], str(counts[kind]), *(f"{f(found[kind]):.2f}" if found[kind] else "" for f in (statistics.median, max))]
-        for kind in KINDS
-        if counts[kind]
+        [WORDS[kind], str(counts[kind]), *both(found[kind].first), *both(found[kind].later)] for kind in KINDS if counts[kind]
     ]
     wanted = f" (wanted: {100 * bound:.0f} %)" if bound is not None else ""
     return "\n\n".join(
         [
             what,
-            f"**Useful work: {100 * useful:.1f} %**{wanted}: {work.samples:,} samples committed in {work.seconds:.0f} s, "
+            f"**Useful work: {100 * work.useful:.1f} %**{wanted}: {work.samples:,} samples committed in {work.seconds:.0f} s, "
             f"{work.possible:,.0f} possible with the workers alive ({work.live:.2f} on the average) at the rate measured "
             f"undisturbed; {100 * work.samples / work.of_slots:.1f} % of what all places for workers would have given.",
             f"{len(seen.faults)} faults, {generations} generations, {len(seen.steps):,} steps committed, "
             f"{again:.1f} executed in vain or again ({100 * again / len(seen.steps):.2f} %).",
-            table(["fault", "count", "median pause s", "worst pause s"], rows),
+            table(["fault", "count", "pause s, median", "worst", "later s, median", "worst"], rows),
             table(["workers", "samples/s undisturbed"], [[str(w), f"{rates[w]:.1f}"] for w in sorted(rates) if w]),
-            "Pause: the longest wait for a step between a fault and the next one.",
+            "Pause: until the first step that the fault could hold up. Later: the longest wait for a step between that and the "
+            "next fault, when a replacement or a new worker gets its seat or a drained node is left.",
             "Weights and losses are those of one worker that nobody has disturbed; nothing was left running."
             if not wrong
             else "**Not kept:**\n\n" + "\n".join(f"- {line}" for line in wrong),
@@ -484,9 +505,16 @@ def main() -> int:
         if history
         else f"A fault every {given.every:g} s; {BEGIN} workers at the beginning, at most {MOST}, {SLOTS} to a node."
     )
+    if bound is not None and (useful := work_of(seen, rates).useful) < bound:
+        wrong.append(f"{100 * useful:.1f} % of useful work, wanted {100 * bound:.0f} %")
     text = report(seen, rates, wrong, bound, what)
     if given.json:
-        facts = {"work": vars(work_of(seen, rates)), "pauses": pauses(seen), "rates": rates, "wrong": wrong}
+        facts = {
+            "work": vars(work_of(seen, rates)),
+            "pauses": {kind: vars(found) for kind, found in pauses(seen).items()},
+            "rates": rates,
+            "wrong": wrong,
+        }
         print(json.dumps({"environment": environment(), **facts, "faults": [vars(fault) for fault in seen.faults]}))
     else:
         print(text)
