@@ -164,9 +164,11 @@ class Disturbed:
         self.command = train_command(job, "--address", fleet.address, *words)
         self.seen = Observed()
         self.child: subprocess.Popen[bytes] | None = None
+        self._pids: dict[int, int] = {}
         self._over = threading.Event()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._tie = itertools.count()
+        self._steps, self._since = -1, 0.0
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -232,9 +234,12 @@ class Disturbed:
         return {"members": [], "spares": [], "driver_pid": None}
 
     def workers(self) -> list[dict[str, Any]]:
-        """Members and spares that are alive and not stopped."""
+        """Members and spares that are alive and not stopped; a new driver does not know their pids at once."""
         told = self.members()
-        return [worker for worker in (*told["members"], *told["spares"]) if works(worker.get("pid", 0))]
+        there = [*told["members"], *told["spares"]]
+        self._pids |= {worker["worker"]: worker["pid"] for worker in there if "pid" in worker}
+        known = [{**worker, "pid": self._pids[worker["worker"]]} for worker in there if worker["worker"] in self._pids]
+        return [worker for worker in known if works(worker["pid"])]
 
     def watch(self) -> None:
         """Samples until the run is over."""
@@ -255,7 +260,7 @@ class Disturbed:
                 heapq.heappop(self._due)[2]()
             self.check(True, "")
             steps = self.count()
-            if steps != getattr(self, "_steps", None) or not self.fleet.alive:
+            if steps != self._steps or not self.fleet.alive:
                 self._steps, self._since = steps, now
             self.check(now - self._since < STUCK_S, f"has not made a step for {STUCK_S:.0f} s")
             time.sleep(SAMPLE_S)
@@ -279,7 +284,7 @@ class Disturbed:
             self.signal(worker["pid"], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             if kind == "stop":
                 self.later(RESUME_S, lambda: self.signal(worker["pid"], signal.SIGCONT))
-            text = f"{worker['coordinate']}, pid {worker['pid']}"
+            text = f"{worker.get('coordinate', 'a spare')}, pid {worker['pid']}"
         elif kind == "driver":
             pid = self.members()["driver_pid"]
             self.signal(pid, signal.SIGKILL)
