@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,19 +26,19 @@ ELASTIC = ["elastic.min_workers=1"]
 
 
 def train(run: Path, *settings: str, disturb=None) -> str:
-    """`raypar train` on three local nodes; `disturb(run)` is called once `LOST_AFTER` steps are done. Returns the hash."""
+    """`raypar train` on three local nodes, while `disturb(run)` does what it wants. Returns the hash of the weights."""
     words = [
         word for setting in (*SMALL, *settings, f"name={run.name}", f"run_dir={run.parent}") for word in ("--set", setting)
     ]
     command = [*RAYPAR, "train", str(ROOT / "jobs/quickstart.yaml"), "--local-nodes", "3", *words]
+    last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as training:
         if disturb is not None:
-            while training.poll() is None and steps_done(run) < LOST_AFTER:
-                time.sleep(0.05)
-            disturb(run)
-        output = training.communicate()[0]
-    print(output)
-    return output.split()[-1] if training.returncode == 0 else sys.exit(f"the run {run.name} has failed")
+            threading.Thread(target=disturb, args=(run,), daemon=True).start()
+        for line in training.stdout:
+            print(line, end="", flush=True)
+            last = line
+    return last.split()[-1] if training.returncode == 0 else sys.exit(f"the run {run.name} has failed")
 
 
 def steps_done(run: Path) -> int:
@@ -48,6 +49,8 @@ def steps_done(run: Path) -> int:
 
 def lose_a_node(run: Path) -> None:
     """`kill -9` of a raylet, which is what Ray calls a node, and of all it has started: a machine that loses its power."""
+    while steps_done(run) < LOST_AFTER:
+        time.sleep(0.05)
     table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(maxsplit=2) for line in table.splitlines()]
     parent = {int(pid): int(ppid) for pid, ppid, _ in rows}
@@ -57,7 +60,7 @@ def lose_a_node(run: Path) -> None:
     lost = [m["coordinate"] for m in members if parent[m["pid"]] == raylet]
     for pid in (raylet, *(pid for pid, ppid in parent.items() if ppid == raylet)):
         os.kill(pid, signal.SIGKILL)
-    print(f">>> after {steps_done(run)} steps a node has lost its power (raylet {raylet}), and with it {', '.join(lost)}\n")
+    print(f">>> after {steps_done(run)} steps a node has lost its power (raylet {raylet}), and with it {', '.join(lost)}")
 
 
 def main() -> None:
@@ -65,6 +68,7 @@ def main() -> None:
     in_peace = train(folder / "in_peace")
     disturbed = train(folder / "disturbed", *ELASTIC, disturb=lose_a_node)
 
+    print()
     picture = folder / "throughput.svg"
     subprocess.run([*RAYPAR, "status", str(folder / "disturbed"), "--svg", str(picture)], check=True, cwd=ROOT)
     print(f"\npicture: {picture} (samples per second over time, with what happened)")

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ RESUME_S = 6.0
 NOTICE_S = 10.0
 """Between the notice that a node will be taken away and its end."""
 SAMPLE_S = 0.05
+SOON_S = 0.5
+"""A step that was all but done may still come within this time after a fault."""
 STUCK_S = 60.0
 """Without a step for so long, although somebody could work, the run is given up."""
 START_S, END_S = 120.0, 120.0
@@ -138,6 +140,16 @@ def rate(folder: Path, ms: float, workers: int) -> float:
     return BATCH / statistics.median(line["seconds"] for line in lines[4:])
 
 
+def rates_of(folder: Path, ms: float, path: Path | None) -> dict[int, float]:
+    """By the number of workers; those of an earlier run of the bench, if `path` has them."""
+    if path is not None and path.exists():
+        return {int(workers): samples for workers, samples in json.loads(path.read_text()).items()}
+    found = {0: 0.0} | {workers: rate(folder, ms, workers) for workers in range(1, MOST + 1)}
+    if path is not None:
+        path.write_text(json.dumps(found))
+    return found
+
+
 class Disturbed:
     """One run under faults. `start` it, let `play` do things to it, then `finish`."""
 
@@ -152,9 +164,11 @@ class Disturbed:
         self.command = train_command(job, "--address", fleet.address, *words)
         self.seen = Observed()
         self.child: subprocess.Popen[bytes] | None = None
+        self._pids: dict[int, int] = {}
         self._over = threading.Event()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._tie = itertools.count()
+        self._steps, self._since = -1, 0.0
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -187,6 +201,7 @@ class Disturbed:
         seen.events = lines_of(self.run_folder / "events.jsonl")
         seen.computed = (self.folder / "ledger").stat().st_size - self._ledger_before
         seen.weights = hash_in((self.folder / "log").read_text())
+        (self.folder / "observed.json").write_text(json.dumps(asdict(seen)))
         return seen
 
     def give_up(self) -> None:
@@ -219,9 +234,12 @@ class Disturbed:
         return {"members": [], "spares": [], "driver_pid": None}
 
     def workers(self) -> list[dict[str, Any]]:
-        """Members and spares that are alive and not stopped."""
+        """Members and spares that are alive and not stopped; a new driver does not know their pids at once."""
         told = self.members()
-        return [worker for worker in (*told["members"], *told["spares"]) if works(worker.get("pid", 0))]
+        there = [*told["members"], *told["spares"]]
+        self._pids |= {worker["worker"]: worker["pid"] for worker in there if "pid" in worker}
+        known = [{**worker, "pid": self._pids[worker["worker"]]} for worker in there if worker["worker"] in self._pids]
+        return [worker for worker in known if works(worker["pid"])]
 
     def watch(self) -> None:
         """Samples until the run is over."""
@@ -242,7 +260,7 @@ class Disturbed:
                 heapq.heappop(self._due)[2]()
             self.check(True, "")
             steps = self.count()
-            if steps != getattr(self, "_steps", None) or not self.fleet.alive:
+            if steps != self._steps or not self.fleet.alive:
                 self._steps, self._since = steps, now
             self.check(now - self._since < STUCK_S, f"has not made a step for {STUCK_S:.0f} s")
             time.sleep(SAMPLE_S)
@@ -266,7 +284,7 @@ class Disturbed:
             self.signal(worker["pid"], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             if kind == "stop":
                 self.later(RESUME_S, lambda: self.signal(worker["pid"], signal.SIGCONT))
-            text = f"{worker['coordinate']}, pid {worker['pid']}"
+            text = f"{worker.get('coordinate', 'a spare')}, pid {worker['pid']}"
         elif kind == "driver":
             pid = self.members()["driver_pid"]
             self.signal(pid, signal.SIGKILL)
@@ -338,6 +356,11 @@ class Work:
     live: float
     """Workers alive, mean over time."""
 
+    @property
+    def useful(self) -> float:
+        """The part of it that was committed."""
+        return self.samples / self.possible
+
 
 def work_of(seen: Observed, rates: dict[int, float]) -> Work:
     """The integrals."""
@@ -352,15 +375,26 @@ def work_of(seen: Observed, rates: dict[int, float]) -> Work:
     return Work(last - first, samples, possible, of_slots, live / (last - first))
 
 
-def pauses(seen: Observed) -> dict[str, list[float]]:
-    """Seconds by kind: the longest wait for a step after a fault, until the next fault."""
-    times = [at for at, _, _ in seen.steps]
-    found: dict[str, list[float]] = defaultdict(list)
+@dataclass
+class Pauses:
+    """Seconds, an entry for each fault of a kind: until the first step that it could hold up, and the longest wait for a step
+    after that, until the next fault (a replacement or a new worker gets its seat)."""
+
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+
+
+def pauses(seen: Observed) -> dict[str, Pauses]:
+    """By kind of fault."""
+    gaps = list(itertools.pairwise(at for at, _, _ in seen.steps))
+    found: dict[str, Pauses] = defaultdict(Pauses)
     for fault, following in itertools.pairwise([*seen.faults, None]):
         until = following.time if following is not None else float("inf")
-        waits = [b - max(a, fault.time) for a, b in itertools.pairwise(times) if b > fault.time and a < until]
-        if waits:
-            found[fault.kind].append(max(waits))
+        soon = fault.time + SOON_S  # a step that was all but done may still come
+        first = [b - max(a, fault.time) for a, b in gaps if b > fault.time and a < soon]
+        later = [b - a for a, b in gaps if soon <= a < until]
+        found[fault.kind].first.append(max(first, default=float("inf")))
+        found[fault.kind].later += [max(later)] if later else []
     return found
 
 
@@ -380,6 +414,11 @@ def wrongs(seen: Observed, reference: Sequence[dict[str, Any]], weights: str) ->
     return wrong
 
 
+def both(values: Sequence[float]) -> list[str]:
+    """Median and worst, for a table."""
+    return [f"{f(values):.2f}" if values else "" for f in (statistics.median, max)]
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -394,27 +433,25 @@ def hash_in(text: str) -> str | None:
 def report(seen: Observed, rates: dict[int, float], wrong: Sequence[str], bound: float | None, what: str) -> str:
     """The body of the page."""
     work, found = work_of(seen, rates), pauses(seen)
-    useful = work.samples / work.possible
     counts = Counter(fault.kind for fault in seen.faults)
     again = seen.computed / MICROBATCHES - len(seen.steps)
     generations = sum(event["kind"] == "generation" for event in seen.events)
     rows = [
-        [WORDS[kind], str(counts[kind]), *(f"{f(found[kind]):.2f}" if found[kind] else "" for f in (statistics.median, max))]
-        for kind in KINDS
-        if counts[kind]
+        [WORDS[kind], str(counts[kind]), *both(found[kind].first), *both(found[kind].later)] for kind in KINDS if counts[kind]
     ]
     wanted = f" (wanted: {100 * bound:.0f} %)" if bound is not None else ""
     return "\n\n".join(
         [
             what,
-            f"**Useful work: {100 * useful:.1f} %**{wanted}: {work.samples:,} samples committed in {work.seconds:.0f} s, "
+            f"**Useful work: {100 * work.useful:.1f} %**{wanted}: {work.samples:,} samples committed in {work.seconds:.0f} s, "
             f"{work.possible:,.0f} possible with the workers alive ({work.live:.2f} on the average) at the rate measured "
             f"undisturbed; {100 * work.samples / work.of_slots:.1f} % of what all places for workers would have given.",
             f"{len(seen.faults)} faults, {generations} generations, {len(seen.steps):,} steps committed, "
             f"{again:.1f} executed in vain or again ({100 * again / len(seen.steps):.2f} %).",
-            table(["fault", "count", "median pause s", "worst pause s"], rows),
+            table(["fault", "count", "pause s, median", "worst", "later s, median", "worst"], rows),
             table(["workers", "samples/s undisturbed"], [[str(w), f"{rates[w]:.1f}"] for w in sorted(rates) if w]),
-            "Pause: the longest wait for a step between a fault and the next one.",
+            "Pause: until the first step that the fault could hold up. Later: the longest wait for a step between that and the "
+            "next fault, when a replacement or a new worker gets its seat or a drained node is left.",
             "Weights and losses are those of one worker that nobody has disturbed; nothing was left running."
             if not wrong
             else "**Not kept:**\n\n" + "\n".join(f"- {line}" for line in wrong),
@@ -433,6 +470,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=100.0, help="how many times faster the history is played")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folder and all logs there")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="take the undisturbed rates from there, or keep them there")
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
     parser.add_argument("--page", type=Path, help="also write a results page")
     given = parser.parse_args()
@@ -455,7 +493,7 @@ def main() -> int:
             disturb(run, given.seed, given.every, seconds)
         seen = run.finish()
         lines, weights = undisturbed(folder, "reference", 0.0, 1, len(seen.steps))
-        rates = {0: 0.0} | {workers: rate(folder, given.ms, workers) for workers in range(1, MOST + 1)}
+        rates = rates_of(folder, given.ms, given.rates)
     finally:
         run.give_up()
         if given.keep is not None:
@@ -472,9 +510,16 @@ def main() -> int:
         if history
         else f"A fault every {given.every:g} s; {BEGIN} workers at the beginning, at most {MOST}, {SLOTS} to a node."
     )
+    if bound is not None and (useful := work_of(seen, rates).useful) < bound:
+        wrong.append(f"{100 * useful:.1f} % of useful work, wanted {100 * bound:.0f} %")
     text = report(seen, rates, wrong, bound, what)
     if given.json:
-        facts = {"work": vars(work_of(seen, rates)), "pauses": pauses(seen), "rates": rates, "wrong": wrong}
+        facts = {
+            "work": vars(work_of(seen, rates)),
+            "pauses": {kind: vars(found) for kind, found in pauses(seen).items()},
+            "rates": rates,
+            "wrong": wrong,
+        }
         print(json.dumps({"environment": environment(), **facts, "faults": [vars(fault) for fault in seen.faults]}))
     else:
         print(text)

@@ -37,6 +37,8 @@ TARGETS = ("worker", "raylet", "driver")
 FIRST, LAST = 0.1, 0.8
 """Between which parts of the run's steps the kills lie."""
 
+SOON_S = 0.5
+"""A step that was all but done may still come within this time after a fault."""
 LOOK_S = 0.2
 """How often all processes are looked at, so that none of the run's escapes."""
 
@@ -211,13 +213,12 @@ def judge(run: Run, steps: int, expected: str, undisturbed: Run | None, kills: i
 
 
 def pauses(run: Run) -> list[float]:
-    """Seconds by kill: the longest wait for a step after it, until the next kill; infinite if no step came."""
-    found = []
-    for kill, following in zip(run.kills, [*run.kills[1:], None], strict=True):
-        until = following.time if following is not None else float("inf")
-        pairs = zip(run.times, run.times[1:], strict=False)
-        found.append(max((b - max(a, kill.time) for a, b in pairs if b > kill.time and a < until), default=float("inf")))
-    return found
+    """Seconds by kill: until the first step that it could hold up; one that was all but done may still come."""
+    gaps = list(zip(run.times, run.times[1:], strict=False))
+    return [
+        max((b - max(a, kill.time) for a, b in gaps if b > kill.time and a < kill.time + SOON_S), default=float("inf"))
+        for kill in run.kills
+    ]
 
 
 def main() -> int:
