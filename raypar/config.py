@@ -210,7 +210,10 @@ class ElasticConfig(_Section):
     @classmethod
     def _words(cls, value: Any) -> Any:
         """YAML reads `off` as a truth value."""
-        return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value
+        value = {False: "off", True: "auto"}[value] if isinstance(value, bool) else value
+        if value not in ("auto", "off") and not (isinstance(value, int) and value > 0):
+            raise ValueError("auto, off, or a number of steps")
+        return value
 
 
 class EarlyStoppingConfig(_Section):
@@ -399,6 +402,18 @@ def parse_plan(given: Mapping[str, Any]) -> PlanConfig:
         return PlanConfig.model_validate(dict(given))
     except ValidationError as error:
         raise _told(error, ("plan",)) from None
+
+
+def parse_elastic(given: bool | Mapping[str, Any] | ElasticConfig | None) -> ElasticConfig | None:
+    """The section `elastic` alone, as `Trainer` takes it; True: with its defaults. Raises `ConfigError`."""
+    if isinstance(given, bool) or given is None:
+        return ElasticConfig() if given else None
+    if not isinstance(given, (Mapping, ElasticConfig)):
+        raise ConfigError(f"elastic is {given!r}", cure='give True, or a dict such as {"min_workers": 2}')
+    try:
+        return given if isinstance(given, ElasticConfig) else ElasticConfig.model_validate(dict(given))
+    except ValidationError as error:
+        raise _told(error, ("elastic",)) from None
 
 
 def _yaml(text: str, source: str) -> Any:

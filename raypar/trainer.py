@@ -31,6 +31,7 @@ from raypar.run_folder import RunFolder
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 
 if TYPE_CHECKING:
+    from raypar.config import ElasticConfig
     from raypar.schedule.instructions import Schedule
     from raypar.worker.preflight import Checked
 
@@ -46,6 +47,7 @@ class Trainer:
     - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates.
 
     `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan` (then `schedule` is used).
+    `elastic`: True, or a dict with the keys of a job file's `elastic`: workers may die, hang, join or be drained.
     `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
     `local_nodes`: of the Ray that is started when there is no `address`.
     `resume_from_checkpoint`: a result's `checkpoint`, or the path of a checkpoint or of a run, whose last one is taken.
@@ -73,6 +75,7 @@ class Trainer:
         plan: str | Mapping[str, Any] | ParallelPlan = "auto",
         schedule: str = "1f1b",
         workers: int | None = None,
+        elastic: bool | Mapping[str, Any] | ElasticConfig | None = None,
         callbacks: Sequence[Any] = (),
         checkpoint_every: int = 0,
         keep: int = 2,
@@ -87,6 +90,8 @@ class Trainer:
         resume_from_checkpoint: Any = None,
         **rest: Any,
     ) -> None:
+        from raypar.config import parse_elastic
+
         known = {f.name for f in fields(JobSpec)}
         for key in rest:
             if key not in known:
@@ -121,6 +126,7 @@ class Trainer:
             **rest,
         )
         self.plan, self.schedule, self.workers = plan, schedule, workers
+        self.elastic = parse_elastic(elastic)
         self.callbacks = tuple(checked_callback(c, type(c).__name__) for c in callbacks)
         self.address, self.local_nodes, self.run_dir = address, local_nodes, Path(run_dir)
         self.save_every, self.keep, self.stop_at_step = checkpoint_every, keep, stop_at_step
@@ -143,6 +149,7 @@ class Trainer:
             address=self.address,
             local_nodes=self.local_nodes,
             wait_for_workers_s=self.wait_for_workers_s,
+            elastic=self.elastic,
         )
         plan, schedule, orders = self._plan()
         workers = self.workers or os.cpu_count() or 1

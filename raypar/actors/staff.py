@@ -110,6 +110,7 @@ class Staff:
     async def watch(self, silent_s: float, over: Callable[[], bool]) -> None:
         """Ask every worker twice a second whether it is there; a silence of `silent_s` is told once."""
         polled_s = 0.0
+        polling: asyncio.Task[None] | None = None
         while not over():
             for number, worker in list(self.pool.workers.items()):
                 if number in self.hellos and number not in self._asked:
@@ -121,9 +122,9 @@ class Staff:
                 self._answered_s[number] = float("inf")
                 what = f"worker {number} has not answered for {silent_s:.0f} s"
                 self.post(on.CallFailed("aborted", CommTimeout(what, cure="look at its node"), number))
-            if now - polled_s > DRAIN_POLL_S:
-                polled_s = now
-                await self._look_for_draining_nodes()
+            if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
+                polled_s = now  # beside the pings: without a head it blocks for as long as there is none
+                polling = asyncio.ensure_future(self._look_for_draining_nodes())
             await asyncio.sleep(PING_S)
 
     async def _ask(self, number: int, worker: Any) -> None:

@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 import raypar
+from raypar.config import ElasticConfig
 from raypar.errors import ConfigError
 from raypar.worker import profile
 
@@ -25,11 +26,23 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
             r"data is a dict with keys train, test, not a data set\n.*of several splits, one",
         ),
         ({"data": 3}, r"data is a int"),
+        ({"elastic": "yes"}, r"elastic is 'yes'\n.*give True, or a dict"),
+        ({"elastic": {"min_worker": 2}}, r"unknown key elastic.min_worker: did you mean elastic.min_workers\?"),
+        ({"elastic": {"min_workers": 0}}, r"elastic.min_workers: expected greater than 0, got 0"),
+        ({"elastic": {"mirror": "on"}}, r"elastic.mirror: expected auto, off, or a number of steps, got 'on'"),
     ],
 )
 def test_a_wrong_argument_is_one_error_with_a_cure(wrong, says):
     with pytest.raises(ConfigError, match=says):
         raypar.Trainer(**(GIVEN | wrong))
+
+
+def test_elastic_is_the_section_of_a_job_file():
+    assert raypar.Trainer(**GIVEN).elastic is None and raypar.Trainer(**GIVEN, elastic=False).elastic is None
+    assert raypar.Trainer(**GIVEN, elastic=True).elastic == ElasticConfig()
+    given = {"min_workers": 2, "max_workers": 6, "grow_after_s": 1.5, "step_deadline_s": 4.0, "mirror": 8}
+    assert raypar.Trainer(**GIVEN, elastic=given).elastic == ElasticConfig(**given)
+    assert raypar.Trainer(**GIVEN, elastic={"mirror": False}).elastic.mirror == "off"
 
 
 def test_more_workers_than_fit_here_are_taken_to_be_on_other_machines(monkeypatch):
