@@ -119,7 +119,7 @@ class Raypar:
             deadline_s=CONNECT_TIMEOUT_S,
         )
         self.core.adopt(self.assignment, transport)
-        freeze_what_stays()  # as worker_actor does
+        freeze_what_stays(collect=True)  # as worker_actor does
 
     def steps(self, first: int, count: int) -> float:
         self.reports += [self.core.step(number, trace=self.trace) for number in range(first, first + count)]

@@ -65,7 +65,7 @@ class WorkerActor:
 
         from raypar.actors.fingerprint import fingerprint
         from raypar.comm.cpu import CpuMesh
-        from raypar.worker.allocator import keep_freed_memory
+        from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
         from raypar.worker.body import WorkerBody
         from raypar.worker.core import WorkerCore
         from raypar.worker.state import Writer
@@ -80,6 +80,7 @@ class WorkerActor:
         self.member = Member(self.number, self.body)
         self.writer = Writer()
         warm_up(self.core, data=joining)
+        freeze_what_stays(collect=True)
         node = ray.get_runtime_context().get_node_id()
         self.said = Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads))
         return self.said
@@ -111,7 +112,7 @@ class WorkerActor:
                 )
 
             drive(self.member.adopt(generation, (made, connect)), deadline_s)
-            freeze_what_stays()
+            freeze_what_stays(collect=False)
             self.coordinate = coordinate
             described: dict[str, Any] | None = self.body.described
             return described

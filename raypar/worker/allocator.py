@@ -29,11 +29,12 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_TOP_PAD, _HEAP))
 
 
-def freeze_what_stays() -> None:
-    """Call it when the stages are built: Python's collector leaves modules, torch and ray alone in its passes from now on.
+def freeze_what_stays(*, collect: bool) -> None:
+    """Python's collector leaves alone in its passes, from now on, whatever there is: torch, ray, modules, stages.
 
-    A pass over everything takes milliseconds and comes in the middle of some step. What an earlier plan left is collected.
+    A pass over everything comes in the middle of some step, and takes 0.25 s once torch is loaded. `collect`: make such a pass
+    before; not while others wait for this worker.
     """
-    gc.unfreeze()
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.freeze()
