@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import time
 import uuid
 from pathlib import Path
@@ -70,10 +71,12 @@ class RunProcesses:
         return found
 
     def end(self) -> None:
-        """Kill what is left, by pid."""
+        """Kill what is left, by pid, and remove Ray's folders: who would have done it is killed too."""
         for process in self.see():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _ours(self, process: psutil.Process) -> bool:
         parent = process.parent()
