@@ -81,7 +81,7 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
     """Ask for news until one says that the run is over. A driver that died and is started again tells the steps once more:
     those that have been told are left out."""
     epoch = cursor = 0
-    done, validated = request.course.first, -1
+    done, validated, saved = request.course.first, -1, -1
     passed_on, lost_s = False, None
 
     def say(event: dict[str, Any]) -> None:
@@ -128,6 +128,10 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
                 if event["step"] <= validated:
                     continue
                 validated = event["step"]
+            if event["kind"] == "checkpoint":
+                if event["step"] <= saved:
+                    continue
+                saved = event["step"]
             say(event)
         if asked and not passed_on:
             passed_on = True

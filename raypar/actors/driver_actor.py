@@ -60,6 +60,8 @@ class DriverActor:
         self.told: list[dict[str, Any]] = []
         self.news = asyncio.Condition()
         self.begun = False
+        self.finding = False
+        """Taking over: who the members are is not known yet."""
         self.heard_s = time.monotonic()
         context = ray.get_runtime_context()
         with warnings.catch_warnings():  # Ray asks itself by a name that it has deprecated
@@ -109,6 +111,7 @@ class DriverActor:
         if end is not None:
             self._spawn(self._finish(end))
         elif record is not None:
+            self.finding = True
             self._spawn(self._guarded(self._take_over(record)))
         else:
             self._spawn(self._guarded(self._start()))
@@ -160,7 +163,10 @@ class DriverActor:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             late_s = now - before - TICK_S
-            self.queue.put_nowait(on.Tick(stalled_s=late_s if late_s > TICK_S else 0.0))
+            if late_s > TICK_S:
+                self.queue.put_nowait(on.Tick(stalled_s=late_s))
+            else:
+                self.queue.put_nowait(on.Tick(unheard=self.staff.unheard()))
             limit = self.request.max_time_s
             if limit is not None and now - start > limit:
                 start = float("inf")
@@ -524,6 +530,7 @@ class DriverActor:
         hired = max(await asyncio.to_thread(self.journal.numbers), *(n + 1 for n in (*workers, *record.members)))
         text = f"the driver was lost; a new one has found {len(self.staff.hellos)} workers and goes on after step {seen.steps}"
         self._note("driver", text=text, generation=generation, step=seen.steps)
+        self.finding = False
         self._effect_now(self.recorder.begin)
         return on.TakenOver(
             tuple(workers), generation, seen.steps, record.plan, record.members, seen.validated, seen.saved, starting, hired
@@ -668,7 +675,7 @@ class DriverActor:
 
     def _keep_status(self) -> None:
         """members.json, if anything in it has changed."""
-        text = self.status.changed(self.machine, self.staff.who, self.plans.schedule)
+        text = None if self.finding else self.status.changed(self.machine, self.staff.who, self.plans.schedule)
         if text is not None:
             self.effects.submit(self.recorder.keep_status, text)
 

@@ -70,7 +70,9 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
     """
     possible(address, nodes)
     address = address or os.environ.get("RAY_ADDRESS")
-    with environment(QUIET if address else {**QUIET, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir)}):
+    # Workers are all that our own Ray is for: other processes of the machine do not come before them, as Ray has it.
+    ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir), "RAY_worker_niceness": "0"}
+    with environment(QUIET if address else {**QUIET, **ours}):
         import ray
 
         if ray.is_initialized():

@@ -82,10 +82,11 @@ class Recorder:
         validations = [line for line in lines if "validation_loss" in line]
         path, _ = checkpoint.usable(self.folder / "checkpoints")
         self.checkpoint_path = path
+        self._seconds.extend(line["seconds"] for line in steps[-50:])
         for line in lines[-RETOLD:]:
             facts = {key: value for key, value in line.items() if key != "time"}
             if "loss" in line:
-                eta_s = (self.request.course.end - line["step"]) * line["seconds"]
+                eta_s = (self.request.course.end - line["step"]) * statistics.median(self._seconds)
                 self._news.append({"kind": "step", **facts, "eta_s": eta_s})
             else:
                 self._news.append({"kind": "validation", **facts})

@@ -20,7 +20,8 @@ from raypar.actors.pool import Pool
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, CommTimeout, WorkerLost
 
-PING_S = 0.5
+PING_S = 0.4
+UNHEARD_S = 1.2
 DRAIN_POLL_S = 1.0
 
 
@@ -34,6 +35,8 @@ class Staff:
         """Nodes whose workers were lost or hung: nobody is hired there before Ray's node table has had time to notice."""
         self._answered_s: dict[int, float] = {}
         self._leaving: set[int] = set()
+        self._told: set[int] = set()
+        """Whose silence has been told."""
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._dismissing: set[asyncio.Task[None]] = set()
 
@@ -105,6 +108,11 @@ class Staff:
             if not others:
                 self.suspects.add(hello.node)
 
+    def unheard(self) -> frozenset[int]:
+        """Who should have answered a ping by now."""
+        now = time.monotonic()
+        return frozenset(n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > UNHEARD_S)
+
     # -- watching --------------------------------------------------------------------------------------------------------------
 
     async def watch(self, silent_s: float, over: Callable[[], bool]) -> None:
@@ -119,7 +127,9 @@ class Staff:
                     task.add_done_callback(lambda _, n=number: self._asked.pop(n, None))
             now = time.monotonic()
             for number in [n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > silent_s]:
-                self._answered_s[number] = float("inf")
+                if number in self._told:
+                    continue
+                self._told.add(number)
                 what = f"worker {number} has not answered for {silent_s:.0f} s"
                 self.post(on.CallFailed("aborted", CommTimeout(what, cure="look at its node"), number))
             if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
@@ -137,6 +147,7 @@ class Staff:
             return  # it is silent; `watch` counts the seconds
         else:
             self._answered_s[number] = time.monotonic()
+            self._told.discard(number)
             if leaving:
                 self.leaves(number, "its process was asked to end (SIGTERM)")
 

@@ -15,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="name of a run under --run-dir, or the path of its folder")
     parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
     parser.add_argument("--svg", metavar="FILE", help="draw samples/s and workers over time, with what befell the run")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="the same as a trace that opens in Perfetto: steps, and the gaps between"
+    )
     parser.add_argument("--json", action="store_true", help="print it as one JSON object")
 
 
@@ -30,24 +33,48 @@ def run(args: argparse.Namespace) -> int:
     found = read(folder, time.time())
     if args.svg is not None:
         draw(folder, args.svg, found.steps)
+    if args.trace is not None:
+        trace(folder, args.trace)
     print(json.dumps(found.facts()) if args.json else text(found))
     return 0
 
 
 def draw(folder: RunFolder, file: str, steps: int | None) -> None:
     """Write the picture of the run's throughput. Raises `ConfigError`."""
-    from pathlib import Path
-
     from raypar.commands._history import history
-    from raypar.errors import ConfigError
     from raypar.schedule.throughput import throughput
 
     seen = history(list(folder.read(folder.metrics)), list(folder.read(folder.events)))
     of = f" of {steps}" if steps is not None else ""
+    write(file, throughput(seen, title=f"{folder.name}: {len(seen.steps)}{of} steps"), "--svg")
+
+
+def trace(folder: RunFolder, file: str) -> None:
+    """Write the run as a Chrome trace. Raises `ConfigError`."""
+    import json
+
+    from raypar.commands._history import history
+    from raypar.schedule.trace import run_trace
+
+    metrics = list(folder.read(folder.metrics))
+    seen = history(metrics, list(folder.read(folder.events)))
+    steps = [line["step"] for line in metrics if "samples_per_s" in line]
+    first = steps[-len(seen.steps)] if seen.steps else 1
+    write(file, json.dumps(run_trace(seen, first=first, name=folder.name)) + "\n", "--trace")
+
+
+def write(file: str, text: str, option: str) -> None:
+    """Raises `ConfigError`."""
+    from pathlib import Path
+
+    from raypar.errors import ConfigError
+
     try:
-        Path(file).write_text(throughput(seen, title=f"{folder.name}: {len(seen.steps)}{of} steps"), encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}", cure="give --svg a file you may write") from error
+        raise ConfigError(
+            f"cannot write {file}: {error.strerror or error}", cure=f"give {option} a file you may write"
+        ) from error
 
 
 def read(folder: RunFolder, now: float) -> Status:

@@ -219,9 +219,11 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: deadlines are looked at. `stalled_s`: that long the driver itself stood still, and heard nobody."""
+    """Time has passed: deadlines are looked at. `stalled_s`: that long the driver itself stood still, and heard nobody;
+    `unheard`: workers that have not even answered a ping for a while, although others had the time to."""
 
     stalled_s: float = 0.0
+    unheard: frozenset[int] = frozenset()
 
 
 Event = (

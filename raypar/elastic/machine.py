@@ -57,8 +57,9 @@ class Course:
     `min_workers` and `max_workers` (None: as many as the run began with), and gives up after `max_attempts` without a step
     between them. `hires`: workers that are missing are replaced, and `standbys` more wait, warm, for a seat. `grow`: those
     that join get a seat once all that are wanted are there, or `grow_after_s` after the first of them, if the steps that are
-    left then gain more than `move_s`.
-    A step is overdue after `step_deadline_s`, or `step_deadline_times` the longest of the last steps if that is more.
+    left then gain more than `move_s`. A step is overdue after `step_deadline_s`, or `step_deadline_times` the longest of the
+    last steps if that is more; after half of that where the worker answers no pings either, and a recovery waits for such a
+    worker no longer than `hopeless_s`.
     `mirror_every`, `mirror_cost`: see `CutClock`.
     """
 
@@ -89,6 +90,7 @@ class Course:
     max_attempts: int = 8
     claim_s: float = 10.0
     stand_s: float = 1.0
+    hopeless_s: float = 0.3
     stand_medians: float = 3.0
     adopt_s: float = 5.0
     load_s: float = 60.0
@@ -331,12 +333,12 @@ class RunMachine:
                 "failed", str(cause.error).splitlines()[0] if str(cause.error) else type(cause.error).__name__, cause.error
             )
 
-    def overdue(self) -> tuple[int, ...]:
-        """Workers that have not reported the running step although its deadline has passed."""
+    def overdue(self, share: float = 1.0) -> tuple[int, ...]:
+        """Workers that have not reported the running step although its deadline, or a `share` of it, has passed."""
         if self.issued == self.committed:
             return ()
         missing = set(self.members) - self._reports.get(self.committed, set())
-        return tuple(sorted(missing)) if self._now_s - self._since_s > self.step_deadline_s() else ()
+        return tuple(sorted(missing)) if self._now_s - self._since_s > share * self.step_deadline_s() else ()
 
     def step_deadline_s(self) -> float:
         """A multiple of the longest of the last 100 steps; the first step, which warms everything up, gets the start's."""

@@ -35,6 +35,7 @@ from raypar.elastic.events import (
     Stood,
     StopRequested,
     TakenOver,
+    Tick,
     ValidationEmitted,
 )
 from raypar.elastic.holdings import Holdings, Piece, missing, moves, seated
@@ -524,11 +525,15 @@ def stop_recovering(m: RunMachine, event: Event) -> None:
 
 def tick_recovering(m: RunMachine, event: Event) -> None:
     """Who does not answer in time is given up: recovery never waits for it."""
+    assert isinstance(event, Tick)
     if m.phase is Phase.WAITING:
         m.hire()
-    if m._deadline_s is None or m._now_s < m._deadline_s:
-        return
     r = m.recovery
+    silent = sorted(r.expected - set(r.stands)) if m.phase is Phase.STANDING else sorted(r.expected)
+    asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
+    hopeless = asked and silent and set(silent) <= event.unheard and m._now_s - m._since_s > m.course.hopeless_s
+    if not hopeless and (m._deadline_s is None or m._now_s < m._deadline_s):
+        return
     if m.phase is Phase.WAITING:
         cure = "add workers and use `raypar resume`, or lower elastic.min_workers"
         m.over("failed", "no workers came", ClusterError(f"no workers came within {m.course.capacity_s:g} s", cure=cure))
@@ -536,7 +541,6 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
         what = f"{m.phase.value} took more than {m._now_s - m._since_s:.0f} s"
         m.over("failed", what, ClusterError(what, cure="look at the head node: it does not answer"))
     else:
-        silent = sorted(r.expected - set(r.stands)) if m.phase is Phase.STANDING else sorted(r.expected)
         for worker in silent:
             lose(m, worker)
         m.silent |= set(silent)

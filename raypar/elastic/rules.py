@@ -18,6 +18,7 @@ from raypar.elastic.events import (
     SaveFailed,
     StepReported,
     StopRequested,
+    Tick,
     ValidationEmitted,
     ValidationReported,
 )
@@ -26,6 +27,10 @@ from raypar.errors import CommTimeout
 
 if TYPE_CHECKING:
     from raypar.elastic.machine import RunMachine
+
+
+EARLY = 0.5
+"""The part of a deadline after which who is silent in every other way too is given up."""
 
 
 def ignore(m: RunMachine, event: Event) -> None:
@@ -202,8 +207,13 @@ def tick_steps(m: RunMachine, event: Event) -> None:
         m.hire()
         recovery.look_for_growth(m)
     late = m.overdue()
+    assert isinstance(event, Tick)
+    if not late and event.unheard:  # two witnesses, neither of whom would do alone so early
+        late = tuple(sorted(event.unheard & set(m.overdue(share=EARLY))))
     if late and m.course.elastic and not m.interrupted:
-        what = f"step {m.committed}: worker(s) {', '.join(map(str, late))} have not reported within {m.step_deadline_s():.1f} s"
+        waited = m._now_s - m._since_s
+        pings = " and answer no pings" * (set(late) <= event.unheard)
+        what = f"step {m.committed + 1}: worker(s) {', '.join(map(str, late))} have not reported for {waited:.1f} s{pings}"
         recovery.disturbed(m, CallFailed("aborted", CommTimeout(what), generation=m.generation))
     elif late and not m._probing:
         m._probing = True

@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace events, which ui.perfetto.dev and chrome://tracing open."""
+"""Timelines and runs as Chrome trace events, which ui.perfetto.dev and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from raypar.schedule.instructions import (
     Reduce,
     Vote,
 )
+from raypar.schedule.throughput import History
 from raypar.schedule.timeline import COMPUTE, Timeline
 
 _CATEGORY: dict[type[Instruction], str] = {
@@ -68,6 +69,29 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
                 counter = f"activations of {timeline.names[rank]}"
                 events.append({"ph": "C", "name": counter, "pid": pid, "ts": when, "args": {"held": held}})
     return {"displayTimeUnit": "ms", "otherData": {"makespan_ms": timeline.makespan_ms}, "traceEvents": events}
+
+
+def run_trace(history: History, *, first: int = 1, name: str = "raypar") -> dict[str, Any]:
+    """A whole run in the same format: its steps (the first is number `first`), the pauses between them, losses and joins as
+    instants, and the number of workers as a counter. Microseconds from the first step."""
+    events: list[dict[str, Any]] = [_metadata("process_name", 0, 0, name=name)]
+    for thread, title in enumerate(("steps", "pauses")):
+        events.append(_metadata("thread_name", 0, thread, name=title))
+    slices = [(0, f"step {first + i}", start, end) for i, (start, end, _) in enumerate(history.steps)]
+    slices += [(1, "nobody trains", start, end) for start, end in history.pauses]
+    events += [
+        {"ph": "X", "name": title, "pid": 0, "tid": thread, "ts": start * 1e6, "dur": (end - start) * 1e6}
+        for thread, title, start, end in slices
+    ]
+    events += [
+        {"ph": "i", "s": "p", "name": mark.label, "cat": mark.kind, "pid": 0, "tid": 1, "ts": mark.at_s * 1e6}
+        for mark in history.marks
+    ]
+    events += [
+        {"ph": "C", "name": "workers", "pid": 0, "ts": at_s * 1e6, "args": {"workers": count}}
+        for at_s, count in history.workers
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:

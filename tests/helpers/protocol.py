@@ -37,6 +37,7 @@ DRIVER_BACK_MS = 1000.0
 HIRE_MS = 8.0
 """Short, so that who is hired has joined before a simulation of a few steps is over."""
 STARVED_MS = 1500.0
+UNHEARD_MS = 100.0
 LIMIT_MS = 120_000.0
 
 
@@ -84,6 +85,7 @@ class Process:
     world: World
     alive: bool = True
     stopped_until: float = 0.0
+    stopped_since: float = 0.0
     ready: bool = True
     queue: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=deque)
     running: Any = None
@@ -325,6 +327,8 @@ class World:
             case "kill":
                 self.kill(target)
             case "zombie" | "stop":
+                if target.stopped_until <= self.now:
+                    target.stopped_since = self.now
                 target.stopped_until = max(target.stopped_until, self.now + fault.ms)
             case "join":
                 self.join()
@@ -533,7 +537,9 @@ class Driver:
     def _tick(self) -> None:
         if self.alive and self.machine.phase is not Phase.OVER:
             self.world.at(self.world.tick_ms, self._tick)
-            self.post(on.Tick())
+            now = self.world.now
+            quiet = (p for p in self.world.processes if p.alive and p.stopped_since + UNHEARD_MS < now < p.stopped_until)
+            self.post(on.Tick(unheard=frozenset(p.number for p in quiet)))
 
     def post(self, event: Any) -> None:
         if not self.alive:

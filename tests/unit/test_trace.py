@@ -3,8 +3,9 @@
 import itertools
 import json
 
+from raypar.schedule.throughput import History, Mark
 from raypar.schedule.timeline import Timeline
-from raypar.schedule.trace import chrome_trace
+from raypar.schedule.trace import chrome_trace, run_trace
 
 MEASURED = Timeline.from_spans(
     [[("0F0", 0.0, 1.5), ("0B0", 4.0, 6.0), ("0G", 5.0, 7.0), ("V", 7.0, 7.5)], [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.0)]],
@@ -47,3 +48,18 @@ def test_complete_events_of_one_thread_do_not_overlap():
 def test_held_activations_are_a_counter_that_returns_to_zero():
     counts = [(e["ts"], e["args"]["held"]) for e in events(chrome_trace(MEASURED), "C") if "worker 0" in e["name"]]
     assert counts == [(0.0, 1), (6000.0, 0)]
+
+
+def test_the_trace_of_a_run_shows_the_gap_between_two_steps():
+    history = History(
+        steps=((0.0, 0.5, 8.0), (1.7, 2.2, 8.0)),
+        workers=((0.0, 4), (0.6, 3)),
+        marks=(Mark(0.6, "lost", "worker 2 lost"),),
+        pauses=((0.6, 1.7),),
+        end_s=2.2,
+    )
+    events = run_trace(history, first=41)["traceEvents"]
+    slices = [(e["name"], round(e["ts"]), round(e["dur"])) for e in events if e["ph"] == "X"]
+    assert slices == [("step 41", 0, 500_000), ("step 42", 1_700_000, 500_000), ("nobody trains", 600_000, 1_100_000)]
+    assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("worker 2 lost", 600_000.0)]
+    assert [e["args"]["workers"] for e in events if e["ph"] == "C"] == [4, 3]
