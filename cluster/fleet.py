@@ -60,11 +60,17 @@ class Fleet:
     def kill(self, node: Any) -> None:
         """The machine loses its power: `kill -9` of the raylet and of all that it has started, at once."""
         self.look()
-        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-        for process in (raylet, *raylet.children(recursive=True)):
+        for process in _on(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._forget(node, graceful=False)
+
+    def stop(self, node: Any) -> None:
+        """The machine hangs: SIGSTOP of the raylet and of all that it has started. `kill` ends it."""
+        self.look()
+        for process in _on(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def drain(self, node: Any, seconds: float) -> bool:
         """The notice that a cloud gives `seconds` before it takes a machine away; whether Ray has accepted it."""
@@ -116,6 +122,12 @@ class Fleet:
     def _forget(self, node: Any, *, graceful: bool) -> None:
         (self.alive if node in self.alive else self.draining).remove(node)
         self._cluster.remove_node(node, allow_graceful=graceful)
+
+
+def _on(node: Any) -> list[psutil.Process]:
+    """The raylet of a node, and what it has started."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return [raylet, *raylet.children(recursive=True)]
 
 
 def state_of(pid: int) -> str:
