@@ -1,5 +1,6 @@
 """Workers die under a running job on a real Ray: it goes on with those left, and the result does not change by a bit."""
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.trainee import Trainee, kill
 
+import raypar
 from raypar.actors.local_ray import connected
 
 
@@ -99,6 +101,35 @@ def test_a_bit_that_flips_in_one_replica_is_found_and_the_steps_are_executed_aga
     assert len(trainee.told("generation")[-1]["workers"]) == (3 if replicas == 4 else 4)
     wrong = {int(step) for text in warnings for step in re.findall(r"step (\d+): .* is right", text)}
     assert all(pair in undisturbed.losses or pair[0] in wrong for pair in trainee.losses)
+
+
+@pytest.mark.chaos
+def test_trainer_goes_on_when_a_worker_is_killed(tmp_path):
+    parts = {"loss": "helpers.tiny_job:loss", "data": ("helpers.tiny_job:data", {"size": 32}), "name": "run"}
+    model = ("helpers.tiny_job:model", {"sleep_s": 0.01})
+
+    def trainer(run_dir: Path, **more) -> raypar.Trainer:
+        return raypar.Trainer(model=model, **parts, steps=30, batch_size=8, microbatches=4, run_dir=run_dir, **more)
+
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        run = tmp_path / "disturbed/run"
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not killed:
+            time.sleep(0.02)
+            if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= 8:
+                killed.append(json.loads((run / "members.json").read_text())["members"][3]["pid"])
+                os.kill(killed[0], signal.SIGKILL)
+
+    whole = trainer(tmp_path / "undisturbed", plan={"stages": 1}).fit(verbose=False)
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    result = trainer(tmp_path / "disturbed", plan={"stages": 2, "replicas": 2}, elastic={"min_workers": 2}).fit(verbose=False)
+    killer.join()
+    assert killed and "is lost" in (tmp_path / "disturbed/run/events.jsonl").read_text()
+    assert result.weights_sha256 == whole.weights_sha256
+    assert [row["loss"] for row in result.history] == [row["loss"] for row in whole.history]
 
 
 LONG = ("steps=200", "elastic.min_workers=1")
