@@ -40,6 +40,7 @@ from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequeste
 from raypar.elastic.holdings import Digest, Piece
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery import Recovery, begin, spoilt
+from raypar.elastic.stragglers import Watch
 from raypar.elastic.table import TABLE
 from raypar.plan import ParallelPlan
 
@@ -59,7 +60,8 @@ class Course:
     that join get a seat once all that are wanted are there, or `grow_after_s` after the first of them, if the steps that are
     left then gain more than `move_s`.
     A step is overdue after `step_deadline_s`, or `step_deadline_times` the longest of the last steps if that is more.
-    `mirror_every`, `mirror_cost`: see `CutClock`.
+    `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `stragglers.Watch`;
+    `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
 
     workers: int
@@ -95,6 +97,9 @@ class Course:
     capacity_s: float = 300.0
     mirror_every: int = 0
     mirror_cost: float = 0.0
+    straggler_times: float = 1.5
+    straggler_steps: int = 20
+    replace_stragglers: bool = False
 
     @property
     def end(self) -> int:
@@ -168,6 +173,13 @@ class RunMachine:
         self.tainted: set[int] = set()
         """Workers whose state is of that kind and was not replaced yet."""
         self.doubts = 0
+        self.watch = Watch(self.course.straggler_times, self.course.straggler_steps)
+        self._busy: dict[int, dict[int, float]] = {}
+        """step -> worker -> seconds of computing for a microbatch"""
+        self.nodes: dict[int, str] = {}
+        """worker -> the node it is on, as far as the driver has told."""
+        self.slow_nodes: set[str] = set()
+        """A straggler that was there has been replaced."""
         self.wrong: set[int] = set()
         """Workers whose state differed from that of a majority; they leave."""
         self.doubted = range(0)

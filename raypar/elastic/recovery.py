@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from raypar.elastic import stragglers
 from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Note, Settle, Warn
 from raypar.elastic.digests import agree_standing
 from raypar.elastic.events import (
@@ -73,6 +74,7 @@ def begin(m: RunMachine, why: str) -> None:
     m._due.clear()
     m._reports.clear()
     m._digests.clear()
+    m._busy.clear()
     m._probing = False
     m.choosing = False
     m.began_s = m._now_s if m.began_s is None else m.began_s
@@ -373,6 +375,7 @@ def adopted(m: RunMachine, event: Event) -> None:
             lose(m, worker)
     if m.stop is not None and m.stop_at is None:
         m.stop_at = max(m.committed, m.emitted)
+    stragglers.begin(m)
     m.go(Phase.RUNNING)
     m.advance()
 
