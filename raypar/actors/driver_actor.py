@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -145,6 +146,7 @@ class DriverActor:
             while self.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
+                    event = replace(event, preempted=self.staff.preempted(event.worker, event.error))
                     self._lost(event.worker, first_line(event.error))
                 for decision in self.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)

@@ -102,6 +102,10 @@ class Staff:
         self._dismissing.add(task)
         task.add_done_callback(self._dismissing.discard)
 
+    def preempted(self, number: int, error: Exception) -> bool:
+        """Whether it died because it was asked to leave, or with its machine."""
+        return number in self._leaving or "its node has died" in str(error)
+
     def suspect(self, number: int) -> None:
         """It does not answer, or died with its node: nobody is sent there for a while."""
         if self._alone_there(number):

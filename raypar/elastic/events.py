@@ -39,13 +39,15 @@ class StepReported:
 class CallFailed:
     """A worker's call, the start-up (worker None) or a side effect of the driver failed with `error`.
 
-    `generation`: that of the call; None for what has none (a worker's death, a side effect).
+    `generation`: that of the call; None for what has none (a worker's death, a side effect). `preempted`: it died because its
+    machine was taken away or lost.
     """
 
     kind: Kind
     error: Exception
     worker: int | None = None
     generation: int | None = None
+    preempted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
