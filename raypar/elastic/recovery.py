@@ -14,6 +14,7 @@ mirror that is complete; else to the checkpoint. What is executed again is compa
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ from raypar.elastic.events import (
     TakenOver,
     ValidationEmitted,
 )
-from raypar.elastic.holdings import Holdings, Piece, missing, moves, seated
+from raypar.elastic.holdings import Holdings, Piece, missing, moves, overlap, seated
 from raypar.elastic.member import Fenced, Stand
 from raypar.elastic.phases import Phase
 from raypar.errors import ClusterError, CommError, WorkerLost
@@ -267,7 +268,7 @@ def find_plan(m: RunMachine) -> None:
         return
     grown, m.next_plan = m.next_plan, None
     if grown is not None and grown.world <= len(usable):
-        adopt(m, grown, seated(m.layout(grown), held(m, r.done), usable))
+        adopt(m, grown, seats(m, grown, usable))
         return
     plan = refilled(m, usable) if m.plan is not None else None
     if plan is not None:
@@ -290,11 +291,22 @@ def refilled(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int,
         return None
     while idle and any(len(a) < f for a, f in zip(at, full, strict=True)):
         neediest = max(range(len(at)), key=lambda p: (full[p] - len(at[p])) / full[p])
-        at[neediest].append(idle.pop(0))
+        worker = next_to(m, plan, neediest, at[neediest], idle)
+        idle.remove(worker)
+        at[neediest].append(worker)
     if not all(at):
         return None
     stages = tuple(replace(s, replicas=len(at[s.position]) // s.shards) for s in plan.stages)
     return ParallelPlan(stages), tuple(w for workers in at for w in workers)
+
+
+def next_to(m: RunMachine, plan: ParallelPlan, position: int, there: list[int], idle: list[int]) -> int:
+    """Which of the idle workers joins those at a position: who lacks least of what they hold; of these one on a node that has
+    fewest copies of it; of these the lowest number."""
+    rank = next(rank for rank, seat in enumerate(plan.seats) if seat.position == position)
+    need, have = m.layout(plan)[rank], held(m, m.recovery.done)
+    copies = Counter(m.nodes.get(worker) for worker in there)
+    return min(idle, key=lambda w: (-overlap(need, have.get(w, ())), copies[m.nodes.get(w)], w))
 
 
 def plan_chosen(m: RunMachine, event: Event) -> None:
@@ -309,8 +321,13 @@ def plan_chosen(m: RunMachine, event: Event) -> None:
     if event.plan.world > len(usable):  # somebody was asked to leave meanwhile
         find_plan(m)
         return
-    need = m.layout(event.plan)
-    adopt(m, event.plan, seated(need, held(m, m.recovery.done), usable))
+    adopt(m, event.plan, seats(m, event.plan, usable))
+
+
+def seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
+    """Who takes which seat of a new plan: as little as possible moves, and copies of a stage sit on different nodes."""
+    positions = [seat.position for seat in plan.seats]
+    return seated(m.layout(plan), held(m, m.recovery.done), usable, m.nodes, positions)
 
 
 def held(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
