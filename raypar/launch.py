@@ -288,6 +288,8 @@ def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[st
         "step_deadline_s": elastic.step_deadline_s,
         "step_deadline_times": 5.0,
         "capacity_s": wait_for_workers_s,
+        "replace_stragglers": elastic.stragglers == "replace",
+        "straggler_times": elastic.straggler_times,
         "mirror_every": elastic.mirror if isinstance(elastic.mirror, int) else 0,
         "mirror_cost": MIRROR_COST if elastic.mirror == "auto" else 0.0,
     }

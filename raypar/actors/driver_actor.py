@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -77,6 +78,7 @@ class DriverActor:
         self.pool = Pool(request.run)
         self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
         self.staff = Staff(self.pool, self.journal, self.queue.put_nowait, self._note)
+        self.machine.nodes = self.staff.where
         self.recorder = Recorder(request)
         self.status = Status(request)
         self.reports: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
@@ -147,6 +149,7 @@ class DriverActor:
             while self.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
+                    event = replace(event, preempted=self.staff.preempted(event.worker, event.error))
                     self._lost(event.worker, first_line(event.error))
                 for decision in self.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
@@ -213,6 +216,8 @@ class DriverActor:
                 self._note("waiting" if self.machine.phase is Phase.WAITING else "warning", text=text)
             case do.Note(text):
                 self._note("note", text=text)
+            case do.Straggles():
+                self._straggles(decision.action)
             case do.Hire(worker):
                 self._spawn(self._hire(worker))
             case do.Resumed(_, seconds, again):
@@ -286,7 +291,11 @@ class DriverActor:
         if generation == self.machine.generation:
             self.reports[step][self.machine.members.index(number)] = report
         cost, digest = report["mirror_seconds"], report["digest"]
-        return on.StepReported(number, step, report["seconds"], generation, cost, digest)
+        busy_s = None
+        if generation == self.machine.generation and self.machine.plan is not None:
+            microbatches = self.plans.passes(self.machine.plan)[self.machine.members.index(number)]
+            busy_s = report["busy_seconds"] / microbatches if microbatches else None
+        return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
     def _validated(self, number: int, generation: int, done: int, report: Any) -> on.Event:
         if generation == self.machine.generation:
@@ -411,6 +420,21 @@ class DriverActor:
         at = f" (worker {number}, node {where['node']}, pid {where['pid']})" if "pid" in where else f" (worker {number})"
         self._note("lost", text=f"{who}{at} is lost: {why}", coordinate=who, why=why, **where)
         self.staff.dismiss(number)
+
+    def _straggles(self, found: do.Straggles) -> None:
+        """Told in one line; the next worker is to be hired elsewhere when this one leaves."""
+        number, who = found.worker, self.staff.who(found.worker)
+        place = self._coordinate(number).partition("(")[2].rstrip(")")
+        at = f"worker {number} ({place}, node {who.get('node', 'unknown')})"
+        like = "in its first steps" if found.alone else "its replicas"
+        text = f"{at} takes {found.times:.1f} times as long as {like} for {found.steps} steps"
+        if found.over:
+            text = f"{at} is as fast as {like} again"
+        elif found.leaves:
+            text += "; it is asked to leave"
+            self.staff.slow(number)
+        facts = {"times": round(found.times, 2), "steps": found.steps, "over": found.over, "leaves": found.leaves}
+        self._note("straggler", text=text, coordinate=self._coordinate(number), **facts, **who)
 
     def _check_replay(self, step: int, doubted: bool) -> None:
         found, before = outcome_of(self.reports.pop(step)), self.outcomes.get(step)

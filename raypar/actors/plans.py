@@ -21,6 +21,7 @@ class Plans:
         self.schedules: dict[ParallelPlan, str] = {request.plan: request.schedule_name}
         self._found: dict[int, ParallelPlan | PlanError] = {request.plan.world: request.plan}
         """By workers; as many as the job asks for have the job's own plan."""
+        self._passes: dict[ParallelPlan, tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
     def choose(self, generation: int, workers: int, now: ParallelPlan | None) -> on.PlanChosen:
@@ -60,6 +61,16 @@ class Plans:
         request = self.request
         made = registry.build(self.schedule(plan), Routing(plan, request.cut))
         return assign(made, plan, request.outline.crossing(plan), request.cut, request.validation_cut)
+
+    def passes(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """By rank: how many microbatches it takes through its stages in a step, those of each chunk counted."""
+        if plan not in self._passes:
+            routing = Routing(plan, self.request.cut)
+            self._passes[plan] = tuple(
+                sum(len(routing.of_replica(stage, seat.replica)) for stage in plan.stages_of(rank))
+                for rank, seat in enumerate(plan.seats)
+            )
+        return self._passes[plan]
 
     def _step_s(self, plan: ParallelPlan) -> float:
         request = self.request

@@ -20,6 +20,8 @@ from raypar.plan import ParallelPlan
 
 POLL_S = 0.05
 SWEEP_S = 20.0
+SHUN_S = 15.0
+"""How long a worker that is hired waits for a place elsewhere than on a node that is known to be slow."""
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -68,11 +70,21 @@ class Pool:
                 say(f"waiting for {plan.world - there} of {plan.world} workers")
             await asyncio.sleep(POLL_S)
 
-    async def reserve_one(self, number: int, avoid: Collection[str]) -> None:
-        """A group for one more worker, for however long that takes; not on the nodes `avoid`. Meanwhile it is demand that an
-        autoscaler sees."""
-        self.groups[number], self.bundles[number] = await asyncio.to_thread(self._group, number, 1, avoid), 0
+    async def reserve_one(self, number: int, avoid: Collection[str], shun: Collection[str] = ()) -> None:
+        """A group for one more worker, for however long that takes; not on the nodes `avoid`, and not on those to `shun` unless
+        there has been no other place for `SHUN_S`. Meanwhile it is demand that an autoscaler sees."""
+        group = await asyncio.to_thread(self._group, number, 1, {*avoid, *shun})
+        self.groups[number], self.bundles[number] = group, 0
+        start_s, shunned = time.monotonic(), bool(set(shun) - set(avoid))
         while number in self.groups and not await asyncio.to_thread(self._there, number):
+            if shunned and time.monotonic() - start_s > SHUN_S:
+                shunned = False
+                await asyncio.to_thread(remove_placement_group, group)
+                group = await asyncio.to_thread(self._group, number, 1, avoid)
+                if number in self.groups:
+                    self.groups[number] = group
+                else:  # dismissed meanwhile
+                    await asyncio.to_thread(remove_placement_group, group)
             await asyncio.sleep(4 * POLL_S)
 
     def _group(self, number: int, bundles: int, avoid: Collection[str] = ()) -> PlacementGroup:

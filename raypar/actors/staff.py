@@ -33,6 +33,10 @@ class Staff:
         self.hellos: dict[int, Hello] = {}
         self.suspects: set[str] = set()
         """Nodes whose workers were lost or hung: nobody is hired there before Ray's node table has had time to notice."""
+        self.slow_nodes: set[str] = set()
+        """Nodes whose worker was a straggler: nobody is hired there while another node has room."""
+        self.where: dict[int, str] = {}
+        """worker -> node, of all that have ever started."""
         self._answered_s: dict[int, float] = {}
         self._leaving: set[int] = set()
         self._told: set[int] = set()
@@ -43,6 +47,7 @@ class Staff:
     def met(self, number: int, hello: Hello) -> None:
         """A worker has started."""
         self.hellos[number] = hello
+        self.where[number] = hello.node
         self._answered_s[number] = time.monotonic()
 
     def nodes(self, numbers: Iterable[int]) -> dict[int, str]:
@@ -62,7 +67,7 @@ class Staff:
     async def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float, start_s: float) -> None:
         """One worker more, in the background: place, process, torch, model code. Ends in `Joined` or `HireFailed`."""
         try:
-            await self.pool.reserve_one(number, self.suspects)
+            await self.pool.reserve_one(number, self.suspects, self.slow_nodes)
             if number not in self.pool.groups:
                 return  # dismissed while it waited for its place
             worker = self.pool.hire(number, spec, host, orphan_timeout_s)
@@ -100,13 +105,24 @@ class Staff:
         self._dismissing.add(task)
         task.add_done_callback(self._dismissing.discard)
 
+    def preempted(self, number: int, error: Exception) -> bool:
+        """Whether it died because it was asked to leave, or with its machine."""
+        return number in self._leaving or "its node has died" in str(error)
+
     def suspect(self, number: int) -> None:
         """It does not answer, or died with its node: nobody is sent there for a while."""
-        hello = self.hellos.get(number)
-        if hello is not None:
-            others = [n for n, h in self.hellos.items() if h.node == hello.node and n in self.pool.workers and n != number]
-            if not others:
-                self.suspects.add(hello.node)
+        if self._alone_there(number):
+            self.suspects.add(self.where[number])
+
+    def slow(self, number: int) -> None:
+        """It computes too slowly, and leaves: the next one is sent elsewhere, if there is room."""
+        if self._alone_there(number):
+            self.slow_nodes.add(self.where[number])
+
+    def _alone_there(self, number: int) -> bool:
+        """Where others of the run are well on its node, it is not the node's fault."""
+        others = [n for n in self.pool.workers if n != number and n in self.where]
+        return number in self.where and all(self.where[n] != self.where[number] for n in others)
 
     def unheard(self) -> frozenset[int]:
         """Who should have answered a ping by now."""

@@ -89,6 +89,7 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
     "hiring": told,
     "left": told,
     "note": told,
+    "straggler": told,
     "driver": told,
     "warning": warning,
     "checkpoint": checkpoint,

@@ -89,6 +89,21 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Straggles:
+    """Tell people that `worker` takes `times` as long as its replicas (`alone`: as in its own first steps) for `steps` steps.
+
+    `over`: it does no longer. `leaves`: it is going to be drained; the next one should be hired on another node. No answer.
+    """
+
+    worker: int
+    times: float
+    steps: int
+    alone: bool = False
+    over: bool = False
+    leaves: bool = False
+
+
 # -- recovery and rescaling ------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +223,7 @@ Action = (
     | Probe
     | Warn
     | Note
+    | Straggles
     | Claim
     | Fence
     | Settle

@@ -23,6 +23,7 @@ class StepReported:
     """A worker holds the whole vote of `step` and has applied it. `seconds`: how long the step took there.
 
     `mirror_seconds`: what of the mirror (copies, exchange) it spent beside them. `digest`: of the state, where a cut was taken.
+    `busy_s`: how long it computed for one microbatch; None where that is not known.
     """
 
     worker: int
@@ -31,19 +32,22 @@ class StepReported:
     generation: int = 1
     mirror_seconds: float = 0.0
     digest: Digest | None = None
+    busy_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
     """A worker's call, the start-up (worker None) or a side effect of the driver failed with `error`.
 
-    `generation`: that of the call; None for what has none (a worker's death, a side effect).
+    `generation`: that of the call; None for what has none (a worker's death, a side effect). `preempted`: it died because its
+    machine was taken away or lost.
     """
 
     kind: Kind
     error: Exception
     worker: int | None = None
     generation: int | None = None
+    preempted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

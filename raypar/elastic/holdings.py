@@ -7,7 +7,8 @@ again for another worker; ranks belong to a plan and are not known here.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -137,10 +138,18 @@ def _joined(found: Iterable[Move]) -> tuple[Move, ...]:
     return tuple(Move(*way, piece) for way in sorted(ways) for piece in union(ways[way]))
 
 
-def seated(need: Sequence[Sequence[Piece]], have: Holdings, workers: Sequence[int]) -> tuple[int, ...]:
+def seated(
+    need: Sequence[Sequence[Piece]],
+    have: Holdings,
+    workers: Sequence[int],
+    nodes: Mapping[int, str] | None = None,
+    positions: Sequence[int] = (),
+) -> tuple[int, ...]:
     """Which worker takes which seat: those who hold most of what a seat needs first; among equals the lowest numbers.
 
-    `need[rank]`: what the seat needs. Returns one worker a seat. Raises `PlanError` when there are fewer workers than seats.
+    `need[rank]`: what the seat needs. With `nodes` (worker -> node) and `positions` (by rank, what of the plan it is a copy
+    of), copies of the same sit on different nodes as far as that moves nothing more. Returns one worker a seat. Raises
+    `PlanError` when there are fewer workers than seats.
     """
     if len(workers) < len(need):
         raise PlanError(f"{len(need)} seats but {len(workers)} workers", cure="choose a plan for the workers there are")
@@ -154,7 +163,50 @@ def seated(need: Sequence[Sequence[Piece]], have: Holdings, workers: Sequence[in
     for _, rank, worker in pairs:
         if rank not in chosen and worker not in chosen.values():
             chosen[rank] = worker
-    return tuple(chosen[rank] for rank in range(len(need)))
+    members = [chosen[rank] for rank in range(len(need))]
+    if nodes and len(set(nodes.values())) > 1 and positions:
+        cost = {(rank, worker): size for size, rank, worker in pairs}
+        _apart(members, sorted(set(workers) - set(members)), cost, nodes, positions)
+    return tuple(members)
+
+
+def _apart(
+    members: list[int], idle: list[int], cost: Mapping[tuple[int, int], int], nodes: Mapping[int, str], positions: Sequence[int]
+) -> None:
+    """Exchange two members, or one for an idle worker, wherever that moves less, or as much and parts two copies that share a
+    node. In place; ends because every exchange lowers (elements to move, pairs of copies on one node)."""
+    here = Counter((positions[rank], nodes.get(worker, "")) for rank, worker in enumerate(members))
+
+    def gain(rank: int, other: int | None, worker: int) -> tuple[int, int]:
+        """(elements, pairs) that there are more of when `worker`, now at rank `other` or idle, comes to `rank`."""
+        old = members[rank]
+        elements, changed = cost[rank, worker] - cost[rank, old], Counter[tuple[int, str]]()
+        changed[positions[rank], nodes.get(worker, "")] += 1
+        changed[positions[rank], nodes.get(old, "")] -= 1
+        if other is not None:
+            elements += cost[other, old] - cost[other, worker]
+            changed[positions[other], nodes.get(old, "")] += 1
+            changed[positions[other], nodes.get(worker, "")] -= 1
+        return elements, sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in changed.items())
+
+    better = True
+    while better:
+        better = False
+        for rank in range(len(members)):
+            if here[positions[rank], nodes.get(members[rank], "")] < 2 and not cost[rank, members[rank]]:
+                continue  # nothing to gain
+            others: list[tuple[int | None, int]] = [(o, w) for o, w in enumerate(members) if o != rank]
+            ways = [(gain(rank, other, worker), worker, other) for other, worker in (*others, *((None, w) for w in idle))]
+            (change, worker, other) = min(ways, key=lambda way: way[:2], default=((0, 0), -1, None))
+            if change >= (0, 0):
+                continue
+            old, better = members[rank], True
+            members[rank] = worker
+            if other is not None:
+                members[other] = old
+            else:
+                idle[idle.index(worker)] = old
+            here = Counter((positions[r], nodes.get(w, "")) for r, w in enumerate(members))
 
 
 @dataclass(frozen=True)

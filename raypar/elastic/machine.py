@@ -40,6 +40,7 @@ from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequeste
 from raypar.elastic.holdings import Digest, Piece
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery import Recovery, begin, spoilt
+from raypar.elastic.stragglers import Watch
 from raypar.elastic.table import TABLE
 from raypar.plan import ParallelPlan
 
@@ -54,13 +55,14 @@ class Course:
     `validate_every`, `save_every`: 0 means only at the end, and never when `validates` is False.
     `stop_at`: end after that many steps, without the last validation. `save_at_end`: also when the job is done; a run that is
     stopped is always saved. `elastic`: a lost worker is not the end; a new generation goes on with those between
-    `min_workers` and `max_workers` (None: as many as the run began with), and gives up after `max_attempts` without a step
-    between them. `hires`: workers that are missing are replaced, and `standbys` more wait, warm, for a seat. `grow`: those
-    that join get a seat once all that are wanted are there, or `grow_after_s` after the first of them, if the steps that are
-    left then gain more than `move_s`. A step is overdue after `step_deadline_s`, or `step_deadline_times` the longest of the
-    last steps if that is more; after half of that where the worker answers no pings either, and a recovery waits for such a
-    worker no longer than `hopeless_s`.
-    `mirror_every`, `mirror_cost`: see `CutClock`.
+    `min_workers` and `max_workers` (None: as many as the run began with), and gives up after `max_attempts` without a new
+    step between them (see `recovery.begin`). `hires`: workers that are missing are replaced, and `standbys` more wait, warm,
+    for a seat. `grow`: those that join get a seat once all that are wanted are there, or `grow_after_s` after the first of
+    them, if the steps that are left then gain more than `move_s`. A step is overdue after `step_deadline_s`, or
+    `step_deadline_times` the longest of the last steps if that is more; after half of that where the worker answers no pings
+    either, and a recovery waits for such a worker no longer than `hopeless_s`.
+    `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `stragglers.Watch`;
+    `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
 
     workers: int
@@ -97,6 +99,9 @@ class Course:
     capacity_s: float = 300.0
     mirror_every: int = 0
     mirror_cost: float = 0.0
+    straggler_times: float = 1.5
+    straggler_steps: int = 20
+    replace_stragglers: bool = False
 
     @property
     def end(self) -> int:
@@ -160,6 +165,8 @@ class RunMachine:
         self.began_s: float | None = None
         """When the machine heard of what no step has been committed after yet."""
         self.attempts = 0
+        """Recoveries that count since the last new step; `deaths`: those since then that may be its fault."""
+        self.deaths: list[CallFailed] = []
         self.recovery = Recovery("")
         self.clock = CutClock(self.course.mirror_every, self.course.mirror_cost)
         self._digests: dict[int, dict[int, Digest]] = {}
@@ -170,6 +177,13 @@ class RunMachine:
         self.tainted: set[int] = set()
         """Workers whose state is of that kind and was not replaced yet."""
         self.doubts = 0
+        self.watch = Watch(self.course.straggler_times, self.course.straggler_steps)
+        self._busy: dict[int, dict[int, float]] = {}
+        """step -> worker -> seconds of computing for a microbatch"""
+        self.nodes: dict[int, str] = {}
+        """worker -> the node it is on, as far as the driver has told."""
+        self.slow_nodes: set[str] = set()
+        """A straggler that was there has been replaced."""
         self.wrong: set[int] = set()
         """Workers whose state differed from that of a majority; they leave."""
         self.doubted = range(0)
@@ -230,7 +244,7 @@ class RunMachine:
         """Issue what may be issued, or serve the flush point that has been reached."""
         if self.pause_for is not None:
             if self.committed == self.issued:
-                begin(self, self.pause_for)
+                begin(self, self.pause_for, counts=False)
             return
         barrier = max(self.barrier(), self.committed)
         while self.issued < min(barrier, min(self.emitted, self.committed) + DEPTH):
@@ -377,7 +391,9 @@ class RunMachine:
     def commit(self, step: int) -> None:
         """Every worker has applied `step`."""
         self.committed = step + 1
-        self.attempts = 0
+        if step >= self.journalled:  # not one that is executed again
+            self.attempts = 0
+            self.deaths.clear()
         self._since_s = self._now_s
         if self.began_s is not None:
             self.decide(Resumed(step, self._now_s - self.began_s, max(0, self.journalled - step)), "training goes on")

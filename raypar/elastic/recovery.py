@@ -13,9 +13,12 @@ mirror that is complete; else to the checkpoint. What is executed again is compa
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from raypar.elastic import stragglers
 from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Note, Settle, Warn
 from raypar.elastic.digests import agree_standing
 from raypar.elastic.events import (
@@ -38,7 +41,7 @@ from raypar.elastic.events import (
     Tick,
     ValidationEmitted,
 )
-from raypar.elastic.holdings import Holdings, Piece, missing, moves, seated
+from raypar.elastic.holdings import Holdings, Piece, missing, moves, overlap, seated
 from raypar.elastic.member import Fenced, Stand
 from raypar.elastic.phases import Phase
 from raypar.errors import ClusterError, CommError, WorkerLost
@@ -52,6 +55,10 @@ SLOWEST_PER_S = 2e6
 """Elements, with what the optimizer keeps for them, that a worker takes over in a second, at the least."""
 
 
+SAY_S = 30.0
+"""How often people are told again what is waited for."""
+
+
 @dataclass
 class Recovery:
     """What is known on the way to the next generation."""
@@ -62,37 +69,63 @@ class Recovery:
     stands: dict[int, Stand] = field(default_factory=dict)
     done: int = 0
     order: Adopt | None = None
+    symptom: bool = False
+    """It began with what a death does to others; whose death it was, and why, is not known yet."""
+    awaited: str = ""
+    told_s: float = 0.0
+    """What is waited for, and when people were told last."""
 
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
 
 
-def begin(m: RunMachine, why: str) -> None:
-    """A new generation is needed. What is in flight will be settled, or never happened."""
+def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
+    """A new generation is needed. What is in flight will be settled, or never happened.
+
+    `counts`: it is an attempt at the next step, of which there are `max_attempts`. What was planned (somebody leaves, joins)
+    and deaths that are nobody's fault (a machine was taken away) are none: there may be any number of them.
+    """
     if m.phase in (Phase.VALIDATING, Phase.SAVING, Phase.ENDING):
         m.served = m.emitted - 1  # what was being served there is due again
     m._due.clear()
     m._reports.clear()
     m._digests.clear()
+    m._busy.clear()
     m._probing = False
     m.choosing = False
     m.began_s = m._now_s if m.began_s is None else m.began_s
-    m.attempts += 1
+    m.attempts += counts
     if m.attempts > m.course.max_attempts:
-        last = "\n".join(str(f.error) for f in m.failures[-m.course.max_attempts :])
-        m.over(
-            "failed",
-            f"{m.attempts} attempts without a step between them: {why}",
-            WorkerLost(
-                f"{m.attempts} recoveries in a row did not get beyond step {m.committed + 1}; the last failures:\n{last}",
-                cure="what kills the workers is probably in this step: look at their logs; `raypar resume` goes on",
-            ),
-        )
+        m.over("failed", f"{m.attempts} attempts without a step between them: {why}", hopeless(m))
         return
     m.recovery = Recovery(why)
     m.generation += 1
     m.go(Phase.CLAIMING, deadline_s=m.course.claim_s)
     m.decide(Claim(m.generation), why)
+
+
+def hopeless(m: RunMachine) -> WorkerLost:
+    """The same step has failed again and again."""
+    step, most = max(m.committed, m.journalled) + 1, m.course.max_attempts
+    alike = {likeness(event.error) for event in m.deaths[-most:]}
+    if len(m.deaths) >= most and len(alike) == 1:
+        who = ", ".join(str(event.worker) for event in m.deaths[-most:])
+        return WorkerLost(
+            f"{len(m.deaths)} workers have died in step {step}, one after the other and all in the same way "
+            f"(the last were {who}): {first_line(m.deaths[-1].error)}",
+            cure=f"something in step {step} (its samples, a library) ends the process: look at the workers' logs, and run it "
+            "in one process; `raypar resume` goes on from the last checkpoint",
+        )
+    last = "\n".join(str(f.error) for f in m.failures[-most:])
+    return WorkerLost(
+        f"{m.attempts} recoveries in a row did not get beyond step {step}; the last failures:\n{last}",
+        cure="what kills the workers is probably in this step: look at their logs; `raypar resume` goes on",
+    )
+
+
+def likeness(error: Exception) -> str:
+    """How somebody died, without who it was: numbers, ids and places are left out."""
+    return re.sub(r"\b[0-9a-f]{6,}\b|\d+", "", first_line(error).rpartition(" was lost: ")[2])
 
 
 def taken_over(m: RunMachine, event: Event) -> None:
@@ -113,15 +146,28 @@ def taken_over(m: RunMachine, event: Event) -> None:
 def disturbed(m: RunMachine, event: Event) -> None:
     """A worker is lost, or a group broke."""
     assert isinstance(event, CallFailed)
+    counts, symptom = True, event.kind == "aborted"
     if event.kind == "lost" and event.worker is not None:
         seated_worker = event.worker in m.members and event.worker not in m.gone
-        lose(m, event.worker)
+        counts = died(m, event)
         if not seated_worker:
             return
     elif event.generation is not None and event.generation < m.generation:
         return  # a late symptom of what has been dealt with
     m.failures.append(event)
-    begin(m, first_line(event.error))
+    begin(m, first_line(event.error), counts=counts)
+    m.recovery.symptom = symptom
+
+
+def died(m: RunMachine, event: CallFailed) -> bool:
+    """It is gone; whether that says anything against the step it was in: not when it had been asked to leave, or its machine
+    was taken away."""
+    assert event.worker is not None
+    innocent = event.preempted or event.worker in m.leaving
+    if event.worker in m.members and event.worker not in m.gone and not innocent:
+        m.deaths.append(event)
+    lose(m, event.worker)
+    return not innocent
 
 
 def lose(m: RunMachine, worker: int) -> None:
@@ -217,11 +263,13 @@ def find_plan(m: RunMachine) -> None:
         if lost:
             unrecoverable(m, lost)
         else:
-            wait(m, f"{len(usable)} workers are left, min_workers is {m.course.min_workers}")
+            least = m.course.min_workers
+            left = f"{len(usable)} worker{'s are' if len(usable) != 1 else ' is'} left, min_workers is {least}"
+            wait(m, left, least - len(usable))
         return
     grown, m.next_plan = m.next_plan, None
     if grown is not None and grown.world <= len(usable):
-        adopt(m, grown, seated(m.layout(grown), held(m, r.done), usable))
+        adopt(m, grown, seats(m, grown, usable))
         return
     plan = refilled(m, usable) if m.plan is not None else None
     if plan is not None:
@@ -244,11 +292,22 @@ def refilled(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int,
         return None
     while idle and any(len(a) < f for a, f in zip(at, full, strict=True)):
         neediest = max(range(len(at)), key=lambda p: (full[p] - len(at[p])) / full[p])
-        at[neediest].append(idle.pop(0))
+        worker = next_to(m, plan, neediest, at[neediest], idle)
+        idle.remove(worker)
+        at[neediest].append(worker)
     if not all(at):
         return None
     stages = tuple(replace(s, replicas=len(at[s.position]) // s.shards) for s in plan.stages)
     return ParallelPlan(stages), tuple(w for workers in at for w in workers)
+
+
+def next_to(m: RunMachine, plan: ParallelPlan, position: int, there: list[int], idle: list[int]) -> int:
+    """Which of the idle workers joins those at a position: who lacks least of what they hold; of these one on a node that has
+    fewest copies of it; of these the lowest number."""
+    rank = next(rank for rank, seat in enumerate(plan.seats) if seat.position == position)
+    need, have = m.layout(plan)[rank], held(m, m.recovery.done)
+    copies = Counter(m.nodes.get(worker) for worker in there)
+    return min(idle, key=lambda w: (-overlap(need, have.get(w, ())), copies[m.nodes.get(w)], w))
 
 
 def plan_chosen(m: RunMachine, event: Event) -> None:
@@ -263,8 +322,13 @@ def plan_chosen(m: RunMachine, event: Event) -> None:
     if event.plan.world > len(usable):  # somebody was asked to leave meanwhile
         find_plan(m)
         return
-    need = m.layout(event.plan)
-    adopt(m, event.plan, seated(need, held(m, m.recovery.done), usable))
+    adopt(m, event.plan, seats(m, event.plan, usable))
+
+
+def seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
+    """Who takes which seat of a new plan: as little as possible moves, and copies of a stage sit on different nodes."""
+    positions = [seat.position for seat in plan.seats]
+    return seated(m.layout(plan), held(m, m.recovery.done), usable, m.nodes, positions)
 
 
 def held(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
@@ -374,19 +438,30 @@ def adopted(m: RunMachine, event: Event) -> None:
             lose(m, worker)
     if m.stop is not None and m.stop_at is None:
         m.stop_at = max(m.committed, m.emitted)
+    stragglers.begin(m)
     m.go(Phase.RUNNING)
     m.advance()
 
 
-def wait(m: RunMachine, why: str) -> None:
-    """Until somebody joins, or the deadline; not at all where nobody can."""
+def wait(m: RunMachine, why: str, lacking: int | None = None) -> None:
+    """Until somebody joins, or the deadline; not at all where nobody can. `lacking`: how many workers, where that is known."""
     if not m.course.capacity_s:
         cure = "`raypar resume` goes on from the last checkpoint, also under a smaller plan; or lower elastic.min_workers"
         m.over("failed", why, ClusterError(why, cure=cure))
         return
     m.go(Phase.WAITING, deadline_s=m.course.capacity_s)
-    m.decide(Warn(f"waiting for workers: {why}"), why)
+    more = "more workers" if lacking is None else f"{lacking} more worker{'s' * (lacking > 1)}"
+    m.recovery.awaited = f"{more} of 1 CPU each ({why})"
+    say_what_is_awaited(m)
     m.hire()
+
+
+def say_what_is_awaited(m: RunMachine) -> None:
+    """At once, then every `SAY_S`."""
+    assert m._deadline_s is not None
+    m.recovery.told_s = m._now_s
+    text = f"waiting for {m.recovery.awaited}; {m._deadline_s - m._now_s:.0f} s left"
+    m.decide(Warn(text), "nothing can be done without them")
 
 
 # -- what may come at any of them ------------------------------------------------------------------------------------------
@@ -397,7 +472,9 @@ def lost_recovering(m: RunMachine, event: Event) -> None:
     assert isinstance(event, CallFailed)
     if event.kind == "lost" and event.worker is not None:
         known = event.worker in m.gone
-        lose(m, event.worker)
+        counts = died(m, event)
+        if not (counts or known) and m.recovery.symptom:
+            m.attempts, m.recovery.symptom = m.attempts - 1, False
         if known or m.phase is Phase.WAITING:
             return
         m.failures.append(event)
@@ -406,7 +483,7 @@ def lost_recovering(m: RunMachine, event: Event) -> None:
             m.recovery.stands.pop(event.worker, None)
             all_stood(m)
         elif m.phase is not Phase.CLAIMING:
-            begin(m, first_line(event.error))
+            begin(m, first_line(event.error), counts=counts)
     elif event.kind in ("user", "error"):
         m.fail(event)
     elif event.generation == m.generation and m.phase is not Phase.CLAIMING:
@@ -419,8 +496,7 @@ def joined(m: RunMachine, event: Event) -> None:
     assert isinstance(event, Joined)
     welcome(m, event.worker)
     if m.phase is Phase.WAITING:
-        m.attempts = 0
-        begin(m, f"worker {event.worker} has joined")
+        begin(m, f"worker {event.worker} has joined", counts=False)
 
 
 def joined_running(m: RunMachine, event: Event) -> None:
@@ -528,6 +604,8 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
     assert isinstance(event, Tick)
     if m.phase is Phase.WAITING:
         m.hire()
+        if m._now_s - m.recovery.told_s >= SAY_S and m._deadline_s is not None and m._now_s < m._deadline_s:
+            say_what_is_awaited(m)
     r = m.recovery
     silent = sorted(r.expected - set(r.stands)) if m.phase is Phase.STANDING else sorted(r.expected)
     asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
@@ -536,7 +614,8 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
         return
     if m.phase is Phase.WAITING:
         cure = "add workers and use `raypar resume`, or lower elastic.min_workers"
-        m.over("failed", "no workers came", ClusterError(f"no workers came within {m.course.capacity_s:g} s", cure=cure))
+        what = f"no workers came within {m.course.capacity_s:g} s; awaited were {r.awaited}"
+        m.over("failed", "no workers came", ClusterError(what, cure=cure))
     elif m.phase in (Phase.CLAIMING, Phase.PLANNING):
         what = f"{m.phase.value} took more than {m._now_s - m._since_s:.0f} s"
         m.over("failed", what, ClusterError(what, cure="look at the head node: it does not answer"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from raypar.elastic import digests, recovery
+from raypar.elastic import digests, recovery, stragglers
 from raypar.elastic.actions import AbortGroups, EmitValidation, Probe, Warn
 from raypar.elastic.events import (
     Aborted,
@@ -41,6 +41,7 @@ def ready(m: RunMachine, event: Event) -> None:
     """Start training, or end at once when nothing is left to do."""
     for worker in sorted(m.leaving):
         m.pause_for = f"worker {worker} leaves"
+    stragglers.begin(m)
     m.go(Phase.RUNNING)
     m.advance()
 
@@ -56,6 +57,8 @@ def reported(m: RunMachine, event: Event) -> None:
     m.clock.report(event.step, event.mirror_seconds)
     if event.digest is not None:
         m._digests.setdefault(event.step, {})[event.worker] = event.digest
+    if event.busy_s is not None:
+        m._busy.setdefault(event.step, {})[event.worker] = event.busy_s
     while len(m._reports.get(m.committed, ())) == len(m.members):
         if m.committed == m.clock.last and not digests.agree(m, m.committed + 1, m._digests.pop(m.committed, {})):
             if m.phase is not Phase.OVER:
@@ -64,7 +67,9 @@ def reported(m: RunMachine, event: Event) -> None:
         del m._reports[m.committed]
         m._seconds.append(event.seconds)
         m.clock.commit(m.committed, event.seconds)
+        busy = m._busy.pop(m.committed, {})
         m.commit(m.committed)
+        stragglers.look(m, busy)
     if m.committed <= m.emitted or m.pause_for is not None:
         m.advance()
 

@@ -108,7 +108,7 @@ def test_below_min_workers_the_run_waits_until_somebody_joins():
     changes = (Change(3, 0.0, "kill", 2), Change(3, 900.0, "join", 1))
     world, found, _ = run(Case(PLAIN, plan, changes, course=(("min_workers", 3),)))
     assert found == undisturbed(PLAIN)
-    assert any("waiting for workers: 2 workers are left" in line for line in world.story)
+    assert any("waiting for 1 more worker of 1 CPU each (2 workers are left" in line for line in world.story)
     assert world.now > 900.0 and world.flesh.sizes[:2] == [4, 3]
 
 

@@ -255,3 +255,31 @@ def test_the_simulation_needs_no_torch():
 
 def test_every_kind_of_fault_is_known():
     assert set(KINDS) == {f.kind for f in single_faults(simulate(job(), GRID, **QUICK)[0])}
+
+
+@pytest.mark.parametrize("shape", REPLICAS)
+def test_a_straggler_is_replaced_wherever_it_is_and_the_bits_stay_the_same(shape):
+    work, plan, quiet = job(steps=24), REPLICAS[shape], QUICK | {"validates": False}
+    reference = simulate(work, plan, **quiet)[1]
+    for worker in range(plan.world):
+        more = {"hires": True, "replace_stragglers": True, "straggler_steps": 5, "slow": {worker: 2.0}}
+        world, found = simulate(work, plan, **quiet, **more)
+        assert found == reference, world.tell(f"worker {worker} is slow: {world.over.why}")
+        assert not world.processes[worker].alive, "it was drained, then removed"
+        assert sum("Straggles(" in line for line in world.story) == 1, "told once, and nobody else left"
+        assert sorted(world.driver.machine.members) == sorted({*range(plan.world), plan.world} - {worker})
+        world, found = simulate(work, plan, **quiet, **(more | {"replace_stragglers": False}))
+        assert found == reference and world.processes[worker].alive
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+def test_stragglers_among_other_faults(whole: bool):
+    work, plan, quiet = job(steps=24, mirror_every=2), GRID, QUICK | {"validates": False}
+    plain, reference = simulate(work, plan, **quiet)
+    more = {"hires": True, "replace_stragglers": True, "straggler_steps": 4, "slow": {1: 2.0, 3: 3.0, 4: 2.5}}
+    kinds: tuple[Kind, ...] = ("kill", "zombie", "stop", "delay", "late_answer", "kill_driver", "stop_driver", "drain")
+    for seed in range(300 if whole else 12):
+        faults = random_faults(seed, 3, plain, workers=4, kinds=kinds)
+        world, found = simulate(work, plan, faults, **quiet, **more)
+        gone = world.over.end == "failed" and "the only copies" in world.over.why
+        assert found == reference or gone, world.tell(f"{faults}: {world.over.why}")

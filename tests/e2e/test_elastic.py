@@ -216,3 +216,29 @@ def test_a_standby_fills_the_empty_seat(long_undisturbed, tmp_path):
     assert result.weights_sha256 == long_undisturbed.result.weights_sha256
     assert trainee.losses == long_undisturbed.losses
     assert trainee.told("generation")[0]["workers"] == [0, 4, 2, 3]
+
+
+@pytest.mark.chaos
+def test_a_straggler_is_told_and_replaced(long_undisturbed, tmp_path):
+    """One of the last stage's two workers sleeps three times as long as the other."""
+    mark = tmp_path / "slow"
+    trainee = Trainee(
+        tmp_path,
+        *LONG,
+        "plan.stages=2",
+        "plan.replicas=2",
+        "elastic={min_workers: 1, stragglers: replace}",
+        f"model.args={{sleep_s: 0.02, slow: {mark}}}",
+    )
+    result = trainee.run()
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses
+    (found,) = trainee.told("straggler")
+    assert found["pid"] == int(mark.read_text()) and found["leaves"], found
+    assert re.search(
+        r"\(stage 1, replica \d, node \w+\) takes [23]\.\d times as long as its replicas for 20 steps", found["text"]
+    )
+    assert [event["worker"] for event in trainee.told("left")] == [found["worker"]]
+    assert [event["worker"] for event in trainee.told("joined")] == [4], "another one has come"
+    assert len(trainee.told("generation")[-1]["workers"]) == 4

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -231,8 +231,12 @@ class World:
         plans: Callable[[int, int], ParallelPlan] | None = None,
         flesh: Any = Hashes,
         tick_ms: float = TICK_MS,
+        slow: Mapping[int, float] | None = None,
+        nodes: Mapping[int, str] | None = None,
         **course: Any,
     ) -> None:
+        """`slow`: workers that say that they compute so many times as long as the others; `nodes`: where workers are."""
+        self.slow, self.nodes = slow or {}, nodes or {}
         self.job, self.plan = job, plan
         self.changes = deque(sorted(changes, key=lambda change: change.after))
         """That have not come due."""
@@ -496,6 +500,7 @@ class Driver:
         self.alive, self.stopped_until = True, 0.0
         self.stall_told = False
         self.machine = RunMachine(world.course, plan=world.plan, layout=world.flesh.layout)
+        self.machine.nodes = dict(world.nodes)
         self.outcomes: dict[int, Any] = {}
         self.inbox: deque[Any] = deque()
         self.copying: tuple[int, set[int]] = (0, set())
@@ -676,7 +681,7 @@ class Driver:
             case do.Warn():
                 if machine.phase is Phase.WAITING and world.changed:
                     world.at(STARVED_MS, world.starve)
-            case do.AbortGroups() | do.Note() | do.Resumed():
+            case do.AbortGroups() | do.Note() | do.Resumed() | do.Straggles():
                 pass
             case _:
                 raise AssertionError(action)
@@ -687,7 +692,8 @@ class Driver:
         else:
             self.outcomes[step] = self.world.flesh.outcome(answer)
             digest = self.world.flesh.digest(answer, self.world.processes[worker].body, step)
-            self.post(on.StepReported(worker, step, 0.01, generation, digest=digest))
+            busy_s = 0.005 * self.world.slow.get(worker, 1.0)
+            self.post(on.StepReported(worker, step, 0.01, generation, digest=digest, busy_s=busy_s))
 
     def answered(self, answer: Any, generation: int, worker: int, event: Any) -> None:
         if isinstance(answer, (CommError, Fenced)):

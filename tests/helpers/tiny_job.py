@@ -17,17 +17,23 @@ WIDTH = 8
 class Recorded(nn.Module):
     """Linear and tanh; `fault` happens in the forward pass of that step's first training microbatch (counted from 0).
 
-    `flip`: from then on, on the first worker that can make the file, one weight is another one.
+    `flip`: from then on, on the first worker that can make the file, one weight is another one. `slow`: the first worker that
+    can make the file sleeps three times as long as the others, for as long as it lives.
     """
 
-    def __init__(self, fault: str = "", at: int = 0, sleep_s: float = 0.0, flip: str = "") -> None:
+    def __init__(self, fault: str = "", at: int = 0, sleep_s: float = 0.0, flip: str = "", slow: str = "") -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.fault, self.at, self.sleep_s, self.flip, self.calls = fault, at, sleep_s, flip, 0
+        self.slow = slow
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and not x.is_meta:
             self.calls += 1
+            if self.slow and self.calls == 1:
+                with contextlib.suppress(FileExistsError), open(self.slow, "x") as file:
+                    file.write(str(os.getpid()))
+                self.sleep_s *= 3 if Path(self.slow).read_text() == str(os.getpid()) else 1
             time.sleep(self.sleep_s)
             if self.calls == self.at + 1:
                 if self.flip:
@@ -44,10 +50,16 @@ class Recorded(nn.Module):
 
 
 def model(
-    depth: int = 4, fault: str = "", at: int = 0, sleep_s: float = 0.0, width: int = WIDTH, flip: str = ""
+    depth: int = 4,
+    fault: str = "",
+    at: int = 0,
+    sleep_s: float = 0.0,
+    width: int = WIDTH,
+    flip: str = "",
+    slow: str = "",
 ) -> nn.Sequential:
     """`fault` and `sleep_s` are the last layer's; a `width` other than the samples' does not fit them."""
-    layers = [(f"layer{i}", Recorded(*((fault, at, sleep_s, flip) if i == depth - 1 else ()))) for i in range(depth)]
+    layers = [(f"layer{i}", Recorded(*((fault, at, sleep_s, flip, slow) if i == depth - 1 else ()))) for i in range(depth)]
     if width != WIDTH:
         layers[0] = ("layer0", nn.Linear(width, WIDTH))
     return nn.Sequential(OrderedDict(layers))

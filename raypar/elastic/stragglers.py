@@ -1,0 +1,151 @@
+"""Stragglers: workers that compute much slower than they should, for long. Reported; replaced where the job says so.
+
+What is compared is the time a worker computes (waiting does not count) per microbatch: with the other replicas of the same
+place in the plan, who compute the same; where a worker is the only one, with its own first steps of the generation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from raypar.elastic.actions import Straggles
+
+if TYPE_CHECKING:
+    from raypar.elastic.machine import RunMachine
+
+LEAST_S = 1e-3
+"""Per microbatch: what is slower by less costs nobody anything and is noise as often as not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`worker` has taken `times` as long as it should for `steps` steps in a row; or, when `over`, it does no longer.
+
+    `alone`: it was compared with its own first steps, because nobody else does what it does.
+    """
+
+    worker: int
+    times: float
+    steps: int
+    alone: bool
+    over: bool = False
+
+
+@dataclass
+class _Record:
+    """Of one worker in this generation. `ratios`: of its last steps to what they should have been."""
+
+    peers: tuple[int, ...]
+    ratios: deque[float]
+    first: list[float] = field(default_factory=list)
+
+
+class Watch:
+    """Who is a straggler. `times`: slower than this is too slow; `steps`: so many steps in a row make a straggler, and so
+    many without a slow one end it."""
+
+    def __init__(self, times: float, steps: int) -> None:
+        self.times, self.steps = times, steps
+        self.told: set[int] = set()
+        """Stragglers, as far as people know."""
+        self._records: dict[int, _Record] = {}
+
+    def begin(self, places: Sequence[Sequence[int]]) -> None:
+        """A generation begins. `places`: the workers that do the same, for each place of the plan."""
+        self._records = {
+            worker: _Record(tuple(w for w in place if w != worker), deque(maxlen=self.steps))
+            for place in places
+            for worker in place
+        }
+        # Who has nobody to be compared with any more is measured anew.
+        self.told = {worker for worker in self.told if worker in self._records and self._records[worker].peers}
+
+    def step(self, busy: Mapping[int, float]) -> list[Finding]:
+        """A step is done. `busy`: seconds that each worker computed for a microbatch. Returns what is new."""
+        found = []
+        for worker in sorted(busy):
+            record = self._records.get(worker)
+            should_s = self._should_s(record, busy, busy[worker]) if record is not None else None
+            if record is None or should_s is None:
+                continue
+            late_s = busy[worker] - should_s
+            record.ratios.append(busy[worker] / should_s if late_s >= LEAST_S and should_s > 0 else 1.0)
+            slow = [ratio > self.times for ratio in record.ratios]
+            if len(slow) < self.steps:
+                continue
+            if all(slow) and worker not in self.told:
+                self.told.add(worker)
+                found.append(self._finding(worker))
+            elif not any(slow) and worker in self.told:
+                self.told.discard(worker)
+                found.append(self._finding(worker, over=True))
+        return found
+
+    def _should_s(self, record: _Record, busy: Mapping[int, float], own_s: float) -> float | None:
+        if record.peers:
+            known = [busy[peer] for peer in record.peers if peer in busy]
+            return statistics.median(known) if known else None
+        if len(record.first) < self.steps:
+            record.first.append(own_s)
+            return None
+        return statistics.median(record.first)
+
+    def _finding(self, worker: int, over: bool = False) -> Finding:
+        record = self._records[worker]
+        return Finding(worker, statistics.median(record.ratios), self.steps, not record.peers, over)
+
+    def now(self) -> list[Finding]:
+        """Those that have been too slow in every one of the last steps of this generation, the slowest first."""
+        slow = [
+            self._finding(worker)
+            for worker in self.told
+            if len(self._records[worker].ratios) == self.steps and min(self._records[worker].ratios) > self.times
+        ]
+        return sorted(slow, key=lambda finding: (-finding.times, finding.worker))
+
+
+def begin(m: RunMachine) -> None:
+    """The workers of a generation are compared with each other."""
+    if m.plan is None:
+        return
+    places: list[list[int]] = [[] for _ in range(m.plan.positions)]
+    for worker, seat in zip(m.members, m.plan.seats, strict=True):
+        places[seat.position].append(worker)
+    m.watch.begin(places)
+
+
+def look(m: RunMachine, busy: Mapping[int, float]) -> None:
+    """A step is committed: tell of stragglers, and ask one of them to leave if the job wants that and another can come.
+
+    One at a time, and one of a node: a node whose worker was replaced and that got the next one too has no better to offer.
+    """
+    found = m.watch.step(busy)
+    leaver = next(iter(m.watch.now()), None) if _replaceable(m) else None
+    if leaver is not None and m.nodes.get(leaver.worker, f"of worker {leaver.worker}") in m.slow_nodes:
+        leaver = None
+    for finding in found:
+        if leaver is None or finding.worker != leaver.worker:
+            m.decide(_told(finding), "its replicas wait for it in every step" if not finding.over else "it has caught up")
+    if leaver is None:
+        return
+    m.slow_nodes.add(m.nodes.get(leaver.worker, f"of worker {leaver.worker}"))
+    m.decide(_told(leaver, leaves=True), "elastic.stragglers is replace")
+    m.leaving.add(leaver.worker)
+    m.pause_for = f"worker {leaver.worker} leaves: it takes {leaver.times:.1f} times as long as it should"
+
+
+def _replaceable(m: RunMachine) -> bool:
+    """Whether one worker may leave now, and another can come."""
+    course = m.course
+    if not course.elastic or not course.replace_stragglers or m.leaving or m.pause_for is not None or m.stop is not None:
+        return False
+    another = bool(m.spares) or course.hires
+    return another and len(m.members) + len(m.spares) - 1 >= course.min_workers and len(m.members) > 1
+
+
+def _told(finding: Finding, leaves: bool = False) -> Straggles:
+    return Straggles(finding.worker, finding.times, finding.steps, finding.alone, finding.over, leaves)

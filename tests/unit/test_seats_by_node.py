@@ -1,0 +1,74 @@
+"""Copies of a stage sit on different nodes where that moves nothing more."""
+
+import random
+from itertools import combinations, permutations
+
+import pytest
+
+from raypar.elastic.actions import Adopt
+from raypar.elastic.events import CallFailed, Claimed, Joined, Stood, WorkersReady
+from raypar.elastic.holdings import Piece, overlap, seated
+from raypar.elastic.machine import Course, RunMachine
+from raypar.elastic.member import Stand
+from raypar.errors import WorkerLost
+from raypar.plan import ParallelPlan
+
+A, B = (Piece("a", 0, 8),), (Piece("b", 0, 8),)
+STAGES = [A, A, B, B]
+POSITIONS = [0, 0, 1, 1]
+
+
+def shared(members, nodes, positions=POSITIONS):
+    """Pairs of copies of a stage that would die with one node."""
+    return sum(
+        positions[i] == positions[j] and nodes[members[i]] == nodes[members[j]] for i, j in combinations(range(len(members)), 2)
+    )
+
+
+def moved(members, need, have):
+    return sum(p.size for pieces in need for p in pieces) - sum(
+        overlap(pieces, have.get(worker, ())) for worker, pieces in zip(members, need, strict=True)
+    )
+
+
+def test_new_workers_take_seats_beside_copies_on_other_nodes():
+    nodes = {0: "x", 1: "y", 2: "x", 3: "y"}
+    assert seated(STAGES, {0: A, 1: B}, [0, 1, 2, 3], nodes, POSITIONS) == (0, 3, 1, 2)
+    assert seated(STAGES, {0: A, 1: B}, [0, 1, 2, 3]) == (0, 2, 1, 3), "without nodes: the lowest numbers"
+
+
+def test_an_idle_worker_is_taken_instead_of_one_that_would_share_the_node():
+    nodes = {0: "x", 1: "x", 2: "y"}
+    assert seated([A, A], {0: A}, [0, 1, 2], nodes, [0, 0]) == (0, 2)
+
+
+def test_nobody_who_holds_a_stage_leaves_it_for_the_sake_of_nodes():
+    nodes = {0: "x", 1: "x", 2: "y", 3: "y"}
+    assert seated(STAGES, {0: A, 1: A, 2: B, 3: B}, [0, 1, 2, 3], nodes, POSITIONS) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_moves_are_the_fewest_and_nodes_are_shared_no_more_than_those_allow(seed: int):
+    """Against all assignments; workers hold one stage or nothing, as after a loss, and are anywhere."""
+    dice = random.Random(seed)
+    workers = list(range(dice.choice([4, 5])))
+    nodes = {w: dice.choice("xyz") for w in workers}
+    have = {w: dice.choice([A, B]) for w in workers if dice.random() < 0.5}
+    found = seated(STAGES, have, workers, nodes, POSITIONS)
+    best = min((moved(m, STAGES, have), shared(m, nodes)) for m in permutations(workers, 4))
+    assert len(set(found)) == 4 and (moved(found, STAGES, have), shared(found, nodes)) == best
+
+
+def layout(plan):
+    return tuple((A, B)[seat.position] for seat in plan.seats)
+
+
+def test_a_lost_worker_is_replaced_by_one_that_does_not_share_the_node_of_the_copy_that_is_left():
+    plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
+    machine = RunMachine(Course(workers=4, last=9, elastic=True, grow=False), plan=plan, layout=layout)
+    machine.nodes = {0: "x", 1: "y", 2: "y", 3: "x", 4: "x", 5: "y"}
+    events = [WorkersReady(), Joined(4), Joined(5), CallFailed("lost", WorkerLost("worker 1 died"), 1), Claimed(2, True)]
+    events += [Stood(2, Stand(w, 0 if w < 4 else None, pieces=(A, A, B, B, (), ())[w])) for w in (0, 2, 3, 4, 5)]
+    actions = [decision.action for event in events for decision in machine.handle(event, 0.0)]
+    (order,) = [a for a in actions if isinstance(a, Adopt)]
+    assert order.members == (0, 5, 2, 3), "worker 4 is on worker 0's node"

@@ -1,0 +1,133 @@
+"""Workers that compute slower than those who do the same, for long: told once, and when it is over; replaced if asked for."""
+
+from raypar.elastic.actions import Claim, Straggles
+from raypar.elastic.events import Emitted, Journalled, StepReported, StopRequested, WorkersReady
+from raypar.elastic.machine import Course, RunMachine
+from raypar.elastic.stragglers import Watch
+from raypar.plan import ParallelPlan
+
+PAIRS = [(0, 1), (2, 3)]
+
+
+def steps(watch, count, **busy_ms):
+    """`w3=20`: worker 3 takes 20 ms, all others 10."""
+    found = []
+    for _ in range(count):
+        found += watch.step({w: busy_ms.get(f"w{w}", 10) / 1000 for w in range(4)})
+    return found
+
+
+def watching(places=PAIRS, steps=20):
+    watch = Watch(1.5, steps)
+    watch.begin(places)
+    return watch
+
+
+def test_a_straggler_is_told_once_after_20_slow_steps_and_once_when_it_is_over():
+    watch = watching()
+    assert steps(watch, 19, w3=21) == []
+    (found,) = steps(watch, 1, w3=21)
+    assert (found.worker, round(found.times, 3), found.steps, found.alone, found.over) == (3, 2.1, 20, False, False)
+    assert steps(watch, 50, w3=21) == [], "told once"
+    assert steps(watch, 19) == []
+    (over,) = steps(watch, 1)
+    assert over.worker == 3 and over.over
+    assert steps(watch, 50) == []
+
+
+def test_one_step_that_is_not_slow_begins_the_count_again():
+    watch = watching()
+    assert steps(watch, 19, w3=21) + steps(watch, 1) + steps(watch, 19, w3=21) == []
+    assert [f.worker for f in steps(watch, 1, w3=21)] == [3]
+
+
+def test_stages_that_take_longer_than_others_are_no_stragglers():
+    assert steps(watching(), 100, w2=50, w3=50) == []
+
+
+def test_the_only_replica_of_a_stage_is_compared_with_its_own_first_steps():
+    watch = watching([(0,), (1,), (2,), (3,)])
+    assert steps(watch, 20, w1=30) == []
+    assert steps(watch, 100, w1=30) == [], "it has been like this from the beginning"
+    found = steps(watch, 20, w1=30, w2=16)
+    assert [(f.worker, f.alone) for f in found] == [(2, True)]
+
+
+def test_half_of_the_replicas_being_slow_does_not_hide_them():
+    watch = watching([(0, 1, 2, 3)])
+    assert [f.worker for f in steps(watch, 20, w3=40)] == [3]
+    assert watching([(0, 1, 2, 3)]).step({0: 0.01, 1: 0.01, 2: 0.04, 3: 0.04}) == []
+    assert [f.worker for f in steps(watching([(0, 1), (2, 3)]), 20, w1=40, w3=40)] == [1, 3]
+
+
+def test_less_than_a_millisecond_is_noise():
+    watch = watching()
+    for _ in range(50):
+        assert watch.step({0: 0.0001, 1: 0.0009, 2: 0.0, 3: 0.0002}) == []
+
+
+def test_a_new_generation_counts_anew_and_does_not_tell_again_what_people_know():
+    watch = watching()
+    assert len(steps(watch, 20, w3=21)) == 1
+    watch.begin([(0, 1), (2, 3)])
+    assert watch.now() == [] and steps(watch, 19, w3=21) == [] and watch.now() == []
+    assert steps(watch, 1, w3=21) == []
+    assert [f.worker for f in watch.now()] == [3], "still known, and slow in all steps of this generation"
+
+
+# -- in a run --------------------------------------------------------------------------------------------------------------
+
+
+def run(machine, count, slow=(3,), first=0):
+    """So many steps; the slow ones take twice as long. What was decided about stragglers, and whether a recovery began."""
+    found = []
+    for step in range(first, first + count):
+        events = [StepReported(w, step, 0.1, machine.generation, busy_s=0.02 if w in slow else 0.01) for w in machine.members]
+        for event in (*events, Journalled(step), Emitted(step)):
+            actions = [decision.action for decision in machine.handle(event, 0.1 * step)]
+            found += [a for a in actions if isinstance(a, (Straggles, Claim))]
+    return found
+
+
+def machine(**course):
+    plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
+    made = RunMachine(Course(workers=4, last=500, **({"elastic": True, "hires": True} | course)), plan=plan)
+    made.handle(WorkersReady(), 0.0)
+    return made
+
+
+def test_a_straggler_is_only_reported_unless_the_job_wants_it_replaced():
+    made = machine()
+    assert run(made, 60) == [Straggles(3, 2.0, 20)]
+    assert run(made, 20, slow=(), first=60) == [Straggles(3, 1.0, 20, over=True)]
+    assert run(machine(elastic=False), 60) == [Straggles(3, 2.0, 20)], "also where nobody could be replaced"
+
+
+def test_a_straggler_that_is_to_be_replaced_is_drained():
+    made = machine(replace_stragglers=True)
+    found = run(made, 21)
+    assert found == [Straggles(3, 2.0, 20, leaves=True), Claim(2)]
+    assert made.leaving == {3} and made.attempts <= 1
+
+
+def test_nobody_leaves_below_min_workers_or_where_nobody_can_come_or_while_the_run_ends():
+    for course in ({"min_workers": 4}, {"hires": False}):
+        assert run(machine(replace_stragglers=True, **course), 60) == [Straggles(3, 2.0, 20)]
+    made = machine(replace_stragglers=True)
+    run(made, 10)
+    made.handle(StopRequested("enough"), 1.0)
+    assert not made.leaving
+
+
+def test_one_straggler_leaves_at_a_time():
+    made = machine(replace_stragglers=True)
+    found = run(made, 21, slow=(1, 3))
+    assert sorted((f.worker, f.leaves) for f in found if isinstance(f, Straggles)) == [(1, True), (3, False)]
+    assert made.leaving == {1}
+
+
+def test_a_node_that_was_found_slow_before_is_not_left_again():
+    made = machine(replace_stragglers=True)
+    made.nodes = {0: "a", 1: "b", 2: "a", 3: "b"}
+    made.slow_nodes = {"b"}
+    assert run(made, 60) == [Straggles(3, 2.0, 20)]
