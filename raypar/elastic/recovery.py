@@ -44,7 +44,7 @@ from raypar.elastic.events import (
 from raypar.elastic.holdings import Holdings, Piece, missing, moves, overlap, seated
 from raypar.elastic.member import Fenced, Stand
 from raypar.elastic.phases import Phase
-from raypar.errors import ClusterError, CommError, WorkerLost
+from raypar.errors import ClusterError, CommError, OutOfMemory, WorkerLost
 from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
@@ -154,6 +154,12 @@ def disturbed(m: RunMachine, event: Event) -> None:
             return
     elif event.generation is not None and event.generation < m.generation:
         return  # a late symptom of what has been dealt with
+    if isinstance(event.error, OutOfMemory) and event.worker in m.members and m.plan is not None:
+        place = m.plan, m.plan.seats[m.members.index(event.worker)].position
+        if place in m.starved:
+            m.fail(event)  # with the same plan it would happen a third time
+            return
+        m.starved.add(place)
     m.failures.append(event)
     begin(m, first_line(event.error), counts=counts)
     m.recovery.symptom = symptom
