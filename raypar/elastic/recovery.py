@@ -154,15 +154,25 @@ def disturbed(m: RunMachine, event: Event) -> None:
             return
     elif event.generation is not None and event.generation < m.generation:
         return  # a late symptom of what has been dealt with
-    if isinstance(event.error, OutOfMemory) and event.worker in m.members and m.plan is not None:
-        place = m.plan, m.plan.seats[m.members.index(event.worker)].position
-        if place in m.starved:
-            m.fail(event)  # with the same plan it would happen a third time
-            return
-        m.starved.add(place)
+    if starved_again(m, event):
+        return
     m.failures.append(event)
     begin(m, first_line(event.error), counts=counts)
     m.recovery.symptom = symptom
+
+
+def starved_again(m: RunMachine, event: CallFailed) -> bool:
+    """It was killed because memory was lacking, like one at its place in the same plan before: it would happen a third time."""
+    order = m.recovery.order if m.phase is Phase.ADOPTING else None
+    plan, members = (m.plan, m.members) if order is None else (order.plan, order.members)
+    if not isinstance(event.error, OutOfMemory) or plan is None or event.worker not in members:
+        return False
+    place = plan, plan.seats[members.index(event.worker)].position
+    if place in m.starved:
+        m.over("failed", first_line(event.error), event.error)
+        return True
+    m.starved.add(place)
+    return False
 
 
 def died(m: RunMachine, event: CallFailed) -> bool:
@@ -481,7 +491,7 @@ def lost_recovering(m: RunMachine, event: Event) -> None:
         counts = died(m, event)
         if not (counts or known) and m.recovery.symptom:
             m.attempts, m.recovery.symptom = m.attempts - 1, False
-        if known or m.phase is Phase.WAITING:
+        if known or m.phase is Phase.WAITING or starved_again(m, event):
             return
         m.failures.append(event)
         if m.phase is Phase.STANDING:

@@ -142,8 +142,20 @@ def test_a_place_that_runs_out_of_memory_twice_ends_the_run():
     scene.do(Joined(1))
     scene.recover()
     assert scene.machine.phase is Phase.RUNNING and scene.machine.plan == plan
-    scene.do(CallFailed("lost", OutOfMemory("killed again", "predicted to fit: plan.stages=2"), 1))
-    assert scene.machine.phase is Phase.OVER and scene.machine.failures[-1].error.cure == "predicted to fit: plan.stages=2"
+    (end,) = scene.do(CallFailed("lost", OutOfMemory("killed again", "predicted to fit: plan.stages=2"), 1))
+    assert isinstance(end, Teardown) and end.error.cure == "predicted to fit: plan.stages=2"
+
+
+def test_memory_that_is_lacking_while_a_plan_is_taken_over_counts_too():
+    scene = Scene(3)
+    scene.die(0)
+    m = scene.machine
+    scene.do(Claimed(2, True), *(Stood(2, Stand(w, 0, pieces=STATE)) for w in (1, 2)))
+    assert m.phase is Phase.ADOPTING
+    assert scene.do(CallFailed("lost", OutOfMemory("killed"), 1)) == [Claim(3)]
+    scene.recover()
+    assert m.members == (2,), "another plan: it has another chance"
+    assert scene.do(CallFailed("lost", OutOfMemory("killed"), 2)) == [Claim(4)]
 
 
 def test_people_hear_what_is_awaited_and_for_how_long_every_30_s():
