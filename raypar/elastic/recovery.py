@@ -96,7 +96,7 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
     m.began_s = m._now_s if m.began_s is None else m.began_s
     m.attempts += counts
     if m.attempts > m.course.max_attempts:
-        m.over("failed", f"{m.attempts} attempts without a step between them: {why}", hopeless(m))
+        m.over("failed", f"{m.attempts} attempts without a step between them: {why}", given_up(m))
         return
     m.recovery = Recovery(why)
     m.generation += 1
@@ -104,7 +104,7 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
     m.decide(Claim(m.generation), why)
 
 
-def hopeless(m: RunMachine) -> WorkerLost:
+def given_up(m: RunMachine) -> WorkerLost:
     """The same step has failed again and again."""
     step, most = max(m.committed, m.journalled) + 1, m.course.max_attempts
     alike = {likeness(event.error) for event in m.deaths[-most:]}
