@@ -256,7 +256,8 @@ class WorkerActor:
             return Failed("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
         if lacks_memory(error):
             text = "".join(traceback.format_exception(error)).rstrip()
-            what = f"{self.coordinate}, {doing}: out of memory\n{text}"
+            said = str(error.what if isinstance(error, UserCodeError) else error).partition("\n")[0]
+            what = f"{self.coordinate}, {doing}: out of memory: {said or type(error).__name__}\n{text}"
             return Failed("user", OutOfMemory(what, cure="use workers with more memory"))
         if isinstance(error, UserCodeError):
             return Failed("user", UserCodeError(f"{self.coordinate}, {doing}: {error.what}", error.cure))
