@@ -71,6 +71,10 @@ class WorkerLost(RayparError):
     """A worker died or was removed; the text has its coordinate."""
 
 
+class OutOfMemory(RayparError):
+    """A worker had no memory left; the text says what it holds, and what would fit."""
+
+
 class UserCodeError(RayparError):
     """User code (model, loss, data set, callback) raised; `what` holds the coordinate and the original traceback."""
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
 from raypar.actors.journal import Deposed, Journal, Record
 from raypar.actors.messages import Failed, Hello
@@ -27,7 +27,7 @@ from raypar.actors.plans import Plans
 from raypar.actors.pool import Pool, sweep
 from raypar.actors.recorder import Recorder
 from raypar.actors.request import RunRequest
-from raypar.actors.staff import Staff, first_line, quickly
+from raypar.actors.staff import Staff, first_line, killed_for_memory, quickly
 from raypar.actors.status import Status
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
@@ -37,7 +37,7 @@ from raypar.elastic.machine import Phase, RunMachine
 from raypar.elastic.member import Stand
 from raypar.elastic.part import Part
 from raypar.elastic.seating import spread
-from raypar.errors import ClusterError, RayparError, UserCodeError, WorkerLost
+from raypar.errors import ClusterError, OutOfMemory, RayparError, UserCodeError, WorkerLost
 
 TICK_S = 0.25
 CLIENT_GONE_S = 60.0
@@ -148,6 +148,8 @@ class DriverActor:
         try:
             while self.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
+                if isinstance(event, on.CallFailed) and event.worker is not None and isinstance(event.error, OutOfMemory):
+                    event = replace(event, error=await asyncio.to_thread(self._explained, event.worker, event.error))
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
                     event = replace(event, preempted=self.staff.preempted(event.worker, event.error))
                     self._lost(event.worker, first_line(event.error))
@@ -277,10 +279,20 @@ class DriverActor:
         except (RayActorError, ActorUnavailableError) as error:
             what = f"{who} was lost: {first_line(error)}"
             return Failed("lost", WorkerLost(what, cure="`raypar resume` goes on from the last checkpoint"))
+        except OutOfMemoryError as error:
+            return Failed("lost", killed_for_memory(who, error))
         except RayError as error:
             return Failed("error", ClusterError(f"{who}: {error}", cure="look at Ray's logs"))
         except Exception as error:
             return Failed("error", error)
+
+    def _explained(self, number: int, error: Exception) -> Exception:
+        """With what it holds and what would fit, where memory was lacking."""
+        members, plan = self.machine.members, self.machine.plan or self.request.plan
+        if not isinstance(error, OutOfMemory) or number not in members:
+            return error
+        held, fits = self.plans.memory(plan, members.index(number))
+        return OutOfMemory(f"{error.what}\n{held}", fits)
 
     def _coordinate(self, number: int) -> str:
         members = self.machine.members
@@ -582,9 +594,9 @@ class DriverActor:
             "error",
             *(() if elastic and any(f.kind == "lost" for f in failed.values()) else ("lost", "aborted")),
         ):
-            for failure in failed.values():
+            for number, failure in failed.items():
                 if failure.kind == kind:
-                    raise failure.error
+                    raise await asyncio.to_thread(self._explained, number, failure.error)
         for number, failure in failed.items():
             if failure.kind == "lost":
                 self.queue.put_nowait(on.CallFailed("lost", failure.error, number))

@@ -8,6 +8,7 @@ from raypar.actors.request import RunRequest
 from raypar.elastic import events as on
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, Routing
+from raypar.planner.memory import too_little
 from raypar.planner.search import predict, search
 from raypar.schedule import registry
 from raypar.schedule.assignment import Assignment, assign
@@ -61,6 +62,10 @@ class Plans:
         request = self.request
         made = registry.build(self.schedule(plan), Routing(plan, request.cut))
         return assign(made, plan, request.outline.crossing(plan), request.cut, request.validation_cut)
+
+    def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
+        """What a worker holds, and what would fit where it does not."""
+        return too_little(self.request.profile, plan, self.schedule(plan), self.request.cut, rank)
 
     def passes(self, plan: ParallelPlan) -> tuple[int, ...]:
         """By rank: how many microbatches it takes through its stages in a step, those of each chunk counted."""

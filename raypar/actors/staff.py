@@ -11,14 +11,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from raypar.actors.cluster_watch import draining_nodes
 from raypar.actors.journal import Journal
 from raypar.actors.messages import Failed, Hello
 from raypar.actors.pool import Pool
 from raypar.elastic import events as on
-from raypar.errors import ClusterError, CommTimeout, WorkerLost
+from raypar.errors import ClusterError, CommTimeout, OutOfMemory, WorkerLost
 
 PING_S = 0.4
 UNHEARD_S = 1.2
@@ -156,6 +156,9 @@ class Staff:
     async def _ask(self, number: int, worker: Any) -> None:
         try:
             _, _, leaving = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
+        except OutOfMemoryError as error:
+            if number in self.pool.workers:
+                self.post(on.CallFailed("lost", killed_for_memory(f"worker {number}", error), number))
         except RayActorError as error:
             if number in self.pool.workers:
                 self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {first_line(error)}"), number))
@@ -183,6 +186,11 @@ class Staff:
             self._leaving.add(number)
             self.note("draining", text=f"worker {number} has to leave: {why}", why=why, **self.who(number))
             self.post(on.DrainAsked(number, why))
+
+
+def killed_for_memory(who: str, error: Exception) -> OutOfMemory:
+    """Ray's memory monitor has chosen it, because its node had nearly none left."""
+    return OutOfMemory(f"{who} was killed because its node ran out of memory: {error}", cure="use workers with more memory")
 
 
 async def quickly(refs: Iterable[Any], timeout_s: float) -> list[Any]:

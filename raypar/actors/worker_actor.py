@@ -22,10 +22,12 @@ import ray
 
 from raypar.actors.messages import Failed, Hello
 from raypar.elastic.member import Fenced, Member
-from raypar.errors import CommError, RayparError, UserCodeError
+from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
 
 ORPHAN_THREAD = "raypar-orphan"
 LEAVE_S = 5.0
+ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
+"""PyTorch's, in a RuntimeError, on a CPU; Windows; a GPU before torch 2.5."""
 
 
 class WorkerActor:
@@ -252,6 +254,11 @@ class WorkerActor:
             return Failed("aborted", error)
         if isinstance(error, CommError):
             return Failed("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
+        if lacks_memory(error):
+            text = "".join(traceback.format_exception(error)).rstrip()
+            said = str(error.what if isinstance(error, UserCodeError) else error).partition("\n")[0]
+            what = f"{self.coordinate}, {doing}: out of memory: {said or type(error).__name__}\n{text}"
+            return Failed("user", OutOfMemory(what, cure="use workers with more memory"))
         if isinstance(error, UserCodeError):
             return Failed("user", UserCodeError(f"{self.coordinate}, {doing}: {error.what}", error.cure))
         if isinstance(error, RayparError) or (isinstance(error, OSError) and doing in ("saving", "writing")):
@@ -280,6 +287,17 @@ class WorkerActor:
             ray.util.remove_placement_group(group)
             time.sleep(2.0)
         os._exit(1)
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Whether it, or what it was raised from, says that memory could not be had."""
+    while error is not None:
+        name = type(error).__name__
+        refused = isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATORS_SAY)
+        if isinstance(error, MemoryError) or name == "OutOfMemoryError" or refused:
+            return True
+        error = error.__cause__
+    return False
 
 
 def worker_class() -> Any:

@@ -167,6 +167,8 @@ class RunMachine:
         self.attempts = 0
         """Recoveries that count since the last new step; `deaths`: those since then that may be its fault."""
         self.deaths: list[CallFailed] = []
+        self.starved: set[tuple[ParallelPlan, int]] = set()
+        """Plans and their positions at which a worker was killed because memory was lacking."""
         self.recovery = Recovery("")
         self.clock = CutClock(self.course.mirror_every, self.course.mirror_cost)
         self._digests: dict[int, dict[int, Digest]] = {}

@@ -44,7 +44,7 @@ from raypar.elastic.events import (
 from raypar.elastic.holdings import Holdings, Piece, missing, moves, overlap, seated
 from raypar.elastic.member import Fenced, Stand
 from raypar.elastic.phases import Phase
-from raypar.errors import ClusterError, CommError, WorkerLost
+from raypar.errors import ClusterError, CommError, OutOfMemory, WorkerLost
 from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
     m.began_s = m._now_s if m.began_s is None else m.began_s
     m.attempts += counts
     if m.attempts > m.course.max_attempts:
-        m.over("failed", f"{m.attempts} attempts without a step between them: {why}", hopeless(m))
+        m.over("failed", f"{m.attempts} attempts without a step between them: {why}", given_up(m))
         return
     m.recovery = Recovery(why)
     m.generation += 1
@@ -104,7 +104,7 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
     m.decide(Claim(m.generation), why)
 
 
-def hopeless(m: RunMachine) -> WorkerLost:
+def given_up(m: RunMachine) -> WorkerLost:
     """The same step has failed again and again."""
     step, most = max(m.committed, m.journalled) + 1, m.course.max_attempts
     alike = {likeness(event.error) for event in m.deaths[-most:]}
@@ -154,9 +154,25 @@ def disturbed(m: RunMachine, event: Event) -> None:
             return
     elif event.generation is not None and event.generation < m.generation:
         return  # a late symptom of what has been dealt with
+    if starved_again(m, event):
+        return
     m.failures.append(event)
     begin(m, first_line(event.error), counts=counts)
     m.recovery.symptom = symptom
+
+
+def starved_again(m: RunMachine, event: CallFailed) -> bool:
+    """It was killed because memory was lacking, like one at its place in the same plan before: it would happen a third time."""
+    order = m.recovery.order if m.phase is Phase.ADOPTING else None
+    plan, members = (m.plan, m.members) if order is None else (order.plan, order.members)
+    if not isinstance(event.error, OutOfMemory) or plan is None or event.worker not in members:
+        return False
+    place = plan, plan.seats[members.index(event.worker)].position
+    if place in m.starved:
+        m.over("failed", first_line(event.error), event.error)
+        return True
+    m.starved.add(place)
+    return False
 
 
 def died(m: RunMachine, event: CallFailed) -> bool:
@@ -475,7 +491,7 @@ def lost_recovering(m: RunMachine, event: Event) -> None:
         counts = died(m, event)
         if not (counts or known) and m.recovery.symptom:
             m.attempts, m.recovery.symptom = m.attempts - 1, False
-        if known or m.phase is Phase.WAITING:
+        if known or m.phase is Phase.WAITING or starved_again(m, event):
             return
         m.failures.append(event)
         if m.phase is Phase.STANDING:

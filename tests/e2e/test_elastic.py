@@ -228,7 +228,7 @@ def test_a_straggler_is_told_and_replaced(long_undisturbed, tmp_path):
         "plan.stages=2",
         "plan.replicas=2",
         "elastic={min_workers: 1, stragglers: replace}",
-        f"model.args={{sleep_s: 0.02, slow: {mark}}}",
+        f"model.args={{sleep_s: 0.02, at: 30, slow: {mark}}}",
     )
     result = trainee.run()
     assert result.end == "done", result.why

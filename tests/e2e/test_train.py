@@ -12,7 +12,7 @@ from helpers.tiny_job import Diary, write_job
 from raypar import Trainer
 from raypar.actors.local_ray import connected
 from raypar.cli import main
-from raypar.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, UserCodeError, WorkerLost
+from raypar.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, OutOfMemory, UserCodeError, WorkerLost
 from raypar.worker.checkpoint import Parameters
 
 
@@ -139,7 +139,9 @@ def test_a_trainer_goes_on_from_a_checkpoint_under_another_plan_with_the_same_bi
     assert nothing_left()
 
 
-@pytest.mark.parametrize("fault, error", [("raise", UserCodeError), ("die", WorkerLost), ("nan", NonFiniteError)])
+@pytest.mark.parametrize(
+    "fault, error", [("raise", UserCodeError), ("die", WorkerLost), ("nan", NonFiniteError), ("memory", OutOfMemory)]
+)
 def test_a_failure_in_a_worker_ends_the_run_with_one_error_and_leaves_nothing(fault, error, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(error) as caught:
@@ -157,6 +159,9 @@ def test_a_failure_in_a_worker_ends_the_run_with_one_error_and_leaves_nothing(fa
         assert "worker 1 (stage 1, replica 0)" in str(caught.value)
     if fault == "raise":
         assert "ZeroDivisionError: the fault that was asked for" in str(caught.value) and "tiny_job.py" in str(caught.value)
+    if fault == "memory":
+        assert "MemoryError: what was asked for" in str(caught.value) and "tiny_job.py" in str(caught.value)
+        assert "stage 1 is predicted to hold" in caught.value.what and "predicted to" in caught.value.cure
     assert nothing_left()
 
 

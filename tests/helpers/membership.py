@@ -184,7 +184,7 @@ class Report:
             self.changes[change.kind + (" of more" if change.workers > 2 and change.kind == "kill" else pair)] += 1
         self.sizes.update(itertools.pairwise(world.flesh.sizes))
         self.replayed += world.replayed
-        self.waited += any("waiting for workers" in line for line in world.story)
+        self.waited += any("of 1 CPU each" in line for line in world.story)
         for each in fields(Record):
             value = getattr(self.total, each.name) + getattr(found, each.name)
             setattr(self.total, each.name, value)

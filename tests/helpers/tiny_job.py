@@ -17,8 +17,8 @@ WIDTH = 8
 class Recorded(nn.Module):
     """Linear and tanh; `fault` happens in the forward pass of that step's first training microbatch (counted from 0).
 
-    `flip`: from then on, on the first worker that can make the file, one weight is another one. `slow`: the first worker that
-    can make the file sleeps three times as long as the others, for as long as it lives.
+    `flip`: from then on, on the first worker that can make the file, one weight is another one. `slow`: from then on, the first
+    worker that can make the file sleeps three times as long as the others.
     """
 
     def __init__(self, fault: str = "", at: int = 0, sleep_s: float = 0.0, flip: str = "", slow: str = "") -> None:
@@ -30,7 +30,7 @@ class Recorded(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and not x.is_meta:
             self.calls += 1
-            if self.slow and self.calls == 1:
+            if self.slow and self.calls == self.at + 1:
                 with contextlib.suppress(FileExistsError), open(self.slow, "x") as file:
                     file.write(str(os.getpid()))
                 self.sleep_s *= 3 if Path(self.slow).read_text() == str(os.getpid()) else 1
@@ -42,6 +42,8 @@ class Recorded(nn.Module):
                         self.linear.weight.data.view(torch.int32)[0, 0] ^= 1 << 20
                 if self.fault == "raise":
                     raise ZeroDivisionError("the fault that was asked for")
+                if self.fault == "memory":
+                    raise MemoryError("what was asked for")
                 if self.fault == "die":
                     os._exit(3)
                 if self.fault == "nan":

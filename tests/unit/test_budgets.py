@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypar.elastic.actions import Adopt, Teardown, Warn
+from raypar.elastic.actions import Adopt, Claim, Teardown, Warn
 from raypar.elastic.events import (
     Adopted,
     CallFailed,
@@ -20,7 +20,7 @@ from raypar.elastic.holdings import Piece
 from raypar.elastic.machine import Course, RunMachine
 from raypar.elastic.member import Stand
 from raypar.elastic.phases import Phase
-from raypar.errors import GroupAborted, WorkerLost
+from raypar.errors import GroupAborted, OutOfMemory, WorkerLost
 from raypar.plan import ParallelPlan
 
 STATE = (Piece("w", 0, 4),)
@@ -131,6 +131,31 @@ def test_a_replacement_that_dies_in_the_same_step_is_not_tried_for_ever():
         assert scene.machine.phase is Phase.RUNNING
     (end,) = scene.die(3)
     assert end.end == "failed" and "4 workers have died in step 1" in str(end.error)
+
+
+def test_a_place_that_runs_out_of_memory_twice_ends_the_run():
+    scene = Scene(1, min_workers=1)
+    plan = scene.machine.plan
+    (claim,) = scene.do(CallFailed("lost", OutOfMemory("killed: its node ran out of memory"), 0))
+    assert claim == Claim(2), "once may be somebody else's fault"
+    scene.recover()
+    scene.do(Joined(1))
+    scene.recover()
+    assert scene.machine.phase is Phase.RUNNING and scene.machine.plan == plan
+    (end,) = scene.do(CallFailed("lost", OutOfMemory("killed again", "predicted to fit: plan.stages=2"), 1))
+    assert isinstance(end, Teardown) and end.error.cure == "predicted to fit: plan.stages=2"
+
+
+def test_memory_that_is_lacking_while_a_plan_is_taken_over_counts_too():
+    scene = Scene(3)
+    scene.die(0)
+    m = scene.machine
+    scene.do(Claimed(2, True), *(Stood(2, Stand(w, 0, pieces=STATE)) for w in (1, 2)))
+    assert m.phase is Phase.ADOPTING
+    assert scene.do(CallFailed("lost", OutOfMemory("killed"), 1)) == [Claim(3)]
+    scene.recover()
+    assert m.members == (2,), "another plan: it has another chance"
+    assert scene.do(CallFailed("lost", OutOfMemory("killed"), 2)) == [Claim(4)]
 
 
 def test_people_hear_what_is_awaited_and_for_how_long_every_30_s():
