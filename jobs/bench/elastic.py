@@ -204,6 +204,8 @@ def faults(
                 run.wait(time.monotonic() + 0.05)
             if len(run.fleet.alive) < nodes:
                 settle(run, min(4, SLOTS * len(run.fleet.alive)), 3)
+                for node in list(run.fleet.draining):
+                    run.fleet.kill(node)
                 run.fleet.add()
             told = settle(run, 4)
             restarted += len(before - pids(told))
@@ -258,9 +260,6 @@ def one_node(act: str) -> Callable[[Disturbed, random.Random, dict[str, Any]], s
         victims = {m["pid"] for m in told["members"] if m["node"] == str(node.node_id)[:8]}
         if act == "stop":
             run.fleet.stop(node)
-            run.later(15.0, lambda: run.fleet.kill(node) if node in run.fleet.alive else None)
-            run.fleet.alive.remove(node)
-            run.fleet.draining.append(node)
         else:
             run.fleet.kill(node)
         return victims
