@@ -66,11 +66,13 @@ class Fleet:
         self._forget(node, graceful=False)
 
     def stop(self, node: Any) -> None:
-        """The machine hangs: SIGSTOP of the raylet and of all that it has started. `kill` ends it."""
+        """The machine hangs: SIGSTOP of the raylet and of all that it has started. `kill` ends it, sooner or later."""
         self.look()
         for process in _on(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
+        self.alive.remove(node)
+        self.draining.append(node)
 
     def drain(self, node: Any, seconds: float) -> bool:
         """The notice that a cloud gives `seconds` before it takes a machine away; whether Ray has accepted it."""

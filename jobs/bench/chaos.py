@@ -158,7 +158,7 @@ class Disturbed:
         self.run_folder = folder / "runs/chaos"
         self.stop_file = folder / "stop"
         elastic = {"min_workers": LEAST, "max_workers": MOST}
-        stop = {"function": "chaos_model:StopWhen", "args": {"path": str(self.stop_file)}}
+        stop = {"function": "stop_when:StopWhen", "args": {"path": str(self.stop_file)}}
         job = write_job(folder, ms, BEGIN, elastic=elastic, checkpoint={"every": 200}, callbacks=[stop])
         words = itertools.chain.from_iterable(("--set", override) for override in overrides)
         self.command = train_command(job, "--address", fleet.address, *words)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from raypar.callbacks import Callback, StepInfo, Stop
 
 WIDTH = 32
 LAYERS = 6
@@ -82,14 +79,3 @@ class Samples:
 def samples(size: int = 1000) -> Samples:
     """Not a multiple of the batch size: epochs begin in the middle of a step."""
     return Samples(size)
-
-
-class StopWhen(Callback):
-    """Ends the run once a file is there."""
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-
-    def on_step(self, info: StepInfo) -> Stop | None:
-        """Asked after every committed step."""
-        return Stop("the bench has seen enough") if self.path.exists() else None

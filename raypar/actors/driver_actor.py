@@ -567,7 +567,8 @@ class DriverActor:
         text = f"the driver was lost; a new one has found {len(self.staff.hellos)} workers and goes on after step {seen.steps}"
         self._note("driver", text=text, generation=generation, step=seen.steps)
         self.finding = False
-        self._effect_now(self.recorder.begin)
+        # Not waited for: what callbacks import may take seconds, and the workers can begin without them.
+        self._effect(self.recorder.begin, lambda _: on.Tick())
         return on.TakenOver(
             tuple(workers), generation, seen.steps, record.plan, record.members, seen.validated, seen.saved, starting, hired
         )

@@ -18,7 +18,7 @@ def fingerprint(threads: int) -> dict[str, str]:
 
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # its own class: who unpickles one loads torch (1.6 s in a new driver)
         "numpy": numpy.__version__,
         "raypar": raypar.__version__,
         "machine": platform.machine(),
