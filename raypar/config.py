@@ -204,7 +204,7 @@ class ElasticConfig(_Section):
     min_workers: PositiveInt = 1
     max_workers: PositiveInt | None = None
     standbys: NonNegativeInt = 0
-    grow_after_s: NonNegativeFloat = 2.0
+    grow_after_s: NonNegativeFloat = 5.0
     step_deadline_s: PositiveFloat = 3.0
     mirror: Literal["auto", "off"] | PositiveInt = "auto"
     stragglers: Literal["report", "replace"] = "report"
@@ -218,6 +218,13 @@ class ElasticConfig(_Section):
         if value not in ("auto", "off") and not (isinstance(value, int) and value > 0):
             raise ValueError("auto, off, or a number of steps")
         return value
+
+
+def _switch(value: Any) -> Any:
+    """`true`: with the defaults; `false`: not elastic. A bare `elastic:` could be meant either way."""
+    if value is None:
+        raise ConfigError("elastic is empty", cure="write `elastic: {}` (or true) for the defaults, `elastic: false` for none")
+    return ({} if value else None) if isinstance(value, bool) else value
 
 
 class EarlyStoppingConfig(_Section):
@@ -259,7 +266,7 @@ class Job(_Section):
         Annotated[Literal["auto"], Tag(_AUTO)] | Annotated[PlanConfig, Tag(_GIVEN)],
         Discriminator(lambda value: _AUTO if isinstance(value, str) else _GIVEN),
     ] = PlanConfig()
-    elastic: ElasticConfig | None = None
+    elastic: Annotated[ElasticConfig | None, BeforeValidator(_switch)] = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     run_dir: str = "runs/"
     reduction: Literal["canonical", "fast"] = "canonical"

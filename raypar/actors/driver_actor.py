@@ -88,6 +88,8 @@ class DriverActor:
         self.outcomes: dict[int, tuple[float, float]] = {}
         """(loss, norm) of every step seen: what is executed again must give the same"""
         self.order: do.Adopt | None = None
+        self.resumed_at = -1
+        """The first step of the present generation."""
         self.validations: dict[int, Any] = {}
         self.answered: set[asyncio.Task[None]] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -196,7 +198,10 @@ class DriverActor:
             case do.Emit(step):
                 reports = self.unseen.pop(step)
                 self.outcomes[step] = outcome_of(reports)
-                self._effect(lambda: self.recorder.step(step, reports), lambda stop: self._seen(on.Emitted(step, stop)))
+                fresh = step == self.resumed_at
+                self._effect(
+                    lambda: self.recorder.step(step, reports, fresh=fresh), lambda stop: self._seen(on.Emitted(step, stop))
+                )
             case do.Validate(done):
                 self.validations = {}
                 self._call_all(
@@ -222,7 +227,8 @@ class DriverActor:
                 self._straggles(decision.action)
             case do.Hire(worker):
                 self._spawn(self._hire(worker))
-            case do.Resumed(_, seconds, again):
+            case do.Resumed(step, seconds, again):
+                self.resumed_at = step
                 self._resumed(seconds, again)
             case do.Claim(number):
                 self._note("recovering", text=decision.reason, generation=number)
@@ -240,6 +246,7 @@ class DriverActor:
                 self._spawn(self._adopt(decision.action, decision.reason))
             case do.CheckReplay(step, doubted):
                 self._check_replay(step, doubted)
+                self._tell("replay", step=step + 1, until=self.machine.journalled)
             case do.Evict(worker, why):
                 if why == "drained":
                     self._note("left", text=f"worker {worker} has left; its work is with the others", **self.staff.who(worker))
@@ -357,12 +364,12 @@ class DriverActor:
                 return
         ranks = {number: rank for rank, number in enumerate(workers)}
         addresses = [self.staff.hellos[number].address for number in workers]
-        keepers = buddies([self.staff.hellos[number].node for number in order.members])
+        keepers = buddies([self.staff.hellos[number].node for number in order.members], [seat.position for seat in plan.seats])
         load = None
         if order.load and order.done:
             load = str(self.recorder.checkpoint_path or request.resume)
         self.order = order
-        self.recorder.replanned = True
+        self.recorder.replanned = plan != request.plan
         self._note(
             "recovering", text=f"generation {order.generation}: {self._described(order)}; {reason}", **self._facts(order)
         )
@@ -386,7 +393,13 @@ class DriverActor:
 
     def _described(self, order: do.Adopt) -> str:
         moved = sum(move.piece.size for move in order.moves)
-        return f"{len(order.members)} workers, {order.plan.describe()}, {moved:,} parameters and their optimizer state move"
+        state = f"{moved:,} parameters and their optimizer state move"
+        if order.load:
+            where = f"from the checkpoint after {order.done} steps" if order.done else "from the initial weights"
+            state = f"no copy is left in memory, so all begin again {where}"
+        elif order.cut:
+            state = f"the last copy was lost, so all go back to the mirror's cut after {order.done} steps; {state}"
+        return f"{len(order.members)} workers, {order.plan.describe()}; {state}"
 
     def _facts(self, order: do.Adopt) -> dict[str, Any]:
         return {
@@ -396,6 +409,13 @@ class DriverActor:
             "schedule": self.plans.schedule(order.plan),
             "step": order.done,
             "moved_elements": sum(move.piece.size for move in order.moves),
+            "state": "checkpoint"
+            if order.load and order.done
+            else "beginning"
+            if order.load
+            else "cut"
+            if order.cut
+            else "live",
         }
 
     def _resumed(self, seconds: float, again: int) -> None:
@@ -527,7 +547,7 @@ class DriverActor:
         addresses = [hellos[number].address for number in members]
         deadline_s, done = request.start_deadline_s, request.course.first
         ranks = {number: rank for rank, number in enumerate(members)}
-        keepers = buddies([nodes[number] for number in members])
+        keepers = buddies([nodes[number] for number in members], [seat.position for seat in plan.seats])
 
         def part(rank: int) -> bytes:
             assignment = pickle.loads(request.assignments[rank])
@@ -570,7 +590,16 @@ class DriverActor:
         # Not waited for: what callbacks import may take seconds, and the workers can begin without them.
         self._effect(self.recorder.begin, lambda _: on.Tick())
         return on.TakenOver(
-            tuple(workers), generation, seen.steps, record.plan, record.members, seen.validated, seen.saved, starting, hired
+            tuple(workers),
+            generation,
+            seen.steps,
+            record.plan,
+            record.members,
+            seen.validated,
+            seen.saved,
+            starting,
+            hired,
+            None if seen.last_s is None else max(0.0, time.time() - seen.last_s),
         )
 
     def _effect_now(self, call: Callable[[], Any]) -> None:

@@ -41,6 +41,8 @@ class Seen:
     outcomes: Mapping[int, tuple[float, float]]
     validated: int | None
     saved: int | None
+    last_s: float | None
+    """When the last step was written (Unix time)."""
 
 
 class Recorder:
@@ -98,6 +100,7 @@ class Recorder:
             outcomes={s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s["norm"] is not None},
             validated=validations[-1]["step"] if validations else None,
             saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
+            last_s=steps[-1]["time"] if steps else None,
         )
 
     def clock(self) -> None:
@@ -112,14 +115,19 @@ class Recorder:
         self.clock()
         self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.course.first + 1})
 
-    def step(self, step: int, reports: Mapping[int, Mapping[str, Any]]) -> str | None:
-        """Metrics and callbacks of a committed step; the reason to stop, if a callback gave one."""
+    def step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
+        """Metrics and callbacks of a committed step; the reason to stop, if a callback gave one. `fresh`: the first of a new
+        generation, whose time is its own, without the pause before it."""
         request, one = self.request, reports[0]
         now = time.monotonic()
         wall, self._last_s = now - self._last_s, now
-        self._seconds.append(wall)
         busy = sum(r["busy_seconds"] for r in reports.values())
         longest = max(r["seconds"] for r in reports.values())
+        if not longest:  # found applied by a new driver, and reported to none
+            wall = statistics.median(self._seconds) if self._seconds else wall
+        elif fresh or wall < longest / 2:  # before it came a pause, or steps that were written late
+            wall = longest
+        self._seconds.append(wall)
         metrics = {
             "step": step + 1,
             "loss": one["loss"],
@@ -129,7 +137,7 @@ class Recorder:
             "samples_per_s": request.cut.batch_size / wall,
             "count_per_s": one["count"] / wall,
             "bubble": max(0.0, 1 - busy / (longest * len(reports))) if longest else 0.0,
-            "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports)],
+            "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports) if longest],
         }
         if one["skipped"]:
             metrics["skipped"] = True

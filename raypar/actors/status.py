@@ -14,6 +14,8 @@ from raypar.elastic.machine import Phase, RunMachine
 from raypar.elastic.table import RECOVERING
 from raypar.plan import ParallelPlan
 
+AGAIN_S = 2.0
+
 
 class Status:
     """Makes the text when something in it has changed."""
@@ -21,11 +23,12 @@ class Status:
     def __init__(self, request: RunRequest) -> None:
         self.request = request
         self._last: dict[str, Any] | None = None
+        self._at = 0.0
 
     def changed(
         self, machine: RunMachine, who: Callable[[int], dict[str, Any]], schedule: Callable[[ParallelPlan], str]
     ) -> str | None:
-        """None while nothing has changed but the number of steps."""
+        """None while nothing has changed but the number of steps; while some are executed again, that is told now and then."""
         plan = machine.plan or self.request.plan
         there = [n for n in machine.members if n not in machine.gone]
         facts = {
@@ -40,11 +43,14 @@ class Status:
             "wanted": machine.wanted,
             "why": machine.recovery.why if machine.phase in RECOVERING else "",
         }
-        if facts == self._last:
+        again = machine.committed < machine.journalled and machine.phase not in _PHASES
+        now = time.time()
+        if facts == self._last and not (again and now - self._at > AGAIN_S):
             return None
-        self._last = facts
-        more = {"time": time.time(), "step": machine.emitted, "steps": self.request.course.last, "driver_pid": os.getpid()}
-        return json.dumps({**more, **facts}, indent=1) + "\n"
+        self._last, self._at = facts, now
+        more = {"time": now, "step": machine.emitted, "steps": self.request.course.last, "driver_pid": os.getpid()}
+        replaying = {"step": machine.committed, "until": machine.journalled} if again else None
+        return json.dumps({**more, **facts, "replaying": replaying}, indent=1) + "\n"
 
 
 _PHASES = {Phase.STARTING: "starting", Phase.WAITING: "waiting", Phase.OVER: "ended"}

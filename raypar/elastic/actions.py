@@ -172,8 +172,8 @@ class Hire:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The first step after a disturbance is committed, `seconds` after the machine had heard of it; `again`: steps that have
-    to be executed again because of it. No answer."""
+    """The first step after a disturbance is committed, `seconds` after the last one before it; `again`: steps that have to be
+    executed again because of it. No answer."""
 
     step: int
     seconds: float

@@ -6,13 +6,35 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
-def buddies(nodes: Sequence[Hashable]) -> dict[int, int]:
+def buddies(nodes: Sequence[Hashable], positions: Sequence[int] = ()) -> dict[int, int]:
     """Rank -> the rank that keeps its copy; `nodes[rank]` is the node it lives on. Empty for a single rank.
+
+    `positions[rank]`: its place in the pipeline. A replica of the same place has that state anyway: where the nodes allow it,
+    somebody else keeps the copy, so that a state outlives all its replicas.
 
     Ranks sorted by node, largest node first, form a ring; a keeper is as many places further as the largest node has ranks,
     so that no node keeps for itself and everybody keeps for one. A node with more than half of all ranks would keep for
     itself: its ranks take turns among all others instead, some of which keep for several.
     """
+    keepers = _elsewhere(nodes)
+    for rank in keepers:
+        if not positions or positions[keepers[rank]] != positions[rank]:
+            continue
+        for other in keepers:  # an exchange leaves everybody with as many copies as before
+            mine, theirs = keepers[other], keepers[rank]
+            apart = rank != mine and other != theirs and _apart(nodes, rank, mine) and _apart(nodes, other, theirs)
+            worse = positions[mine] == positions[rank] or positions[theirs] == positions[other] != positions[mine]
+            if apart and not worse:
+                keepers[rank], keepers[other] = mine, theirs
+                break
+    return keepers
+
+
+def _apart(nodes: Sequence[Hashable], rank: int, keeper: int) -> bool:
+    return nodes[rank] != nodes[keeper] or len(set(nodes)) == 1
+
+
+def _elsewhere(nodes: Sequence[Hashable]) -> dict[int, int]:
     world = len(nodes)
     if world < 2:
         return {}

@@ -138,7 +138,8 @@ class TakenOver:
     """This driver takes over from one that is gone: `workers` were found, `plan` was that of `generation`.
 
     `seen`: steps that people have seen; `validated`, `saved`: after how many steps that was done last; all from the run folder.
-    `starting`: workers that were hired and have not joined yet; `hired`: how many numbers have been given to workers.
+    `starting`: workers that were hired and have not joined yet; `hired`: how many numbers have been given to workers; `idle_s`:
+    how long ago people have seen a step.
     """
 
     workers: tuple[int, ...]
@@ -150,6 +151,7 @@ class TakenOver:
     saved: int | None = None
     starting: tuple[int, ...] = ()
     hired: int = 0
+    idle_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ class Course:
     root_cause_s: float = 3.0
     save_grace_s: float = 10.0
     abort_s: float = 1.5
+    interrupt_s: float = 5.0
     elastic: bool = False
     min_workers: int = 1
     max_workers: int | None = None
@@ -154,6 +155,11 @@ class RunMachine:
         self.pause_for: str | None = None
         """Why a new generation is wanted between two steps; `next_plan`: the plan that it is to have."""
         self.next_plan: ParallelPlan | None = None
+        self.next_for = 0
+        """How many workers that plan was chosen for."""
+        self.interrupt_at_s: float | None = None
+        """When a recovery is broken off because of Ctrl-C."""
+        self.last_commit_s: float | None = None
         self.hiring: set[int] = set()
         self.hired = self.course.workers
         """Numbers given to workers so far."""
@@ -398,9 +404,11 @@ class RunMachine:
             self.deaths.clear()
         self._since_s = self._now_s
         if self.began_s is not None:
-            self.decide(Resumed(step, self._now_s - self.began_s, max(0, self.journalled - step)), "training goes on")
+            since_s = self.began_s if self.last_commit_s is None else self.last_commit_s
+            self.decide(Resumed(step, self._now_s - since_s, max(0, self.journalled - step)), "training goes on")
             self.began_s = None
             self.failures.clear()
+        self.last_commit_s = self._now_s
         self.hire()
         if step < self.journalled:
             self.decide(CheckReplay(step, step in self.doubted), f"step {step} was seen before the roll-back")

@@ -137,6 +137,7 @@ def taken_over(m: RunMachine, event: Event) -> None:
     m.validated, m.saved = event.validated, event.saved
     m.hiring = set(event.starting)
     m.hired = max(m.hired, event.hired)
+    m.last_commit_s = None if event.idle_s is None else m._now_s - event.idle_s
     m.spares = set(event.workers) - set(event.members) - m.hiring
     m.clock.complete = True  # not known: rather an error than a long way from the beginning
     m.gone = set(event.members) - set(event.workers)
@@ -284,6 +285,9 @@ def find_plan(m: RunMachine) -> None:
             wait(m, left, least - len(usable))
         return
     grown, m.next_plan = m.next_plan, None
+    if grown is not None and m.next_for < min(len(usable), m.wanted):
+        choose(m, usable)  # more have come since it was chosen
+        return
     if grown is not None and grown.world <= len(usable):
         adopt(m, grown, seats(m, grown, usable))
         return
@@ -291,6 +295,11 @@ def find_plan(m: RunMachine) -> None:
     if plan is not None:
         adopt(m, *plan)
         return
+    choose(m, usable)
+
+
+def choose(m: RunMachine, usable: list[int]) -> None:
+    """Ask the planner."""
     m.go(Phase.PLANNING, deadline_s=m.course.pass_deadline_s)
     m.decide(ChoosePlan(m.generation, min(len(usable), m.wanted)), f"{len(usable)} workers")
 
@@ -454,6 +463,10 @@ def adopted(m: RunMachine, event: Event) -> None:
             lose(m, worker)
     if m.stop is not None and m.stop_at is None:
         m.stop_at = max(m.committed, m.emitted)
+    if m.interrupt_at_s is not None and m.committed < m.emitted:
+        interrupted(m)  # what people have seen would have to be executed again first
+        return
+    m.interrupt_at_s = None
     stragglers.begin(m)
     m.go(Phase.RUNNING)
     m.advance()
@@ -574,7 +587,8 @@ def growth_chosen(m: RunMachine, event: Event) -> None:
         m.decide(Note(text), f"moving costs about {m.course.move_s:.1f} s")
         return
     who = ", ".join(map(str, sorted(m.spares)))
-    m.pause_for, m.next_plan = f"worker {who} takes part from now on", event.plan
+    m.pause_for, m.next_plan = f"making room for worker {who}", event.plan
+    m.next_for = len(m.members) + len(m.spares)
     if m.phase in (Phase.RUNNING, Phase.FLUSHING):
         m.advance()
 
@@ -607,17 +621,27 @@ def drain_recovering(m: RunMachine, event: Event) -> None:
 
 
 def stop_recovering(m: RunMachine, event: Event) -> None:
-    """Ctrl-C ends at once: the state is spread, the last checkpoint is good. Other stops wait for the new generation."""
+    """The new generation saves what it has, and ends. After Ctrl-C it has `interrupt_s` for that; nobody waits for workers."""
     assert isinstance(event, StopRequested)
     m.stop = event
-    if event.interrupt:
-        left = f"the last checkpoint is of step {m.saved}" if m.saved else "nothing is saved"
-        m.over("interrupted", f"interrupted while {m.phase.value}; {left}")
+    if event.interrupt and m.phase is Phase.WAITING:
+        interrupted(m)
+    elif event.interrupt:
+        m.interrupt_at_s = m._now_s + m.course.interrupt_s
+
+
+def interrupted(m: RunMachine) -> None:
+    """Ended between two generations: the state is spread, so the last checkpoint is what is left."""
+    left = f"the last checkpoint is of step {m.saved}" if m.saved else "nothing is saved"
+    m.over("interrupted", f"interrupted while {m.phase.value}; {left}")
 
 
 def tick_recovering(m: RunMachine, event: Event) -> None:
     """Who does not answer in time is given up: recovery never waits for it."""
     assert isinstance(event, Tick)
+    if m.interrupt_at_s is not None and m._now_s >= m.interrupt_at_s:
+        interrupted(m)
+        return
     if m.phase is Phase.WAITING:
         m.hire()
         if m._now_s - m.recovery.told_s >= SAY_S and m._deadline_s is not None and m._now_s < m._deadline_s:
@@ -639,7 +663,8 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
         for worker in silent:
             lose(m, worker)
         m.silent |= set(silent)
-        begin(m, f"workers {silent} did not answer while {m.phase.value}")
+        who = f"worker{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        begin(m, f"{who} did not answer while {m.phase.value}")
 
 
 # -- bookkeeping of effects that are still under way --------------------------------------------------------------------------

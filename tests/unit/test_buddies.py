@@ -17,6 +17,15 @@ def test_one_alone_has_nobody_and_one_node_keeps_for_itself_in_a_ring():
     assert buddies(["a"] * 3) == {0: 1, 1: 2, 2: 0}
 
 
+@pytest.mark.parametrize("nodes", ["abca", "abab", "aabb", "abcd", "aaaa", "abcb"])
+def test_another_stage_keeps_the_copy_where_a_replica_has_that_state_anyway(nodes):
+    keepers = buddies(nodes, [0, 0, 1, 1])
+    assert sorted(Counter(keepers.values()).values()) == sorted(Counter(buddies(nodes).values()).values())
+    assert all(rank // 2 != keeper // 2 for rank, keeper in keepers.items()), keepers
+    if len(set(nodes)) > 1:
+        assert all(nodes[rank] != nodes[keeper] for rank, keeper in keepers.items())
+
+
 @pytest.mark.parametrize("world", range(2, 8))
 def test_the_keeper_is_elsewhere_and_nobody_keeps_more_than_its_share(world):
     for nodes in itertools.product("abcd", repeat=world):
