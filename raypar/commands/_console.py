@@ -31,7 +31,6 @@ class Console:
         self.width = 0
         self.validation: float | None = None
         self.members = ""
-        self.pause_s = 0.0
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -49,7 +48,7 @@ class Console:
                 "\n".join([f"[{number}/{len(STAGES)}] {first} ... {event['seconds']:.1f} s", *("      " + m for m in more)])
             )
         elif kind == "step":
-            self.recent.append(self.timed(event))
+            self.recent.append(event)
             self.progress(event)
         elif kind == "validation":
             self.validation = event["validation_loss"]
@@ -65,15 +64,6 @@ class Console:
             f"  gen {event['generation']}, {counted(len(event['workers']), 'worker')}" if event["generation"] > 1 else ""
         )
         self.recent.clear()
-        self.pause_s = event.get("pause_s") or 0.0
-
-    def timed(self, event: dict[str, Any]) -> dict[str, Any]:
-        """A step with its speed. The first one of a generation has taken the time since the last one, and so the pause too."""
-        pause_s, self.pause_s = self.pause_s, 0.0
-        if not 0 < pause_s < event["seconds"]:
-            return event
-        seconds = event["seconds"] - pause_s
-        return {**event, "seconds": seconds, "samples_per_s": event["samples_per_s"] * event["seconds"] / seconds}
 
     def progress(self, event: dict[str, Any]) -> None:
         """`step 50/200  loss 2.41  3 100 samples/s ...`; of a run that has lost or won workers also `gen 3, 3 workers`."""

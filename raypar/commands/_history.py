@@ -27,15 +27,15 @@ def history(metrics: Sequence[Line], events: Sequence[Line]) -> History:
     told = [{**event, "at": event["time"] - origin} for event in events if event.get("time", since) >= max(since, origin)]
     early = [event for event in events if since <= event.get("time", since) < origin]
     pauses = [(max(0.0, e["at"] - e["pause_s"]), e["at"]) for e in told if e.get("pause_s")]
-    return History(tuple(steps(done, pauses, origin)), crew(done[0], early, told), marks(told, last), tuple(pauses), last)
+    return History(tuple(steps(done, origin)), crew(done[0], early, told), marks(told, last), tuple(pauses), last)
 
 
-def steps(done: Sequence[Line], pauses: Sequence[tuple[float, float]], origin: float) -> Iterator[tuple[float, float, float]]:
-    """(start, end, samples). The first step after a pause took the time since the last one: the pause is no part of it."""
+def steps(done: Sequence[Line], origin: float) -> Iterator[tuple[float, float, float]]:
+    """(start, end, samples). A step has its own seconds, also the first one after a pause, which lies at the pause's end."""
     free = 0.0
     for line in done:
         end = line["time"] - origin
-        start = max(free, end - line["seconds"], *(to for _, to in pauses if to <= end), 0.0)
+        start = max(free, end - line["seconds"])
         yield min(start, end), end, line["samples_per_s"] * line["seconds"]
         free = max(free, end)
 

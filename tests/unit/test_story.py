@@ -83,17 +83,17 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
         {**STEP, "step": 49},
         {"kind": "lost", "worker": 3, "pid": 77, "why": "killed"},
         {"kind": "recovering", "text": "the step is aborted; 3 of 4 workers answer", "generation": 2},
-        {"kind": "generation", "generation": 2, "workers": [0, 1, 4], "step": 49, "pause_s": 0.4},
-        {**STEP, "step": 50, "seconds": 0.5, "samples_per_s": 16.0},
+        {"kind": "generation", "generation": 2, "workers": [0, 1, 4], "step": 49, "pause_s": 0.0999},
+        {**STEP, "step": 50},
     )
     assert lines[1].startswith("step 49/200  loss 2.5000  80 samples/s") and "gen" not in lines[1]
     assert lines[2:5] == [
         "lost worker 3 (pid 77): killed",
         "training stands still: the step is aborted; 3 of 4 workers answer",
-        "generation 2: 3 workers; training goes on after step 49, after a pause of 0.40 s",
+        "generation 2: 3 workers; training goes on after step 49, after a pause of 0.10 s",
     ]
     assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
-    assert "  80 samples/s" in lines[5], "the pause is no part of the step's speed"
+    assert "  80 samples/s" in lines[5], "a step's seconds are its own, the pause before it is no part of them"
 
 
 def test_json_lines_carry_the_events_as_they_are():
