@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TextIO
 
-from raypar.commands._story import counted, in_words
+from raypar.commands._story import counted, executing_again, in_words
 
 if TYPE_CHECKING:
     from raypar.launch import Result
@@ -31,6 +31,7 @@ class Console:
         self.width = 0
         self.validation: float | None = None
         self.members = ""
+        self.again = False
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -49,7 +50,10 @@ class Console:
             )
         elif kind == "step":
             self.recent.append(event)
+            self.again = False
             self.progress(event)
+        elif kind == "replay":
+            self.replay(event)
         elif kind == "validation":
             self.validation = event["validation_loss"]
             self.line(f"step {event['step']}: validation loss {self.validation:.4f}")
@@ -82,6 +86,18 @@ class Console:
             f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}  {speed}  bubble {100 * bubble:.0f} %  "
             f"ETA {duration(event['eta_s'])}{self.members}{skipped}"
         )
+        self.draw(text)
+
+    def replay(self, event: dict[str, Any]) -> None:
+        """Steps that were seen are executed again, which makes no step event: `executing steps again: 20 of 25`."""
+        now, last = time.monotonic(), event["step"] >= event["until"]
+        if self.again and not last and now - self.drawn_s <= (REDRAW_S if self.live else EVERY_S):
+            return
+        self.drawn_s, self.again = now, True
+        self.draw(executing_again(event))
+
+    def draw(self, text: str) -> None:
+        """A progress line: on a terminal it replaces the one before."""
         if self.live:
             self.out.write("\r" + text.ljust(self.width))
             self.width = len(text)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypar.commands._console import duration
-from raypar.commands._story import counted, in_words, short, within
+from raypar.commands._story import counted, executing_again, in_words, short, within
 
 RECENT = 20
 """Speed is that of the last steps, so many at most."""
@@ -25,7 +25,7 @@ class Status:
 
     `silent_s`: since when nothing was written, though the run has not ended; None while it is as fast as it was.
     `members`, `spares`: worker, coordinate, node, pid, host; `nodes`: raylets of a Ray of its own: node, pid, cpus, head.
-    `story`: (time, line).
+    `replaying`: the `step` that is executed again, and `until` which one. `story`: (time, line), oldest first.
     """
 
     run: str
@@ -42,6 +42,7 @@ class Status:
     spares: tuple[Mapping[str, Any], ...]
     wanted: int | None
     why: str
+    replaying: Mapping[str, int] | None
     silent_s: float | None
     nodes: tuple[Mapping[str, Any], ...]
     address: str | None
@@ -92,6 +93,7 @@ def status(
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
         why=str((ended or {}).get("why") or (ended or {}).get("end", "")) if ended else str(told.get("why") or ""),
+        replaying=told.get("replaying") if phase in UNDER_WAY else None,
         silent_s=silent_s,
         nodes=tuple((cluster or {}).get("nodes", ())) if not ended else (),
         address=(cluster or {}).get("address") if not ended else None,
@@ -144,6 +146,8 @@ def text(status: Status) -> str:
         rows.append(("workers", f"{len(status.members)} of {status.wanted} wanted"))
     if status.why:
         rows.append(("end" if status.phase == "ended" else "waits" if status.phase == "waiting" else "why", status.why))
+    if status.replaying:
+        rows.append(("", executing_again(status.replaying)))
     if status.nodes and status.phase != "ended":
         names = (f"{n['pid']} ({short(n['node'])}{', the head' * bool(n.get('head'))})" for n in status.nodes)
         rows.append(("raylets", ", ".join(names)))

@@ -60,6 +60,11 @@ def generation(event: Event) -> str:
     return text
 
 
+def executing_again(event: Event) -> str:
+    """Of a roll-back: the step that runs, and the last one that people have seen."""
+    return f"executing steps again: {event['step']} of {event['until']}"
+
+
 def told(event: Event) -> str | None:
     """What the event says itself."""
     return str(event["text"]) if event.get("text") else None

@@ -83,6 +83,13 @@ def test_a_run_that_writes_nothing_for_long_is_told_as_silent(quiet_s, silent):
     assert ("no news for 11 s" in text(found)) == silent
 
 
+def test_steps_that_are_executed_again_are_news_and_are_told():
+    again = of(members=MEMBERS | {"time": 1030.0, "replaying": {"step": 20, "until": 49}}, now=1032.0)
+    assert again.silent_s is None
+    assert "executing steps again: 20 of 49" in text(again)
+    assert "again" not in text(of(members=MEMBERS | {"replaying": None}))
+
+
 def test_a_run_with_long_steps_is_not_silent_between_two_of_them():
     slow = [line(step, 1000 + 30 * step, 30.0) for step in range(1, 4)]
     assert of(metrics=slow, events=[], members=None, now=1090 + 100).silent_s is None

@@ -96,6 +96,12 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
     assert "  80 samples/s" in lines[5], "a step's seconds are its own, the pause before it is no part of them"
 
 
+def test_steps_that_are_executed_again_are_shown_while_they_are():
+    again = [{"kind": "replay", "step": step, "until": 25} for step in range(20, 26)]
+    lines = printed({**STEP, "step": 25}, *again, {**STEP, "step": 26})
+    assert lines[1:] == ["executing steps again: 20 of 25", "executing steps again: 25 of 25"], "not a line for every one"
+
+
 def test_json_lines_carry_the_events_as_they_are():
     event = {"kind": "lost", "worker": 3, "pid": 77}
     (line,) = printed(event, as_json=True)
