@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TextIO
 
-from raypar.commands._story import counted, executing_again, in_words
+from raypar.commands._story import Teller, counted, executing_again
 
 if TYPE_CHECKING:
     from raypar.launch import Result
@@ -32,6 +32,7 @@ class Console:
         self.validation: float | None = None
         self.members = ""
         self.again = False
+        self.words = Teller()
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -57,7 +58,7 @@ class Console:
         elif kind == "validation":
             self.validation = event["validation_loss"]
             self.line(f"step {event['step']}: validation loss {self.validation:.4f}")
-        elif kind not in ("started", "end") and (words := in_words(event)) is not None:  # those two are told otherwise
+        elif kind not in ("started", "end") and (words := self.words(event)) is not None:  # those two are told otherwise
             if kind == "generation":
                 self.membership(event)
             self.line(words)

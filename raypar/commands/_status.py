@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypar.commands._console import duration
-from raypar.commands._story import counted, executing_again, in_words, short, within
+from raypar.commands._story import Teller, counted, executing_again, plainly, short, within
 
 RECENT = 20
 """Speed is that of the last steps, so many at most."""
@@ -92,7 +92,7 @@ def status(
         members=tuple(told.get("members", ())),
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
-        why=str((ended or {}).get("why") or (ended or {}).get("end", "")) if ended else str(told.get("why") or ""),
+        why=plainly(str((ended or {}).get("why") or (ended or {}).get("end", "")) if ended else str(told.get("why") or "")),
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
         silent_s=silent_s,
         nodes=tuple((cluster or {}).get("nodes", ())) if not ended else (),
@@ -125,7 +125,8 @@ def story(events: Sequence[Mapping[str, Any]], lines: int = STORY_LINES) -> list
         if (event["kind"] != "checkpoint" or event is saved)
         and (event["kind"] != "recovering" or event.get("generation", 0) > over)
     ]
-    words = [(event.get("time"), in_words(event)) for event in told]
+    tell = Teller()
+    words = [(event.get("time"), tell(event)) for event in told]
     return [(at, line) for at, line in words if line is not None][-lines:]
 
 

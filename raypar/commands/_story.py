@@ -5,6 +5,7 @@ Of every node its id's first 8 characters are shown. `step` in an event is the n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,24 @@ def in_words(event: Event) -> str | None:
     """One line for people; None for events that tell them nothing new (a step has a progress line of its own)."""
     say = WORDS.get(event["kind"])
     return say(event) if say is not None else None
+
+
+class Teller:
+    """Tells events one after the other, and of a generation that came to nothing that it is given up."""
+
+    def __init__(self) -> None:
+        self.trying: int | None = None
+
+    def __call__(self, event: Event) -> str | None:
+        """One line for people, or None."""
+        kind, trying = event["kind"], self.trying
+        if kind == "recovering" and "workers" in event:
+            self.trying = event["generation"]
+        elif kind in ("recovering", "generation", "end", "started"):
+            self.trying = None
+        if kind == "recovering" and self.trying is None and trying is not None:
+            return f"generation {trying} is given up: {plainly(event['text'])}"
+        return in_words(event)
 
 
 def started(event: Event) -> str | None:
@@ -28,9 +47,9 @@ def lost(event: Event) -> str:
 def recovering(event: Event) -> str:
     """Twice for one generation: when training is stopped, and when it is known how it goes on."""
     if "workers" not in event:
-        return f"training stands still: {event['text']}"
+        return f"training stands still: {plainly(event['text'])}"
     plan = f" = {event['plan']}" if event.get("plan") else ""
-    text = f"generation {event['generation']} is made of {counted(len(event['workers']), 'worker')}{plan}"
+    text = f"trying generation {event['generation']}: {counted(len(event['workers']), 'worker')}{plan}"
     if event.get("moved_elements"):
         text += f"; {counted(event['moved_elements'], 'parameter')} and their optimizer state move"
     return text
@@ -80,7 +99,9 @@ def checkpoint(event: Event) -> str:
 
 def end(event: Event) -> str:
     why = event.get("why") or event.get("text")
-    return f"{event['end']} after {counted(event.get('step', event.get('done', 0)), 'step')}" + (f": {why}" if why else "")
+    return f"{event['end']} after {counted(event.get('step', event.get('done', 0)), 'step')}" + (
+        f": {plainly(why)}" if why else ""
+    )
 
 
 WORDS: dict[str, Callable[[Event], str | None]] = {
@@ -104,13 +125,24 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
 }
 
 
-PLAINLY = {
-    "its node has died": "its node died",
-    "The actor died unexpectedly": "its process died",
-    "The actor is unavailable": "it cannot be reached",
-    "The actor is temporarily unavailable": "it cannot be reached",
-}
+PLAINLY = (
+    (r"its node has died", "its node died"),
+    (r"The actor died unexpectedly", "its process died"),
+    (r"The actor( \w+)? is (temporarily )?unavailable", "it cannot be reached"),
+)
 """Parts of Ray's messages about actors, in words."""
+
+RAYS = re.compile(r"(The actor\b.*?(?:[.\n]|$)).*", re.DOTALL)
+"""Where a message of Ray begins, its first sentence, and the rest, which is for those who debug Ray."""
+
+BROKEN = re.compile(r"(.*?)[^:]* of rank (\d+) with [\d, ]+ \(generation \d+\): lost rank (\d+): .*")
+"""An operation between workers that has failed: where, by whose word, and the rank that it lost; a peer has no other name."""
+
+TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
+"""Message tags: numbers that say nothing to people."""
+
+LISTED = re.compile(r"\bworker(?:s|\(s\)) (?:\[(\d+(?:, \d+)*)\]|(\d+(?:, \d+)*))( have\b)?")
+"""`workers [3, 5]`, `worker(s) 3`."""
 
 
 def member(event: Event) -> str:
@@ -132,8 +164,27 @@ def within(coordinate: str) -> str:
 
 def reason(why: str) -> str:
     """Without what `lost` says already, and without Ray's words for the ends that are common."""
-    why = why.rpartition(" was lost: ")[2]
-    return next((words for theirs, words in PLAINLY.items() if theirs in why), why)
+    return plainly(why.rpartition(" was lost: ")[2])
+
+
+def plainly(text: str) -> str:
+    """A message of ours or of Ray's in words: without tags and Ray's details, and `worker 5` for `workers [5]`."""
+    rays = RAYS.search(text)
+    if rays is not None:
+        words = next((words for theirs, words in PLAINLY if re.search(theirs, rays[0])), rays[1].strip().rstrip("."))
+        text = text[: rays.start()] + words
+    broken = BROKEN.fullmatch(text)
+    if broken is not None:
+        step = re.search(r"in step \d+", broken[1])
+        return f"a connection between two workers broke{f' {step[0]}' if step else ''} (rank {broken[2]} with {broken[3]})"
+    return LISTED.sub(listed, TAGS.sub(r"\1", text))
+
+
+def listed(found: re.Match[str]) -> str:
+    """`worker 3 has`, `workers 3, 5 have`."""
+    numbers = found[1] or found[2]
+    many = "," in numbers
+    return f"worker{'s' * many} {numbers}" + (" have" if many else " has") * bool(found[3])
 
 
 def short(node: Any) -> str:

@@ -43,7 +43,7 @@ class History:
     """A run as it was seen. Times in seconds from its start.
 
     `steps`: (start, end, samples) of every committed step, one after the other; `workers`: (since when, how many);
-    `pauses`: (from, to), from the last step before to the first one after, which is part of it; `end_s`: where the drawing ends.
+    `pauses`: (from, to), from the last step before to the end of the first one after; `end_s`: where the drawing ends.
     """
 
     steps: Sequence[tuple[float, float, float]]

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from raypar.commands._console import Console
-from raypar.commands._story import in_words
+from raypar.commands._story import in_words, plainly
 
 NODE = "b09ad58ff304f43bab2062275bfedc43fc221be2deddc4e46c63e95e"
 STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "bubble": 0.1, "eta_s": 12.0}
@@ -37,7 +37,7 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
         ),
         (
             {"kind": "recovering", "generation": 2, "workers": [0], "plan": "1 stage x 1 replica", "moved_elements": 3100},
-            "generation 2 is made of 1 worker = 1 stage x 1 replica; 3,100 parameters and their optimizer state move",
+            "trying generation 2: 1 worker = 1 stage x 1 replica; 3,100 parameters and their optimizer state move",
         ),
         ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
         (
@@ -69,6 +69,45 @@ def test_an_event_is_told_in_one_line(event, words):
     assert in_words(event) == words
 
 
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            "worker 2 (stage 1, replica 0), in step 9: recv tag 3571213767016448 of rank 2 with 0 (generation 1): lost rank 0: "
+            "it closed the connection",
+            "a connection between two workers broke in step 9 (rank 2 with 0)",
+        ),
+        (
+            "all_gather of rank 2 with 1, 3 (generation 1): lost rank 3: Connection reset by peer",
+            "a connection between two workers broke (rank 2 with 3)",
+        ),
+        (
+            "batch tags [4, 5] of rank 0 with 1 (generation 2) was not done",
+            "batch of rank 0 with 1 (generation 2) was not done",
+        ),
+        ("workers [5] did not answer while adopting", "worker 5 did not answer while adopting"),
+        ("step 9: worker(s) 3 have not reported for 1.1 s", "step 9: worker 3 has not reported for 1.1 s"),
+        ("step 9: worker(s) 0, 1 have not reported for 1.1 s", "step 9: workers 0, 1 have not reported for 1.1 s"),
+        (
+            "worker 3 (stage 1, replica 1) was lost: The actor 34d2f00 is unavailable: The actor is temporarily unavailable: "
+            "RpcError: RPC Error message: Connection reset by peer; rpc_code: 14. The task may or may not have been executed",
+            "worker 3 (stage 1, replica 1) was lost: it cannot be reached",
+        ),
+        (
+            "worker 3 was lost: The actor never ran - it was cancelled. Details: 7",
+            "worker 3 was lost: The actor never ran - it was cancelled",
+        ),
+        (
+            "worker 3 was lost: The actor died unexpectedly before\\nThe actor died because its node has died.",
+            "worker 3 was lost: its node died",
+        ),
+        ("making room for worker 6", "making room for worker 6"),
+    ],
+)
+def test_reasons_are_told_without_tags_and_without_details_of_ray(text, words):
+    assert plainly(text) == words
+
+
 def printed(*events: dict, as_json: bool = False) -> list[str]:
     out = io.StringIO()
     console = Console(steps=200, as_json=as_json, out=out)
@@ -94,6 +133,20 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
     ]
     assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
     assert "  80 samples/s" in lines[5], "a step's seconds are its own, the pause before it is no part of them"
+
+
+def test_a_generation_that_comes_to_nothing_is_told_as_given_up():
+    tried = {"kind": "recovering", "generation": 2, "workers": [0, 1], "text": "..."}
+    again = {"kind": "recovering", "generation": 3, "text": "workers [1] did not answer"}
+    lines = printed(
+        tried, again, {**tried, "generation": 3, "workers": [0]}, {"kind": "generation", "generation": 3, "workers": [0]}
+    )
+    assert lines == [
+        "trying generation 2: 2 workers",
+        "generation 2 is given up: worker 1 did not answer",
+        "trying generation 3: 1 worker",
+        "generation 3: 1 worker",
+    ]
 
 
 def test_steps_that_are_executed_again_are_shown_while_they_are():
