@@ -9,6 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raypar.commands._story import Teller, counted, executing_again
+from raypar.commands._toll import COUNTED, toll
 
 if TYPE_CHECKING:
     from raypar.launch import Result
@@ -33,6 +34,7 @@ class Console:
         self.members = ""
         self.again = False
         self.words = Teller()
+        self.befell: list[dict[str, Any]] = []
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -43,6 +45,8 @@ class Console:
             self.line(json.dumps({"time": time.time(), **event}))
             return
         kind = event["kind"]
+        if kind in COUNTED:
+            self.befell.append(event)
         if kind == "stage":
             number = STAGES.index(event["stage"]) + 1
             first, *more = event["text"].splitlines()
@@ -130,6 +134,9 @@ class Console:
             self.line(json.dumps({"kind": "result", **facts}))
             return 0
         lines = [f"{result.why}: {result.done} steps, {self.speed()}"]
+        survived = toll(self.befell)
+        if survived is not None:
+            lines.append(f"survived: {survived}")
         if self.validation is not None:
             lines.append(f"validation loss {self.validation:.4f}")
         if result.sample:

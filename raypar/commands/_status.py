@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from raypar.commands._console import duration
 from raypar.commands._story import Teller, counted, executing_again, plainly, short, within
+from raypar.commands._toll import toll
 
 RECENT = 20
 """Speed is that of the last steps, so many at most."""
 SILENT_S, SILENT_STEPS = 10.0, 5.0
 """A run that says it is under way and has written nothing for longer than both of these (seconds, median steps) is silent."""
 STORY_LINES = 12
+STATES = {"there": "", "leaving": ", drained: it leaves", "gone": ", gone"}
 UNDER_WAY = ("starting", "running", "recovering", "waiting")
 
 
@@ -24,7 +27,10 @@ class Status:
     """One run at one moment. Times in Unix seconds; what the folder does not say is None, or empty.
 
     `silent_s`: since when nothing was written, though the run has not ended; None while it is as fast as it was.
-    `members`, `spares`: worker, coordinate, node, pid, host; `nodes`: raylets of a Ray of its own: node, pid, cpus, head.
+    `end`: done, stopped, interrupted or failed; `resume`: what `raypar resume` finds the run by, None without a checkpoint.
+    `members`, `spares`: worker, coordinate, node, pid, host, the last ones of a run that has ended.
+    `nodes`: raylets of a Ray of its own: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone.
+    `survived`: what has happened to the run, counted, in one line.
     `replaying`: the `step` that is executed again, and `until` which one. `story`: (time, line), oldest first.
     """
 
@@ -41,11 +47,15 @@ class Status:
     members: tuple[Mapping[str, Any], ...]
     spares: tuple[Mapping[str, Any], ...]
     wanted: int | None
+    end: str | None
     why: str
     replaying: Mapping[str, int] | None
     silent_s: float | None
+    resume: str | None
+    driver_pid: int | None
     nodes: tuple[Mapping[str, Any], ...]
     address: str | None
+    survived: str | None
     story: tuple[tuple[float | None, str], ...]
 
     def facts(self) -> dict[str, Any]:
@@ -63,16 +73,21 @@ def status(
     metrics: Sequence[Mapping[str, Any]],
     events: Sequence[Mapping[str, Any]],
     cluster: Mapping[str, Any] | None,
+    gone: Collection[str] = (),
+    resumable: bool = False,
     now: float,
 ) -> Status:
-    """What the files of a run folder say together. `plan` is plan.json; runs that are not elastic have no `members`."""
+    """What the files of a run folder say together. `plan` is plan.json; runs that are not elastic have no `members`.
+
+    `gone`: nodes of the run's own Ray whose raylet does not run any more; `resumable`: there is a checkpoint.
+    """
     done = [line for line in metrics if "loss" in line and "step" in line]
     since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
     recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
     seconds = sum(line["seconds"] for line in recent)
     step_s = statistics.median(line["seconds"] for line in recent) if recent else None
     last = max((line["time"] for line in (*metrics, *events, members or {}) if line.get("time")), default=None)
-    ended = events[-1] if events and events[-1]["kind"] == "end" and not later(metrics, events[-1]) else None
+    ended = end_of(metrics, events, members or {})
     phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
     told = members or {}
     silent_s = None
@@ -93,17 +108,43 @@ def status(
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
         why=plainly(str((ended or {}).get("why") or (ended or {}).get("end", "")) if ended else str(told.get("why") or "")),
+        end=(ended or {}).get("end"),
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
         silent_s=silent_s,
-        nodes=tuple((cluster or {}).get("nodes", ())) if not ended else (),
+        resume=handle(path) if resumable else None,
+        driver_pid=told.get("driver_pid") if phase != "ended" else None,
+        nodes=tuple(nodes(cluster or {}, gone, events)) if phase != "ended" else (),
         address=(cluster or {}).get("address") if not ended else None,
+        survived=toll(events),
         story=tuple(story(events)),
     )
 
 
-def later(metrics: Sequence[Mapping[str, Any]], event: Mapping[str, Any]) -> bool:
-    """Whether a step was written after an event: the run was resumed."""
-    return bool(metrics) and metrics[-1].get("time", 0.0) > event.get("time", 0.0)
+def end_of(
+    metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], members: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """The event of the run's end; None of a run that has none, or that has been resumed and has written something since."""
+    ends = [(number, event) for number, event in enumerate(events) if event["kind"] == "end"]
+    if not ends:
+        return None
+    number, event = ends[-1]
+    at = event.get("time", 0.0)
+    started = any(later["kind"] in ("started", "generation") for later in events[number:])
+    stepped = bool(metrics) and metrics[-1].get("time", 0.0) > at
+    under_way = members.get("phase") in UNDER_WAY and members.get("time", 0.0) > at
+    return None if started or stepped or under_way else event
+
+
+def handle(path: str) -> str:
+    """What `raypar resume` finds a run by from here: its name under runs/, else its path."""
+    return Path(path).name if Path(path).parent == Path("runs") else path
+
+
+def nodes(cluster: Mapping[str, Any], gone: Collection[str], events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The raylets of a Ray of the run's own, with the state of each."""
+    leaving = {short(event["node"]) for event in events if event["kind"] == "draining" and event.get("node")}
+    for node in cluster.get("nodes", ()):
+        yield {**node, "state": "gone" if node["node"] in gone else "leaving" if short(node["node"]) in leaving else "there"}
 
 
 def described(plan: Mapping[str, Any] | None) -> str | None:
@@ -115,8 +156,8 @@ def described(plan: Mapping[str, Any] | None) -> str | None:
     return f"{counted(len(counts), 'stage')} x {replicas} replica{'s' * (replicas != '1')}"
 
 
-def story(events: Sequence[Mapping[str, Any]], lines: int = STORY_LINES) -> list[tuple[float | None, str]]:
-    """The last events in words, oldest first; of the checkpoints the last one only, and of a recovery that is over its end."""
+def story(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:
+    """The events in words, oldest first; of the checkpoints the last one only, and of a recovery that is over its end."""
     saved = next((event for event in reversed(events) if event["kind"] == "checkpoint"), None)
     over = max((event["generation"] for event in events if event["kind"] == "generation"), default=0)
     told = [
@@ -127,7 +168,7 @@ def story(events: Sequence[Mapping[str, Any]], lines: int = STORY_LINES) -> list
     ]
     tell = Teller()
     words = [(event.get("time"), tell(event)) for event in told]
-    return [(at, line) for at, line in words if line is not None][-lines:]
+    return [(at, line) for at, line in words if line is not None]
 
 
 def text(status: Status) -> str:
@@ -139,6 +180,7 @@ def text(status: Status) -> str:
     rows: list[tuple[str, str]] = []
     if status.silent_s is not None:
         rows.append(("", f"no news for {duration(status.silent_s)}: it is stuck, or was killed"))
+        rows.append(("", resumed_by(status.resume)))
     if status.samples_per_s is not None and status.step_s is not None:
         rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {a_step(status.step_s)}"))
     if status.plan:
@@ -149,15 +191,30 @@ def text(status: Status) -> str:
         rows.append(("end" if status.phase == "ended" else "waits" if status.phase == "waiting" else "why", status.why))
     if status.replaying:
         rows.append(("", executing_again(status.replaying)))
-    if status.nodes and status.phase != "ended":
-        names = (f"{n['pid']} ({short(n['node'])}{', the head' * bool(n.get('head'))})" for n in status.nodes)
+    if status.survived is not None and status.phase == "ended":
+        rows.append(("before" if status.end == "failed" else "survived", status.survived))
+    if status.driver_pid is not None:
+        rows.append(("driver", f"pid {status.driver_pid}"))
+    if status.nodes:
+        names = (
+            f"{n['pid']} ({short(n['node'])}{', the head' * bool(n.get('head'))}{STATES[n['state']]})" for n in status.nodes
+        )
         rows.append(("raylets", ", ".join(names)))
     parts = [title, *(f"  {name:<8} {value}".rstrip() for name, value in rows)]
     if status.members or status.spares:
-        parts += ["", *("  " + line for line in table(status))]
+        parts += ["", *["  the last workers were"] * (status.phase == "ended"), *("  " + line for line in table(status))]
     if status.story:
-        parts += ["", "  what happened", *(f"  {clock(at)}  {indented(line)}" for at, line in status.story)]
+        parts += ["", "  what happened"]
+        earlier = len(status.story) - STORY_LINES
+        if earlier > 0:
+            parts.append(f"  ({counted(earlier, 'earlier line')}: events.jsonl)")
+        parts += [*(f"  {clock(at)}  {indented(line)}" for at, line in status.story[-STORY_LINES:])]
     return "\n".join(parts)
+
+
+def resumed_by(resume: str | None) -> str:
+    """What to do about a run that was killed."""
+    return f"`raypar resume {resume}` goes on from the last checkpoint" if resume else "there is no checkpoint to go on from"
 
 
 def table(status: Status) -> list[str]:

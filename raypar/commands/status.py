@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raypar.commands._status import Status
@@ -36,6 +37,10 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None:
         trace(folder, args.trace)
     print(json.dumps(found.facts()) if args.json else text(found))
+    if not args.json:
+        for what, file in (("picture", args.svg), ("trace", args.trace)):
+            if file is not None:
+                print(f"{what}: {file}")
     return 0
 
 
@@ -83,6 +88,7 @@ def read(folder: RunFolder, now: float) -> Status:
 
     from raypar.commands._status import status
 
+    cluster = folder.document(folder.cluster)
     job = yaml.safe_load(folder.job.read_text(encoding="utf-8")) if folder.job.is_file() else {}
     return status(
         folder.name,
@@ -92,6 +98,17 @@ def read(folder: RunFolder, now: float) -> Status:
         members=folder.document(folder.members),
         metrics=list(folder.read(folder.metrics)),
         events=list(folder.read(folder.events)),
-        cluster=folder.document(folder.cluster),
+        cluster=cluster,
+        gone=gone(cluster or {}),
+        resumable=any(folder.checkpoints.glob("step_*")),
         now=now,
     )
+
+
+def gone(cluster: Mapping[str, Any]) -> list[str]:
+    """Nodes of a run's own Ray that have died. None where the head is not seen either: the run is elsewhere, or over."""
+    from raypar.actors.local_nodes import raylet_of
+
+    there = {node["node"]: (raylet_of(node["pid"]) or ("", ""))[0] == node["node"] for node in cluster.get("nodes", ())}
+    head_there = any(there[node["node"]] for node in cluster.get("nodes", ()) if node["head"])
+    return [node for node, alive in there.items() if not alive] if head_there else []

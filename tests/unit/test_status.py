@@ -6,6 +6,7 @@ import pytest
 
 from raypar.cli import main
 from raypar.commands._status import status, text
+from raypar.commands.status import gone
 from raypar.run_folder import RunFolder
 
 NODES = ["b09ad58ff304f43b", "70961f5a11a2f848"]
@@ -119,6 +120,44 @@ def test_the_raylets_of_a_ray_of_our_own_are_told_by_their_pids():
     nodes = [{"node": NODES[0], "pid": 7, "cpus": 2, "head": True}, {"node": NODES[1], "pid": 8, "cpus": 2, "head": False}]
     shown = text(of(cluster={"kind": "own", "address": "127.0.0.1:7", "nodes": nodes}))
     assert "  raylets  7 (b09ad58f, the head), 8 (70961f5a)" in shown
+    cluster = {"kind": "own", "address": "127.0.0.1:7", "nodes": nodes}
+    assert "8 (70961f5a, gone)" in text(of(cluster=cluster, gone=[NODES[1]]))
+    drained = {"kind": "draining", "worker": 10, "node": NODES[1][:8], "time": 1005.3}
+    assert "8 (70961f5a, drained: it leaves)" in text(of(cluster=cluster, events=[*EVENTS, drained]))
+
+
+def test_a_raylet_that_does_not_run_is_gone_where_the_head_is_seen(monkeypatch):
+    cluster = {"nodes": [{"node": name, "pid": pid, "head": pid == 7} for name, pid in zip(NODES, (7, 8), strict=True)]}
+    for running, found in (({7: NODES[0]}, [NODES[1]]), ({}, []), ({7: NODES[0], 8: NODES[1]}, []), ({8: NODES[1]}, [])):
+        seen = {pid: (node, "127.0.0.1:7") for pid, node in running.items()}
+        monkeypatch.setattr("raypar.actors.local_nodes.raylet_of", seen.get)
+        assert gone(cluster) == found
+
+
+def test_an_ended_run_shows_its_last_workers_and_what_it_has_survived():
+    done = {"kind": "end", "end": "done", "why": "all 51 steps are done", "step": 51, "time": 1006.0}
+    shown = text(of(events=[*EVENTS, done], members=MEMBERS | {"driver_pid": 9}, now=9e9))
+    assert shown.startswith("run tiny: ended") and "driver" not in shown
+    assert "  survived 1 worker lost; 0.4 s of pauses in all, 0 steps executed again" in shown
+    assert "\n  the last workers were\n  worker  place" in shown
+    assert "the last workers" not in text(of()) and "  driver   pid 9" in text(of(members=MEMBERS | {"driver_pid": 9}))
+    under_way = text(of(events=[*EVENTS, done], members=MEMBERS | {"time": 1007.0}, now=1008.0))
+    assert under_way.startswith("run tiny: running"), "it was resumed"
+    assert "  before   1 worker lost" in text(of(events=[*EVENTS, {**done, "end": "failed"}]))
+
+
+def test_a_long_story_is_cut_on_the_terminal_only():
+    many = [{"kind": "lost", "worker": worker, "time": 1000.0 + worker} for worker in range(31)]
+    found = of(events=many)
+    assert len(found.facts()["story"]) == 31
+    assert "  (19 earlier lines: events.jsonl)" in text(found)
+    assert "lost worker 18" not in text(found) and "lost worker 19" in text(found)
+
+
+def test_a_run_that_was_killed_says_how_to_go_on():
+    assert "`raypar resume tiny` goes on from the last checkpoint" in text(of(now=1020.0, resumable=True))
+    assert "there is no checkpoint to go on from" in text(of(now=1020.0))
+    assert "raypar resume" not in text(of(resumable=True))
 
 
 def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tmp_path, capsys):

@@ -7,6 +7,7 @@ import pytest
 
 from raypar.commands._console import Console
 from raypar.commands._story import in_words, plainly
+from raypar.launch import Result
 
 NODE = "b09ad58ff304f43bab2062275bfedc43fc221be2deddc4e46c63e95e"
 STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "bubble": 0.1, "eta_s": 12.0}
@@ -153,6 +154,15 @@ def test_steps_that_are_executed_again_are_shown_while_they_are():
     again = [{"kind": "replay", "step": step, "until": 25} for step in range(20, 26)]
     lines = printed({**STEP, "step": 25}, *again, {**STEP, "step": 26})
     assert lines[1:] == ["executing steps again: 20 of 25", "executing steps again: 25 of 25"], "not a line for every one"
+
+
+def test_the_end_of_a_disturbed_run_says_what_it_has_survived():
+    out = io.StringIO()
+    console = Console(steps=200, out=out)
+    console({"kind": "lost", "worker": 3})
+    console({"kind": "generation", "generation": 2, "workers": [0], "pause_s": 0.4, "again": 2})
+    console.finish(Result(metrics={}, path="runs/tiny", end="done", done=200, why="all 200 steps are done"))
+    assert "survived: 1 worker lost; 0.4 s of pauses in all, 2 steps executed again" in out.getvalue().splitlines()
 
 
 def test_json_lines_carry_the_events_as_they_are():

@@ -104,6 +104,7 @@ def test_a_run_without_steps_is_still_a_drawing_and_the_command_writes_it(tmp_pa
     folder = RunFolder.create(tmp_path, "tiny")
     folder.job.write_text("steps: 4\n")
     assert main(["status", str(folder.path), "--svg", str(tmp_path / "empty.svg")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"picture: {tmp_path / 'empty.svg'}"
     ET.fromstring((tmp_path / "empty.svg").read_text())
     for line in METRICS:
         folder.append(folder.metrics, line)
