@@ -109,7 +109,11 @@ class RunFolder:
         raise ConfigError(
             f"no run {str(run)!r}, neither as a path nor under {root}",
             cure=(f"did you mean {near[0]}? " if near else "")
-            + (f"runs under {root}: {', '.join(there[-10:])}" if there else f"there are no runs under {root}"),
+            + (
+                f"runs under {root}: {', '.join(there[-10:])}"
+                if there
+                else f"no run lies under {root}: give the path of the run's folder, or --run-dir with the folder of your runs"
+            ),
         )
 
     def append(self, path: Path, facts: Mapping[str, Any]) -> None:

@@ -92,6 +92,17 @@ def nodes_at(address: str) -> list[Node]:
             ) from error
 
 
+def leaving_at(address: str) -> dict[str, float]:
+    """As `draining_nodes`, of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
+    with _private("draining nodes cannot be seen"):
+        options = ray._raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
+        accessor = ray._raylet.GlobalStateAccessor(options)
+        if not accessor.connect():
+            raise ClusterError(f"the Ray at {address} does not say which nodes leave", cure="check the address")
+        found: dict[str, int] = accessor.get_draining_nodes()
+    return _moments(found)
+
+
 def named(word: str, nodes: Sequence[Node]) -> Node:
     """The node whose id begins with `word`, or whose address it is. Raises `ConfigError` unless there is exactly one."""
     found = [node for node in nodes if node.node.startswith(word.lower())] or [node for node in nodes if node.ip == word]
@@ -132,6 +143,11 @@ def draining_nodes() -> dict[str, float]:
     """
     with _private("draining nodes cannot be seen"):
         found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return _moments(found)
+
+
+def _moments(found: dict[str, int]) -> dict[str, float]:
+    """Deadlines of Ray (ms, 0 for none) in seconds."""
     return {node: at / 1000 if at > 0 else math.inf for node, at in found.items()}
 
 

@@ -18,11 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 when Ray knows. Raises `ConfigError`, `ClusterError`."""
+    """Exit code 0 when Ray knows, now or already. Raises `ConfigError`, `ClusterError`."""
+    import math
     import os
     import time
 
     from raypar.actors.local_nodes import raylet_of
+    from raypar.commands._status import clock
     from raypar.errors import ClusterError, ConfigError
 
     if not args.deadline_s > 0:
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if own:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # as we start it; Ray reads this when it is loaded
 
-    from raypar.actors.cluster_watch import drain, named, nodes_at
+    from raypar.actors.cluster_watch import drain, leaving_at, named, nodes_at
     from raypar.actors.local_ray import answers
 
     try:
@@ -55,18 +57,28 @@ def run(args: argparse.Namespace) -> int:
             error.what, cure="the run has ended, or its head is somewhere else: give --address host:port"
         ) from error
     node = named(word, nodes_at(address))
+    leaves_at = leaving_at(address).get(node.node)
+    if leaves_at is not None:
+        when = "as soon as nothing runs there" if math.isinf(leaves_at) else f"at {clock(leaves_at)}"
+        print(f"node {node} is being drained already: it leaves {when}; nothing has changed")
+        return 0
     drain(address, node, args.deadline_s, args.reason)
-    until = time.strftime("%H:%M:%S", time.localtime(time.time() + args.deadline_s))
+    until = clock(time.time() + args.deadline_s)
     print(f"node {node} is going to leave at {until}, in {args.deadline_s:g} s: it takes nothing new, runs move their work off")
     return 0
 
 
 def address_of(run: str, run_dir: str) -> tuple[str, bool]:
-    """Where the cluster of a run answers, and whether it is a Ray of its own. Raises `ConfigError`."""
+    """Where the cluster of a run answers, and whether it is a Ray of its own. Raises `ConfigError`, also of a run that has ended."""
     from raypar.errors import ConfigError
     from raypar.run_folder import RunFolder
 
     folder = RunFolder.find(run, run_dir, with_job=False)
+    if (folder.document(folder.members) or {}).get("phase") == "ended":
+        raise ConfigError(
+            f"run {folder.name} has ended: nothing of it has to move",
+            cure="to drain a node all the same give --address host:port",
+        )
     facts = folder.document(folder.cluster)
     if facts is None:
         raise ConfigError(
