@@ -1,7 +1,7 @@
 """A node is lost in the middle of a run: the run goes on with the others, and its result does not change by a bit.
 
 `python examples/lose_a_node.py [FOLDER]` trains a small GPT on three nodes that live on this machine, once in peace and once
-with a node killed under it; tells the story of that run, draws it, and compares the weights. Less than two minutes.
+with a node killed under it; tells the story of that run, draws it, and compares the weights. Two to three minutes.
 """
 
 import json
@@ -71,8 +71,7 @@ def main() -> None:
     print()
     picture = folder / "throughput.svg"
     subprocess.run([*RAYPAR, "status", str(folder / "disturbed"), "--svg", str(picture)], check=True, cwd=ROOT)
-    print(f"\npicture: {picture} (samples per second over time, with what happened)")
-    print(f"undisturbed      {in_peace}\na node was lost  {disturbed}")
+    print(f"\nundisturbed      {in_peace}\na node was lost  {disturbed}")
     print("equal" if in_peace == disturbed else "DIFFERENT")
     sys.exit(in_peace != disturbed)
 

@@ -69,14 +69,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def address_of(run: str, run_dir: str) -> tuple[str, bool]:
-    """Where the cluster of a run answers, and whether it is a Ray of its own. Raises `ConfigError`, also of a run that has ended."""
+    """Where the cluster of a run answers, and whether it is a Ray of its own. Raises `ConfigError`, also if the run is over."""
     from raypar.errors import ConfigError
     from raypar.run_folder import RunFolder
 
     folder = RunFolder.find(run, run_dir, with_job=False)
     if (folder.document(folder.members) or {}).get("phase") == "ended":
         raise ConfigError(
-            f"run {folder.name} has ended: nothing of it has to move",
+            f"run {folder.name} has ended: it has no work to move off",
             cure="to drain a node all the same give --address host:port",
         )
     facts = folder.document(folder.cluster)
