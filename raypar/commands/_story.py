@@ -50,7 +50,9 @@ def recovering(event: Event) -> str:
         return f"training stands still: {plainly(event['text'])}"
     plan = f" = {event['plan']}" if event.get("plan") else ""
     text = f"trying generation {event['generation']}: {counted(len(event['workers']), 'worker')}{plan}"
-    if event.get("moved_elements"):
+    if event.get("state") in STATES:
+        text += f"; {STATES[event['state']].format(step=event['step'])}"
+    elif event.get("moved_elements"):
         text += f"; {counted(event['moved_elements'], 'parameter')} and their optimizer state move"
     return text
 
@@ -124,6 +126,13 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
     "end": end,
 }
 
+
+STATES = {
+    "cut": "the last copy of something was lost: all go back to the mirror's cut after {step} steps",
+    "checkpoint": "no memory has all of the state any more: all begin again from the checkpoint after {step} steps",
+    "beginning": "no memory has all of the state any more: all begin again from the initial weights",
+}
+"""Where a new generation has its state from, if not from the workers that live."""
 
 PLAINLY = (
     (r"its node has died", "its node died"),

@@ -40,6 +40,14 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             {"kind": "recovering", "generation": 2, "workers": [0], "plan": "1 stage x 1 replica", "moved_elements": 3100},
             "trying generation 2: 1 worker = 1 stage x 1 replica; 3,100 parameters and their optimizer state move",
         ),
+        (
+            {"kind": "recovering", "generation": 2, "workers": [0], "state": "cut", "step": 4, "moved_elements": 5},
+            "trying generation 2: 1 worker; the last copy of something was lost: all go back to the mirror's cut after 4 steps",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "workers": [0], "state": "beginning", "step": 0},
+            "trying generation 2: 1 worker; no memory has all of the state any more: all begin again from the initial weights",
+        ),
         ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
         (
             {"kind": "draining", "worker": 2, "node": NODE, "pid": 7, "why": "node b09ad58f is being drained"},
