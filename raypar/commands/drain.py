@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,16 +26,18 @@ def run(args: argparse.Namespace) -> int:
 
     from raypar.actors.local_nodes import raylet_of
     from raypar.commands._status import clock
+    from raypar.commands._story import short
     from raypar.errors import ClusterError, ConfigError
 
     if not args.deadline_s > 0:
         raise ConfigError(f"--deadline-s {args.deadline_s:g}", cure="give the seconds until the node leaves, more than 0")
-    word, address, own = args.node, args.address, False
+    word, address, own, known = args.node, args.address, False, []
     here = raylet_of(int(word)) if word.isdecimal() else None
     if here is not None:
         word = here[0]
     if address is None and args.run is not None:
-        address, own = address_of(args.run, args.run_dir)
+        facts = cluster_of(args.run, args.run_dir)
+        address, own, known = str(facts["address"]), facts["kind"] == "own", facts["nodes"]
     if address is None:
         address = here[1] if here is not None else os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -56,7 +59,14 @@ def run(args: argparse.Namespace) -> int:
         raise ClusterError(
             error.what, cure="the run has ended, or its head is somewhere else: give --address host:port"
         ) from error
-    node = named(word, nodes_at(address))
+    nodes = nodes_at(address)
+    left = [one for one in known if str(one["pid"]) == word or one["node"].startswith(word.lower())]
+    if len(left) == 1 and all(left[0]["node"] != there.node for there in nodes):
+        raise ConfigError(
+            f"node {short(left[0]['node'])} (raylet {left[0]['pid']}) has left already: it was drained, or has died",
+            cure=f"the nodes are {', '.join(map(str, nodes))}",
+        )
+    node = named(word, nodes)
     leaves_at = leaving_at(address).get(node.node)
     if leaves_at is not None:
         when = "as soon as nothing runs there" if math.isinf(leaves_at) else f"at {clock(leaves_at)}"
@@ -68,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def address_of(run: str, run_dir: str) -> tuple[str, bool]:
-    """Where the cluster of a run answers, and whether it is a Ray of its own. Raises `ConfigError`, also if the run is over."""
+def cluster_of(run: str, run_dir: str) -> dict[str, Any]:
+    """Facts of a run's cluster: kind, address, nodes. Raises `ConfigError`, also if the run is over."""
     from raypar.errors import ConfigError
     from raypar.run_folder import RunFolder
 
@@ -85,4 +95,4 @@ def address_of(run: str, run_dir: str) -> tuple[str, bool]:
             f"run {folder.name} does not say where its cluster is: there is no {folder.cluster}",
             cure="give --address host:port",
         )
-    return str(facts["address"]), facts["kind"] == "own"
+    return facts

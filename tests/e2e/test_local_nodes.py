@@ -120,6 +120,10 @@ def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(tmp_path,
         assert main(["drain", one.node[:8], *run, "--deadline-s", "60"]) == 0
         assert 55 < draining_nodes()[one.node] - before < 65
         ray.get(busy.ping.remote())  # Ray leaves it alone
+        capsys.readouterr()
+        assert main(["drain", one.node[:8], *run, "--deadline-s", "5"]) == 0
+        assert "is being drained already" in capsys.readouterr().out
+        assert 55 < draining_nodes()[one.node] - before < 65
         assert main(["drain", str(other.pid)]) == 0
         assert f"node {other.node[:8]}" in capsys.readouterr().out
         deadline = time.monotonic() + 20
@@ -127,6 +131,8 @@ def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(tmp_path,
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert alive() == {head.node, one.node}
+        assert main(["drain", str(other.pid), *run]) == 2
+        assert f"node {other.node[:8]} (raylet {other.pid}) has left already" in capsys.readouterr().err
     assert main(["drain", one.node[:8], *run]) == 1
     assert "nothing answers" in capsys.readouterr().err
 

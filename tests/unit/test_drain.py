@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from raypar.commands.drain import address_of
+from raypar.commands.drain import cluster_of
 from raypar.errors import ConfigError
 from raypar.run_folder import RunFolder
 
@@ -19,16 +19,16 @@ def folder(tmp_path):
 @pytest.mark.parametrize("phase", ["starting", "running", "recovering", "waiting"])
 def test_the_cluster_of_a_run_under_way_is_found(folder, phase):
     folder.members.write_text(json.dumps({"phase": phase}))
-    assert address_of("tiny", str(folder.path.parent)) == ("127.0.0.1:7", True)
+    assert cluster_of("tiny", str(folder.path.parent))["address"] == "127.0.0.1:7"
 
 
 def test_a_run_that_has_ended_says_so(folder):
     folder.members.write_text(json.dumps({"phase": "ended"}))
     with pytest.raises(ConfigError, match="tiny has ended"):
-        address_of("tiny", str(folder.path.parent))
+        cluster_of("tiny", str(folder.path.parent))
 
 
 def test_where_no_run_lies_the_cure_is_another_folder(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        address_of("tiny", str(tmp_path))
+        cluster_of("tiny", str(tmp_path))
     assert f"no run lies under {tmp_path}: give the path" in caught.value.cure
