@@ -60,7 +60,9 @@ class DriverActor:
         """Tells the client that the events are another driver's."""
         self.told: list[dict[str, Any]] = []
         self.news = asyncio.Condition()
+        self.beginning = asyncio.Lock()
         self.begun = False
+        self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
         self.finding = False
         """Taking over: who the members are is not known yet."""
         self.heard_s = time.monotonic()
@@ -76,7 +78,6 @@ class DriverActor:
         self.machine = RunMachine(request.course, plan=request.plan, layout=WholeParameters(request.outline.elements))
         self.plans = Plans(request)
         self.pool = Pool(request.run)
-        self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
         self.staff = Staff(self.pool, self.journal, self.queue.put_nowait, self._note)
         self.machine.nodes = self.staff.where
         self.recorder = Recorder(request)
@@ -100,25 +101,35 @@ class DriverActor:
     # -- called by the client ----------------------------------------------------------------------------------------------
 
     async def start(self, request: RunRequest | None = None) -> None:
-        """Begin, or, without a request, go on with the run that is in the journal; returns at once."""
-        if self.begun:
-            return
-        self.begun = True
-        if request is not None:
-            await asyncio.to_thread(self._begin_journal, request)
-        else:
-            request = await asyncio.to_thread(self.journal.request)
-        self._set_up(request)
-        self._spawn(self._run())
+        """Begin, or, without a request, go on with the run that is in the journal; returns at once. When there is none, its
+        driver died before it had kept the request: the client brings it again."""
+        async with self.beginning:
+            if self.begun:
+                return
+            if request is not None:
+                await asyncio.to_thread(self._begin_journal, request)
+            elif (request := await asyncio.to_thread(self.journal.request)) is None:
+                return
+            self._set_up(request)
+            self.begun = True
         record = await asyncio.to_thread(self.journal.last_record)
         end = await asyncio.to_thread(self.journal.end)
         if end is not None:
             self._spawn(self._finish(end))
         elif record is not None:
             self.finding = True
-            self._spawn(self._guarded(self._take_over(record)))
+            self._spawn(self._go_on(record))
         else:
+            self._spawn(self._run())
             self._spawn(self._guarded(self._start()))
+
+    async def _go_on(self, record: Record) -> None:
+        """What was told meanwhile (Ctrl-C, a worker that has started) is heard after where the run stands."""
+        await self._guarded(self._take_over(record))
+        told = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
+        for event in (told[-1], *told[:-1]):
+            self.queue.put_nowait(event)
+        self._spawn(self._run())
 
     def _begin_journal(self, request: RunRequest) -> None:
         self.journal.erase()
@@ -138,8 +149,7 @@ class DriverActor:
 
     async def stop(self, reason: str, grace_s: float) -> None:
         """Ctrl-C: finish or void the steps in flight, save, end."""
-        if self.begun:
-            self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
+        self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
@@ -619,18 +629,17 @@ class DriverActor:
                 break  # the others wait for it in vain: the next generation frees them
         answers = {n: task.result() for n, task in zip(numbers, asking, strict=True) if task.done()}
         failed = {n: a for n, a in answers.items() if isinstance(a, Failed)}
-        for kind in (
-            "user",
-            "error",
-            *(() if elastic and any(f.kind == "lost" for f in failed.values()) else ("lost", "aborted")),
-        ):
+        blamed: list[on.Kind] = ["user", "error"]
+        if not elastic:
+            blamed += ["lost", "aborted"]
+        for kind in blamed:
             for number, failure in failed.items():
                 if failure.kind == kind:
                     raise await asyncio.to_thread(self._explained, number, failure.error)
-        for number, failure in failed.items():
-            if failure.kind == "lost":
-                self.queue.put_nowait(on.CallFailed("lost", failure.error, number))
-        if waiting and not failed:
+        for number, failure in failed.items():  # of somebody who died when it had built already, the others know nothing else
+            generation = None if failure.kind == "lost" else 1
+            self.queue.put_nowait(on.CallFailed(failure.kind, failure.error, number, generation))
+        if waiting and not failed and self.machine.generation == 1:
             silent = [n for n, task in zip(numbers, asking, strict=True) if task in waiting]
             raise ClusterError(
                 f"worker(s) {silent} did not {what} within {self.request.start_deadline_s:.0f} s\n{await self._stacks(silent)}",

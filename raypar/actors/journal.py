@@ -106,11 +106,9 @@ class Journal:
         _internal_kv_put(f"{self.prefix}request", cloudpickle.dumps(request), overwrite=True)
 
     def request(self) -> Any:
-        """See `put_request`. Raises `ClusterError` when the run is over."""
+        """See `put_request`. None when the run is over, or has not begun."""
         value = _internal_kv_get(f"{self.prefix}request")
-        if value is None:
-            raise ClusterError(f"there is no run {self.run} on this cluster", cure="start it with `raypar train`")
-        return pickle.loads(value)
+        return None if value is None else pickle.loads(value)
 
     def end(self, facts: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Note how the run ended, before anything is removed; without `facts`, what was noted."""

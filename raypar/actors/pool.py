@@ -39,6 +39,8 @@ class Pool:
         """By worker number; the shards of one seat share theirs."""
         self.bundles: dict[int, int] = {}
         self.workers: dict[int, Any] = {}
+        self.closed = False
+        """Nobody is hired any more."""
 
     # -- placing -----------------------------------------------------------------------------------------------------------
 
@@ -47,6 +49,7 @@ class Pool:
 
         Raises `ClusterError` when they are not there after `wait_s` seconds.
         """
+        self._still_open()
         for rank, seat in enumerate(plan.seats):
             if seat.shard == 0:
                 shards = sum(s.position == seat.position and s.replica == seat.replica for s in plan.seats)
@@ -74,6 +77,9 @@ class Pool:
         """A group for one more worker, for however long that takes; not on the nodes `avoid`, and not on those to `shun` unless
         there has been no other place for `SHUN_S`. Meanwhile it is demand that an autoscaler sees."""
         group = await asyncio.to_thread(self._group, number, 1, {*avoid, *shun})
+        if self.closed:  # meanwhile
+            await asyncio.to_thread(remove_placement_group, group)
+            return
         self.groups[number], self.bundles[number] = group, 0
         start_s, shunned = time.monotonic(), bool(set(shun) - set(avoid))
         while number in self.groups and not await asyncio.to_thread(self._there, number):
@@ -107,7 +113,8 @@ class Pool:
 
     def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
         """Start an actor in its place; it loads torch when it is asked for its first call. Raises ValueError when another
-        driver has given that number away."""
+        driver has given that number away, `ClusterError` when the run has ended meanwhile."""
+        self._still_open()
         strategy = PlacementGroupSchedulingStrategy(self.groups[number], placement_group_bundle_index=self.bundles[number])
         made = worker_class().options(
             name=f"worker-{number}",
@@ -149,8 +156,13 @@ class Pool:
 
         return rest
 
+    def _still_open(self) -> None:
+        if self.closed:
+            raise ClusterError(f"run {self.run} has ended before its workers were there", cure="nothing is to be done")
+
     async def close(self, patience_s: float = 1.0) -> None:
-        """Workers close their loaders and sockets, then they and their groups are removed."""
+        """Workers close their loaders and sockets, then they and their groups are removed; who was to be hired is not."""
+        self.closed = True
         with contextlib.suppress(Exception):
             closing = [asyncio.ensure_future(_quietly(w.close.remote())) for w in self.workers.values()]
             if closing:
@@ -192,7 +204,10 @@ def sweep(run: str) -> int:
     for info in left:
         remove_placement_group(ray.util.get_placement_group(info["name"]))
     deadline = time.monotonic() + SWEEP_S
-    while left and (still := named_workers(run)):
+    while still := named_workers(run):
+        for number in still:  # who was still to be placed does not end with its group
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(f"worker-{number}", namespace=namespace(run)), no_restart=True)
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"workers {still} of an earlier driver of run {run} do not end within {SWEEP_S:.0f} s",

@@ -535,6 +535,18 @@ def joined_running(m: RunMachine, event: Event) -> None:
     look_for_growth(m)
 
 
+def joined_ending(m: RunMachine, event: Event) -> None:
+    """Needed only if a worker is lost with its share of the last checkpoint."""
+    assert isinstance(event, Joined)
+    welcome(m, event.worker)
+
+
+def hire_failed_ending(m: RunMachine, event: Event) -> None:
+    """No other one is tried before it is needed."""
+    assert isinstance(event, HireFailed)
+    lose(m, event.worker)
+
+
 def welcome(m: RunMachine, worker: int) -> None:
     """It has started and waits."""
     m.hiring.discard(worker)

@@ -106,6 +106,13 @@ def validation_emitted(m: RunMachine, event: Event) -> None:
     m.serve()
 
 
+def validation_emitted_late(m: RunMachine, event: Event) -> None:
+    """After a recovery; training goes on already."""
+    assert isinstance(event, ValidationEmitted)
+    if event.stop is not None:
+        stop_running(m, StopRequested(event.stop))
+
+
 def snapshot_taken(m: RunMachine, event: Event) -> None:
     """Training goes on while the files are written."""
     m.serve()

@@ -170,10 +170,16 @@ for phase in (P.RUNNING, P.FLUSHING, P.VALIDATING, P.SAVING):
     TABLE[phase, HireFailed] = recovery.hire_failed
     TABLE[phase, DrainAsked] = recovery.drain_running
     TABLE[phase, PlanChosen] = recovery.growth_chosen
-for phase in (P.STARTING, P.ENDING, P.ABORTING, P.FAILING, P.OVER):
+for phase in (P.STARTING, P.ABORTING, P.FAILING, P.OVER):
     TABLE[phase, Joined] = TABLE[phase, HireFailed] = TABLE[phase, DrainAsked] = rules.ignore
 TABLE[P.STARTING, DrainAsked] = recovery.drain_starting
+# The last checkpoint may have to be written again, by a new generation: who is there for it must be known.
+TABLE[P.ENDING, Joined] = recovery.joined_ending
+TABLE[P.ENDING, HireFailed] = recovery.hire_failed_ending
+TABLE[P.ENDING, DrainAsked] = recovery.drain_recovering
 TABLE[P.STARTING, TakenOver] = recovery.taken_over
 # Late answers of a generation that was given up meet the phases of the next one.
 TABLE |= {(phase, kind): rules.ignore for phase in (P.RUNNING, P.FLUSHING) for kind in (ValidationReported, SnapshotTaken)}
 TABLE[P.VALIDATING, StepReported] = TABLE[P.VALIDATING, SnapshotTaken] = rules.ignore
+# Its callbacks may take longer than a recovery that began meanwhile.
+TABLE[P.RUNNING, ValidationEmitted] = TABLE[P.FLUSHING, ValidationEmitted] = rules.validation_emitted_late

@@ -1,5 +1,6 @@
 """Workers die under a running job on a real Ray: it goes on with those left, and the result does not change by a bit."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.trainee import Trainee, kill
 
@@ -182,6 +184,62 @@ def test_the_driver_may_be_killed_while_the_run_starts(delay_s, undisturbed, tmp
             time.sleep(0.01)
         time.sleep(delay_s)
         os.kill(trainee.members["driver_pid"], signal.SIGKILL)
+
+    shooter = threading.Thread(target=shoot)
+    shooter.start()
+    result = trainee.run()
+    shooter.join()
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses
+
+
+@pytest.mark.chaos
+def test_the_driver_may_be_killed_before_it_has_kept_what_it_was_asked_for(undisturbed, tmp_path):
+    """Nothing is in the journal yet: the client brings the run again."""
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
+
+    def shoot() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "DriverActor" in " ".join(process.cmdline()):
+                        return process.kill()
+
+    shooter = threading.Thread(target=shoot)
+    shooter.start()
+    result = trainee.run()
+    shooter.join()
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses
+
+
+@pytest.mark.chaos
+def test_ctrl_c_while_the_driver_is_replaced_ends_the_run_and_names_its_checkpoint(tmp_path):
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", "checkpoint.every=5")
+
+    def act(workers: list[int]) -> None:
+        os.kill(trainee.members["driver_pid"], signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    result = trainee.run(act, at=12)
+    assert result.end == "interrupted"
+    assert result.done >= 12 and Path(result.checkpoint_path).exists()
+
+
+@pytest.mark.chaos
+def test_a_worker_that_has_built_its_stages_may_die_while_another_builds(undisturbed, tmp_path):
+    slow = "model.args={sleep_s: 0.01, build_s: 2.0}"  # twice: for the weight and for the bias
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", slow)
+
+    def shoot() -> None:
+        deadline = time.monotonic() + 60
+        while not trainee.pids and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(1.5)
+        os.kill(trainee.pids[0], signal.SIGKILL)
 
     shooter = threading.Thread(target=shoot)
     shooter.start()

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.tiny_job import Diary, write_job
@@ -199,7 +200,7 @@ def test_a_run_that_is_active_cannot_be_started_twice(tmp_path):
         pass
 
     other = Other.options(name="driver", namespace=namespace("taken")).remote()
-    request = type("Request", (), {"run": "taken"})()
+    request = SimpleNamespace(run="taken", course=SimpleNamespace(elastic=False))
     with pytest.raises(ClusterError, match="'taken' is active"):
         follow(request, print)
     ray.kill(other)

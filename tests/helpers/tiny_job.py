@@ -14,6 +14,17 @@ from raypar.callbacks import Callback, Stop
 WIDTH = 8
 
 
+class Slow(nn.Linear):
+    """Its parameters take `build_s` seconds to be made."""
+
+    build_s = 0.0
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            time.sleep(self.build_s)
+        super().reset_parameters()
+
+
 class Recorded(nn.Module):
     """Linear and tanh; `fault` happens in the forward pass of that step's first training microbatch (counted from 0).
 
@@ -59,9 +70,13 @@ def model(
     width: int = WIDTH,
     flip: str = "",
     slow: str = "",
+    build_s: float = 0.0,
 ) -> nn.Sequential:
-    """`fault` and `sleep_s` are the last layer's; a `width` other than the samples' does not fit them."""
+    """`fault`, `sleep_s` and `build_s` are the last layer's; a `width` other than the samples' does not fit them."""
     layers = [(f"layer{i}", Recorded(*((fault, at, sleep_s, flip, slow) if i == depth - 1 else ()))) for i in range(depth)]
+    if build_s:
+        layers[-1][1].linear = Slow(WIDTH, WIDTH)
+        layers[-1][1].linear.build_s = build_s
     if width != WIDTH:
         layers[0] = ("layer0", nn.Linear(width, WIDTH))
     return nn.Sequential(OrderedDict(layers))

@@ -1,14 +1,30 @@
 """Scenes of a recovery, event by event: what the membership histories and the fault points have found."""
 
+from dataclasses import replace
+
 import pytest
 
-from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Emit, Evict, Fence, Journal, Snapshot, Teardown
+from raypar.elastic.actions import (
+    Adopt,
+    ChoosePlan,
+    Claim,
+    Emit,
+    EmitValidation,
+    Evict,
+    Fence,
+    Hire,
+    Journal,
+    Snapshot,
+    Teardown,
+)
 from raypar.elastic.events import (
     Adopted,
     CallFailed,
     Claimed,
     DrainAsked,
     Emitted,
+    HireFailed,
+    Joined,
     Journalled,
     PlanChosen,
     Saved,
@@ -17,6 +33,8 @@ from raypar.elastic.events import (
     StepReported,
     Stood,
     Tick,
+    ValidationEmitted,
+    ValidationReported,
     WorkersReady,
 )
 from raypar.elastic.holdings import Piece
@@ -130,3 +148,30 @@ def test_a_worker_copies_the_state_of_the_step_and_generation_that_were_asked_fo
         member.save(1, 4, lambda: "a copy")
     with pytest.raises(GroupAborted, match="after 4 steps of generation 2, not after 3 steps"):
         member.save(2, 3, lambda: "a copy")
+
+
+def test_a_validation_whose_callbacks_outlast_a_recovery_is_still_seen():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), validates=True, validate_every=1)
+    machine.course = replace(machine.course, last=3)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), Journalled(0), Emitted(0))
+    assert machine.phase is Phase.VALIDATING
+    assert do(machine, *(ValidationReported(w, 1) for w in (0, 1))) == [EmitValidation(1)]
+    do(machine, lost(0), Claimed(2, True), stood(machine, 1, 1), Adopted(1, 2))
+    assert machine.phase in (Phase.RUNNING, Phase.FLUSHING)
+    do(machine, ValidationEmitted(1, stop="good enough"))
+    assert machine.stop is not None and machine.stop.reason == "good enough"
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to_be_written_again(came):
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2)
+    machine.hiring, machine.hired = {2}, 3
+    finish(machine, (0, 1))
+    do(machine, SnapshotTaken(1), Joined(2) if came else HireFailed(2, WorkerLost("no room")))
+    assert machine.phase is Phase.ENDING
+    actions = do(machine, lost(0), SaveFailed(1, WorkerLost("worker 0 died")), Claimed(2, True), stood(machine, 1, 1))
+    if came:
+        (order,) = [*actions, *do(machine, Stood(2, Stand(2)))][-1:]
+        assert isinstance(order, Adopt) and order.members == (1, 2)
+    else:
+        assert any(isinstance(action, Hire) and action.worker == 3 for action in [*actions, *do(machine, Tick(), now_s=60.0)])
