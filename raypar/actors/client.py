@@ -25,6 +25,9 @@ from raypar.errors import ClusterError, WorkerLost
 GRACE_S = 1.5
 """How long the steps in flight may take after Ctrl-C before they are made void."""
 
+DRIVER_SILENT_S = 30.0
+"""How long the driver may take to answer; it only passes on what has happened."""
+
 DRIVER_BACK_S = 60.0
 """How long Ray may take to start the driver of an elastic run again."""
 
@@ -94,8 +97,15 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
     started = driver.start.remote(request)
     while True:
         asking = driver.events.remote(epoch, cursor, 0.3)
-        while not ray.wait([asking], timeout=0.5)[0] and len(asked) < 2:
-            pass  # a driver that does not answer: the second Ctrl-C does not wait for it
+        if not answered(asking, asked, DRIVER_SILENT_S):
+            what = f"the driver does not answer for {DRIVER_SILENT_S:.0f} s"
+            cure = "look at its node; `raypar resume` goes on from the last checkpoint"
+            if not request.course.elastic:
+                raise WorkerLost(what, cure=cure)
+            say({"kind": "warning", "text": f"{what}: it is ended and started again"})
+            ray.kill(driver, no_restart=False)
+            if not answered(asking, asked, DRIVER_BACK_S):
+                raise WorkerLost(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure=cure)
         if len(asked) > 1:
             return RunEnd("interrupted", f"{asked[1]} again: ended without waiting", done, None)
         try:
@@ -137,6 +147,15 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
             passed_on = True
             say({"kind": "stopping", "time": time.time(), "text": f"{asked[0]}: finishing the step and saving"})
             driver.stop.remote(asked[0], GRACE_S)
+
+
+def answered(asking: Any, asked: list[str], patience_s: float) -> bool:
+    """Whether the driver answers within the time, if only by its death. The second Ctrl-C does not wait for it."""
+    start_s = time.monotonic()
+    while not ray.wait([asking], timeout=0.5)[0] and len(asked) < 2:
+        if time.monotonic() - start_s > patience_s:
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -60,9 +60,10 @@ class DriverActor:
         """Tells the client that the events are another driver's."""
         self.told: list[dict[str, Any]] = []
         self.news = asyncio.Condition()
+        self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
+        """From the very beginning: Ctrl-C may come before the request."""
         self.beginning = asyncio.Lock()
         self.begun = False
-        self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
         self.finding = False
         """Taking over: who the members are is not known yet."""
         self.heard_s = time.monotonic()

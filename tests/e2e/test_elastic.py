@@ -251,6 +251,15 @@ def test_a_worker_that_has_built_its_stages_may_die_while_another_builds(undistu
 
 
 @pytest.mark.chaos
+def test_a_driver_that_hangs_is_ended_and_started_again(long_undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setattr("raypar.actors.client.DRIVER_SILENT_S", 3.0)
+    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
+    result = trainee.run(lambda pids: os.kill(trainee.members["driver_pid"], signal.SIGSTOP))
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses
+
+
+@pytest.mark.chaos
 def test_with_fewer_workers_than_wanted_the_run_waits_for_another(long_undisturbed, tmp_path):
     trainee = Trainee(tmp_path, *LONG, "elastic.min_workers=4", "plan.stages=2", "plan.replicas=2")
     result = trainee.run(kill(2))
