@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import psutil  # noqa: E402
 from helpers.run_processes import RunProcesses, kill_node  # noqa: E402
 
+from raypar.commands._story import in_words  # noqa: E402
 from raypar.config import load_job  # noqa: E402
 
 TARGETS = ("worker", "raylet", "driver")
@@ -202,10 +203,10 @@ def judge(run: Run, steps: int, expected: str, undisturbed: Run | None, kills: i
         wrong.append(f"losses differ from step {different[:1]} on")
     if run.harmed:
         wrong.append(f"survivors were ended or restarted: pids {sorted(run.harmed)}")
-    told = [event["text"] for event in run.events if event["kind"] in ("lost", "driver")]
+    told = [in_words(event) or "" for event in run.events if event["kind"] in ("lost", "driver")]
     if run.kills and not told:
         wrong.append("events.jsonl tells of no loss")
-    if unsaid := [text for text in told if text.splitlines()[0] not in run.output]:
+    if unsaid := [text for text in told if text not in run.output]:
         wrong.append(f"the terminal was not told: {unsaid[0]!r}")
     if run.left:
         wrong.append("left behind: " + "; ".join(run.left))
