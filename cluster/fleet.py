@@ -38,6 +38,8 @@ class Fleet:
         }
         from ray.cluster_utils import Cluster
 
+        self._others = set(psutil.Process().children(recursive=True))
+        """What this process had started before: none of ours."""
         self._known: set[psutil.Process] = set()
         self._added = 0
         head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
@@ -110,7 +112,7 @@ class Fleet:
 
     def end(self) -> list[str]:
         """Stop everything by pid and remove the folder; what had to be killed, although its cluster was gone."""
-        known = self.look()
+        known = self.look() - self._others
         self._cluster.shutdown()
         _, left = psutil.wait_procs(list(known), timeout=LEFT_S)
         found = []
