@@ -153,9 +153,10 @@ class RayparOnRay:
         graph = make_graph(spec)
         parts = assignments(spec, graph, plan, registry.build(schedule, Routing(plan, spec.cut)))
         self.loop = asyncio.new_event_loop()
-        self.pool = Pool(f"bench-{os.getpid()}", plan)
-        places = self.loop.run_until_complete(self.pool.reserve(CONNECT_TIMEOUT_S, print))
-        self.pool.hire(places, pickle.dumps(spec), host, 600.0)
+        self.pool = Pool(f"bench-{os.getpid()}")
+        self.loop.run_until_complete(self.pool.reserve(plan, CONNECT_TIMEOUT_S, print))
+        for number in range(plan.world):
+            self.pool.hire(number, pickle.dumps(spec), host, 600.0)
         addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]
         ranks = {number: number for number in range(plan.world)}
         made = [pickle.dumps(Part(part, ranks, 0, fresh=True)) for part in parts]
@@ -180,7 +181,7 @@ class RayparOnRay:
         waiting: list[list[Any]] = []
         loss = float("nan")
         for number in range(first, first + count):
-            waiting.append([worker.step.remote(1, number, False) for worker in self.pool.workers.values()])
+            waiting.append([worker.step.remote(1, number, False, False) for worker in self.pool.workers.values()])
             if len(waiting) > 1:
                 loss = self._take(ray.get(waiting.pop(0), timeout=300))
         while waiting:
