@@ -45,6 +45,7 @@ CLIENT_GONE_S = 60.0
 ABANDONED_S = 300.0
 """A run that no client has asked for news for so long is saved and ended."""
 STACKS_S = 5.0
+BEGIN_AGAIN_S = 60.0
 
 
 class DriverActor:
@@ -72,7 +73,7 @@ class DriverActor:
             warnings.simplefilter("ignore", DeprecationWarning)
             again = context.was_current_actor_reconstructed
         if again:
-            context.current_actor.start.remote()
+            context.current_actor.begin_again.remote()
 
     def _set_up(self, request: RunRequest) -> None:
         self.request = request
@@ -111,10 +112,10 @@ class DriverActor:
                 await asyncio.to_thread(self._begin_journal, request)
             elif (request := await asyncio.to_thread(self.journal.request)) is None:
                 return
+            record = await asyncio.to_thread(self.journal.last_record)
+            end = await asyncio.to_thread(self.journal.end)
             self._set_up(request)
             self.begun = True
-        record = await asyncio.to_thread(self.journal.last_record)
-        end = await asyncio.to_thread(self.journal.end)
         if end is not None:
             self._spawn(self._finish(end))
         elif record is not None:
@@ -123,6 +124,22 @@ class DriverActor:
         else:
             self._spawn(self._run())
             self._spawn(self._guarded(self._start()))
+
+    async def begin_again(self) -> None:
+        """`start` of a driver that Ray has started again. Nobody waits for its answer, so a store that does not answer is asked
+        again for a while, and then the client is told."""
+        deadline = time.monotonic() + BEGIN_AGAIN_S
+        while True:
+            try:
+                await self.start()
+                return
+            except Exception as error:
+                if time.monotonic() > deadline:
+                    what = f"a new driver could not find run {self.run} in Ray's store within {BEGIN_AGAIN_S:.0f} s: {error}"
+                    lost = ClusterError(what, cure="look at the head node; `raypar resume` goes on from the last checkpoint")
+                    self._tell("end", end="failed", why=lost.what, done=0, error=pickled(lost))
+                    return
+            await asyncio.sleep(TICK_S)
 
     async def _go_on(self, record: Record) -> None:
         """What was told meanwhile (Ctrl-C, a worker that has started) is heard after where the run stands."""
