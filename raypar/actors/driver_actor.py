@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import threading
 import time
 import traceback
 import warnings
@@ -46,6 +47,7 @@ ABANDONED_S = 300.0
 """A run that no client has asked for news for so long is saved and ended."""
 STACKS_S = 5.0
 BEGIN_AGAIN_S = 60.0
+ASK_AGAIN_S = 0.25
 
 
 class DriverActor:
@@ -64,7 +66,7 @@ class DriverActor:
         self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
         """From the very beginning: Ctrl-C may come before the request."""
         self.beginning = asyncio.Lock()
-        self.begun = False
+        self.asked = self.begun = False
         self.finding = False
         """Taking over: who the members are is not known yet."""
         self.heard_s = time.monotonic()
@@ -73,7 +75,13 @@ class DriverActor:
             warnings.simplefilter("ignore", DeprecationWarning)
             again = context.was_current_actor_reconstructed
         if again:
-            context.current_actor.begin_again.remote()
+            threading.Thread(target=self._ask_to_begin, args=(context.current_actor,), name="raypar-begin", daemon=True).start()
+
+    def _ask_to_begin(self, itself: Any) -> None:
+        """Until it has heard: while the news that this actor is back has not reached its own process, Ray drops what it calls
+        ("The actor is restarting"), whatever the number of retries."""
+        while not self.asked:
+            ray.wait([itself.begin_again.remote()], timeout=ASK_AGAIN_S)
 
     def _set_up(self, request: RunRequest) -> None:
         self.request = request
@@ -128,6 +136,9 @@ class DriverActor:
     async def begin_again(self) -> None:
         """`start` of a driver that Ray has started again. Nobody waits for its answer, so a store that does not answer is asked
         again for a while, and then the client is told."""
+        if self.asked:
+            return
+        self.asked = True
         deadline = time.monotonic() + BEGIN_AGAIN_S
         while True:
             try:

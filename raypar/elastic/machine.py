@@ -15,7 +15,6 @@ callback of step n ends the run after exactly one more step, on every cluster.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from raypar.elastic.actions import (
 from raypar.elastic.cut_clock import CutClock
 from raypar.elastic.events import CallFailed, Emitted, Event, Kind, StopRequested, Tick
 from raypar.elastic.holdings import Digest, Piece
+from raypar.elastic.pace import Pace
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery import Recovery, begin, spoilt
 from raypar.elastic.stragglers import Watch
@@ -136,7 +136,7 @@ class RunMachine:
         self._reports: dict[int, set[int]] = {}
         self._answers: set[int] = set()
         self._due: deque[str] = deque()
-        self._seconds: deque[float] = deque(maxlen=100)
+        self.pace = Pace()
         self._deadline_s: float | None = None
         self._since_s = 0.0
         self._probing = self._we_aborted = False
@@ -364,14 +364,10 @@ class RunMachine:
 
     def step_deadline_s(self) -> float:
         """A multiple of the longest of the last 100 steps; the first step, which warms everything up, gets the start's."""
-        if not self._seconds:
+        longest_s = self.pace.longest_s(len(self.members))
+        if longest_s is None:
             return self.course.start_deadline_s
-        return max(self.course.step_deadline_s, self.course.step_deadline_times * max(self._seconds))
-
-    def expect_slower(self, times: float) -> None:
-        """Fewer workers take longer: what was measured is no measure for deadlines any more."""
-        if self._seconds:
-            self._seconds = deque([max(self._seconds) * max(1.0, times)], maxlen=self._seconds.maxlen)
+        return max(self.course.step_deadline_s, self.course.step_deadline_times * longest_s)
 
     @property
     def wanted(self) -> int:
@@ -390,7 +386,7 @@ class RunMachine:
 
     def usual_step_s(self) -> float:
         """What a step takes at present."""
-        return statistics.median(self._seconds) if self._seconds else 0.0
+        return self.pace.usual_s(len(self.members))
 
     def stand_deadline_s(self) -> float:
         """For leaving what is in flight: a forward or backward pass cannot be interrupted."""

@@ -445,7 +445,6 @@ def adopted(m: RunMachine, event: Event) -> None:
     if r.expected:
         return
     assert r.order is not None
-    m.expect_slower(len(m.members) / len(r.order.members))
     m.plan, m.members = r.order.plan, r.order.members
     m.spares = (m.spares | set(r.stands)) - set(m.members) - m.leaving - m.gone
     m.issued = m.committed = r.order.done

@@ -65,7 +65,7 @@ def reported(m: RunMachine, event: Event) -> None:
                 recovery.begin(m, m.doubt)
             return
         del m._reports[m.committed]
-        m._seconds.append(event.seconds)
+        m.pace.add(event.seconds, len(m.members))
         m.clock.commit(m.committed, event.seconds)
         busy = m._busy.pop(m.committed, {})
         m.commit(m.committed)
