@@ -1,6 +1,7 @@
 """Workers die under a running job on a real Ray: it goes on with those left, and the result does not change by a bit."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -170,6 +171,26 @@ def test_the_driver_may_be_killed(long_undisturbed, tmp_path):
     assert trainee.told("driver")
     assert [event["workers"] for event in trainee.told("generation")] == [[0, 1, 2, 3]], "the same workers, none started again"
     assert [member["pid"] for member in trainee.members["members"]] == pids
+
+
+@pytest.mark.chaos
+def test_the_driver_may_be_killed_again_and_again(long_undisturbed, tmp_path):
+    """One of the six would not have begun: Ray drops what an actor asks of itself before the news that it is back."""
+    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
+    steps = range(20, 200, 30)
+    shot = []
+
+    def shoot() -> None:
+        shot.append(trainee.members["driver_pid"])
+        os.kill(shot[-1], signal.SIGKILL)
+
+    result = trainee.run(then=dict.fromkeys(steps, shoot))
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses
+    assert len(set(shot)) == len(trainee.told("driver")) == len(steps)
+    seen = [event["at_s"] for event in trainee.told("step")]
+    assert max(b - a for a, b in itertools.pairwise(seen)) < 30, "none of them was given up as silent"
 
 
 @pytest.mark.chaos
