@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -218,6 +218,10 @@ class Hashes:
         return h(*(value for _, value in sorted(state.items())))
 
 
+ENDED: Counter[tuple[str, str]] = Counter()
+"""(whose arithmetic, end) -> runs with faults that have come to it, of all tests of this process."""
+
+
 class World:
     """Clock, processes, connections, journal and what people have seen."""
 
@@ -247,6 +251,7 @@ class World:
         self.agenda: list[tuple[float, int, Process | None, Callable[[], None]]] = []
         self.order = itertools.count()
         self.points = self.messages = self.actions = self.answers = 0
+        self.faulted = bool(faults)
         self.faults: dict[int, list[Fault]] = {}
         self.message_faults: dict[int, list[Fault]] = {}
         self.action_faults: dict[int, list[Fault]] = {}
@@ -297,6 +302,8 @@ class World:
             call()
             if self.polled:
                 self.poll()
+        if self.faulted:
+            ENDED[type(self.flesh).__name__, self.over.end] += 1
         return self.over
 
     def poll(self) -> None:
