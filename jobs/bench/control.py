@@ -57,24 +57,30 @@ class CountingDriver(DriverActor):
 
     calls_made = answer_bytes = stored_bytes = 0
 
-    def _call_all(self, call: Any, event: Any) -> None:
-        def counted(worker: Any) -> Any:
-            self.calls_made += 1
-            return call(worker)
+    def _set_up(self, request: Any) -> None:
+        DriverActor._set_up(self, request)
+        call_all, stepped, tell = self.calls.call_all, self.reports.stepped, self.news.tell
 
-        DriverActor._call_all(self, counted, event)
+        def counting_calls(call: Any, event: Any) -> None:
+            def counted(worker: Any) -> Any:
+                self.calls_made += 1
+                return call(worker)
 
-    def _stepped(self, number: int, generation: int, step: int, report: Any) -> Any:
-        size = len(pickle.dumps(report))
-        self.answer_bytes = max(self.answer_bytes, size)
-        self.stored_bytes += size if size > INLINE_BYTES else 0
-        return DriverActor._stepped(self, number, generation, step, report)
+            call_all(counted, event)
 
-    def _tell(self, kind: str, **facts: Any) -> None:
-        if kind == "end":
-            found = {"calls": self.calls_made, "answer_bytes": self.answer_bytes, "stored_bytes": self.stored_bytes}
-            (Path(self.request.folder) / COUNTS_FILE).write_text(json.dumps(found))
-        DriverActor._tell(self, kind, **facts)
+        def weighing(number: int, generation: int, step: int, report: Any) -> Any:
+            size = len(pickle.dumps(report))
+            self.answer_bytes = max(self.answer_bytes, size)
+            self.stored_bytes += size if size > INLINE_BYTES else 0
+            return stepped(number, generation, step, report)
+
+        def leaving_counts(kind: str, **facts: Any) -> None:
+            if kind == "end":
+                found = {"calls": self.calls_made, "answer_bytes": self.answer_bytes, "stored_bytes": self.stored_bytes}
+                (Path(request.folder) / COUNTS_FILE).write_text(json.dumps(found))
+            tell(kind, **facts)
+
+        self.calls.call_all, self.reports.stepped, self.news.tell = counting_calls, weighing, leaving_counts
 
 
 def job(stages: int, microbatches: int) -> JobSpec:

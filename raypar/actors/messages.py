@@ -1,10 +1,12 @@
-"""What workers answer. Importable without torch, so that the driver starts quickly."""
+"""What workers answer, and what the client hears of an error. Importable without torch, so that the driver starts quickly."""
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 
 from raypar.elastic.events import Kind
+from raypar.errors import RayparError
 
 
 @dataclass(frozen=True)
@@ -23,3 +25,13 @@ class Hello:
     node: str
     pid: int
     fingerprint: dict[str, str]
+
+
+def pickled(error: Exception | None) -> bytes | None:
+    """The error for the client, or its text when it cannot be pickled."""
+    if error is None:
+        return None
+    try:
+        return pickle.dumps(error)
+    except Exception:
+        return pickle.dumps(RayparError(f"{type(error).__name__}: {error}"))

@@ -123,22 +123,32 @@ def test_one_place_imports(module: str):
     assert not wrong
 
 
-def test_the_pure_core_and_the_command_line_load_neither_torch_nor_ray():
-    light = [
-        ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-        for path in files()
-        if package_of(path) in {*PURE, "cli", "config", "__init__"}
-    ]
+def loaded(modules: list[str], heavy: set[str]) -> str:
+    """Those of `heavy` that a new process has loaded once it has imported `modules`."""
     found = subprocess.run(
         [
             sys.executable,
             "-c",
-            f"import importlib, sys; [importlib.import_module(m) for m in {light!r}];"
-            "print(*sorted({'torch', 'ray', 'cupy', 'numpy'} & set(sys.modules)))",
+            f"import importlib, sys; [importlib.import_module(m) for m in {modules!r}];"
+            f"print(*sorted({heavy!r} & set(sys.modules)))",
         ],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert found.stdout.strip() == ""
+    return found.stdout.strip()
+
+
+def test_the_pure_core_and_the_command_line_load_neither_torch_nor_ray():
+    light = [
+        ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        for path in files()
+        if package_of(path) in {*PURE, "cli", "config", "__init__"}
+    ]
+    assert loaded(light, {"torch", "ray", "cupy", "numpy"}) == ""
+
+
+def test_a_driver_starts_without_torch():
+    """A run waits for the driver that Ray starts in place of one that died."""
+    assert loaded(["raypar.actors.driver_actor"], {"torch", "cupy", "numpy"}) == ""

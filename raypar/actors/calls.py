@@ -1,0 +1,96 @@
+"""Calls to workers: each is a task that ends in an event, in words that say who the worker is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
+
+from raypar.actors.messages import Failed
+from raypar.actors.plans import Plans
+from raypar.actors.pool import Pool
+from raypar.actors.staff import first_line, killed_for_memory, quickly
+from raypar.actors.tasks import Tasks
+from raypar.elastic import events as on
+from raypar.elastic.machine import RunMachine
+from raypar.errors import ClusterError, OutOfMemory, WorkerLost
+
+STACKS_S = 5.0
+
+
+class Calls:
+    """One call per worker and step, whatever the number of microbatches."""
+
+    def __init__(self, machine: RunMachine, pool: Pool, plans: Plans, tasks: Tasks) -> None:
+        self.machine, self.pool, self.plans, self.tasks = machine, pool, plans, tasks
+        self._answered: set[asyncio.Task[None]] = set()
+
+    def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
+        """One call to every member; each answer becomes an event."""
+        for number in self.machine.members:
+            if number in self.pool.workers:  # else the machine has been told that it is lost
+                self.call(number, self.machine.generation, call(self.pool.workers[number]), event)
+
+    def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
+        """`event(number, answer)` once it answers, `CallFailed` of that generation if it fails."""
+        task = self.tasks.spawn(self._answer(number, generation, ref, event))
+        self._answered.add(task)
+        task.add_done_callback(self._answered.discard)
+
+    async def _answer(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
+        answer = await self.ask(number, ref)
+        if not isinstance(answer, Failed):
+            self.tasks.post(event(number, answer))
+        else:
+            of = None if answer.kind == "lost" else generation
+            self.tasks.post(on.CallFailed(answer.kind, answer.error, number, of))
+
+    async def ask(self, number: int, ref: Any) -> Any:
+        """The answer of one worker, or `Failed`."""
+        who = self.coordinate(number)
+        try:
+            return await ref
+        except (RayActorError, ActorUnavailableError) as error:
+            what = f"{who} was lost: {first_line(error)}"
+            return Failed("lost", WorkerLost(what, cure="`raypar resume` goes on from the last checkpoint"))
+        except OutOfMemoryError as error:
+            return Failed("lost", killed_for_memory(who, error))
+        except RayError as error:
+            return Failed("error", ClusterError(f"{who}: {error}", cure="look at Ray's logs"))
+        except Exception as error:
+            return Failed("error", error)
+
+    def coordinate(self, number: int) -> str:
+        """Its seat, for people; its number where it has none."""
+        members, plan = self.machine.members, self.machine.plan
+        return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
+
+    def explained(self, number: int, error: Exception) -> Exception:
+        """With what it holds and what would fit, where memory was lacking. Takes long enough for a thread."""
+        members, plan = self.machine.members, self.machine.plan
+        if not isinstance(error, OutOfMemory) or plan is None or number not in members:
+            return error
+        held, fits = self.plans.memory(plan, members.index(number))
+        return OutOfMemory(f"{error.what}\n{held}", fits)
+
+    async def abort(self, why: str) -> None:
+        """Abort all transports, wait for the calls in flight to come back, and say where the workers stand."""
+        await quickly([w.abort.remote(why) for w in self.pool.workers.values()], 2.0)
+        if self._answered:
+            await asyncio.wait(set(self._answered), timeout=5.0)
+        stand = await quickly([w.ping.remote() for w in self.pool.workers.values()], 2.0)
+        self.tasks.post(on.Aborted(tuple(None if s is None else s[0] for s in stand)))
+
+    async def probe(self, numbers: tuple[int, ...]) -> None:
+        """Where they are in their code."""
+        self.tasks.post(on.Probed(await self.stacks(list(numbers))))
+
+    async def stacks(self, numbers: list[int]) -> str:
+        """The stacks of these workers, for people."""
+        texts = await quickly([self.pool.workers[n].stacks.remote() for n in numbers], STACKS_S)
+        return "\n".join(
+            f"--- {self.coordinate(number)}\n{text or 'does not answer: it is stopped, dead or busy outside Python'}"
+            for number, text in zip(numbers, texts, strict=True)
+        )

@@ -1,0 +1,62 @@
+"""Side effects of a run: one after the other, in a thread beside the driver's loop, for callbacks may take long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from raypar.actors.journal import Deposed
+from raypar.actors.news import News
+from raypar.actors.recorder import Recorder
+from raypar.actors.tasks import Tasks
+from raypar.elastic import events as on
+from raypar.elastic.machine import RunMachine
+from raypar.errors import UserCodeError
+
+
+class Effects:
+    """Metrics, events and callbacks, in the order in which they were asked for."""
+
+    def __init__(self, recorder: Recorder, machine: RunMachine, news: News, tasks: Tasks) -> None:
+        self.recorder, self.machine, self.news, self.tasks = recorder, machine, news, tasks
+        self._thread = ThreadPoolExecutor(1, "raypar-effects")
+
+    def perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
+        """What it returns becomes an event; so does what it raises."""
+        self.tasks.spawn(self._perform(call, event))
+
+    async def _perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
+        try:
+            result = await self.awaited(call)
+        except Deposed:
+            self.tasks.post(on.Claimed(self.machine.generation, ok=False))
+        except UserCodeError as error:
+            self.tasks.post(on.CallFailed("user", error))
+        except Exception as error:
+            self.tasks.post(on.CallFailed("error", error))
+        else:
+            self.tasks.post(event(result))
+
+    async def awaited(self, call: Callable[[], Any]) -> Any:
+        """Its result, while the loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def now(self, call: Callable[[], Any]) -> None:
+        """Nothing else happens before it is done."""
+        self._thread.submit(call).result()
+
+    def aside(self, call: Callable[..., Any], *facts: Any) -> None:
+        """Nobody waits for it."""
+        self._thread.submit(call, *facts)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Tell the client, and keep it in the run folder."""
+        self.news.tell(kind, **facts)
+        self.aside(self.recorder.note, {"kind": kind, **facts})
+
+    def seen(self, event: on.Event) -> on.Event:
+        """`event` is an effect's: what the recorder has to say of it is told first."""
+        self.news.pass_on(self.recorder.news())
+        return event

@@ -1,0 +1,72 @@
+"""How a driver ends: everything of the run is removed, the client is told, and only then the actor leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raypar.actors.effects import Effects
+from raypar.actors.journal import Journal
+from raypar.actors.messages import pickled
+from raypar.actors.news import News
+from raypar.actors.pool import Pool, sweep
+from raypar.actors.recorder import Recorder
+from raypar.elastic import actions as do
+
+CLIENT_GONE_S = 60.0
+"""How long the end of a run waits to be seen by the client."""
+
+
+@dataclass
+class Ending:
+    """`keep_status`: writes members.json."""
+
+    journal: Journal
+    pool: Pool
+    recorder: Recorder
+    effects: Effects
+    news: News
+    keep_status: Callable[[], None]
+
+    async def end(self, teardown: do.Teardown, step_calls: int) -> None:
+        """Remove everything, then tell the client. The actor itself leaves when the client has seen it, or is gone."""
+        facts = {"end": teardown.end, "why": teardown.why, "done": teardown.done, "error": pickled(teardown.error)}
+        if teardown.end == "deposed":  # another driver goes on with the workers, the journal and the run folder
+            self.news.tell("end", **facts)
+            return
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self.journal.end, facts)
+        try:
+            await self.pool.close()
+        except Exception as error:
+            self.news.tell("warning", text=f"not every worker could be removed: {error}")
+        try:
+            await self.effects.awaited(lambda: self.recorder.end(teardown, step_calls))
+        except Exception as error:
+            self.news.tell("warning", text=f"the end of the run could not be recorded: {error}")
+        self.keep_status()
+        await self.effects.awaited(lambda: None)
+        self.news.pass_on(self.recorder.news())
+        await self._leave(facts)
+
+    async def again(self, facts: dict[str, Any]) -> None:
+        """A driver that was killed while it ended the run: what is left is removed, the end is told."""
+        await asyncio.to_thread(sweep, self.pool.run)
+        await asyncio.to_thread(self.recorder.take_over)
+        self.news.pass_on(self.recorder.news())
+        await self._leave(facts)
+
+    async def _leave(self, facts: dict[str, Any]) -> None:
+        self.news.tell("end", **facts)
+        self.news.heard_s = time.monotonic()
+        while time.monotonic() - self.news.heard_s < CLIENT_GONE_S:
+            await asyncio.sleep(1.0)
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self.journal.erase)
+        ray.actor.exit_actor()

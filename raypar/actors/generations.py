@@ -1,0 +1,131 @@
+"""From one generation of a run to the next: what the machine decides there is carried out, and told."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from dataclasses import dataclass
+
+from raypar.actors import words
+from raypar.actors.calls import Calls
+from raypar.actors.effects import Effects
+from raypar.actors.journal import Journal, Record
+from raypar.actors.plans import Plans
+from raypar.actors.pool import Pool
+from raypar.actors.recorder import Recorder
+from raypar.actors.reports import Reports
+from raypar.actors.request import RunRequest
+from raypar.actors.staff import Staff
+from raypar.actors.tasks import Tasks
+from raypar.elastic import actions as do
+from raypar.elastic import events as on
+from raypar.elastic.buddies import buddies
+from raypar.elastic.machine import RunMachine
+from raypar.elastic.part import Part
+from raypar.errors import WorkerLost
+
+
+@dataclass
+class Generations:
+    """Claims them, frees the workers from the last one, and gives each its part of the next."""
+
+    request: RunRequest
+    machine: RunMachine
+    journal: Journal
+    plans: Plans
+    pool: Pool
+    staff: Staff
+    recorder: Recorder
+    effects: Effects
+    reports: Reports
+    calls: Calls
+    tasks: Tasks
+    order: do.Adopt | None = None
+    """The last one, of this driver."""
+    resumed_at: int = -1
+    """The first step of the present generation."""
+
+    async def claim(self, generation: int) -> None:
+        """Not behind the callbacks: they may take long."""
+        try:
+            ok = await asyncio.to_thread(self.journal.claim, generation)
+        except Exception as error:
+            self.tasks.post(on.CallFailed("error", error))
+        else:
+            self.tasks.post(on.Claimed(generation, ok))
+
+    def fence(self, generation: int, number: int, reason: str) -> None:
+        """First beside what the worker does, so that it stops; then behind it."""
+        worker, heard = self.pool.workers[number], self.reports.heard
+        self.calls.call(number, generation, worker.hear.remote(generation, reason), lambda number, _: on.Tick())
+        self.calls.call(number, generation, worker.stand.remote(generation), lambda _, s: on.Stood(generation, heard(s)))
+
+    def settle(self, order: do.Settle) -> None:
+        """Those that are a step behind apply it."""
+        heard = self.reports.heard
+        for number in order.workers:
+            ref = self.pool.workers[number].settle.remote(order.generation, order.step, order.outcome)
+            self.calls.call(number, order.generation, ref, lambda _, stand: on.SettledLate(order.generation, heard(stand)))
+
+    async def choose(self, generation: int, workers: int) -> None:
+        """The planner's plan for so many."""
+        now = self.machine.plan
+        self.tasks.post(await asyncio.to_thread(self.plans.choose, generation, workers, now))
+
+    async def adopt(self, order: do.Adopt, reason: str) -> None:
+        """Lower the plan, and let everybody connect, hand over, take over and build."""
+        request, plan = self.request, order.plan
+        self.reports.forget()
+        assignments = await asyncio.to_thread(self.plans.assignments, plan)
+        schedule = self.plans.schedule(plan)
+        await asyncio.to_thread(self.journal.record, Record(order.generation, plan, order.members, schedule))
+        workers = (*order.members, *order.sources)
+        for number in workers:
+            if number not in self.pool.workers:
+                self.tasks.post(on.CallFailed("lost", WorkerLost(f"worker {number} is gone"), number))
+                return
+        ranks = {number: rank for rank, number in enumerate(workers)}
+        addresses = [self.staff.hellos[number].address for number in workers]
+        keepers = buddies([self.staff.hellos[number].node for number in order.members], [seat.position for seat in plan.seats])
+        load = None
+        if order.load and order.done:
+            load = str(self.recorder.checkpoint_path or request.resume)
+        self.order = order
+        self.recorder.replanned = plan != request.plan
+        text = f"generation {order.generation}: {words.described(order)}; {reason}"
+        self.effects.note("recovering", text=text, **words.facts(order, schedule))
+        for rank, number in enumerate(workers):
+            seated = rank < plan.world
+            part = Part(
+                assignments[rank] if seated else None,
+                ranks,
+                order.done,
+                order.moves,
+                load,
+                fresh=order.load and not order.done,
+                cut=order.cut,
+                buddies=keepers,
+            )
+            coordinate = plan.coordinate(rank) if seated else f"worker {number}"
+            ref = self.pool.workers[number].adopt.remote(
+                order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s
+            )
+            self.calls.call(number, order.generation, ref, lambda n, _: on.Adopted(n, order.generation))
+
+    def resumed(self, found: do.Resumed) -> None:
+        """The first step of a new generation is committed."""
+        self.resumed_at = found.step
+        order = self.order
+        if order is None:
+            return
+        schedule = self.plans.schedule(order.plan)
+        text = words.resumed(order, found.seconds, found.again)
+        told = {"text": text, "pause_s": found.seconds, "again": found.again}
+        self.effects.note("generation", **told, **words.facts(order, schedule))
+        self.effects.aside(self.recorder.plan_changed, order.plan, schedule)
+        self.tasks.spawn(self._prepare(len(order.members)))
+
+    async def _prepare(self, workers: int) -> None:
+        """Off the critical path: what would be done with one worker less."""
+        if workers > 1:
+            await asyncio.to_thread(self.plans.prepare, workers - 1)

@@ -1,0 +1,85 @@
+"""What the members of a run report of steps and validations, kept until people have seen it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from raypar.actors.plans import Plans
+from raypar.elastic import events as on
+from raypar.elastic.machine import RunMachine
+from raypar.elastic.member import Stand
+
+Report = dict[str, Any]
+"""What a worker says of one step: loss, norm, count, seconds and what it cost."""
+
+
+class Reports:
+    """By step (from 0), then by rank."""
+
+    def __init__(self, machine: RunMachine, plans: Plans) -> None:
+        self.machine, self.plans = machine, plans
+        self.outcomes: dict[int, tuple[float, float]] = {}
+        """(loss, norm) of every step seen: what is executed again must give the same."""
+        self.validations: dict[int, Any] = {}
+        """worker -> its part of the validation that is under way"""
+        self._open: dict[int, dict[int, Report]] = defaultdict(dict)
+        self._unseen: dict[int, dict[int, Report]] = {}
+        """Of steps that are being journalled and emitted."""
+
+    def stepped(self, number: int, generation: int, step: int, report: Report) -> on.Event:
+        """A worker's report of a step; the event that it is."""
+        machine, busy_s = self.machine, None
+        if generation == machine.generation:
+            rank = machine.members.index(number)
+            self._open[step][rank] = report
+            microbatches = self.plans.passes(machine.plan)[rank] if machine.plan is not None else 0
+            busy_s = report["busy_seconds"] / microbatches if microbatches else None
+        cost, digest = report["mirror_seconds"], report["digest"]
+        return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
+
+    def validated(self, number: int, generation: int, done: int, report: Any) -> on.Event:
+        """A worker's part of a validation; the event that it is."""
+        if generation == self.machine.generation:
+            self.validations[number] = report
+        return on.ValidationReported(number, done, generation)
+
+    def heard(self, stand: Stand) -> Stand:
+        """Steps that a worker has applied and nobody has reported to the end are committed by the machine; people see their
+        loss."""
+        for step, outcome in stand.outcomes.items():
+            if step >= self.machine.journalled:
+                self._open[step] = {0: missed(outcome)}
+        return stand
+
+    def commit(self, step: int) -> None:
+        """It is committed, and not seen yet."""
+        self._unseen[step] = self._open.pop(step)
+
+    def emit(self, step: int) -> dict[int, Report]:
+        """What people are to see of it, by rank."""
+        reports = self._unseen.pop(step)
+        self.outcomes[step] = outcome_of(reports)
+        return reports
+
+    def changed(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        """(loss, norm) that was seen and that was found now that the step was executed again; None where these are the same."""
+        found, before = outcome_of(self._open.pop(step)), self.outcomes.get(step)
+        return None if before is None or repr(found) == repr(before) else (before, found)  # NaN is equal to NaN here
+
+    def forget(self) -> None:
+        """Steps that are not committed never happened."""
+        self._open.clear()
+
+
+def outcome_of(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
+    """(loss, norm): the same in all reports of a step."""
+    report = next(iter(reports.values()))
+    return report["loss"], report["norm"]
+
+
+def missed(outcome: Any) -> Report:
+    """What can be said of a step that was found applied, and whose reports went to nobody or are not whole."""
+    known = {"loss": outcome.loss, "norm": outcome.norm, "count": outcome.count, "skipped": outcome.skipped}
+    return {**known, "seconds": 0.0, "busy_seconds": 0.0, "peak_rss_bytes": 0, "spans": [], "ledger": {}}

@@ -1,0 +1,60 @@
+"""What happened to workers and generations, as the driver tells it: sentences and facts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raypar.elastic.actions import Adopt, Straggles
+
+
+def described(order: Adopt) -> str:
+    """A new generation: who is in it, its plan, and where its state comes from."""
+    moved = sum(move.piece.size for move in order.moves)
+    state = f"{moved:,} parameters and their optimizer state move"
+    if order.load:
+        where = f"from the checkpoint after {order.done} steps" if order.done else "from the initial weights"
+        state = f"no copy is left in memory, so all begin again {where}"
+    elif order.cut:
+        state = f"the last copy was lost, so all go back to the mirror's cut after {order.done} steps; {state}"
+    return f"{len(order.members)} workers, {order.plan.describe()}; {state}"
+
+
+def facts(order: Adopt, schedule: str) -> dict[str, Any]:
+    """The same for programs. `state`: beginning, checkpoint, cut or live; `moved_elements`: of parameters."""
+    if order.load:
+        state = "checkpoint" if order.done else "beginning"
+    else:
+        state = "cut" if order.cut else "live"
+    return {
+        "generation": order.generation,
+        "workers": list(order.members),
+        "plan": order.plan.describe(),
+        "schedule": schedule,
+        "step": order.done,
+        "moved_elements": sum(move.piece.size for move in order.moves),
+        "state": state,
+    }
+
+
+def resumed(order: Adopt, seconds: float, again: int) -> str:
+    """The first step of a new generation is committed; `again`: steps that people have seen already."""
+    text = f"training goes on with {len(order.members)} workers, {order.plan.describe()}, after {seconds:.2f} s"
+    return f"{text}; {again} steps are executed again" if again else text
+
+
+def lost(coordinate: str, who: Mapping[str, Any], why: str) -> str:
+    """A worker is gone. `who`: as `Staff.who` says it."""
+    where = f", node {who['node']}, pid {who['pid']}" if "pid" in who else ""
+    return f"{coordinate} (worker {who['worker']}{where}) is lost: {why}"
+
+
+def straggles(found: Straggles, coordinate: str, who: Mapping[str, Any]) -> str:
+    """A worker is slow, or is not slow any more."""
+    place = coordinate.partition("(")[2].rstrip(")")
+    at = f"worker {found.worker} ({place}, node {who.get('node', 'unknown')})"
+    like = "in its first steps" if found.alone else "its replicas"
+    if found.over:
+        return f"{at} is as fast as {like} again"
+    text = f"{at} takes {found.times:.1f} times as long as {like} for {found.steps} steps"
+    return f"{text}; it is asked to leave" if found.leaves else text

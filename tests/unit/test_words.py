@@ -1,0 +1,58 @@
+"""What the driver tells of workers and generations."""
+
+import pytest
+
+from raypar.actors import words
+from raypar.elastic.actions import Adopt, Straggles
+from raypar.elastic.holdings import Move, Piece
+from raypar.plan import ParallelPlan
+
+MOVES = (Move(0, 4, Piece("w", 0, 1500)), Move(1, 4, Piece("b", 0, 10)))
+WHO = {"worker": 3, "node": "0a1b2c3d", "pid": 77, "host": "10.0.0.1"}
+
+
+def order(done: int = 7, **more) -> Adopt:
+    return Adopt(2, ParallelPlan.mesh(dp=2), (0, 4), (1,), done, MOVES, **more)
+
+
+@pytest.mark.parametrize(
+    "given, state, text",
+    [
+        ({}, "live", "2 workers, 1 stage x 2 replicas; 1,510 parameters and their optimizer state move"),
+        ({"cut": True}, "cut", "the last copy was lost, so all go back to the mirror's cut after 7 steps; 1,510 parameters"),
+        ({"load": True}, "checkpoint", "so all begin again from the checkpoint after 7 steps"),
+        ({"load": True, "done": 0}, "beginning", "so all begin again from the initial weights"),
+    ],
+)
+def test_a_new_generation_says_where_its_state_comes_from(given, state, text):
+    facts = words.facts(order(**given), "1f1b")
+    assert text in words.described(order(**given))
+    assert facts["state"] == state
+    assert (facts["workers"], facts["moved_elements"], facts["step"]) == ([0, 4], 1510, given.get("done", 7))
+
+
+def test_steps_that_are_executed_again_are_told_only_where_there_are_any():
+    assert words.resumed(order(), 0.5, 0).endswith("after 0.50 s")
+    assert words.resumed(order(), 0.5, 3).endswith("after 0.50 s; 3 steps are executed again")
+
+
+def test_a_worker_that_is_lost_before_it_has_started_has_no_node():
+    assert words.lost("worker 3 (stage 1)", WHO, "it died") == (
+        "worker 3 (stage 1) (worker 3, node 0a1b2c3d, pid 77) is lost: it died"
+    )
+    assert words.lost("worker 3", {"worker": 3}, "it died") == "worker 3 (worker 3) is lost: it died"
+
+
+@pytest.mark.parametrize(
+    "found, text",
+    [
+        ({}, "takes 2.0 times as long as its replicas for 20 steps"),
+        ({"alone": True}, "takes 2.0 times as long as in its first steps for 20 steps"),
+        ({"leaves": True}, "takes 2.0 times as long as its replicas for 20 steps; it is asked to leave"),
+        ({"over": True}, "is as fast as its replicas again"),
+    ],
+)
+def test_a_straggler_is_named_with_its_place(found, text):
+    coordinate = ParallelPlan.mesh(dp=2, pp=2, layers=2).coordinate(3)
+    told = words.straggles(Straggles(3, 2.04, 20, **found), coordinate, WHO)
+    assert told == f"worker 3 (stage 1, replica 1, node 0a1b2c3d) {text}"
