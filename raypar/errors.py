@@ -87,3 +87,8 @@ class Interrupted(RayparError):
     """The run was stopped by the user; a resumable checkpoint was left."""
 
     exit_code = 130
+
+
+def first_line(error: Exception) -> str:
+    """What it says in a line; messages of Ray and of workers have many, and the first says it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,11 +11,11 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from raypar.actors.messages import Failed
 from raypar.actors.plans import Plans
 from raypar.actors.pool import Pool
-from raypar.actors.staff import first_line, killed_for_memory, quickly
+from raypar.actors.staff import killed_for_memory, quickly
 from raypar.actors.tasks import Tasks
 from raypar.elastic import events as on
 from raypar.elastic.machine import RunMachine
-from raypar.errors import ClusterError, OutOfMemory, WorkerLost
+from raypar.errors import ClusterError, OutOfMemory, WorkerLost, first_line
 
 STACKS_S = 5.0
 

@@ -31,14 +31,14 @@ from raypar.actors.recorder import Recorder
 from raypar.actors.reports import Reports
 from raypar.actors.request import RunRequest
 from raypar.actors.saving import Saving
-from raypar.actors.staff import Staff, first_line
+from raypar.actors.staff import Staff
 from raypar.actors.status import Status
 from raypar.actors.tasks import Tasks
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.holdings import WholeParameters
 from raypar.elastic.machine import Phase, RunMachine
-from raypar.errors import ClusterError, OutOfMemory, RayparError
+from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
 
 TICK_S = 0.25
 ABANDONED_S = 300.0

@@ -18,7 +18,7 @@ from raypar.actors.journal import Journal
 from raypar.actors.messages import Failed, Hello
 from raypar.actors.pool import Pool
 from raypar.elastic import events as on
-from raypar.errors import ClusterError, CommTimeout, OutOfMemory, WorkerLost
+from raypar.errors import ClusterError, CommTimeout, OutOfMemory, WorkerLost, first_line
 
 PING_S = 0.4
 UNHEARD_S = 1.2
@@ -203,8 +203,3 @@ async def quickly(refs: Iterable[Any], timeout_s: float) -> list[Any]:
 
     asked: list[Awaitable[Any]] = [one(ref) for ref in refs]
     return list(await asyncio.gather(*asked))
-
-
-def first_line(error: Exception) -> str:
-    """Ray's messages have many lines; the first says it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

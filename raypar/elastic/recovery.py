@@ -13,23 +13,19 @@ mirror that is complete; else to the checkpoint. What is executed again is compa
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raypar.elastic import stragglers
-from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Note, Settle, Warn
+from raypar.elastic import sources, stragglers
+from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Settle, Warn
+from raypar.elastic.deaths import died, given_up, lose, starved_again
 from raypar.elastic.digests import agree_standing
 from raypar.elastic.events import (
     Adopted,
     CallFailed,
     Claimed,
-    DrainAsked,
     Emitted,
     Event,
-    HireFailed,
-    Joined,
     Journalled,
     PlanChosen,
     Saved,
@@ -41,10 +37,11 @@ from raypar.elastic.events import (
     Tick,
     ValidationEmitted,
 )
-from raypar.elastic.holdings import Holdings, Piece, missing, moves, overlap, seated
+from raypar.elastic.holdings import Piece, missing, moves
 from raypar.elastic.member import Fenced, Stand
 from raypar.elastic.phases import Phase
-from raypar.errors import ClusterError, CommError, OutOfMemory, WorkerLost
+from raypar.elastic.seating import refilled, seats
+from raypar.errors import ClusterError, CommError, WorkerLost, first_line
 from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
@@ -104,30 +101,6 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
     m.decide(Claim(m.generation), why)
 
 
-def given_up(m: RunMachine) -> WorkerLost:
-    """The same step has failed again and again."""
-    step, most = max(m.committed, m.journalled) + 1, m.course.max_attempts
-    alike = {likeness(event.error) for event in m.deaths[-most:]}
-    if len(m.deaths) >= most and len(alike) == 1:
-        who = ", ".join(str(event.worker) for event in m.deaths[-most:])
-        return WorkerLost(
-            f"{len(m.deaths)} workers have died in step {step}, one after the other and all in the same way "
-            f"(the last were {who}): {first_line(m.deaths[-1].error)}",
-            cure=f"something in step {step} (its samples, a library) ends the process: look at the workers' logs, and run it "
-            "in one process; `raypar resume` goes on from the last checkpoint",
-        )
-    last = "\n".join(str(f.error) for f in m.failures[-most:])
-    return WorkerLost(
-        f"{m.attempts} recoveries in a row did not get beyond step {step}; the last failures:\n{last}",
-        cure="what kills the workers is probably in this step: look at their logs; `raypar resume` goes on",
-    )
-
-
-def likeness(error: Exception) -> str:
-    """How somebody died, without who it was: numbers, ids and places are left out."""
-    return re.sub(r"\b[0-9a-f]{6,}\b|\d+", "", first_line(error).rpartition(" was lost: ")[2])
-
-
 def taken_over(m: RunMachine, event: Event) -> None:
     """This driver follows one that is gone: its workers keep the state, its journal says what people have seen."""
     assert isinstance(event, TakenOver)
@@ -160,39 +133,6 @@ def disturbed(m: RunMachine, event: Event) -> None:
     m.failures.append(event)
     begin(m, first_line(event.error), counts=counts)
     m.recovery.symptom = symptom
-
-
-def starved_again(m: RunMachine, event: CallFailed) -> bool:
-    """It was killed because memory was lacking, like one at its place in the same plan before: it would happen a third time."""
-    order = m.recovery.order if m.phase is Phase.ADOPTING else None
-    plan, members = (m.plan, m.members) if order is None else (order.plan, order.members)
-    if not isinstance(event.error, OutOfMemory) or plan is None or event.worker not in members:
-        return False
-    place = plan, plan.seats[members.index(event.worker)].position
-    if place in m.starved:
-        m.over("failed", first_line(event.error), event.error)
-        return True
-    m.starved.add(place)
-    return False
-
-
-def died(m: RunMachine, event: CallFailed) -> bool:
-    """It is gone; whether that says anything against the step it was in: not when it had been asked to leave, or its machine
-    was taken away."""
-    assert event.worker is not None
-    innocent = event.preempted or event.worker in m.leaving
-    if event.worker in m.members and event.worker not in m.gone and not innocent:
-        m.deaths.append(event)
-    lose(m, event.worker)
-    return not innocent
-
-
-def lose(m: RunMachine, worker: int) -> None:
-    """It is gone and never comes back under this number."""
-    m.gone.add(worker)
-    m.spares.discard(worker)
-    m.leaving.discard(worker)
-    m.hiring.discard(worker)
 
 
 # -- the phases ----------------------------------------------------------------------------------------------------------
@@ -276,7 +216,7 @@ def find_plan(m: RunMachine) -> None:
     r = m.recovery
     usable = sorted(set(r.stands) - m.leaving)
     if len(usable) < m.course.min_workers:
-        lost = nowhere(m)
+        lost = sources.nowhere(m)
         if lost:
             unrecoverable(m, lost)
         else:
@@ -304,37 +244,6 @@ def choose(m: RunMachine, usable: list[int]) -> None:
     m.decide(ChoosePlan(m.generation, min(len(usable), m.wanted)), f"{len(usable)} workers")
 
 
-def refilled(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
-    """The same stages with who is left: waiting workers in the empty seats, then fewer replicas; None if a stage has nobody."""
-    assert m.plan is not None
-    plan, idle = m.plan, [w for w in usable if w not in m.members]
-    at: list[list[int]] = [[] for _ in range(plan.positions)]
-    for rank, worker in enumerate(m.members):
-        if worker in usable:
-            at[plan.seats[rank].position].append(worker)
-    full = [sum(seat.position == p for seat in plan.seats) for p in range(plan.positions)]
-    if any(stage.shards > 1 for stage in plan.stages) and [len(a) for a in at] != full:
-        return None
-    while idle and any(len(a) < f for a, f in zip(at, full, strict=True)):
-        neediest = max(range(len(at)), key=lambda p: (full[p] - len(at[p])) / full[p])
-        worker = next_to(m, plan, neediest, at[neediest], idle)
-        idle.remove(worker)
-        at[neediest].append(worker)
-    if not all(at):
-        return None
-    stages = tuple(replace(s, replicas=len(at[s.position]) // s.shards) for s in plan.stages)
-    return ParallelPlan(stages), tuple(w for workers in at for w in workers)
-
-
-def next_to(m: RunMachine, plan: ParallelPlan, position: int, there: list[int], idle: list[int]) -> int:
-    """Which of the idle workers joins those at a position: who lacks least of what they hold; of these one on a node that has
-    fewest copies of it; of these the lowest number."""
-    rank = next(rank for rank, seat in enumerate(plan.seats) if seat.position == position)
-    need, have = m.layout(plan)[rank], held(m, m.recovery.done)
-    copies = Counter(m.nodes.get(worker) for worker in there)
-    return min(idle, key=lambda w: (-overlap(need, have.get(w, ())), copies[m.nodes.get(w)], w))
-
-
 def plan_chosen(m: RunMachine, event: Event) -> None:
     """The planner's plan, or none."""
     assert isinstance(event, PlanChosen)
@@ -350,74 +259,22 @@ def plan_chosen(m: RunMachine, event: Event) -> None:
     adopt(m, event.plan, seats(m, event.plan, usable))
 
 
-def seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
-    """Who takes which seat of a new plan: as little as possible moves, and copies of a stage sit on different nodes."""
-    positions = [seat.position for seat in plan.seats]
-    return seated(m.layout(plan), held(m, m.recovery.done), usable, m.nodes, positions)
-
-
-def held(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
-    """Who holds what of the state after `done` steps, in memory."""
-    return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done and w not in m.tainted}
-
-
 def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
     """Find the state, and let everybody take its part."""
     r = m.recovery
     need = dict(zip(members, m.layout(plan), strict=True))
-    done, cut, load = r.done, False, False
-    have = held(m, done)
-    lost = missing(have, need)
-    if lost:
-        found = newest_cut(m, need)
-        if found is not None:
-            done, cut, have = found[0], True, found[1]
-        elif not durable(m):
-            unrecoverable(m, lost)
-            return
-        else:
-            done, load, have = saved(m) or m.course.first, True, need
-    ways = moves(have, need)
-    sources = tuple(sorted({way.source for way in ways} - set(members)))
-    r.expected = {*members, *sources}
-    r.order = Adopt(m.generation, plan, members, sources, done, ways, cut, load)
+    source = sources.find(m, need)
+    if source is None:
+        unrecoverable(m, missing(sources.held(m, r.done), need))
+        return
+    ways = moves(source.have, need)
+    seatless = tuple(sorted({way.source for way in ways} - set(members)))
+    r.expected = {*members, *seatless}
+    r.order = Adopt(m.generation, plan, members, seatless, source.done, ways, source.cut, source.load)
     most = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
-    m.go(Phase.ADOPTING, deadline_s=(m.course.load_s if load else m.course.adopt_s) + most / SLOWEST_PER_S)
-    where = "the disk, or made anew," if load else "the mirror" if cut else "the workers that hold it"
-    m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {done} steps")
-
-
-def newest_cut(m: RunMachine, need: Holdings) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
-    """The last step whose cut of the mirror has all of `need`, and who has what of it."""
-    stands = m.recovery.stands
-    steps = {step for s in stands.values() for step in s.cuts}
-    if m.doubt:
-        m.bad_cuts |= {step for step in steps if step > m.agreed}
-    for step in sorted(steps - m.bad_cuts, reverse=True):
-        copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts and w not in m.wrong}
-        if not missing(copies, need):
-            return step, copies
-    return None
-
-
-def durable(m: RunMachine) -> bool:
-    """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way."""
-    near = m.clock.first == m.course.first and not m.clock.complete
-    return saved(m) is not None or m.recovery.done <= m.course.first or near
-
-
-def saved(m: RunMachine) -> int | None:
-    """Steps of the last checkpoint, if it can be trusted."""
-    return None if m.saved is not None and m.doubt and m.saved > m.agreed else m.saved
-
-
-def nowhere(m: RunMachine) -> tuple[Piece, ...]:
-    """What is lost for good: in no memory, no cut and no checkpoint. Waiting for workers would not bring it back."""
-    if m.plan is None or durable(m):
-        return ()
-    need = dict(enumerate(m.layout(m.plan)))
-    lost = missing(held(m, m.recovery.done), need)
-    return lost if lost and newest_cut(m, need) is None else ()
+    m.go(Phase.ADOPTING, deadline_s=(m.course.load_s if source.load else m.course.adopt_s) + most / SLOWEST_PER_S)
+    where = "the disk, or made anew," if source.load else "the mirror" if source.cut else "the workers that hold it"
+    m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {source.done} steps")
 
 
 def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
@@ -519,118 +376,6 @@ def lost_recovering(m: RunMachine, event: Event) -> None:
         begin(m, first_line(event.error))
 
 
-def joined(m: RunMachine, event: Event) -> None:
-    """A worker more waits for a seat."""
-    assert isinstance(event, Joined)
-    welcome(m, event.worker)
-    if m.phase is Phase.WAITING:
-        begin(m, f"worker {event.worker} has joined", counts=False)
-
-
-def joined_running(m: RunMachine, event: Event) -> None:
-    """It may get a seat between two steps."""
-    assert isinstance(event, Joined)
-    welcome(m, event.worker)
-    look_for_growth(m)
-
-
-def joined_ending(m: RunMachine, event: Event) -> None:
-    """Needed only if a worker is lost with its share of the last checkpoint."""
-    assert isinstance(event, Joined)
-    welcome(m, event.worker)
-
-
-def hire_failed_ending(m: RunMachine, event: Event) -> None:
-    """No other one is tried before it is needed."""
-    assert isinstance(event, HireFailed)
-    lose(m, event.worker)
-
-
-def welcome(m: RunMachine, worker: int) -> None:
-    """It has started and waits."""
-    m.hiring.discard(worker)
-    m.hired = max(m.hired, worker + 1)
-    m.hire_failures = 0
-    m.spares.add(worker)
-    if m.grow_at_s is None:
-        m.grow_at_s = m._now_s + m.course.grow_after_s
-
-
-def hire_failed(m: RunMachine, event: Event) -> None:
-    """Another one is tried after a while; what goes wrong on one machine may go well on another."""
-    assert isinstance(event, HireFailed)
-    lose(m, event.worker)
-    m.hire_at_s = m._now_s + m.course.retry_s * 2 ** min(m.hire_failures, 5)
-    m.hire_failures += 1
-    again = f"; the next is tried in {m.hire_at_s - m._now_s:.0f} s" if m.course.hires else ""
-    m.decide(Warn(f"worker {event.worker} could not be started: {first_line(event.error)}{again}"), "the others go on")
-
-
-def look_for_growth(m: RunMachine) -> None:
-    """Workers wait for a seat: ask the planner, while training goes on, once all have come or the first has waited enough."""
-    if not m.course.grow or not m.spares or m.grow_at_s is None or m.choosing or m.pause_for is not None:
-        return
-    able = min(len(m.members) + len(m.spares), m.wanted)
-    if able > len(m.members) and (able == m.wanted or m._now_s >= m.grow_at_s) and m.stop is None:
-        m.choosing, m.grow_at_s = True, None
-        m.decide(ChoosePlan(m.generation, able), f"workers {sorted(m.spares)} wait for a seat")
-
-
-def growth_chosen(m: RunMachine, event: Event) -> None:
-    """What the planner would do with the workers that wait; only a gain that pays for the move is worth one.
-
-    Back to as many as the job asks for is worth it while there is something left to do: second copies are worth more than time.
-    """
-    assert isinstance(event, PlanChosen)
-    if event.generation != m.generation or not m.choosing:
-        return
-    m.choosing = False
-    if event.plan is None or event.plan.world <= len(m.members) or m.pause_for is not None:
-        return
-    left = m.course.end - m.committed
-    # What is predicted is how the plans compare; how long steps really take has been measured.
-    left_s = left * m.usual_step_s()
-    gain_s = left_s * (1 - event.step_s / event.now_s) if event.now_s else 0.0
-    if len(m.members) < m.course.workers and left_s:
-        gain_s = max(gain_s, left_s / 4)
-    if event.now_s and gain_s <= m.course.move_s:
-        text = f"workers {sorted(m.spares)} stay in reserve: seats would save {max(gain_s, 0.0):.1f} s of {left} steps"
-        m.decide(Note(text), f"moving costs about {m.course.move_s:.1f} s")
-        return
-    who = ", ".join(map(str, sorted(m.spares)))
-    m.pause_for, m.next_plan = f"making room for worker {who}", event.plan
-    m.next_for = len(m.members) + len(m.spares)
-    if m.phase in (Phase.RUNNING, Phase.FLUSHING):
-        m.advance()
-
-
-def drain_running(m: RunMachine, event: Event) -> None:
-    """It leaves between two steps."""
-    assert isinstance(event, DrainAsked)
-    if event.worker in m.spares | m.hiring:
-        lose(m, event.worker)
-        m.decide(Evict(event.worker, event.why), event.why)
-    elif event.worker in m.members and event.worker not in m.gone:
-        m.leaving.add(event.worker)
-        m.pause_for = f"worker {event.worker} leaves: {event.why}"
-        if m.phase in (Phase.RUNNING, Phase.FLUSHING):
-            m.advance()
-
-
-def drain_starting(m: RunMachine, event: Event) -> None:
-    """It leaves before the first step."""
-    assert isinstance(event, DrainAsked)
-    m.leaving.add(event.worker)
-
-
-def drain_recovering(m: RunMachine, event: Event) -> None:
-    """It is looked at when a plan is made; if that is over, once the new generation runs."""
-    assert isinstance(event, DrainAsked)
-    if event.worker in m.gone:
-        return
-    m.leaving.add(event.worker)
-
-
 def stop_recovering(m: RunMachine, event: Event) -> None:
     """The new generation saves what it has, and ends. After Ctrl-C it has `interrupt_s` for that; nobody waits for workers."""
     assert isinstance(event, StopRequested)
@@ -718,8 +463,3 @@ def save_failed_aside(m: RunMachine, event: Event) -> None:
 def spoilt(error: Exception) -> bool:
     """Whether a checkpoint failed because a worker died or left meanwhile, not because of the disk: it can be written again."""
     return isinstance(error, (WorkerLost, CommError, Fenced))
-
-
-def first_line(error: Exception) -> str:
-    """What it says in a line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from raypar.elastic import digests, recovery, stragglers
+from raypar.elastic import digests, growth, recovery, stragglers
 from raypar.elastic.actions import AbortGroups, EmitValidation, Probe, Warn
 from raypar.elastic.events import (
     Aborted,
@@ -217,7 +217,7 @@ def tick_steps(m: RunMachine, event: Event) -> None:
         return
     if m.course.elastic and m.began_s is None:
         m.hire()
-        recovery.look_for_growth(m)
+        growth.look_for_growth(m)
     late = m.overdue()
     assert isinstance(event, Tick)
     if not late and event.unheard:  # two witnesses, neither of whom would do alone so early

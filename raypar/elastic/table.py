@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raypar.elastic import recovery, rules
+from raypar.elastic import draining, growth, recovery, rules
 from raypar.elastic.events import (
     Aborted,
     Adopted,
@@ -150,9 +150,9 @@ for kind, (where, rule) in ANSWERS.items():
 
 ASIDE: dict[type, Rule] = {
     CallFailed: recovery.lost_recovering,
-    Joined: recovery.joined,
-    HireFailed: recovery.hire_failed,
-    DrainAsked: recovery.drain_recovering,
+    Joined: growth.joined,
+    HireFailed: growth.hire_failed,
+    DrainAsked: draining.drain_recovering,
     StopRequested: recovery.stop_recovering,
     Journalled: recovery.journalled_aside,
     Emitted: recovery.emitted_aside,
@@ -166,17 +166,17 @@ ASIDE: dict[type, Rule] = {
 TABLE |= {(phase, kind): rule for phase in RECOVERING for kind, rule in ASIDE.items()}
 
 for phase in (P.RUNNING, P.FLUSHING, P.VALIDATING, P.SAVING):
-    TABLE[phase, Joined] = recovery.joined_running
-    TABLE[phase, HireFailed] = recovery.hire_failed
-    TABLE[phase, DrainAsked] = recovery.drain_running
-    TABLE[phase, PlanChosen] = recovery.growth_chosen
+    TABLE[phase, Joined] = growth.joined_running
+    TABLE[phase, HireFailed] = growth.hire_failed
+    TABLE[phase, DrainAsked] = draining.drain_running
+    TABLE[phase, PlanChosen] = growth.growth_chosen
 for phase in (P.STARTING, P.ABORTING, P.FAILING, P.OVER):
     TABLE[phase, Joined] = TABLE[phase, HireFailed] = TABLE[phase, DrainAsked] = rules.ignore
-TABLE[P.STARTING, DrainAsked] = recovery.drain_starting
+TABLE[P.STARTING, DrainAsked] = draining.drain_starting
 # The last checkpoint may have to be written again, by a new generation: who is there for it must be known.
-TABLE[P.ENDING, Joined] = recovery.joined_ending
-TABLE[P.ENDING, HireFailed] = recovery.hire_failed_ending
-TABLE[P.ENDING, DrainAsked] = recovery.drain_recovering
+TABLE[P.ENDING, Joined] = growth.joined_ending
+TABLE[P.ENDING, HireFailed] = growth.hire_failed_ending
+TABLE[P.ENDING, DrainAsked] = draining.drain_recovering
 TABLE[P.STARTING, TakenOver] = recovery.taken_over
 # Late answers of a generation that was given up meet the phases of the next one.
 TABLE |= {(phase, kind): rules.ignore for phase in (P.RUNNING, P.FLUSHING) for kind in (ValidationReported, SnapshotTaken)}

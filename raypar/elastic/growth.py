@@ -1,0 +1,100 @@
+"""Workers that join a run, and when a seat for them is worth the move."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raypar.elastic.actions import ChoosePlan, Note, Warn
+from raypar.elastic.deaths import lose
+from raypar.elastic.events import Event, HireFailed, Joined, PlanChosen
+from raypar.elastic.phases import Phase
+from raypar.elastic.recovery import begin
+from raypar.errors import first_line
+
+if TYPE_CHECKING:
+    from raypar.elastic.machine import RunMachine
+
+
+def joined(m: RunMachine, event: Event) -> None:
+    """A worker more waits for a seat."""
+    assert isinstance(event, Joined)
+    welcome(m, event.worker)
+    if m.phase is Phase.WAITING:
+        begin(m, f"worker {event.worker} has joined", counts=False)
+
+
+def joined_running(m: RunMachine, event: Event) -> None:
+    """It may get a seat between two steps."""
+    assert isinstance(event, Joined)
+    welcome(m, event.worker)
+    look_for_growth(m)
+
+
+def joined_ending(m: RunMachine, event: Event) -> None:
+    """Needed only if a worker is lost with its share of the last checkpoint."""
+    assert isinstance(event, Joined)
+    welcome(m, event.worker)
+
+
+def hire_failed_ending(m: RunMachine, event: Event) -> None:
+    """No other one is tried before it is needed."""
+    assert isinstance(event, HireFailed)
+    lose(m, event.worker)
+
+
+def welcome(m: RunMachine, worker: int) -> None:
+    """It has started and waits."""
+    m.hiring.discard(worker)
+    m.hired = max(m.hired, worker + 1)
+    m.hire_failures = 0
+    m.spares.add(worker)
+    if m.grow_at_s is None:
+        m.grow_at_s = m._now_s + m.course.grow_after_s
+
+
+def hire_failed(m: RunMachine, event: Event) -> None:
+    """Another one is tried after a while; what goes wrong on one machine may go well on another."""
+    assert isinstance(event, HireFailed)
+    lose(m, event.worker)
+    m.hire_at_s = m._now_s + m.course.retry_s * 2 ** min(m.hire_failures, 5)
+    m.hire_failures += 1
+    again = f"; the next is tried in {m.hire_at_s - m._now_s:.0f} s" if m.course.hires else ""
+    m.decide(Warn(f"worker {event.worker} could not be started: {first_line(event.error)}{again}"), "the others go on")
+
+
+def look_for_growth(m: RunMachine) -> None:
+    """Workers wait for a seat: ask the planner, while training goes on, once all have come or the first has waited enough."""
+    if not m.course.grow or not m.spares or m.grow_at_s is None or m.choosing or m.pause_for is not None:
+        return
+    able = min(len(m.members) + len(m.spares), m.wanted)
+    if able > len(m.members) and (able == m.wanted or m._now_s >= m.grow_at_s) and m.stop is None:
+        m.choosing, m.grow_at_s = True, None
+        m.decide(ChoosePlan(m.generation, able), f"workers {sorted(m.spares)} wait for a seat")
+
+
+def growth_chosen(m: RunMachine, event: Event) -> None:
+    """What the planner would do with the workers that wait; only a gain that pays for the move is worth one.
+
+    Back to as many as the job asks for is worth it while there is something left to do: second copies are worth more than time.
+    """
+    assert isinstance(event, PlanChosen)
+    if event.generation != m.generation or not m.choosing:
+        return
+    m.choosing = False
+    if event.plan is None or event.plan.world <= len(m.members) or m.pause_for is not None:
+        return
+    left = m.course.end - m.committed
+    # What is predicted is how the plans compare; how long steps really take has been measured.
+    left_s = left * m.usual_step_s()
+    gain_s = left_s * (1 - event.step_s / event.now_s) if event.now_s else 0.0
+    if len(m.members) < m.course.workers and left_s:
+        gain_s = max(gain_s, left_s / 4)
+    if event.now_s and gain_s <= m.course.move_s:
+        text = f"workers {sorted(m.spares)} stay in reserve: seats would save {max(gain_s, 0.0):.1f} s of {left} steps"
+        m.decide(Note(text), f"moving costs about {m.course.move_s:.1f} s")
+        return
+    who = ", ".join(map(str, sorted(m.spares)))
+    m.pause_for, m.next_plan = f"making room for worker {who}", event.plan
+    m.next_for = len(m.members) + len(m.spares)
+    if m.phase in (Phase.RUNNING, Phase.FLUSHING):
+        m.advance()

@@ -1,0 +1,72 @@
+"""Where the state of the next generation comes from: those that hold it; else the newest complete cut of the mirror; else the
+checkpoint, or the very beginning. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raypar.elastic.holdings import Holdings, Piece, missing
+
+if TYPE_CHECKING:
+    from raypar.elastic.machine import RunMachine
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who has what of the state after `done` steps: in memory, in the mirror (`cut`), or on a disk that all read (`load`)."""
+
+    done: int
+    have: Holdings
+    cut: bool = False
+    load: bool = False
+
+
+def find(m: RunMachine, need: Holdings) -> Source | None:
+    """The best source of all of `need`; None when it is lost."""
+    done = m.recovery.done
+    have = held(m, done)
+    if not missing(have, need):
+        return Source(done, have)
+    found = newest_cut(m, need)
+    if found is not None:
+        return Source(*found, cut=True)
+    return Source(saved(m) or m.course.first, need, load=True) if durable(m) else None
+
+
+def held(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
+    """Who holds what of the state after `done` steps, in memory."""
+    return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done and w not in m.tainted}
+
+
+def newest_cut(m: RunMachine, need: Holdings) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
+    """The last step whose cut of the mirror has all of `need`, and who has what of it."""
+    stands = m.recovery.stands
+    steps = {step for s in stands.values() for step in s.cuts}
+    if m.doubt:
+        m.bad_cuts |= {step for step in steps if step > m.agreed}
+    for step in sorted(steps - m.bad_cuts, reverse=True):
+        copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts and w not in m.wrong}
+        if not missing(copies, need):
+            return step, copies
+    return None
+
+
+def durable(m: RunMachine) -> bool:
+    """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way."""
+    near = m.clock.first == m.course.first and not m.clock.complete
+    return saved(m) is not None or m.recovery.done <= m.course.first or near
+
+
+def saved(m: RunMachine) -> int | None:
+    """Steps of the last checkpoint, if it can be trusted."""
+    return None if m.saved is not None and m.doubt and m.saved > m.agreed else m.saved
+
+
+def nowhere(m: RunMachine) -> tuple[Piece, ...]:
+    """What is lost for good: in no memory, no cut and no checkpoint. Waiting for workers would not bring it back."""
+    if m.plan is None or durable(m):
+        return ()
+    need = dict(enumerate(m.layout(m.plan)))
+    lost = missing(held(m, m.recovery.done), need)
+    return lost if lost and newest_cut(m, need) is None else ()
