@@ -6,16 +6,17 @@ import json
 import os
 import re
 import signal
-import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from helpers.trainee import Trainee, kill
+import ray
+from helpers.trainee import Trainee, as_soon_as, kill
 
 import raypar
 from raypar.actors.local_ray import connected
+from raypar.actors.pool import named_workers, namespace
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,23 +115,19 @@ def test_trainer_goes_on_when_a_worker_is_killed(tmp_path):
     def trainer(run_dir: Path, **more) -> raypar.Trainer:
         return raypar.Trainer(model=model, **parts, steps=30, batch_size=8, microbatches=4, run_dir=run_dir, **more)
 
-    killed: list[int] = []
+    run = tmp_path / "disturbed/run"
 
-    def kill_one() -> None:
-        run = tmp_path / "disturbed/run"
-        until = time.monotonic() + 60
-        while time.monotonic() < until and not killed:
-            time.sleep(0.02)
-            if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= 8:
-                killed.append(json.loads((run / "members.json").read_text())["members"][3]["pid"])
-                os.kill(killed[0], signal.SIGKILL)
+    def trains() -> bool:
+        return (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= 8
+
+    def kill_one(_: bool) -> None:
+        os.kill(json.loads((run / "members.json").read_text())["members"][3]["pid"], signal.SIGKILL)
 
     whole = trainer(tmp_path / "undisturbed", plan={"stages": 1}).fit(verbose=False)
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    result = trainer(tmp_path / "disturbed", plan={"stages": 2, "replicas": 2}, elastic={"min_workers": 2}).fit(verbose=False)
-    killer.join()
-    assert killed and "is lost" in (tmp_path / "disturbed/run/events.jsonl").read_text()
+    with as_soon_as(trains, kill_one):
+        disturbed = trainer(tmp_path / "disturbed", plan={"stages": 2, "replicas": 2}, elastic={"min_workers": 2})
+        result = disturbed.fit(verbose=False)
+    assert "is lost" in (run / "events.jsonl").read_text()
     assert result.weights_sha256 == whole.weights_sha256
     assert [row["loss"] for row in result.history] == [row["loss"] for row in whole.history]
 
@@ -193,23 +190,39 @@ def test_the_driver_may_be_killed_again_and_again(long_undisturbed, tmp_path):
     assert max(b - a for a, b in itertools.pairwise(seen)) < 30, "none of them was given up as silent"
 
 
+SLOW_BUILD = "model.args={sleep_s: 0.01, build_s: 2.0}"
+"""The last layer takes that long twice: for the weight and for the bias."""
+
+
+def asked(number: int, method: str) -> Any:
+    """What a worker of the run answers."""
+    worker = ray.get_actor(f"worker-{number}", namespace=namespace("tiny"))
+    return ray.get(getattr(worker, method).remote(), timeout=30)
+
+
+def builds_slowly(number: int) -> bool:
+    """Whether that worker is connected with the others, and makes the layer that takes long."""
+    return number in named_workers("tiny") and "self.build_s" in asked(number, "stacks")
+
+
 @pytest.mark.chaos
-@pytest.mark.parametrize("delay_s", [0.0, 1.5, 4.0])
-def test_the_driver_may_be_killed_while_the_run_starts(delay_s, undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(lambda: True, id="workers are placed"),
+        pytest.param(lambda: named_workers("tiny"), id="workers start"),
+        pytest.param(lambda: builds_slowly(3), id="stages are built"),
+    ],
+)
+def test_the_driver_may_be_killed_while_the_run_starts(moment, undisturbed, tmp_path):
     """With the workers half placed, half started, half built: the new driver begins anew, or goes on with them."""
-    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", SLOW_BUILD)
 
-    def shoot() -> None:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "runs/tiny/members.json").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(delay_s)
-        os.kill(trainee.members["driver_pid"], signal.SIGKILL)
+    def begun() -> bool:
+        return (tmp_path / "runs/tiny/members.json").exists() and bool(moment())
 
-    shooter = threading.Thread(target=shoot)
-    shooter.start()
-    result = trainee.run()
-    shooter.join()
+    with as_soon_as(begun, lambda _: os.kill(trainee.members["driver_pid"], signal.SIGKILL)):
+        result = trainee.run()
     assert result.end == "done", result.why
     assert result.weights_sha256 == undisturbed.result.weights_sha256
     assert trainee.losses == undisturbed.losses
@@ -220,18 +233,15 @@ def test_the_driver_may_be_killed_before_it_has_kept_what_it_was_asked_for(undis
     """Nothing is in the journal yet: the client brings the run again."""
     trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
 
-    def shoot() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    if "DriverActor" in " ".join(process.cmdline()):
-                        return process.kill()
+    def driver() -> psutil.Process | None:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "DriverActor" in " ".join(process.cmdline()):
+                    return process
+        return None
 
-    shooter = threading.Thread(target=shoot)
-    shooter.start()
-    result = trainee.run()
-    shooter.join()
+    with as_soon_as(driver, psutil.Process.kill):
+        result = trainee.run()
     assert result.end == "done", result.why
     assert result.weights_sha256 == undisturbed.result.weights_sha256
     assert trainee.losses == undisturbed.losses
@@ -252,20 +262,15 @@ def test_ctrl_c_while_the_driver_is_replaced_ends_the_run_and_names_its_checkpoi
 
 @pytest.mark.chaos
 def test_a_worker_that_has_built_its_stages_may_die_while_another_builds(undisturbed, tmp_path):
-    slow = "model.args={sleep_s: 0.01, build_s: 2.0}"  # twice: for the weight and for the bias
-    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", slow)
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", SLOW_BUILD)
 
-    def shoot() -> None:
-        deadline = time.monotonic() + 60
-        while not trainee.pids and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(1.5)
-        os.kill(trainee.pids[0], signal.SIGKILL)
+    def half_built() -> bool:
+        if not trainee.pids or not builds_slowly(3):
+            return False
+        return asked(0, "ping")[1] == "idle"  # it has built: all were connected before any of them did
 
-    shooter = threading.Thread(target=shoot)
-    shooter.start()
-    result = trainee.run()
-    shooter.join()
+    with as_soon_as(half_built, lambda _: os.kill(trainee.pids[0], signal.SIGKILL)):
+        result = trainee.run()
     assert result.end == "done", result.why
     assert result.weights_sha256 == undisturbed.result.weights_sha256
     assert trainee.losses == undisturbed.losses

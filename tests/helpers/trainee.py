@@ -1,12 +1,15 @@
 """The tiny job in this process, on the Ray that it has joined, with something done to it while it trains."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from helpers.tiny_job import write_job
 
@@ -54,3 +57,21 @@ class Trainee:
 
 def kill(*ranks: int, number: int = signal.SIGKILL) -> Callable[[list[int]], None]:
     return lambda pids: [os.kill(pids[rank], number) for rank in ranks] and None
+
+
+@contextlib.contextmanager
+def as_soon_as(fact: Callable[[], Any], act: Callable[[Any], None], limit_s: float = 60.0) -> Iterator[None]:
+    """Beside the block, once: `act(fact())` as soon as that is true. Raises what these raise, and `TimeoutError`."""
+
+    def wait_and_act() -> None:
+        until = time.monotonic() + limit_s
+        while not (found := fact()):
+            if time.monotonic() > until:
+                raise TimeoutError(f"what was waited for has not come about within {limit_s:.0f} s")
+            time.sleep(0.01)
+        act(found)
+
+    with ThreadPoolExecutor(1) as beside:
+        acted = beside.submit(wait_and_act)
+        yield
+        acted.result()
