@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness import BenchError, environment, page, table
-from recovery_runs import Commit, Course, Raypar, RayparPipelines, RayTrain, Run, Torchft, TorchftManager, torchft_python
+from recovery_runs import Commit, Course, Raypar, RayparPipelines, RayTrain, Run, Seen, Torchft, TorchftManager, torchft_python
 
 Fault = Literal["none", "worker", "node", "join"]
 CONTENDERS: tuple[type[Run], ...] = (Raypar, RayparPipelines, TorchftManager, Torchft, RayTrain)
@@ -117,7 +117,7 @@ def first_commits(commits: Sequence[Commit]) -> dict[int, float]:
     return found
 
 
-def measure(run: Run, at_s: float, outcome: Outcome) -> None:
+def measure(run: Seen, at_s: float, outcome: Outcome) -> None:
     """What the lines of a run that has ended say."""
     commits, first = run.commits(), first_commits(run.commits())
     before = max(step for step, s in first.items() if s <= at_s)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
@@ -53,55 +54,13 @@ class Commit:
     samples: int
 
 
-class Run:
-    """One run of one contender in a folder of its own; a context that leaves no process and no file behind."""
+class Seen:
+    """What is seen of a run: the lines that its processes write into `diary`."""
 
-    name: ClassVar[str]
-
-    def __init__(self, course: Course, workers: int, chance: random.Random) -> None:
-        self.course, self.workers, self.chance = course, workers, chance
-        self.folder = Path(tempfile.mkdtemp(prefix="rp-"))
-        self.diary = self.folder / "diary"
-        self.diary.mkdir()
-        self.main: list[subprocess.Popen[bytes]] = []
-        """The run is over when all of these have ended."""
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._seen: dict[int, psutil.Process] = {}
+    def __init__(self, course: Course, workers: int, diary: Path) -> None:
+        self.course, self.workers, self.diary = course, workers, diary
         self._lines: list[dict[str, Any]] = []
         self._read: dict[Path, int] = {}
-
-    def __enter__(self) -> Run:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Start everything; training begins some seconds later."""
-        raise NotImplementedError
-
-    # -- what is hurt ------------------------------------------------------------------------------------------------------
-
-    def kill_worker(self) -> set[int]:
-        """kill -9 of one worker; its pid."""
-        victim = self.chance.choice(sorted(self.training()))
-        os.kill(victim, signal.SIGKILL)
-        return {victim}
-
-    def kill_node(self) -> set[int]:
-        """kill -9 of everything on one node of two workers, which does not come back; the pids of its workers."""
-        raise NotImplementedError
-
-    def join(self) -> None:
-        """Two more workers can be had from now on."""
-        raise NotImplementedError
-
-    # -- what is seen ------------------------------------------------------------------------------------------------------
 
     def lines(self) -> list[dict[str, Any]]:
         """All that was written so far, in order of time."""
@@ -127,6 +86,59 @@ class Run:
         first: dict[int, float] = {}
         return len({c.step for c in self.commits() if c.at_s > first.setdefault(c.step, c.at_s) + APART_S})
 
+    def weights(self) -> str | None:
+        """Hash of the final weights, once all that know it agree."""
+        found = {line["weights_sha256"] for line in self.lines() if line["kind"] == "end" and "weights_sha256" in line}
+        return found.pop() if len(found) == 1 else None
+
+
+class Run(Seen, ABC):
+    """One run of one contender in a folder of its own; a context that leaves no process and no file behind."""
+
+    name: ClassVar[str]
+
+    def __init__(self, course: Course, workers: int, chance: random.Random) -> None:
+        self.folder, self.chance = Path(tempfile.mkdtemp(prefix="rp-")), chance
+        super().__init__(course, workers, self.folder / "diary")
+        self.diary.mkdir()
+        self.main: list[subprocess.Popen[bytes]] = []
+        """The run is over when all of these have ended."""
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._seen: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> Run:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start everything; training begins some seconds later."""
+
+    # -- what is hurt ------------------------------------------------------------------------------------------------------
+
+    def kill_worker(self) -> set[int]:
+        """kill -9 of one worker; its pid."""
+        victim = self.chance.choice(sorted(self.training()))
+        os.kill(victim, signal.SIGKILL)
+        return {victim}
+
+    @abstractmethod
+    def kill_node(self) -> set[int]:
+        """kill -9 of everything on one node of two workers, which does not come back; the pids of its workers."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Two more workers can be had from now on."""
+
+    # -- who is there ------------------------------------------------------------------------------------------------------
+
     def training(self) -> set[int]:
         """The pids of the workers that train now."""
         return self.alive({line["pid"] for line in self.lines() if line["kind"] == "step"})
@@ -146,11 +158,6 @@ class Run:
         if any(codes):
             raise BenchError(f"{self.name}: exit codes {codes}\n{self.log()}")
         return all(code == 0 for code in codes)
-
-    def weights(self) -> str | None:
-        """Hash of the final weights, once all that know it agree."""
-        found = {line["weights_sha256"] for line in self.lines() if line["kind"] == "end" and "weights_sha256" in line}
-        return found.pop() if len(found) == 1 else None
 
     def log(self) -> str:
         """The last output of each process."""
@@ -232,9 +239,9 @@ class OnRay(Run):
         self.address, self.raylets = self._answer()
         self.main = [self.spawn("driver", self.command(), self.env | {"RAY_ADDRESS": self.address})]
 
+    @abstractmethod
     def command(self) -> list[str]:
         """The driver's command line."""
-        raise NotImplementedError
 
     def kill_node(self) -> set[int]:
         training = self.training()

@@ -11,15 +11,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "jobs" / "bench"))
 
 before = signal.getsignal(signal.SIGTERM)
 from recovery import Outcome, measure, row  # noqa: E402
-from recovery_runs import Commit, Course, Run  # noqa: E402
+from recovery_runs import Commit, Course, Seen  # noqa: E402
 
 signal.signal(signal.SIGTERM, before)  # a bench ends its contenders on SIGTERM; a test run does not
 
 
-class Written(Run):
+class Written(Seen):
     """A run of which only the lines are there."""
-
-    name = "written"
 
     def __init__(self, *steps: tuple[float, int, int, int]) -> None:
         self.workers, self.course = 4, Course(steps=max(step for _, step, _, _ in steps))
