@@ -26,9 +26,7 @@ from raypar.elastic.events import (
     Claimed,
     Emitted,
     Event,
-    Journalled,
     PlanChosen,
-    Saved,
     SaveFailed,
     SettledLate,
     Stood,
@@ -426,12 +424,6 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
 # -- bookkeeping of effects that are still under way --------------------------------------------------------------------------
 
 
-def journalled_aside(m: RunMachine, event: Event) -> None:
-    """People see the step although the workers are between two generations."""
-    assert isinstance(event, Journalled)
-    m.see(event.step)
-
-
 def emitted_aside(m: RunMachine, event: Event) -> None:
     """Counted; nothing is issued before the new generation runs."""
     assert isinstance(event, Emitted)
@@ -443,12 +435,6 @@ def validation_emitted_aside(m: RunMachine, event: Event) -> None:
     assert isinstance(event, ValidationEmitted)
     if event.stop is not None and m.stop is None:
         m.stop = StopRequested(event.stop)
-
-
-def saved_aside(m: RunMachine, event: Event) -> None:
-    """The writer was done before the loss."""
-    assert isinstance(event, Saved)
-    m.saving, m.saved, m._save_error = None, event.done, None
 
 
 def save_failed_aside(m: RunMachine, event: Event) -> None:
