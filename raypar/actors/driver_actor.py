@@ -91,9 +91,9 @@ class DriverActor:
         machine.nodes = staff.where
         self.reports = reports = Reports(machine, plans)
         self.calls = calls = Calls(machine, pool, plans, tasks)
-        all_of_them = request, machine, journal, plans, pool, staff, recorder, effects, reports, calls, tasks
-        self.beginning = Beginning(*all_of_them, news)
-        self.generations = Generations(*all_of_them)
+        crew = request, machine, journal, plans, pool, staff, recorder, effects, reports, calls, tasks
+        self.beginning = Beginning(*crew, news)
+        self.generations = Generations(*crew)
         self.saving = Saving(machine, pool, recorder, effects, calls, tasks.post)
         self.ending = Ending(journal, pool, recorder, effects, news, self._keep_status)
 
