@@ -63,8 +63,9 @@ def hire_failed(m: RunMachine, event: Event) -> None:
 
 
 def look_for_growth(m: RunMachine) -> None:
-    """Workers wait for a seat: ask the planner, while training goes on, once all have come or the first has waited enough."""
-    if not m.course.grow or not m.spares or m.grow_at_s is None or m.choosing or m.pause_for is not None:
+    """Workers wait for a seat: ask the planner, while training goes on, once all have come or the first has waited enough. Not
+    before a step has been measured: what a seat would save is a part of that."""
+    if not m.course.grow or not m.spares or m.grow_at_s is None or m.choosing or m.pause_for is not None or not m.pace.known:
         return
     able = min(len(m.members) + len(m.spares), m.wanted)
     if able > len(m.members) and (able == m.wanted or m._now_s >= m.grow_at_s) and m.stop is None:

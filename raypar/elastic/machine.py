@@ -44,6 +44,8 @@ from raypar.elastic.stragglers import Watch
 from raypar.elastic.table import TABLE
 from raypar.plan import ParallelPlan
 
+EARLY, EARLY_TIMES = 0.5, 3.0
+"""Who is silent in every other way too is given up after this part of the deadline, or so many usual steps."""
 DEPTH = 2
 """Steps a worker has been called for and not finished: one runs, one waits."""
 
@@ -59,8 +61,8 @@ class Course:
     step between them (see `recovery.begin`). `hires`: workers that are missing are replaced, and `standbys` more wait, warm,
     for a seat. `grow`: those that join get a seat once all that are wanted are there, or `grow_after_s` after the first of
     them, if the steps that are left then gain more than `move_s`. A step is overdue after `step_deadline_s`, or
-    `step_deadline_times` the longest of the last steps if that is more; after half of that where the worker answers no pings
-    either, and a recovery waits for such a worker no longer than `hopeless_s`.
+    `step_deadline_times` the longest of the last steps if that is more; where the worker answers no pings either, after half of
+    that or three usual steps, whichever is less, and a recovery waits for such a worker no longer than `hopeless_s`.
     `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `stragglers.Watch`;
     `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
@@ -93,7 +95,7 @@ class Course:
     max_attempts: int = 8
     claim_s: float = 10.0
     stand_s: float = 1.0
-    hopeless_s: float = 0.3
+    hopeless_s: float = 0.2
     stand_medians: float = 3.0
     adopt_s: float = 5.0
     load_s: float = 60.0
@@ -355,12 +357,12 @@ class RunMachine:
                 "failed", str(cause.error).splitlines()[0] if str(cause.error) else type(cause.error).__name__, cause.error
             )
 
-    def overdue(self, share: float = 1.0) -> tuple[int, ...]:
-        """Workers that have not reported the running step although its deadline, or a `share` of it, has passed."""
+    def overdue(self, limit_s: float) -> tuple[int, ...]:
+        """Workers that have not reported the running step, although it has taken longer than that."""
         if self.issued == self.committed:
             return ()
         missing = set(self.members) - self._reports.get(self.committed, set())
-        return tuple(sorted(missing)) if self._now_s - self._since_s > share * self.step_deadline_s() else ()
+        return tuple(sorted(missing)) if self._now_s - self._since_s > limit_s else ()
 
     def step_deadline_s(self) -> float:
         """A multiple of the longest of the last 100 steps; the first step, which warms everything up, gets the start's."""
@@ -368,6 +370,12 @@ class RunMachine:
         if longest_s is None:
             return self.course.start_deadline_s
         return max(self.course.step_deadline_s, self.course.step_deadline_times * longest_s)
+
+    def silent_deadline_s(self) -> float:
+        """The same for a worker that answers no pings either. One step that was long for once does not make this one longer:
+        a step that is only slow answers."""
+        usual_s = EARLY_TIMES * self.pace.usual_s(len(self.members)) if self.pace.known else self.course.start_deadline_s
+        return max(EARLY * self.course.step_deadline_s, min(usual_s, EARLY * self.step_deadline_s()))
 
     @property
     def wanted(self) -> int:

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 KEPT = 100
+ENOUGH = 3
+"""Steps after which their own median is believed: the first of a generation is longer."""
 
 
 @dataclass
@@ -20,6 +22,11 @@ class Pace:
         """One step that all of them have done."""
         self._steps.append((seconds, workers))
 
+    @property
+    def known(self) -> bool:
+        """Some step has been measured."""
+        return bool(self._steps)
+
     def longest_s(self, workers: int) -> float | None:
         """What so many workers may take for a step that is as long as the longest; None before the first. Fewer take longer;
         that more of them are faster is not relied on."""
@@ -28,5 +35,5 @@ class Pace:
     def usual_s(self, workers: int) -> float:
         """The median of those that so many have done, or of all, as longest_s has them; 0 before the first."""
         own = [seconds for seconds, had in self._steps if had == workers]
-        found = own or [seconds * max(1.0, had / workers) for seconds, had in self._steps]
+        found = own if len(own) >= ENOUGH else [seconds * max(1.0, had / workers) for seconds, had in self._steps]
         return statistics.median(found) if found else 0.0

@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from raypar.elastic.machine import RunMachine
 
 
-EARLY = 0.5
-"""The part of a deadline after which who is silent in every other way too is given up."""
-
-
 def ignore(m: RunMachine, event: Event) -> None:
     """Came too late to matter."""
 
@@ -218,10 +214,10 @@ def tick_steps(m: RunMachine, event: Event) -> None:
     if m.course.elastic and m.began_s is None:
         m.hire()
         growth.look_for_growth(m)
-    late = m.overdue()
+    late = m.overdue(m.step_deadline_s())
     assert isinstance(event, Tick)
     if not late and event.unheard:  # two witnesses, neither of whom would do alone so early
-        late = tuple(sorted(event.unheard & set(m.overdue(share=EARLY))))
+        late = tuple(sorted(event.unheard & set(m.overdue(m.silent_deadline_s()))))
     if late and m.course.elastic and not m.interrupted:
         waited = m._now_s - m._since_s
         pings = " and answer no pings" * (set(late) <= event.unheard)
@@ -236,7 +232,7 @@ def probed(m: RunMachine, event: Event) -> None:
     """A hung worker ends the run."""
     assert isinstance(event, Probed)
     m._probing = False
-    late = m.overdue()
+    late = m.overdue(m.step_deadline_s())
     if late:
         names = ", ".join(str(r) for r in late)
         error = CommTimeout(

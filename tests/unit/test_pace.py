@@ -30,7 +30,8 @@ def test_the_usual_step_is_that_of_as_many_workers_when_there_has_been_one():
     for seconds in (1.0, 1.0, 9.0):
         pace.add(seconds, 4)
     assert pace.usual_s(2) == 2.0
-    pace.add(1.5, 2)
+    for seconds in (5.0, 1.5, 1.5):
+        pace.add(seconds, 2)
     assert pace.usual_s(2) == 1.5
 
 

@@ -175,3 +175,39 @@ def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to
         assert isinstance(order, Adopt) and order.members == (1, 2)
     else:
         assert any(isinstance(action, Hire) and action.worker == 3 for action in [*actions, *do(machine, Tick(), now_s=60.0)])
+
+
+def in_a_step(seconds):
+    """Two replicas in the step after those that took so long; the time of the last of them is 0."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, step_deadline_times=5.0)
+    machine.course = replace(machine.course, last=1000)
+    do(machine, WorkersReady())
+    for step, spent in enumerate(seconds):
+        do(machine, *(StepReported(w, step, spent) for w in (0, 1)), Journalled(step), Emitted(step))
+    assert do(machine, StepReported(0, len(seconds), 0.3)) == [], "worker 1 is awaited"
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("seconds", "silent_s", "slow_s"),
+    [
+        ([0.3] * 10, 1.5, 3.0),
+        ([0.3] * 9 + [4.0], 1.5, 20.0),  # one long step says nothing of who does not answer at all
+        ([1.0] * 10, 2.5, 5.0),
+        ([1.0] * 9 + [4.0], 3.0, 20.0),
+    ],
+)
+def test_who_answers_no_pings_is_given_up_before_who_is_only_slow(seconds, silent_s, slow_s):
+    for unheard, limit_s in ((frozenset({1}), silent_s), (frozenset(), slow_s)):
+        machine = in_a_step(seconds)
+        assert do(machine, Tick(unheard=unheard), now_s=limit_s - 0.01) == []
+        assert do(machine, Tick(unheard=unheard), now_s=limit_s + 0.01) == [Claim(2)]
+
+
+def test_a_seat_is_weighed_once_a_step_has_been_measured():
+    """A new driver has measured none: what a seat would save looked like nothing, and the worker stayed in reserve."""
+    machine = elastic(ParallelPlan.mesh(layers=2), max_workers=2)
+    machine.course = replace(machine.course, last=1000)
+    assert not any(isinstance(action, ChoosePlan) for action in do(machine, WorkersReady(), Joined(1), Tick(), now_s=10.0))
+    do(machine, StepReported(0, 0, 0.3), Journalled(0), Emitted(0), now_s=10.3)
+    assert ChoosePlan(1, 2) in do(machine, Tick(), now_s=10.5)
