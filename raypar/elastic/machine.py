@@ -60,7 +60,8 @@ class Course:
     for a seat. `grow`: those that join get a seat once all that are wanted are there, or `grow_after_s` after the first of
     them, if the steps that are left then gain more than `move_s`. A step is overdue after `step_deadline_s`, or
     `step_deadline_times` the longest of the last steps if that is more; after half of that where the worker answers no pings
-    either, and a recovery waits for such a worker no longer than `hopeless_s`.
+    either, and a recovery waits for such a worker no longer than `hopeless_s`. Nobody knows how long a
+    validation or a checkpoint should take: there the pings alone decide, after as long a silence.
     `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `stragglers.Watch`;
     `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
@@ -139,6 +140,8 @@ class RunMachine:
         self._seconds: deque[float] = deque(maxlen=100)
         self._deadline_s: float | None = None
         self._since_s = 0.0
+        self._unheard_s: dict[int, float] = {}
+        """Since when those have answered no ping whom the last tick named."""
         self._probing = self._we_aborted = False
         self._stand: tuple[int | None, ...] | None = None
         self._save_error: Exception | None = None
@@ -208,7 +211,8 @@ class RunMachine:
             told = "\n  ".join(self.story)
             raise UnexpectedEvent(f"{event} while {self.phase.value}; the story so far:\n  {told}")
         self._now_s, self._out, before = now_s, [], self.phase
-        if isinstance(event, Tick) and event.stalled_s:
+        if isinstance(event, Tick):
+            self._unheard_s = {worker: self._unheard_s.get(worker, now_s) for worker in event.unheard}
             self._since_s += event.stalled_s  # whoever answered meanwhile has not been heard yet
             if self._deadline_s is not None:
                 self._deadline_s += event.stalled_s
@@ -361,6 +365,11 @@ class RunMachine:
             return ()
         missing = set(self.members) - self._reports.get(self.committed, set())
         return tuple(sorted(missing)) if self._now_s - self._since_s > share * self.step_deadline_s() else ()
+
+    def mute(self, share: float) -> tuple[int, ...]:
+        """Members that have answered no ping for a `share` of a step's deadline, counted from when that was first noticed."""
+        limit_s = share * self.step_deadline_s()
+        return tuple(w for w in self.members if self._now_s - self._unheard_s.get(w, self._now_s) > limit_s)
 
     def step_deadline_s(self) -> float:
         """A multiple of the longest of the last 100 steps; the first step, which warms everything up, gets the start's."""

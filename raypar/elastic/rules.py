@@ -247,7 +247,12 @@ def probed(m: RunMachine, event: Event) -> None:
 
 
 def tick_waiting(m: RunMachine, event: Event) -> None:
-    """Start, validation, snapshot or last checkpoint take too long."""
+    """Start, validation, snapshot or last checkpoint take too long, or somebody in it hangs."""
+    mute = m.mute(EARLY) if m.course.elastic and not m.interrupted else ()
+    if mute:
+        what = f"no pings are answered by worker(s) {', '.join(map(str, mute))} while {m.phase.value}"
+        recovery.disturbed(m, CallFailed("aborted", CommTimeout(what), generation=m.generation))
+        return
     if m._deadline_s is None or m._now_s < m._deadline_s:
         return
     if m.interrupted:

@@ -162,6 +162,21 @@ def test_a_validation_whose_callbacks_outlast_a_recovery_is_still_seen():
     assert machine.stop is not None and machine.stop.reason == "good enough"
 
 
+@pytest.mark.parametrize("phase", [Phase.VALIDATING, Phase.ENDING])
+def test_who_answers_no_pings_in_a_validation_or_a_checkpoint_is_given_up_as_soon_as_in_a_step(phase):
+    """A worker that was stopped in a validation held the others up for 10 s."""
+    validates = phase is Phase.VALIDATING
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, validates=validates, save_every=not validates)
+    finish(machine, (0, 1))
+    assert machine.phase in (phase, Phase.SAVING)
+    do(machine, SnapshotTaken(1))
+    assert machine.phase is phase
+    silent = Tick(unheard=frozenset({1}))
+    assert not any(do(machine, silent, now_s=now_s) for now_s in (1.0, 2.0)), "both might have much to do"
+    assert do(machine, Tick(), silent, now_s=4.0) == [], "one answer, and the silence begins anew"
+    assert do(machine, silent, now_s=5.6) == [Claim(2)]
+
+
 @pytest.mark.parametrize("came", [True, False])
 def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to_be_written_again(came):
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2)
