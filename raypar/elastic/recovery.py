@@ -430,9 +430,20 @@ def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
             f"state after {m.recovery.done} steps is lost: {names}; {held_by}, no mirror and no checkpoint has it",
-            cure="start again with checkpoint.every set, with elastic.mirror, or with two replicas of every stage",
+            cure=f"start again with {', or with '.join(what_would_help(m))}",
         ),
     )
+
+
+def what_would_help(m: RunMachine) -> list[str]:
+    """Against such a loss: nothing in memory where all are gone, and only what the run did not have."""
+    helps = ["checkpoint.every set"]
+    if set(m.members) - m.gone:
+        if not (m.course.mirror_every or m.course.mirror_cost):
+            helps.append("elastic.mirror: auto")
+        if m.plan is not None and min(stage.replicas for stage in m.plan.stages) == 1:
+            helps.append("two replicas of every stage")
+    return helps
 
 
 def adopted(m: RunMachine, event: Event) -> None:

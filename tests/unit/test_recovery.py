@@ -96,6 +96,27 @@ def test_nobody_is_killed_before_the_next_generation_is_claimed():
     assert do(machine, Claimed(3, True), now_s=100.0) == [Evict(2, "did not answer"), Fence(3, (1,))]
 
 
+@pytest.mark.parametrize(
+    "replicas, die, mirror, more",
+    [
+        (2, (0, 1), 0, ""),
+        (1, (1,), 0, ", or with elastic.mirror: auto, or with two replicas of every stage"),
+        (1, (1,), 4, ", or with two replicas of every stage"),
+    ],
+)
+def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replicas, die, mirror, more):
+    machine = elastic(ParallelPlan.mesh(pp=3 - replicas, dp=replicas, layers=2), mirror_every=mirror, capacity_s=60.0)
+    machine.course = replace(machine.course, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), Journalled(0), Emitted(0))
+    machine.clock.complete = True  # the way back to the beginning is too long
+    actions = do(machine, *map(lost, die), Claimed(2, True), *(stood(machine, w, 1) for w in (0, 1) if w not in die))
+    if len(die) == 1:
+        actions = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
+    end = actions[-1]
+    assert isinstance(end, Teardown) and end.end == "failed" and isinstance(end.error, WorkerLost)
+    assert end.error.cure == f"start again with checkpoint.every set{more}"
+
+
 def finish(machine, workers):
     """The only step, up to the moment when it has been seen."""
     *_, last = do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in workers))
