@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import threading
 import time
 import traceback
 import warnings
@@ -46,6 +47,7 @@ ABANDONED_S = 300.0
 """A run that no client has asked for news for so long is saved and ended."""
 STACKS_S = 5.0
 BEGIN_AGAIN_S = 60.0
+AGAIN_S = 0.1
 
 
 class DriverActor:
@@ -73,7 +75,16 @@ class DriverActor:
             warnings.simplefilter("ignore", DeprecationWarning)
             again = context.was_current_actor_reconstructed
         if again:
-            context.current_actor.begin_again.remote()
+            threading.Thread(target=self._call_itself, args=(context.current_actor,), daemon=True).start()
+
+    def _call_itself(self, me: Any) -> None:
+        """`begin_again`; as long as Ray's control store has not noted that this actor is alive, its calls to itself fail."""
+        while not self.begun:
+            try:
+                ray.get(me.begin_again.remote())
+                return
+            except RayError:
+                time.sleep(AGAIN_S)
 
     def _set_up(self, request: RunRequest) -> None:
         self.request = request
