@@ -143,6 +143,7 @@ class RunMachine:
         self._unheard_s: dict[int, float] = {}
         """Since when those have answered no ping whom the last tick named."""
         self._probing = self._we_aborted = False
+        self._aborts = 0
         self._stand: tuple[int | None, ...] | None = None
         self._save_error: Exception | None = None
         self.generation = 1
@@ -338,7 +339,7 @@ class RunMachine:
             return
         done = self.emitted
         if self._save_error is not None and self.saved != done:
-            if self.course.elastic and spoilt(self._save_error) and not self.interrupted:
+            if self.course.elastic and spoilt(self._save_error):
                 self._save_error = None
                 return begin(self, "a worker was lost with its share of the last checkpoint; the others hold the state")
             kept = f"the checkpoint after {self.saved} steps is good" if self.saved else "there is no earlier checkpoint"

@@ -91,10 +91,12 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
     m._reports.clear()
     m._digests.clear()
     m._busy.clear()
-    m._probing = False
+    m._probing = m._we_aborted = False
     m.choosing = False
     m.began_s = m._now_s if m.began_s is None else m.began_s
     m.attempts += counts
+    if m.interrupted and m.interrupt_at_s is None:
+        m.interrupt_at_s = m._now_s + m.course.interrupt_s
     if m.attempts > m.course.max_attempts:
         m.over("failed", f"{m.attempts} attempts without a step between them: {why}", given_up(m))
         return
@@ -472,7 +474,7 @@ def adopted(m: RunMachine, event: Event) -> None:
             why = "its state differs from that of its replicas" if worker in m.wrong else "drained"
             m.decide(Evict(worker, why), "nothing of the run is left there")
             lose(m, worker)
-    if m.stop is not None and m.stop_at is None:
+    if m.stop is not None and (m.stop_at is None or m.interrupted):
         m.stop_at = max(m.committed, m.emitted)
     if m.interrupt_at_s is not None and m.committed < m.emitted:
         interrupted(m)  # what people have seen would have to be executed again first

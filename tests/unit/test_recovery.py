@@ -32,6 +32,7 @@ from raypar.elastic.events import (
     SnapshotTaken,
     StepReported,
     Stood,
+    StopRequested,
     Tick,
     ValidationEmitted,
     ValidationReported,
@@ -147,6 +148,26 @@ def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known
     assert claim == Claim(2)
     do(machine, lost(0), Claimed(2, True), stood(machine, 1, 1))
     assert do(machine, Adopted(1, 2)) == [Snapshot(1)]
+
+
+def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_it():
+    """Before Ctrl-C it would have cost nothing; after it the run failed and nothing was saved."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    machine.course = replace(machine.course, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), Journalled(0), Emitted(0))
+    ctrl_c = StopRequested("Ctrl-C", interrupt=True, grace_s=1.5)
+    assert do(machine, ctrl_c, lost(0)) == [Claim(2)]
+    do(machine, Claimed(2, True), stood(machine, 1, 1))
+    assert do(machine, Adopted(1, 2)) == [Snapshot(1)], "no step more"
+    (end,) = do(machine, SnapshotTaken(1), Saved(1))
+    assert end.end == "interrupted"
+
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    machine.course = replace(machine.course, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), Journalled(0), Emitted(0), ctrl_c, lost(0))
+    assert do(machine, Tick(), now_s=1.0) == []
+    (end,) = do(machine, Tick(), now_s=machine.course.interrupt_s)
+    assert end.end == "interrupted", "but nobody waits long"
 
 
 class Body:
