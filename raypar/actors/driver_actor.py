@@ -24,6 +24,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 
 from raypar.actors.journal import Deposed, Journal, Record
 from raypar.actors.messages import Failed, Hello
+from raypar.actors.news import News
 from raypar.actors.plans import Plans
 from raypar.actors.pool import Pool, sweep
 from raypar.actors.recorder import Recorder
@@ -59,10 +60,7 @@ class DriverActor:
     def __init__(self, run: str) -> None:
         self.run = run
         self.journal = Journal(run)
-        self.epoch = time.time_ns()
-        """Tells the client that the events are another driver's."""
-        self.told: list[dict[str, Any]] = []
-        self.news = asyncio.Condition()
+        self.news = News()
         self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
         """From the very beginning: Ctrl-C may come before the request."""
         self.beginning = asyncio.Lock()
@@ -81,7 +79,7 @@ class DriverActor:
         """`begin_again`; as long as Ray's control store has not noted that this actor is alive, its calls to itself fail."""
         while not self.begun:
             try:
-                ray.get(me.begin_again.remote())
+                me.begin_again.remote().future().result()  # `ray.get` would warn: this is an actor with an event loop
                 return
             except RayError:
                 time.sleep(AGAIN_S)
@@ -165,16 +163,9 @@ class DriverActor:
         self.journal.put_request(request)
 
     async def events(self, epoch: int, cursor: int, wait_s: float = 1.0) -> tuple[list[dict[str, Any]], int, int]:
-        """What this driver told after `cursor` of `epoch`, waiting up to `wait_s` for news; its epoch, and the next cursor.
-        Another epoch's cursor means nothing here: everything is told."""
+        """See `News.after`."""
         self.heard_s = time.monotonic()
-        async with self.news:
-            if epoch != self.epoch:
-                cursor = 0
-            if cursor >= len(self.told):
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.news.wait(), wait_s)
-            return self.told[cursor:], self.epoch, len(self.told)
+        return await self.news.after(epoch, cursor, wait_s)
 
     async def stop(self, reason: str, grace_s: float) -> None:
         """Ctrl-C: finish or void the steps in flight, save, end."""
@@ -789,12 +780,7 @@ class DriverActor:
         self.effects.submit(self.recorder.note, {"kind": kind, **facts})
 
     def _tell(self, kind: str, **facts: Any) -> None:
-        self.told.append({"kind": kind, "time": time.time(), **facts})
-        asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
-
-    async def _wake(self) -> None:
-        async with self.news:
-            self.news.notify_all()
+        self.news.tell({"kind": kind, "time": time.time(), **facts})
 
 
 def outcome_of(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
