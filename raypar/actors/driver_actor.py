@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -40,6 +40,7 @@ from raypar.elastic.member import Stand
 from raypar.elastic.part import Part
 from raypar.elastic.seating import spread
 from raypar.errors import ClusterError, OutOfMemory, RayparError, UserCodeError, WorkerLost
+from raypar.plan import ParallelPlan
 
 TICK_S = 0.25
 CLIENT_GONE_S = 60.0
@@ -399,7 +400,7 @@ class DriverActor:
         if order.load and order.done:
             load = str(self.recorder.checkpoint_path or request.resume)
         self.order = order
-        self.recorder.replanned = plan != request.plan
+        self._seat(plan, order.members)
         self._note(
             "recovering", text=f"generation {order.generation}: {self._described(order)}; {reason}", **self._facts(order)
         )
@@ -420,6 +421,9 @@ class DriverActor:
                 order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s
             )
             self._call(number, order.generation, ref, lambda n, _: on.Adopted(n, order.generation))
+
+    def _seat(self, plan: ParallelPlan, members: Iterable[int]) -> None:
+        self.effects.submit(self.recorder.seat, plan, [self.staff.hellos[number].node[:8] for number in members])
 
     def _described(self, order: do.Adopt) -> str:
         moved = sum(move.piece.size for move in order.moves)
@@ -477,11 +481,13 @@ class DriverActor:
         """Told once; what is left of it is removed."""
         if number not in self.pool.workers:
             return
-        who = self._coordinate(number)
+        self._tell_lost(number, self._coordinate(number), why)
+        self.staff.dismiss(number)
+
+    def _tell_lost(self, number: int, who: str, why: str) -> None:
         where = self.staff.who(number)
         at = f" (worker {number}, node {where['node']}, pid {where['pid']})" if "pid" in where else f" (worker {number})"
         self._note("lost", text=f"{who}{at} is lost: {why}", coordinate=who, why=why, **where)
-        self.staff.dismiss(number)
 
     def _straggles(self, found: do.Straggles) -> None:
         """Told in one line; the next worker is to be hired elsewhere when this one leaves."""
@@ -568,6 +574,7 @@ class DriverActor:
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{len(hellos)} workers on {len(set(nodes.values()))} node(s), pids {pids}"
         self._note("started", text=text, workers=[self.staff.who(n) for n in members])
+        self._seat(plan, [n for n in members if n in hellos])
         for line in self.recorder.meet(list(hellos.values())):
             self._note("warning", text=line)
         self._effect_now(self.recorder.begin)
@@ -602,7 +609,7 @@ class DriverActor:
         await asyncio.to_thread(self.pool.find)
         workers = dict(self.pool.workers)
         for number, hello in (await asyncio.to_thread(self.journal.hellos)).items():
-            if number in workers:
+            if number in workers or number in record.members:
                 self.staff.met(number, hello)
         starting = tuple(n for n in workers if n not in self.staff.hellos)
         for number in starting:
@@ -614,8 +621,12 @@ class DriverActor:
             self._tell(**line)
         generation = await asyncio.to_thread(self.journal.claimed)
         hired = max(await asyncio.to_thread(self.journal.numbers), *(n + 1 for n in (*workers, *record.members)))
-        text = f"the driver was lost; a new one has found {len(self.staff.hellos)} workers and goes on after step {seen.steps}"
+        found = len(workers) - len(starting)
+        text = f"the driver was lost; a new one has found {found} workers and goes on after step {seen.steps}"
         self._note("driver", text=text, generation=generation, step=seen.steps)
+        for rank, number in enumerate(record.members):
+            if number not in workers and number not in seen.lost:
+                self._tell_lost(number, record.plan.coordinate(rank), "it died while there was no driver")
         self.finding = False
         # Not waited for: what callbacks import may take seconds, and the workers can begin without them.
         self._effect(self.recorder.begin, lambda _: on.Tick())

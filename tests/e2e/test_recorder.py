@@ -48,3 +48,13 @@ def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, mon
     with pytest.raises(CheckpointError):
         recorder.checkpoint_end(4, folder, [])
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_new_driver_knows_which_of_the_present_workers_were_told_to_be_lost():
+    events = [
+        {"kind": "lost", "worker": 1},
+        {"kind": "started"},
+        {"kind": "joined", "worker": 4},
+        {"kind": "lost", "worker": 2},
+    ]
+    assert module.lost_of(events) == {2}, "worker 1 was one of an earlier start"
