@@ -705,12 +705,15 @@ class DriverActor:
         self._effect(lambda: self.recorder.checkpoint_seen(done), lambda _: self._seen(on.Saved(done)))
 
     async def _abort(self, why: str) -> None:
-        """Abort all transports, wait for the calls in flight to come back, and say where the workers stand."""
-        await quickly([w.abort.remote(why) for w in self.pool.workers.values()], 2.0)
+        """Abort all transports, wait for the calls in flight to come back, and say where the members stand. Who is still being
+        started has no transport, and does not answer; who waits for a seat stands nowhere."""
+        workers = {number: worker for number, worker in self.pool.workers.items() if number in self.staff.hellos}
+        await quickly([worker.abort.remote(why) for worker in workers.values()], 2.0)
         if self.answered:
             await asyncio.wait(set(self.answered), timeout=5.0)
-        stand = await quickly([w.ping.remote() for w in self.pool.workers.values()], 2.0)
-        self.queue.put_nowait(on.Aborted(tuple(None if s is None else s[0] for s in stand)))
+        there = [number for number in self.machine.members if number in workers]
+        stand = dict(zip(there, await quickly([workers[n].ping.remote() for n in there], 2.0), strict=True))
+        self.queue.put_nowait(on.Aborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.members)))
 
     async def _probe(self, ranks: tuple[int, ...]) -> None:
         self.queue.put_nowait(on.Probed(await self._stacks(list(ranks))))
