@@ -749,10 +749,13 @@ class DriverActor:
         await self._leave(facts)
 
     async def _finish(self, facts: dict[str, Any]) -> None:
-        """A driver that was killed while it ended the run: what is left is removed, the end is told."""
+        """A driver that was killed while it ended the run: what is left to do of that is done, whatever goes wrong in it."""
         self.machine.phase = Phase.OVER
-        await asyncio.to_thread(sweep, self.run)
-        await asyncio.to_thread(self.recorder.take_over)
+        for work in (lambda: sweep(self.run), lambda: self.recorder.finish(facts)):
+            try:
+                await asyncio.to_thread(work)
+            except Exception as error:
+                self._tell("warning", text=f"the end of the run, which a former driver had begun: {error}")
         for line in self.recorder.news():
             self._tell(**line)
         await self._leave(facts)

@@ -262,11 +262,22 @@ class Recorder:
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    def end(self, teardown: Teardown, step_calls: int) -> None:
-        """The pictures, the end in events.jsonl, and the last callbacks."""
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """The end that a former driver had decided on (`Journal.end`), as far as people have not seen it."""
+        self.take_over()
+        run = RunFolder(self.folder)
+        last = next((e["kind"] for e in reversed([*run.read(run.events)]) if e["kind"] in ("started", "generation", "end")), "")
+        if last != "end":
+            if last:
+                self.begin()
+            error = None if facts["error"] is None else pickle.loads(facts["error"])
+            self.end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
+
+    def end(self, teardown: Teardown, step_calls: int | None) -> None:
+        """The pictures, the end in events.jsonl, and the last callbacks. `step_calls`: None where nobody has counted them."""
         steps = teardown.done - self.request.course.first
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
-        calls = {"driver_calls_per_step": step_calls / steps if steps else 0.0}
+        calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
         self._append("events.jsonl", {"kind": "end", **facts, **calls})
         if self.traced is not None:
             try:
