@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -347,14 +348,16 @@ def run_job(
     """Train a job from a job file in a new run folder. `local_nodes`: of a Ray of our own."""
     make_importable(job.source_dir)
     spec = job.to_spec()
+    with contextlib.ExitStack() as stack:
 
-    def folder(planned: Planned) -> RunFolder:
-        made = RunFolder.create(job.run_dir, job.name)
-        made.job.write_text(job.to_yaml())
-        made.plan.write_text(plan_json(planned))
-        return made
+        def folder(planned: Planned) -> RunFolder:
+            made = RunFolder.create(job.run_dir, job.name)
+            made.job.write_text(job.to_yaml())
+            stack.enter_context(made.held())
+            made.plan.write_text(plan_json(planned))
+            return made
 
-    return launch(spec, chooser(job, spec), options_of(job, folder, stop_at_step, address, local_nodes), tell)
+        return launch(spec, chooser(job, spec), options_of(job, folder, stop_at_step, address, local_nodes), tell)
 
 
 def resume_job(
@@ -366,20 +369,26 @@ def resume_job(
     address: str | None = None,
     local_nodes: int = 1,
 ) -> Result:
-    """Go on from the last good checkpoint of a run, under the plan of `job`. Raises `CheckpointError`."""
+    """Go on from the last good checkpoint of a run, under the plan of `job`. Raises `CheckpointError`, and `ConfigError` or
+    `ClusterError` when the run is under way."""
     make_importable(job.source_dir)
     spec = job.to_spec()
-    path = last_checkpoint(folder, tell)
 
     def found(planned: Planned) -> RunFolder:
+        from raypar.actors.client import unclaimed
+
+        unclaimed(folder.name)  # its client may be gone, and its driver not
         kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.first]
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
         folder.job.write_text(job.to_yaml())
         folder.plan.write_text(plan_json(planned))
         return folder
 
-    options, plan = resumed(options_of(job, found, stop_at_step, address, local_nodes), path, spec, chooser(job, spec), tell)
-    return launch(spec, plan, options, tell)
+    with folder.held():
+        path = last_checkpoint(folder, tell)
+        options = options_of(job, found, stop_at_step, address, local_nodes)
+        options, plan = resumed(options, path, spec, chooser(job, spec), tell)
+        return launch(spec, plan, options, tell)
 
 
 def last_checkpoint(folder: RunFolder, tell: Tell) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
+import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -115,6 +117,23 @@ class RunFolder:
                 else f"no run lies under {root}: give the path of the run's folder, or --run-dir with the folder of your runs"
             ),
         )
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else trains in this folder meanwhile, on whichever Ray: two runs would write into each other's files. The
+        system lets go of it however this process ends; a file system without locks knows no holders. Raises `ConfigError`."""
+        with open(self.job, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"run {self.name} is under way: another process trains in {self.path}",
+                    cure=f"`raypar status {self.path}` says how it gets on: wait for its end, or press Ctrl-C where it runs",
+                ) from error
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+            yield
 
     def append(self, path: Path, facts: Mapping[str, Any]) -> None:
         """One JSON line at the end of `metrics` or `events`, handed to the system before this returns."""

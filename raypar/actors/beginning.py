@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from raypar.actors import words
 from raypar.actors.calls import Calls
 from raypar.actors.effects import Effects
 from raypar.actors.journal import Journal, Record
@@ -67,6 +68,7 @@ class Beginning:
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{len(hellos)} workers on {len(set(nodes.values()))} node(s), pids {pids}"
         self.effects.note("started", text=text, workers=[self.staff.who(n) for n in members])
+        self.effects.aside(recorder.seat, plan, [hellos[n].node[:8] for n in members if n in hellos])
         for line in recorder.meet(list(hellos.values())):
             self.effects.note("warning", text=line)
         self.effects.now(recorder.begin)
@@ -134,7 +136,7 @@ class Beginning:
         await asyncio.to_thread(self.pool.find)
         workers = dict(self.pool.workers)
         for number, hello in (await asyncio.to_thread(self.journal.hellos)).items():
-            if number in workers:
+            if number in workers or number in record.members:
                 self.staff.met(number, hello)
         starting = tuple(n for n in workers if n not in self.staff.hellos)
         for number in starting:
@@ -145,8 +147,14 @@ class Beginning:
         self.news.pass_on(recorder.news())
         generation = await asyncio.to_thread(self.journal.claimed)
         hired = max(await asyncio.to_thread(self.journal.numbers), *(n + 1 for n in (*workers, *record.members)))
-        text = f"the driver was lost; a new one has found {len(self.staff.hellos)} workers and goes on after step {seen.steps}"
+        found = len(workers) - len(starting)
+        text = f"the driver was lost; a new one has found {found} workers and goes on after step {seen.steps}"
         self.effects.note("driver", text=text, generation=generation, step=seen.steps)
+        for rank, number in enumerate(record.members):
+            if number not in workers and number not in seen.lost:
+                who = self.staff.who(number)
+                why = "it died while there was no driver"
+                self.effects.note("lost", **words.lost(record.plan.coordinate(rank), who, why))
         # Not waited for: what callbacks import may take seconds, and the workers can begin without them.
         self.effects.perform(recorder.begin, lambda _: on.Tick())
         return on.TakenOver(

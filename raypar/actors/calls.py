@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
@@ -21,10 +21,10 @@ STACKS_S = 5.0
 
 
 class Calls:
-    """One call per worker and step, whatever the number of microbatches."""
+    """One call per worker and step, whatever the number of microbatches. `met`: workers that have started."""
 
-    def __init__(self, machine: RunMachine, pool: Pool, plans: Plans, tasks: Tasks) -> None:
-        self.machine, self.pool, self.plans, self.tasks = machine, pool, plans, tasks
+    def __init__(self, machine: RunMachine, pool: Pool, plans: Plans, tasks: Tasks, met: Container[int]) -> None:
+        self.machine, self.pool, self.plans, self.tasks, self.met = machine, pool, plans, tasks, met
         self._answered: set[asyncio.Task[None]] = set()
 
     def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
@@ -76,12 +76,15 @@ class Calls:
         return OutOfMemory(f"{error.what}\n{held}", fits)
 
     async def abort(self, why: str) -> None:
-        """Abort all transports, wait for the calls in flight to come back, and say where the workers stand."""
-        await quickly([w.abort.remote(why) for w in self.pool.workers.values()], 2.0)
+        """Abort all transports, wait for the calls in flight to come back, and say where the members stand. Who is still being
+        started has no transport, and does not answer; who waits for a seat stands nowhere."""
+        workers = {number: worker for number, worker in self.pool.workers.items() if number in self.met}
+        await quickly([worker.abort.remote(why) for worker in workers.values()], 2.0)
         if self._answered:
             await asyncio.wait(set(self._answered), timeout=5.0)
-        stand = await quickly([w.ping.remote() for w in self.pool.workers.values()], 2.0)
-        self.tasks.post(on.Aborted(tuple(None if s is None else s[0] for s in stand)))
+        there = [number for number in self.machine.members if number in workers]
+        stand = dict(zip(there, await quickly([workers[n].ping.remote() for n in there], 2.0), strict=True))
+        self.tasks.post(on.Aborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.members)))
 
     async def probe(self, numbers: tuple[int, ...]) -> None:
         """Where they are in their code."""

@@ -15,7 +15,8 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypar.actors.driver_actor import DriverActor
+from raypar.actors.driver_actor import ABANDONED_S, DriverActor
+from raypar.actors.ending import CLIENT_GONE_S
 from raypar.actors.journal import Journal
 from raypar.actors.pool import namespace, sweep
 from raypar.actors.request import RunRequest
@@ -65,9 +66,7 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
             .remote(request.run)
         )
     except ValueError as error:
-        raise ClusterError(
-            f"a run called {request.run!r} is active on this cluster", cure="stop that one, or choose another name"
-        ) from error
+        raise active(request.run) from error
     try:
         with interrupts() as asked:
             return _follow(driver, request, tell, asked)
@@ -78,6 +77,23 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
             sweep(request.run)
         with contextlib.suppress(Exception):
             Journal(request.run).erase()
+
+
+def unclaimed(run: str) -> None:
+    """Raises `ClusterError` when a driver of this run lives on the Ray this process is connected to."""
+    with contextlib.suppress(ValueError):
+        ray.get_actor("driver", namespace=namespace(run))
+        raise active(run)
+
+
+def active(run: str) -> ClusterError:
+    """There can be only one of a name."""
+    minutes = (ABANDONED_S + CLIENT_GONE_S) / 60
+    ends = f"one whose client is gone saves its state and ends by itself after {minutes:.0f} minutes"
+    return ClusterError(
+        f"a run called {run!r} is active on this cluster",
+        cure=f"end that one with Ctrl-C where it was started ({ends}), or choose another name",
+    )
 
 
 def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> RunEnd:

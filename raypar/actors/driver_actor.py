@@ -7,6 +7,7 @@ ends in events again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import traceback
@@ -76,7 +77,8 @@ class DriverActor:
         """Until it has heard: while the news that this actor is back has not reached its own process, Ray drops what it calls
         ("The actor is restarting"), whatever the number of retries."""
         while not self.asked:
-            ray.wait([itself.begin_again.remote()], timeout=ASK_AGAIN_S)
+            with contextlib.suppress(Exception):  # not `ray.get`, which would warn: this is an actor with an event loop
+                itself.begin_again.remote().future().result(ASK_AGAIN_S)
 
     def _set_up(self, request: RunRequest) -> None:
         journal, news, tasks = self.journal, self.news, self.tasks
@@ -90,7 +92,7 @@ class DriverActor:
         self.staff = staff = Staff(pool, journal, tasks.post, effects.note)
         machine.nodes = staff.where
         self.reports = reports = Reports(machine, plans)
-        self.calls = calls = Calls(machine, pool, plans, tasks)
+        self.calls = calls = Calls(machine, pool, plans, tasks, staff.hellos)
         crew = request, machine, journal, plans, pool, staff, recorder, effects, reports, calls, tasks
         self.beginning = Beginning(*crew, news)
         self.generations = Generations(*crew)
@@ -293,7 +295,7 @@ class DriverActor:
         if number not in self.pool.workers:
             return
         coordinate, who = self.calls.coordinate(number), self.staff.who(number)
-        self.effects.note("lost", text=words.lost(coordinate, who, why), coordinate=coordinate, why=why, **who)
+        self.effects.note("lost", **words.lost(coordinate, who, why))
         self.staff.dismiss(number)
 
     def _straggles(self, found: do.Straggles) -> None:

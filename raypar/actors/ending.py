@@ -56,9 +56,12 @@ class Ending:
         await self._leave(facts)
 
     async def again(self, facts: dict[str, Any]) -> None:
-        """A driver that was killed while it ended the run: what is left is removed, the end is told."""
-        await asyncio.to_thread(sweep, self.pool.run)
-        await asyncio.to_thread(self.recorder.take_over)
+        """A driver that was killed while it ended the run: what is left to do of that is done, whatever goes wrong in it."""
+        for work in (lambda: sweep(self.pool.run), lambda: self.recorder.finish(facts)):
+            try:
+                await asyncio.to_thread(work)
+            except Exception as error:
+                self.news.tell("warning", text=f"the end of the run, which a former driver had begun: {error}")
         self.news.pass_on(self.recorder.news())
         await self._leave(facts)
 

@@ -91,7 +91,8 @@ class Generations:
         if order.load and order.done:
             load = str(self.recorder.checkpoint_path or request.resume)
         self.order = order
-        self.recorder.replanned = plan != request.plan
+        nodes = [self.staff.hellos[number].node[:8] for number in order.members]
+        self.effects.aside(self.recorder.seat, plan, nodes)
         text = f"generation {order.generation}: {words.described(order)}; {reason}"
         self.effects.note("recovering", text=text, **words.facts(order, schedule))
         for rank, number in enumerate(workers):

@@ -1,4 +1,4 @@
-"""What a driver tells its client, in order; a client that asks late, or again, hears all of it."""
+"""What a driver tells its client, in order, kept until the client has it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 
 
 class News:
-    """Lines of one driver, kept until it ends."""
+    """One client asks again and again for what came after the last line it has."""
 
     def __init__(self) -> None:
         self.epoch = time.time_ns()
         """Tells the client that the lines are another driver's."""
-        self.told: list[dict[str, Any]] = []
         self.heard_s = time.monotonic()
         """When the client asked last."""
+        self._kept: list[dict[str, Any]] = []
+        self._heard = 0
+        """So many came before those kept: the client has them."""
         self._more = asyncio.Condition()
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """One line more."""
-        self.told.append({"kind": kind, "time": time.time(), **facts})
+        """One line more, from within the event loop."""
+        self._kept.append({"kind": kind, "time": time.time(), **facts})
         asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
 
     def pass_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -31,16 +33,17 @@ class News:
             self.tell(**line)
 
     async def after(self, epoch: int, cursor: int, wait_s: float) -> tuple[list[dict[str, Any]], int, int]:
-        """What was told after `cursor` of `epoch`, waiting up to `wait_s` for more; the epoch, and the next cursor.
-        Another epoch's cursor means nothing here: everything is told."""
+        """What came after `cursor` of `epoch`, waiting up to `wait_s` for more; the epoch here, and the next cursor. What came
+        before is forgotten. Another epoch's cursor means nothing here: all that is kept is given."""
         self.heard_s = time.monotonic()
         async with self._more:
-            if epoch != self.epoch:
-                cursor = 0
-            if cursor >= len(self.told):
+            if epoch == self.epoch:
+                del self._kept[: max(0, cursor - self._heard)]
+                self._heard = max(cursor, self._heard)
+            if not self._kept:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._more.wait(), wait_s)
-            return self.told[cursor:], self.epoch, len(self.told)
+            return list(self._kept), self.epoch, self._heard + len(self._kept)
 
     async def _wake(self) -> None:
         async with self._more:

@@ -13,7 +13,7 @@ import pickle
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ RETOLD = 1000
 @dataclass(frozen=True)
 class Seen:
     """What the run folder says of a run. `outcomes`: step (from 0) -> (loss, norm); `validated`, `saved`: after how many steps
-    that was done last."""
+    that was done last; `lost`: workers that people know to be lost."""
 
     steps: int
     outcomes: Mapping[int, tuple[float, float]]
@@ -43,6 +43,7 @@ class Seen:
     saved: int | None
     last_s: float | None
     """When the last step was written (Unix time)."""
+    lost: frozenset[int] = frozenset()
 
 
 class Recorder:
@@ -55,8 +56,8 @@ class Recorder:
         self._waiting: dict[str, list[str]] = {}
         self._seconds: deque[float] = deque(maxlen=50)
         self.traced: dict[str, Any] | None = None
-        self.replanned = False
-        """The plan is another one than the picture's."""
+        self.replanned = True
+        """The plan is another one than the picture's, or not known yet: see `seat`."""
         self.callbacks: Any = None
         self.nodes: list[str] = []
         self._last: dict[str, Any] = {}
@@ -71,8 +72,11 @@ class Recorder:
         """Compare what the workers compute with; warnings when they differ."""
         from raypar.actors.fingerprint import differences
 
-        self.nodes = [hello.node[:8] for hello in hellos]
         return [f"not bitwise: the workers differ in {line}" for line in differences([h.fingerprint for h in hellos])]
+
+    def seat(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
+        """From now on steps are those of another generation; `nodes[rank]` is where that seat of its plan is."""
+        self.replanned, self.nodes = plan != self.request.plan, list(nodes)
 
     def take_over(self) -> Seen:
         """Go on with the folder that another driver has filled; the client is told again what it may have missed."""
@@ -94,13 +98,13 @@ class Recorder:
                 self._news.append({"kind": "validation", **facts})
         if path is not None:
             self._news.append({"kind": "checkpoint", "step": checkpoint.load_manifest(path).steps_done, "path": str(path)})
-        self.replanned = True
         return Seen(
             steps=steps[-1]["step"] if steps else first,
             outcomes={s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s["norm"] is not None},
             validated=validations[-1]["step"] if validations else None,
             saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
             last_s=steps[-1]["time"] if steps else None,
+            lost=lost_of(run.read(run.events)),
         )
 
     def clock(self) -> None:
@@ -142,7 +146,8 @@ class Recorder:
         if one["skipped"]:
             metrics["skipped"] = True
         if step in request.trace and not self.replanned and len(reports) == request.plan.world:
-            self.traced = {"step": step + 1, "spans": [reports[r]["spans"] for r in sorted(reports)], "ledger": one["ledger"]}
+            spans = [reports[rank]["spans"] for rank in sorted(reports)]
+            self.traced = {"step": step + 1, "spans": spans, "ledger": one["ledger"], "nodes": self.nodes}
         self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
         stop, own = self._call("on_step", metrics)
         metrics |= own
@@ -257,21 +262,43 @@ class Recorder:
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    def end(self, teardown: Teardown, step_calls: int) -> None:
-        """The pictures, the end in events.jsonl, and the last callbacks."""
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """The end that a former driver had decided on (`Journal.end`), as far as people have not seen it."""
+        self.take_over()
+        run = RunFolder(self.folder)
+        last = next((e["kind"] for e in reversed([*run.read(run.events)]) if e["kind"] in ("started", "generation", "end")), "")
+        if last != "end":
+            if last:
+                self.begin()
+            error = None if facts["error"] is None else pickle.loads(facts["error"])
+            self.end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
+
+    def end(self, teardown: Teardown, step_calls: int | None) -> None:
+        """The pictures, the end in events.jsonl, and the last callbacks. `step_calls`: None where nobody has counted them."""
         steps = teardown.done - self.request.course.first
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
-        calls = {"driver_calls_per_step": step_calls / steps if steps else 0.0}
+        calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
         self._append("events.jsonl", {"kind": "end", **facts, **calls})
         if self.traced is not None:
             try:
-                draw(self.request, self.traced["step"], self.traced["spans"], self.nodes)
+                draw(self.request, self.traced["step"], self.traced["spans"], self.traced["nodes"])
                 self._news.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
             except OSError as error:
                 self._news.append({"kind": "warning", "text": f"the picture could not be written: {error}"})
         if teardown.error is not None:
             self._call("on_exception", {"error": teardown.error, "step": teardown.done})
         self._call("on_end", facts)
+
+
+def lost_of(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
+    """Workers that were told to be lost since the run was last started or resumed: their numbers begin again then."""
+    lost: set[int] = set()
+    for event in events:
+        if event["kind"] == "started":
+            lost.clear()
+        elif event["kind"] == "lost":
+            lost.add(event["worker"])
+    return frozenset(lost)
 
 
 def _finite(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,10 +43,11 @@ def resumed(order: Adopt, seconds: float, again: int) -> str:
     return f"{text}; {again} steps are executed again" if again else text
 
 
-def lost(coordinate: str, who: Mapping[str, Any], why: str) -> str:
-    """A worker is gone. `who`: as `Staff.who` says it."""
+def lost(coordinate: str, who: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """A worker is gone, in words and facts. `who`: as `Staff.who` says it."""
     where = f", node {who['node']}, pid {who['pid']}" if "pid" in who else ""
-    return f"{coordinate} (worker {who['worker']}{where}) is lost: {why}"
+    text = f"{coordinate} (worker {who['worker']}{where}) is lost: {why}"
+    return {"text": text, "coordinate": coordinate, "why": why, **who}
 
 
 def straggles(found: Straggles, coordinate: str, who: Mapping[str, Any]) -> str:

@@ -95,7 +95,7 @@ def growth_chosen(m: RunMachine, event: Event) -> None:
         m.decide(Note(text), f"moving costs about {m.course.move_s:.1f} s")
         return
     who = ", ".join(map(str, sorted(m.spares)))
-    m.pause_for, m.next_plan = f"making room for worker {who}", event.plan
+    m.pause_for, m.next_plan = f"making room for worker(s) {who}", event.plan
     m.next_for = len(m.members) + len(m.spares)
     if m.phase in (Phase.RUNNING, Phase.FLUSHING):
         m.advance()

@@ -63,6 +63,7 @@ class Course:
     them, if the steps that are left then gain more than `move_s`. A step is overdue after `step_deadline_s`, or
     `step_deadline_times` the longest of the last steps if that is more; where the worker answers no pings either, after half of
     that or three usual steps, whichever is less, and a recovery waits for such a worker no longer than `hopeless_s`.
+    Nobody knows how long a validation or a checkpoint should take: there the pings alone decide, after as long a silence.
     `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `stragglers.Watch`;
     `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
@@ -141,7 +142,10 @@ class RunMachine:
         self.pace = Pace()
         self._deadline_s: float | None = None
         self._since_s = 0.0
+        self._unheard_s: dict[int, float] = {}
+        """Since when those have answered no ping whom the last tick named."""
         self._probing = self._we_aborted = False
+        self._aborts = 0
         self._stand: tuple[int | None, ...] | None = None
         self._save_error: Exception | None = None
         self.generation = 1
@@ -210,7 +214,8 @@ class RunMachine:
             told = "\n  ".join(self.story)
             raise UnexpectedEvent(f"{event} while {self.phase.value}; the story so far:\n  {told}")
         self._now_s, self._out, before = now_s, [], self.phase
-        if isinstance(event, Tick) and event.stalled_s:
+        if isinstance(event, Tick):
+            self._unheard_s = {worker: self._unheard_s.get(worker, now_s) for worker in event.unheard}
             self._since_s += event.stalled_s  # whoever answered meanwhile has not been heard yet
             if self._deadline_s is not None:
                 self._deadline_s += event.stalled_s
@@ -336,7 +341,7 @@ class RunMachine:
             return
         done = self.emitted
         if self._save_error is not None and self.saved != done:
-            if self.course.elastic and spoilt(self._save_error) and not self.interrupted:
+            if self.course.elastic and spoilt(self._save_error):
                 self._save_error = None
                 return begin(self, "a worker was lost with its share of the last checkpoint; the others hold the state")
             kept = f"the checkpoint after {self.saved} steps is good" if self.saved else "there is no earlier checkpoint"
@@ -363,6 +368,11 @@ class RunMachine:
             return ()
         missing = set(self.members) - self._reports.get(self.committed, set())
         return tuple(sorted(missing)) if self._now_s - self._since_s > limit_s else ()
+
+    def mute(self) -> tuple[int, ...]:
+        """Members that have answered no ping for `silent_deadline_s`, counted from when that was first noticed."""
+        limit_s = self.silent_deadline_s()
+        return tuple(w for w in self.members if self._now_s - self._unheard_s.get(w, self._now_s) > limit_s)
 
     def step_deadline_s(self) -> float:
         """A multiple of the longest of the last 100 steps; the first step, which warms everything up, gets the start's."""

@@ -86,10 +86,12 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
     m._reports.clear()
     m._digests.clear()
     m._busy.clear()
-    m._probing = False
+    m._probing = m._we_aborted = False
     m.choosing = False
     m.began_s = m._now_s if m.began_s is None else m.began_s
     m.attempts += counts
+    if m.interrupted and m.interrupt_at_s is None:
+        m.interrupt_at_s = m._now_s + m.course.interrupt_s
     if m.attempts > m.course.max_attempts:
         m.over("failed", f"{m.attempts} attempts without a step between them: {why}", given_up(m))
         return
@@ -285,9 +287,20 @@ def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
             f"state after {m.recovery.done} steps is lost: {names}; {held_by}, no mirror and no checkpoint has it",
-            cure="start again with checkpoint.every set, with elastic.mirror, or with two replicas of every stage",
+            cure=f"start again with {', or with '.join(what_would_help(m))}",
         ),
     )
+
+
+def what_would_help(m: RunMachine) -> list[str]:
+    """Against such a loss: nothing in memory where all are gone, and only what the run did not have."""
+    helps = ["checkpoint.every set"]
+    if set(m.members) - m.gone:
+        if not (m.course.mirror_every or m.course.mirror_cost):
+            helps.append("elastic.mirror: auto")
+        if m.plan is not None and min(stage.replicas for stage in m.plan.stages) == 1:
+            helps.append("two replicas of every stage")
+    return helps
 
 
 def adopted(m: RunMachine, event: Event) -> None:
@@ -315,7 +328,7 @@ def adopted(m: RunMachine, event: Event) -> None:
             why = "its state differs from that of its replicas" if worker in m.wrong else "drained"
             m.decide(Evict(worker, why), "nothing of the run is left there")
             lose(m, worker)
-    if m.stop is not None and m.stop_at is None:
+    if m.stop is not None and (m.stop_at is None or m.interrupted):
         m.stop_at = max(m.committed, m.emitted)
     if m.interrupt_at_s is not None and m.committed < m.emitted:
         interrupted(m)  # what people have seen would have to be executed again first

@@ -171,12 +171,17 @@ def stop_starting(m: RunMachine, event: Event) -> None:
 
 
 def failed(m: RunMachine, event: Event) -> None:
-    """An elastic run goes on without the worker; user code, our own mistakes and a run that is ending anyway end it."""
+    """An elastic run goes on without the worker, if only to save after Ctrl-C; user code and our own mistakes end it."""
     assert isinstance(event, CallFailed)
-    if m.course.elastic and event.kind in ("lost", "aborted") and not m.interrupted:
+    if survivable(m, event):
         recovery.disturbed(m, event)
     else:
         m.fail(event)
+
+
+def survivable(m: RunMachine, event: CallFailed) -> bool:
+    """Whether a new generation is an answer: not to what is the end of our own abort."""
+    return m.course.elastic and (event.kind == "lost" or (event.kind == "aborted" and not m._we_aborted))
 
 
 def failed_for_good(m: RunMachine, event: Event) -> None:
@@ -189,7 +194,7 @@ def failed_saving(m: RunMachine, event: Event) -> None:
     """A worker that dies after the last step has nothing left to lose but its share of the checkpoint. Where others hold that
     state, they write it again."""
     assert isinstance(event, CallFailed)
-    if m.course.elastic and event.kind in ("lost", "aborted") and not m.interrupted:
+    if survivable(m, event):
         recovery.disturbed(m, event)
     elif m.saving is None or event.kind == "user":
         m.fail(event)
@@ -218,7 +223,7 @@ def tick_steps(m: RunMachine, event: Event) -> None:
     assert isinstance(event, Tick)
     if not late and event.unheard:  # two witnesses, neither of whom would do alone so early
         late = tuple(sorted(event.unheard & set(m.overdue(m.silent_deadline_s()))))
-    if late and m.course.elastic and not m.interrupted:
+    if late and m.course.elastic:
         waited = m._now_s - m._since_s
         pings = " and answer no pings" * (set(late) <= event.unheard)
         what = f"step {m.committed + 1}: worker(s) {', '.join(map(str, late))} have not reported for {waited:.1f} s{pings}"
@@ -243,7 +248,12 @@ def probed(m: RunMachine, event: Event) -> None:
 
 
 def tick_waiting(m: RunMachine, event: Event) -> None:
-    """Start, validation, snapshot or last checkpoint take too long."""
+    """Start, validation, snapshot or last checkpoint take too long, or somebody in it hangs."""
+    mute = m.mute() if m.course.elastic else ()
+    if mute:
+        what = f"no pings are answered by worker(s) {', '.join(map(str, mute))} while {m.phase.value}"
+        recovery.disturbed(m, CallFailed("aborted", CommTimeout(what), generation=m.generation))
+        return
     if m._deadline_s is None or m._now_s < m._deadline_s:
         return
     if m.interrupted:
@@ -269,6 +279,7 @@ def tick_waiting(m: RunMachine, event: Event) -> None:
 def abort(m: RunMachine, reason: str) -> None:
     """Free all workers from the step or pass in flight."""
     m._we_aborted, m._stand = True, None
+    m._aborts += 1
     m.go(Phase.ABORTING, deadline_s=m.course.abort_s)
     m.decide(AbortGroups("interrupted"), reason)
 
@@ -297,11 +308,17 @@ def save_where_we_stand(m: RunMachine) -> None:
 
 
 def tick_aborting(m: RunMachine, event: Event) -> None:
-    """A worker deep in a computation cannot be asked, or has applied a step that another has not: no new checkpoint."""
-    if m._deadline_s is not None and m._now_s >= m._deadline_s:
-        left = f"the last checkpoint is of step {m.saved}" if m.saved else "nothing is saved"
-        stand = "not all workers answered" if m._stand is None else f"the workers stand at steps {m._stand}"
-        m.over("interrupted", f"interrupted; {stand} {m.course.abort_s} s after the abort: {left}")
+    """A worker that hangs, or is deep in a computation, cannot be asked, or has applied a step that another has not. Of an
+    elastic run a new generation, once, finds out who is well, and saves; else there is no new checkpoint."""
+    if m._deadline_s is None or m._now_s < m._deadline_s:
+        return
+    stand = "not all workers answered" if m._stand is None else f"the workers stand at steps {m._stand}"
+    what = f"{stand} {m.course.abort_s} s after the abort"
+    if m.course.elastic and m._aborts == 1:
+        recovery.begin(m, what, counts=False)
+        return
+    left = f"the last checkpoint is of step {m.saved}" if m.saved else "nothing is saved"
+    m.over("interrupted", f"interrupted; {what}: {left}")
 
 
 def tick_failing(m: RunMachine, event: Event) -> None:

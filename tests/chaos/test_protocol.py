@@ -118,6 +118,30 @@ def test_seeded_histories(count: int, whole: bool):
 
 
 @pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("first", [None, "kill", "zombie", "kill_driver", "stop_driver", "drain", "join", "late_answer"])
+def test_ctrl_c_anywhere_saves_what_people_have_seen(first: Kind | None, whole: bool):
+    """Before, during and after the answer to another fault: two replicas of everything, so nothing is lost, and the run ends
+    with a checkpoint of the undisturbed run's state after so many steps, or done."""
+    work, quiet = job(steps=6), QUICK | {"validates": False, "save_at_end": True}
+    right = simulate(work, GRID, **quiet, save_every=1)[0].flesh.checkpoints
+    plain = simulate(work, GRID, **quiet)[0]
+    others = single_faults(plain, [first], start=0.2)[:: 1 + len(single_faults(plain, [first])) // 9] if first else [None]
+    for other in others:
+        faults = [other] if other is not None else []
+        once = World(work, GRID, faults, **quiet)
+        once.run()
+        for at in range(0, once.points, 1 if whole else 11):
+            for grace_ms in (0.0, 5.0, 1500.0):
+                asked = [*faults, Fault(at, "ctrl_c", ms=grace_ms)]
+                world, _ = simulate(work, GRID, asked, **quiet)
+                assert world.over.end in ("interrupted", "done"), world.tell(f"{asked}: {world.over.why}")
+                for done, state in world.flesh.checkpoints.items():
+                    assert state == right[done], world.tell(f"{asked}: other state after {done} steps")
+                saved = world.over.end == "done" or len(world.seen) in world.flesh.checkpoints
+                assert saved, world.tell(f"{asked}: {world.over.why}")
+
+
+@pytest.mark.parametrize("whole", WHOLE)
 @pytest.mark.parametrize("model", ["plain", "tangled"])
 def test_seeded_histories_with_real_tensors(model: str, whole: bool):
     """The same protocol with real stages, optimizers and reductions: parameters, optimizer state and losses, bit for bit."""

@@ -17,6 +17,10 @@ from helpers.trainee import Trainee, as_soon_as, kill
 import raypar
 from raypar.actors.local_ray import connected
 from raypar.actors.pool import named_workers, namespace
+from raypar.config import load_job
+from raypar.errors import ClusterError, ConfigError, RayparError
+from raypar.launch import resume_job
+from raypar.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,6 +172,25 @@ def test_the_driver_may_be_killed(long_undisturbed, tmp_path):
     assert trainee.told("driver")
     assert [event["workers"] for event in trainee.told("generation")] == [[0, 1, 2, 3]], "the same workers, none started again"
     assert [member["pid"] for member in trainee.members["members"]] == pids
+    assert trainee.told("picture") and not trainee.told("warning"), "the new driver knows where its workers are"
+
+
+@pytest.mark.chaos
+def test_workers_that_die_together_with_the_driver_are_told_to_be_lost(long_undisturbed, tmp_path):
+    """Nobody was there to notice, and the new driver does not find them."""
+    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
+    killed = []
+
+    def act(pids: list[int]) -> None:
+        killed.extend(m["worker"] for m in trainee.members["members"] if m["pid"] in (pids[1], pids[2]))
+        for pid in (trainee.members["driver_pid"], pids[1], pids[2]):
+            os.kill(pid, signal.SIGKILL)
+
+    result = trainee.run(act)
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses
+    assert sorted(event["worker"] for event in trainee.told("lost")) == sorted(killed)
+    assert all(re.search(r"stage \d, replica \d", event["coordinate"]) for event in trainee.told("lost"))
 
 
 @pytest.mark.chaos
@@ -261,6 +284,23 @@ def test_ctrl_c_while_the_driver_is_replaced_ends_the_run_and_names_its_checkpoi
 
 
 @pytest.mark.chaos
+def test_ctrl_c_in_a_step_longer_than_its_grace_saves_also_when_a_worker_waits_for_a_seat(tmp_path):
+    """Who waits stands at no step, and was taken for a worker that stands elsewhere: nothing was saved."""
+    layout = ("plan.stages=2", "plan.replicas=2", "elastic={min_workers: 1, standbys: 1}", "model.args.sleep_s=0.8")
+    trainee = Trainee(tmp_path, *layout)
+
+    def in_a_step() -> bool:
+        """Two steps of 1.6 s are in flight: one has just been seen."""
+        joined, steps = trainee.told("joined"), trainee.told("step")
+        return bool(joined and steps) and steps[-1]["at_s"] > joined[0]["at_s"]
+
+    with as_soon_as(in_a_step, lambda _: os.kill(os.getpid(), signal.SIGINT), 90.0):
+        result = trainee.run()
+    assert result.end == "interrupted"
+    assert result.checkpoint_path is not None and result.checkpoint_path.endswith(f"step_{result.done:08d}"), result.why
+
+
+@pytest.mark.chaos
 def test_a_worker_that_has_built_its_stages_may_die_while_another_builds(undisturbed, tmp_path):
     trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", SLOW_BUILD)
 
@@ -335,3 +375,25 @@ def test_a_straggler_is_told_and_replaced(long_undisturbed, tmp_path):
     assert [event["worker"] for event in trainee.told("left")] == [found["worker"]]
     assert [event["worker"] for event in trainee.told("joined")] == [4], "another one has come"
     assert len(trainee.told("generation")[-1]["workers"]) == 4
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("client", ["there", "gone"])
+def test_a_run_that_is_under_way_cannot_be_resumed_and_its_files_stay_as_they_are(client, undisturbed, tmp_path, monkeypatch):
+    """Its metrics were cut back to the last checkpoint while it went on."""
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", "checkpoint.every=5")
+    refused: list[RayparError] = []
+
+    def act(pids: list[int]) -> None:
+        if client == "gone":  # the system has let go of what it held
+            monkeypatch.setattr("raypar.launch.RunFolder.held", lambda self: contextlib.nullcontext())
+        folder = RunFolder.find(tmp_path / "runs/tiny")
+        with pytest.raises(RayparError) as caught:
+            resume_job(load_job(folder.job, []), folder, lambda event: None)
+        refused.append(caught.value)
+
+    trainee.result = trainee.run(act, at=13)
+    assert isinstance(refused[0], ConfigError if client == "there" else ClusterError), refused
+    assert "is under way" in str(refused[0]) or "is active on this cluster" in str(refused[0])
+    assert trainee.result.end == "done"
+    assert trainee.losses == undisturbed.losses

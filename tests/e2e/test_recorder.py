@@ -2,12 +2,16 @@
 
 import errno
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
+from helpers.tiny_job import Diary
 
 from raypar.actors import recorder as module
 from raypar.actors.recorder import Recorder
+from raypar.callbacks import Callbacks
+from raypar.elastic.machine import Course
 from raypar.errors import CheckpointError
 
 
@@ -48,3 +52,29 @@ def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, mon
     with pytest.raises(CheckpointError):
         recorder.checkpoint_end(4, folder, [])
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_new_driver_knows_which_of_the_present_workers_were_told_to_be_lost():
+    events = [
+        {"kind": "lost", "worker": 1},
+        {"kind": "started"},
+        {"kind": "joined", "worker": 4},
+        {"kind": "lost", "worker": 2},
+    ]
+    assert module.lost_of(events) == {2}, "worker 1 was one of an earlier start"
+
+
+def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbacks_hear_of_it(tmp_path):
+    """It stood nowhere: `raypar status` took the run for one under way."""
+    diary = tmp_path / "diary"
+    callbacks = pickle.dumps(Callbacks((Diary(str(diary)),)))
+    request = SimpleNamespace(folder=tmp_path, run="tiny", course=Course(workers=1, last=3), callbacks=callbacks)
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(json.dumps({"kind": kind}) + "\n" for kind in ("started", "end", "started")))  # it was resumed
+    facts = {"end": "done", "why": "all 3 steps are done", "done": 3, "error": None}
+    for _ in range(2):  # the next driver may be killed as well
+        Recorder(request).finish(facts)
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["kind"] for event in written] == ["started", "end", "started", "end"]
+    assert (written[-1]["end"], written[-1]["step"]) == ("done", 3)
+    assert diary.read_text().splitlines()[-1] == "end done 3"

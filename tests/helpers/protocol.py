@@ -28,7 +28,18 @@ from raypar.errors import CommError, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
 Kind = Literal[
-    "kill", "zombie", "stop", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver", "join", "drain", "corrupt"
+    "kill",
+    "zombie",
+    "stop",
+    "delay",
+    "duplicate",
+    "late_answer",
+    "kill_driver",
+    "stop_driver",
+    "join",
+    "drain",
+    "corrupt",
+    "ctrl_c",
 ]
 CALL_MS = 0.5
 LOST_MS = 15.0
@@ -38,6 +49,8 @@ HIRE_MS = 8.0
 """Short, so that who is hired has joined before a simulation of a few steps is over."""
 STARVED_MS = 1500.0
 UNHEARD_MS = 100.0
+ABORTED_MS = 2000.0
+"""Who has not answered an abort by then is not waited for."""
 LIMIT_MS = 120_000.0
 
 
@@ -46,7 +59,8 @@ class Fault:
     """At point `at` of the world's count (or of worker `of`'s own): what happens. `ms`: how long a stop or a delay lasts.
 
     zombie: stopped until it has long been given up, then it goes on as if nothing were. stop: shorter than any deadline.
-    corrupt: what the worker holds changes by itself.
+    corrupt: what the worker holds changes by itself. ctrl_c: people ask the run to save and end, with `ms` for what is in
+    flight; a new driver is asked again.
     """
 
     at: int
@@ -279,6 +293,7 @@ class World:
         self.validations: list[int] = []
         self.story: list[str] = []
         self.over: do.Teardown | None = None
+        self.ctrl_c: on.StopRequested | None = None
         self.moved = 0
         self.driver = Driver(self, 0)
         self.all_drivers = [self.driver]
@@ -347,6 +362,9 @@ class World:
                 self.flesh.corrupt(target.body)
             case "drain":
                 self.at(1.0, lambda: self.driver.post(on.DrainAsked(target.number, "preempted")))
+            case "ctrl_c":
+                asked = self.ctrl_c = on.StopRequested("Ctrl-C", interrupt=True, grace_s=fault.ms / 1000)
+                self.at(1.0, lambda: self.driver.post(asked))
 
     def await_changes(self, steps: int) -> None:
         """Those that are due after so many steps."""
@@ -471,6 +489,8 @@ class World:
         self.driver = Driver(self, len(self.all_drivers))
         self.all_drivers.append(self.driver)
         self.driver.take_over()
+        if self.ctrl_c is not None:
+            self.driver.post(self.ctrl_c)
 
     def chosen(self, generation: int, workers: int) -> ParallelPlan:
         """By default as many workers as can be used, in stages as equal as can be."""
@@ -688,7 +708,9 @@ class Driver:
             case do.Warn():
                 if machine.phase is Phase.WAITING and world.changed:
                     world.at(STARVED_MS, world.starve)
-            case do.AbortGroups() | do.Note() | do.Resumed() | do.Straggles():
+            case do.AbortGroups(why):
+                self.abort(why)
+            case do.Note() | do.Resumed() | do.Straggles():
                 pass
             case _:
                 raise AssertionError(action)
@@ -733,6 +755,23 @@ class Driver:
             self.outcomes.update({step: self.world.flesh.outcome(o) for step, o in answer.outcomes.items()})
             answer = on.Stood(number, answer)
         self.answered(answer, number, worker, answer)
+
+    def abort(self, why: str) -> None:
+        """All leave what they do; where they stand then is asked behind it."""
+        world, members = self.world, self.machine.members
+        stand: dict[int, int | None] = {}
+
+        def stands(worker: int, done: Any) -> None:
+            if worker not in stand:
+                stand[worker] = done if isinstance(done, int) else None
+                if len(stand) == len(members):
+                    self.post(on.Aborted(tuple(stand[w] for w in members)))
+
+        for worker in members:
+            process = world.processes[worker]
+            world.at(CALL_MS, lambda p=process: p.body.abort(why) if p.alive else None, process)
+            self.ask(worker, lambda p: p.body.applied(), lambda a, w=worker: stands(w, a))
+            world.at(ABORTED_MS, lambda w=worker: stands(w, None))
 
     def adopt(self, order: do.Adopt) -> None:
         world = self.world
@@ -810,6 +849,7 @@ MS: dict[Kind, float] = {
     "duplicate": 3.0,
     "late_answer": 40.0,
     "stop_driver": 3000.0,
+    "ctrl_c": 5.0,
 }
 KINDS: tuple[Kind, ...] = (
     "kill",

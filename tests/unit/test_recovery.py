@@ -32,6 +32,7 @@ from raypar.elastic.events import (
     SnapshotTaken,
     StepReported,
     Stood,
+    StopRequested,
     Tick,
     ValidationEmitted,
     ValidationReported,
@@ -96,6 +97,27 @@ def test_nobody_is_killed_before_the_next_generation_is_claimed():
     assert do(machine, Claimed(3, True), now_s=100.0) == [Evict(2, "did not answer"), Fence(3, (1,))]
 
 
+@pytest.mark.parametrize(
+    "replicas, die, mirror, more",
+    [
+        (2, (0, 1), 0, ""),
+        (1, (1,), 0, ", or with elastic.mirror: auto, or with two replicas of every stage"),
+        (1, (1,), 4, ", or with two replicas of every stage"),
+    ],
+)
+def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replicas, die, mirror, more):
+    machine = elastic(ParallelPlan.mesh(pp=3 - replicas, dp=replicas, layers=2), mirror_every=mirror, capacity_s=60.0)
+    machine.course = replace(machine.course, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), Journalled(0), Emitted(0))
+    machine.clock.complete = True  # the way back to the beginning is too long
+    actions = do(machine, *map(lost, die), Claimed(2, True), *(stood(machine, w, 1) for w in (0, 1) if w not in die))
+    if len(die) == 1:
+        actions = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
+    end = actions[-1]
+    assert isinstance(end, Teardown) and end.end == "failed" and isinstance(end.error, WorkerLost)
+    assert end.error.cure == f"start again with checkpoint.every set{more}"
+
+
 def finish(machine, workers):
     """The only step, up to the moment when it has been seen."""
     *_, last = do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in workers))
@@ -126,6 +148,26 @@ def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known
     assert claim == Claim(2)
     do(machine, lost(0), Claimed(2, True), stood(machine, 1, 1))
     assert do(machine, Adopted(1, 2)) == [Snapshot(1)]
+
+
+def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_it():
+    """Before Ctrl-C it would have cost nothing; after it the run failed and nothing was saved."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    machine.course = replace(machine.course, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), Journalled(0), Emitted(0))
+    ctrl_c = StopRequested("Ctrl-C", interrupt=True, grace_s=1.5)
+    assert do(machine, ctrl_c, lost(0)) == [Claim(2)]
+    do(machine, Claimed(2, True), stood(machine, 1, 1))
+    assert do(machine, Adopted(1, 2)) == [Snapshot(1)], "no step more"
+    (end,) = do(machine, SnapshotTaken(1), Saved(1))
+    assert end.end == "interrupted"
+
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    machine.course = replace(machine.course, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), Journalled(0), Emitted(0), ctrl_c, lost(0))
+    assert do(machine, Tick(), now_s=1.0) == []
+    (end,) = do(machine, Tick(), now_s=machine.course.interrupt_s)
+    assert end.end == "interrupted", "but nobody waits long"
 
 
 class Body:
@@ -160,6 +202,21 @@ def test_a_validation_whose_callbacks_outlast_a_recovery_is_still_seen():
     assert machine.phase in (Phase.RUNNING, Phase.FLUSHING)
     do(machine, ValidationEmitted(1, stop="good enough"))
     assert machine.stop is not None and machine.stop.reason == "good enough"
+
+
+@pytest.mark.parametrize("phase", [Phase.VALIDATING, Phase.ENDING])
+def test_who_answers_no_pings_in_a_validation_or_a_checkpoint_is_given_up_as_soon_as_in_a_step(phase):
+    """A worker that was stopped in a validation held the others up for 10 s."""
+    validates = phase is Phase.VALIDATING
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, validates=validates, save_every=not validates)
+    finish(machine, (0, 1))
+    assert machine.phase in (phase, Phase.SAVING)
+    do(machine, SnapshotTaken(1))
+    assert machine.phase is phase
+    silent = Tick(unheard=frozenset({1}))
+    assert not any(do(machine, silent, now_s=now_s) for now_s in (1.0, 2.0)), "both might have much to do"
+    assert do(machine, Tick(), silent, now_s=4.0) == [], "one answer, and the silence begins anew"
+    assert do(machine, silent, now_s=5.6) == [Claim(2)]
 
 
 @pytest.mark.parametrize("came", [True, False])

@@ -110,7 +110,8 @@ def test_an_event_is_told_in_one_line(event, words):
             "worker 3 was lost: The actor died unexpectedly before\\nThe actor died because its node has died.",
             "worker 3 was lost: its node died",
         ),
-        ("making room for worker 6", "making room for worker 6"),
+        ("making room for worker(s) 6", "making room for worker 6"),
+        ("making room for worker(s) 4, 6, 7", "making room for workers 4, 6, 7"),
     ],
 )
 def test_reasons_are_told_without_tags_and_without_details_of_ray(text, words):

@@ -37,10 +37,11 @@ def test_steps_that_are_executed_again_are_told_only_where_there_are_any():
 
 
 def test_a_worker_that_is_lost_before_it_has_started_has_no_node():
-    assert words.lost("worker 3 (stage 1)", WHO, "it died") == (
+    assert words.lost("worker 3 (stage 1)", WHO, "it died")["text"] == (
         "worker 3 (stage 1) (worker 3, node 0a1b2c3d, pid 77) is lost: it died"
     )
-    assert words.lost("worker 3", {"worker": 3}, "it died") == "worker 3 (worker 3) is lost: it died"
+    facts = {"worker": 3, "coordinate": "worker 3", "why": "it died"}
+    assert words.lost("worker 3", {"worker": 3}, "it died") == facts | {"text": "worker 3 (worker 3) is lost: it died"}
 
 
 @pytest.mark.parametrize(
