@@ -71,7 +71,7 @@ class Beginning:
         self.effects.aside(recorder.seat, plan, [hellos[n].node[:8] for n in members if n in hellos])
         for line in recorder.meet(list(hellos.values())):
             self.effects.note("warning", text=line)
-        self.effects.now(recorder.begin)
+        await self.effects.awaited(recorder.begin)
         await asyncio.to_thread(self.journal.record, Record(1, plan, members, request.schedule_name))
         if len(hellos) < plan.world:
             return None
@@ -94,7 +94,7 @@ class Beginning:
             return None
         megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
         self.news.tell("built", text=f"stages built and connected; parameters by worker in MB: {megabytes}")
-        self.effects.now(recorder.clock)
+        await self.effects.awaited(recorder.clock)
         return on.WorkersReady()
 
     async def _everybody(self, call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:

@@ -40,12 +40,8 @@ class Effects:
             self.tasks.post(event(result))
 
     async def awaited(self, call: Callable[[], Any]) -> Any:
-        """Its result, while the loop goes on."""
+        """Its result. The loop goes on meanwhile: a driver that does not answer is taken for hung by its client."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-    def now(self, call: Callable[[], Any]) -> None:
-        """Nothing else happens before it is done."""
-        self._thread.submit(call).result()
 
     def aside(self, call: Callable[..., Any], *facts: Any) -> None:
         """Nobody waits for it."""

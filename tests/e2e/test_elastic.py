@@ -326,6 +326,18 @@ def test_a_driver_that_hangs_is_ended_and_started_again(long_undisturbed, tmp_pa
 
 
 @pytest.mark.chaos
+def test_a_driver_whose_callbacks_take_long_to_begin_is_not_taken_for_hung(undisturbed, tmp_path, monkeypatch):
+    """It was ended and started again, and began with the same callbacks, for ever."""
+    monkeypatch.setattr("raypar.actors.client.DRIVER_SILENT_S", 3.0)
+    diary = f"callbacks=[{{function: helpers.tiny_job:Diary, args: {{path: {tmp_path / 'diary'}, start_s: 6.0}}}}]"
+    trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", diary)
+    result = trainee.run()
+    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert not trainee.told("warning") and not trainee.told("driver")
+    assert (tmp_path / "diary").read_text().count("start") == 1
+
+
+@pytest.mark.chaos
 def test_with_fewer_workers_than_wanted_the_run_waits_for_another(long_undisturbed, tmp_path):
     trainee = Trainee(tmp_path, *LONG, "elastic.min_workers=4", "plan.stages=2", "plan.replicas=2")
     result = trainee.run(kill(2))

@@ -122,16 +122,17 @@ def picky_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Diary(Callback):
-    """Writes a line per hook into `path`; asks to stop after `stop_after` steps."""
+    """Writes a line per hook into `path`; asks to stop after `stop_after` steps; takes `start_s` seconds to begin."""
 
-    def __init__(self, path: str, stop_after: int = 0) -> None:
-        self.path, self.stop_after = path, stop_after
+    def __init__(self, path: str, stop_after: int = 0, start_s: float = 0.0) -> None:
+        self.path, self.stop_after, self.start_s = path, stop_after, start_s
 
     def note(self, text: str) -> None:
         with open(self.path, "a") as file:
             file.write(text + "\n")
 
     def on_start(self, info):
+        time.sleep(self.start_s)
         self.note(f"start {info.first}")
 
     def on_step(self, info):
