@@ -26,8 +26,13 @@ from raypar.errors import ClusterError, WorkerLost
 GRACE_S = 1.5
 """How long the steps in flight may take after Ctrl-C before they are made void."""
 
+TURN_S = 0.5
+
 DRIVER_SILENT_S = 30.0
 """How long the driver may take to answer; it only passes on what has happened."""
+
+ALONE_S = 10.0
+"""A client asks for news all the time: a driver that has heard nothing for so long has none any more."""
 
 DRIVER_BACK_S = 60.0
 """How long Ray may take to start the driver of an elastic run again."""
@@ -71,25 +76,49 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
         with interrupts() as asked:
             return _follow(driver, request, tell, asked)
     finally:
-        with contextlib.suppress(Exception):
-            ray.kill(driver, no_restart=True)
-        with contextlib.suppress(Exception):
-            sweep(request.run)
-        with contextlib.suppress(Exception):
-            Journal(request.run).erase()
+        remove(driver, request.run)
+
+
+def remove(driver: Any, run: str) -> None:
+    """The driver, and what it has left on the cluster."""
+    with contextlib.suppress(Exception):
+        ray.kill(driver, no_restart=True)
+    with contextlib.suppress(Exception):
+        sweep(run)
+    with contextlib.suppress(Exception):
+        Journal(run).erase()
 
 
 def unclaimed(run: str) -> None:
-    """Raises `ClusterError` when a driver of this run lives on the Ray this process is connected to."""
-    with contextlib.suppress(ValueError):
-        ray.get_actor("driver", namespace=namespace(run))
+    """Raises `ClusterError` when a driver of this run lives on the Ray this process is connected to. Who has lost its client
+    saves and ends first, so that the next attempt finds a newer checkpoint and nobody else."""
+    try:
+        driver = ray.get_actor("driver", namespace=namespace(run))
+    except ValueError:
+        return
+    alone_s = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
+    if alone_s < ALONE_S:
         raise active(run)
+    driver.stop.remote("its client is gone, and it is to be resumed", GRACE_S)
+    epoch = cursor = 0
+    until_s, ends = time.monotonic() + DRIVER_SILENT_S, list[dict[str, Any]]()
+    while not ends:
+        if time.monotonic() > until_s:
+            raise active(run)
+        events, epoch, cursor = ray.get(driver.events.remote(epoch, cursor, 0.3), timeout=DRIVER_SILENT_S)
+        ends = [event for event in events if event["kind"] == "end"]
+    remove(driver, run)
+    raise ClusterError(
+        f"run {run!r} was still active on this cluster, without a client for {alone_s:.0f} s; now it has ended, "
+        f"after {ends[0]['done']} steps",
+        cure="the same command again goes on from its last checkpoint",
+    )
 
 
 def active(run: str) -> ClusterError:
     """There can be only one of a name."""
     minutes = (ABANDONED_S + CLIENT_GONE_S) / 60
-    ends = f"one whose client is gone saves its state and ends by itself after {minutes:.0f} minutes"
+    ends = f"one whose client is gone saves its state and ends by itself within {minutes:.0f} minutes"
     return ClusterError(
         f"a run called {run!r} is active on this cluster",
         cure=f"end that one with Ctrl-C where it was started ({ends}), or choose another name",

@@ -165,6 +165,10 @@ class DriverActor:
         """See `News.after`."""
         return await self.news.after(epoch, cursor, wait_s)
 
+    async def alone_s(self) -> float:
+        """For how long no client has asked for news."""
+        return time.monotonic() - self.news.heard_s
+
     async def stop(self, reason: str, grace_s: float) -> None:
         """Ctrl-C: finish or void the steps in flight, save, end."""
         self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))

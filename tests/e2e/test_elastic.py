@@ -6,15 +6,20 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from helpers.tiny_job import write_job
 from helpers.trainee import Trainee, as_soon_as, kill
 
 import raypar
+from raypar.actors.client import ALONE_S, unclaimed
 from raypar.actors.local_ray import connected
 from raypar.actors.pool import named_workers, namespace
 from raypar.config import load_job
@@ -405,7 +410,35 @@ def test_a_run_that_is_under_way_cannot_be_resumed_and_its_files_stay_as_they_ar
         refused.append(caught.value)
 
     trainee.result = trainee.run(act, at=13)
+    assert trainee.result.end == "done", trainee.result.error
     assert isinstance(refused[0], ConfigError if client == "there" else ClusterError), refused
     assert "is under way" in str(refused[0]) or "is active on this cluster" in str(refused[0])
-    assert trainee.result.end == "done"
     assert trainee.losses == undisturbed.losses
+
+
+@pytest.mark.chaos
+def test_a_run_whose_client_was_killed_saves_and_ends_when_it_is_resumed_and_the_next_attempt_goes_on(tmp_path):
+    """Nobody could end it, and for minutes nobody could resume it."""
+    words = ["steps=400", "model.args.sleep_s=0.01", "checkpoint.every=0", "elastic.min_workers=1", "plan.replicas=2"]
+    job = write_job(tmp_path)
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "raypar", "train", str(job), "--address", address]
+    client = subprocess.Popen([*command, *(w for word in words for w in ("--set", word))], cwd=Path(__file__).parents[1])
+    metrics, deadline = tmp_path / "runs/tiny/metrics.jsonl", time.monotonic() + 60
+    try:
+        while not (metrics.exists() and metrics.read_text().count("loss") > 10) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        client.kill()
+        client.wait()
+    folder = RunFolder.find(tmp_path / "runs/tiny")
+    time.sleep(ALONE_S + 1.0)
+    with pytest.raises(RayparError) as caught:  # without a checkpoint there is nothing to resume yet
+        unclaimed("tiny")
+    assert "without a client" in str(caught.value)
+    assert not ray.util.list_named_actors(all_namespaces=True)
+    first = len(metrics.read_text().splitlines())
+    result = resume_job(load_job(folder.job, []), folder, lambda event: None)
+    assert result.end == "done" and result.done == 400
+    steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    assert steps == list(range(1, 401)) and first > 10
