@@ -195,10 +195,12 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
 
 
 def answered(asking: Any, asked: list[str], patience_s: float) -> bool:
-    """Whether the driver answers within the time, if only by its death. The second Ctrl-C does not wait for it."""
-    start_s = time.monotonic()
-    while not ray.wait([asking], timeout=0.5)[0] and len(asked) < 2:
-        if time.monotonic() - start_s > patience_s:
+    """Whether the driver answers within the time, if only by its death. The second Ctrl-C does not wait for it. Turns are
+    counted, not seconds: who was itself stopped (Ctrl-Z, a frozen container) has waited for nobody."""
+    turns = patience_s / TURN_S
+    while not ray.wait([asking], timeout=TURN_S)[0] and len(asked) < 2:
+        turns -= 1
+        if turns < 0:
             return False
     return True
 

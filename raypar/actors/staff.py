@@ -151,7 +151,11 @@ class Staff:
             if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
                 polled_s = now  # beside the pings: without a head it blocks for as long as there is none
                 polling = asyncio.ensure_future(self._look_for_draining_nodes())
+            before = time.monotonic()
             await asyncio.sleep(PING_S)
+            late_s = time.monotonic() - before - PING_S
+            if late_s > PING_S:  # this process stood still: what they said meanwhile is still to be heard
+                self._answered_s = {number: s + late_s for number, s in self._answered_s.items()}
 
     async def _ask(self, number: int, worker: Any) -> None:
         try:

@@ -5,10 +5,12 @@ import os
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.tiny_job import write_job
 
+from raypar.actors import client
 from raypar.actors.client import interrupts
 from raypar.actors.cluster_watch import Capacity
 from raypar.actors.local_ray import Connection
@@ -45,6 +47,22 @@ def test_nohup_is_respected():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_client_that_was_stopped_itself_does_not_take_the_driver_for_hung(monkeypatch):
+    """Ctrl-Z and `fg` half a minute later ended a run that was well."""
+    now_s, waits = [0.0], []
+
+    def wait(refs, timeout):
+        now_s[0] += 100.0 if not waits else timeout  # stopped while it waited for the first time
+        waits.append(now_s[0])
+        return (refs, []) if len(waits) == 2 else ([], refs)
+
+    monkeypatch.setattr(client, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    assert client.answered("a call", [], 30.0)
+    assert not client.answered("another", [], 30.0)
+    assert waits[-1] - waits[1] >= 30.0
 
 
 def test_bad_input_found_during_a_run_is_a_failed_run():

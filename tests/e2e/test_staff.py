@@ -1,0 +1,50 @@
+"""Who still answers, without a cluster."""
+
+import asyncio
+import concurrent.futures
+import time
+from types import SimpleNamespace
+
+from raypar.actors.messages import Hello
+from raypar.actors.staff import Staff
+
+ANSWER_S = 0.2
+
+
+class Worker:
+    """Answers pings after `ANSWER_S`, as long as it is well."""
+
+    well = True
+
+    def __init__(self) -> None:
+        self.ping = SimpleNamespace(remote=self.asked)
+
+    def asked(self):
+        answer = concurrent.futures.Future()
+        if self.well:
+            asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False))
+        return SimpleNamespace(future=lambda: answer)
+
+
+def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):
+    """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
+    monkeypatch.setattr("raypar.actors.staff.draining_nodes", lambda: set())
+    workers, told = {number: Worker() for number in range(3)}, []
+
+    async def scene():
+        over = []
+        staff = Staff(SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None)
+        for number in workers:
+            staff.met(number, Hello("127.0.0.1:1", "node", 1, {}))
+        watching = asyncio.ensure_future(staff.watch(1.0, lambda: bool(over)))
+        await asyncio.sleep(0.5)
+        time.sleep(1.5)
+        await asyncio.sleep(0.9)
+        assert not told and not staff.unheard()
+        workers[1].well = False
+        await asyncio.sleep(2.5)
+        over.append(True)
+        await watching
+
+    asyncio.run(scene())
+    assert [event.worker for event in told] == [1], "who is silent while the others answer"
