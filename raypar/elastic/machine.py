@@ -370,9 +370,11 @@ class RunMachine:
         return tuple(sorted(missing)) if self._now_s - self._since_s > limit_s else ()
 
     def mute(self) -> tuple[int, ...]:
-        """Members that have answered no ping for `silent_deadline_s`, counted from when that was first noticed."""
+        """Members that have answered no ping for `silent_deadline_s`, counted from when that was first noticed. Nobody where
+        that is true of all: it is what they are doing that lets none of them answer."""
         limit_s = self.silent_deadline_s()
-        return tuple(w for w in self.members if self._now_s - self._unheard_s.get(w, self._now_s) > limit_s)
+        found = tuple(w for w in self.members if self._now_s - self._unheard_s.get(w, self._now_s) > limit_s)
+        return found if len(found) < len(self.members) else ()
 
     def step_deadline_s(self) -> float:
         """A multiple of the longest of the last 100 steps; the first step, which warms everything up, gets the start's."""

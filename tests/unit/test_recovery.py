@@ -213,10 +213,12 @@ def test_who_answers_no_pings_in_a_validation_or_a_checkpoint_is_given_up_as_soo
     assert machine.phase in (phase, Phase.SAVING)
     do(machine, SnapshotTaken(1))
     assert machine.phase is phase
-    silent = Tick(unheard=frozenset({1}))
-    assert not any(do(machine, silent, now_s=now_s) for now_s in (1.0, 2.0)), "both might have much to do"
-    assert do(machine, Tick(), silent, now_s=4.0) == [], "one answer, and the silence begins anew"
-    assert do(machine, silent, now_s=5.6) == [Claim(2)]
+    both, silent = Tick(unheard=frozenset({0, 1})), Tick(unheard=frozenset({1}))
+    assert not any(do(machine, both, now_s=now_s) for now_s in (0.1, 0.5, 2.5)), "it is what they do"
+    do(machine, Tick(), now_s=2.6)
+    assert not any(do(machine, silent, now_s=now_s) for now_s in (3.0, 4.0)), "it may have much to do"
+    assert do(machine, Tick(), silent, now_s=4.4) == [], "one answer, and the silence begins anew"
+    assert do(machine, silent, now_s=6.0) == [Claim(2)]
 
 
 @pytest.mark.parametrize("came", [True, False])
