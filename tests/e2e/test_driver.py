@@ -15,17 +15,18 @@ def test_a_driver_that_is_started_again_begins_even_if_ray_does_not_know_yet_tha
     """Its call to itself failed once with `The actor is restarting`, and the run hung for good."""
     begun, calls = threading.Event(), []
 
-    def result():
+    def result(timeout_s):
         calls.append("a call")
         if len(calls) < 3:
             raise ActorUnavailableError("The actor is restarting.", None)
+        driver.asked = True
         begun.set()
 
     call = SimpleNamespace(future=lambda: SimpleNamespace(result=result))
     me = SimpleNamespace(begin_again=SimpleNamespace(remote=lambda: call))
     context = SimpleNamespace(was_current_actor_reconstructed=True, current_actor=me)
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: context)
-    DriverActor("tiny")
+    driver = DriverActor("tiny")
     assert begun.wait(5.0), calls
 
 
@@ -35,10 +36,10 @@ def test_what_the_client_has_is_forgotten_and_what_it_may_have_missed_is_not():
     async def scene():
         news = News()
         for step in range(3):
-            news.tell({"step": step})
+            news.tell("step", step=step)
         asked = [await news.after(0, 0, 0.01)]  # of a client that knew another driver
         asked += [await news.after(news.epoch, 0, 0.01)]  # the answer was lost
-        news.tell({"step": 3})
+        news.tell("step", step=3)
         asked += [await news.after(news.epoch, 3, 0.01), await news.after(news.epoch, 4, 0.01)]
         return [([event["step"] for event in events], cursor) for events, _, cursor in asked], news._kept
 
