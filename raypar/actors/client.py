@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
@@ -96,17 +96,20 @@ def unclaimed(run: str) -> None:
         driver = ray.get_actor("driver", namespace=namespace(run))
     except ValueError:
         return
-    alone_s = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
-    if alone_s < ALONE_S:
-        raise active(run)
-    driver.stop.remote("its client is gone, and it is to be resumed", GRACE_S)
     epoch = cursor = 0
     until_s, ends = time.monotonic() + DRIVER_SILENT_S, list[dict[str, Any]]()
-    while not ends:
-        if time.monotonic() > until_s:
+    try:
+        alone_s = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
+        if alone_s < ALONE_S:
             raise active(run)
-        events, epoch, cursor = ray.get(driver.events.remote(epoch, cursor, 0.3), timeout=DRIVER_SILENT_S)
-        ends = [event for event in events if event["kind"] == "end"]
+        driver.stop.remote("its client is gone, and it is to be resumed", GRACE_S)
+        while not ends and time.monotonic() < until_s:
+            events, epoch, cursor = ray.get(driver.events.remote(epoch, cursor, 0.3), timeout=DRIVER_SILENT_S)
+            ends = [event for event in events if event["kind"] == "end"]
+    except RayError as error:  # it does not answer, or dies
+        raise active(run) from error
+    if not ends:
+        raise active(run)
     remove(driver, run)
     raise ClusterError(
         f"run {run!r} was still active on this cluster, without a client for {alone_s:.0f} s; now it has ended, "

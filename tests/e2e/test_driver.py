@@ -1,12 +1,14 @@
 """A driver by itself, without a cluster."""
 
 import asyncio
+import contextlib
 import threading
 from types import SimpleNamespace
 
 from ray.exceptions import ActorUnavailableError
 
 from raypar.actors import driver_actor as module
+from raypar.actors import ending
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.news import News
 
@@ -46,3 +48,28 @@ def test_what_the_client_has_is_forgotten_and_what_it_may_have_missed_is_not():
     told, kept = asyncio.run(scene())
     assert told == [([0, 1, 2], 3), ([0, 1, 2], 3), ([3], 4), ([], 4)]
     assert kept == []
+
+
+def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch):
+    """It stayed, and its run was active for good: what was to end it waited for a call of the client's."""
+    killed = []
+
+    def kill(actor, no_restart):
+        killed.append((actor, no_restart))
+        if len(killed) == 2:
+            raise asyncio.CancelledError  # the process is gone
+
+    monkeypatch.setattr(ending, "CLIENT_GONE_S", 0.0)
+    monkeypatch.setattr(ending.ray, "kill", kill)
+    monkeypatch.setattr(ending.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="itself"))
+    erased = []
+    journal = SimpleNamespace(erase=lambda: erased.append(1))
+
+    async def scene():
+        news = News()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ending.Ending(journal, None, None, None, news, None)._leave({"end": "done"})
+        return [event["kind"] for event in news._kept]
+
+    assert asyncio.run(scene()) == ["end"]
+    assert killed == [("itself", True)] * 2 and erased, "again, for the store may not answer"
