@@ -68,7 +68,8 @@ def look_for_growth(m: RunMachine) -> None:
     if not m.course.grow or not m.spares or m.grow_at_s is None or m.choosing or m.pause_for is not None or not m.pace.known:
         return
     able = min(len(m.members) + len(m.spares), m.wanted)
-    if able > len(m.members) and (able == m.wanted or m._now_s >= m.grow_at_s) and m.stop is None:
+    alone = len(m.members) == 1  # nobody else has a copy of anything: who comes next may come a moment too late
+    if able > len(m.members) and (able == m.wanted or alone or m._now_s >= m.grow_at_s) and m.stop is None:
         m.choosing, m.grow_at_s = True, None
         m.decide(ChoosePlan(m.generation, able), f"workers {sorted(m.spares)} wait for a seat")
 

@@ -60,7 +60,8 @@ class Course:
     `min_workers` and `max_workers` (None: as many as the run began with), and gives up after `max_attempts` without a new
     step between them (see `recovery.begin`). `hires`: workers that are missing are replaced, and `standbys` more wait, warm,
     for a seat. `grow`: those that join get a seat once all that are wanted are there, or `grow_after_s` after the first of
-    them, if the steps that are left then gain more than `move_s`. A step is overdue after `step_deadline_s`, or
+    them (at once where a single worker is left, for the second copy), if the steps that are left then gain more than `move_s`.
+    A step is overdue after `step_deadline_s`, or
     `step_deadline_times` the longest of the last steps if that is more; where the worker answers no pings either, after half of
     that or three usual steps, whichever is less, and a recovery waits for such a worker no longer than `hopeless_s`.
     Nobody knows how long a validation or a checkpoint should take: there the pings alone decide, after as long a silence.

@@ -270,3 +270,13 @@ def test_a_seat_is_weighed_once_a_step_has_been_measured():
     assert not any(isinstance(action, ChoosePlan) for action in do(machine, WorkersReady(), Joined(1), Tick(), now_s=10.0))
     do(machine, StepReported(0, 0, 0.3), Journalled(0), Emitted(0), now_s=10.3)
     assert ChoosePlan(1, 2) in do(machine, Tick(), now_s=10.5)
+
+
+@pytest.mark.parametrize(("members", "asked"), [(1, [ChoosePlan(1, 2)]), (2, [])])
+def test_a_worker_that_is_alone_with_the_state_does_not_wait_for_more_than_one_other(members, asked):
+    """It was stopped while the first to come waited for others, and with it went the only copy."""
+    machine = elastic(ParallelPlan.mesh(dp=members, layers=2), max_workers=4)
+    machine.course = replace(machine.course, last=1000)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.3) for w in range(members)), Journalled(0), Emitted(0))
+    assert [action for action in do(machine, Joined(members)) if isinstance(action, ChoosePlan)] == asked
+    assert ChoosePlan(1, members + 1) in [*asked, *do(machine, Tick(), now_s=2.1)]
