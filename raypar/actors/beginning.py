@@ -106,6 +106,9 @@ class Beginning:
         elastic = self.request.course.elastic
         while waiting and time.monotonic() - start_s < self.request.start_deadline_s:
             done, waiting = await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            for number, task in zip(numbers, asking, strict=True):
+                if task.done() and number in self.pool.workers:  # it waits for the others, and is no orphan
+                    self.pool.workers[number].ping.remote()
             lost = any(isinstance(task.result(), Failed) and task.result().kind == "lost" for task in done)
             if lost and elastic and what != "start":
                 break  # the others wait for it in vain: the next generation frees them

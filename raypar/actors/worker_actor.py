@@ -26,6 +26,8 @@ from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
 
 ORPHAN_THREAD = "raypar-orphan"
 LEAVE_S = 5.0
+LOADING, LOADING_S = "loading its code", 600.0
+"""Nobody pings a worker meanwhile. A cold disk may take minutes for torch and the model's imports."""
 ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
 """PyTorch's, in a RuntimeError, on a CPU; Windows; a GPU before torch 2.5."""
 
@@ -58,7 +60,7 @@ class WorkerActor:
     def hello(self, joining: bool = False) -> Hello | Failed:
         """Load torch, listen for the other workers; all that can be done before there is a plan. `joining`: in the middle of a
         run, where the others will have to wait for what is left to do."""
-        return self._guard("starting", lambda: self._hello(joining))
+        return self._guard(LOADING, lambda: self._hello(joining))
 
     def _hello(self, joining: bool) -> Hello:
         if self.said is not None:
@@ -247,6 +249,7 @@ class WorkerActor:
         except Exception as error:
             return self._judge(doing, error)
         finally:
+            self.heard_s = time.monotonic()  # whoever waits for this is still there
             self.doing = "idle"
 
     def _judge(self, doing: str, error: Exception) -> Failed:
@@ -279,14 +282,22 @@ class WorkerActor:
             self.core.abort(f"{self.coordinate} has failed")
 
     def _leave_when_orphaned(self) -> None:
-        """Without a driver nobody would ever remove this worker: it removes its own placement group, which ends it."""
-        while time.monotonic() - self.heard_s < self.orphan_timeout_s:
+        """Without a driver nobody would ever remove this worker: it removes its own placement group, which ends it. Where Ray
+        does not answer, it ends all the same."""
+        while time.monotonic() - self.heard_s < (LOADING_S if self.doing == LOADING else self.orphan_timeout_s):
             time.sleep(min(1.0, self.orphan_timeout_s / 4))
-        group = ray.util.get_current_placement_group()
-        if group is not None:
-            ray.util.remove_placement_group(group)
-            time.sleep(2.0)
+        removing = threading.Thread(target=give_back_place, daemon=True)
+        removing.start()
+        removing.join(LEAVE_S)
         os._exit(1)
+
+
+def give_back_place() -> None:
+    """Remove the placement group this process is in; with it goes the process."""
+    group = ray.util.get_current_placement_group()
+    if group is not None:
+        ray.util.remove_placement_group(group)
+        time.sleep(2.0)
 
 
 def lacks_memory(error: BaseException | None) -> bool:

@@ -1,0 +1,69 @@
+"""Workers that nobody asks for anything, for long or any more, without a cluster."""
+
+import asyncio
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from raypar.actors import worker_actor as module
+from raypar.actors.beginning import Beginning
+from raypar.actors.worker_actor import WorkerActor
+
+
+@pytest.mark.parametrize("store", ["raises", "does not answer"])
+def test_an_orphan_ends_also_where_ray_cannot_remove_its_place(store, monkeypatch):
+    """The thread that was to end it died of the error, and the process stayed."""
+
+    def place():
+        if store == "raises":
+            raise ConnectionError("no control store")
+        time.sleep(60.0)
+
+    ended = []
+    monkeypatch.setattr(module.ray.util, "get_current_placement_group", place)
+    monkeypatch.setattr(module, "LEAVE_S", 0.2)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    worker = WorkerActor.__new__(WorkerActor)
+    worker.heard_s, worker.orphan_timeout_s, worker.doing = time.monotonic(), 0.2, "idle"
+    start_s = time.monotonic()
+    worker._leave_when_orphaned()
+    assert ended == [1] and time.monotonic() - start_s < 5.0
+
+
+def test_a_worker_that_loads_its_code_for_long_is_no_orphan(monkeypatch):
+    """Nobody asks it anything meanwhile: it ended itself after a minute of imports, and so did the next one."""
+    ended = []
+    monkeypatch.setattr(module, "give_back_place", lambda: None)
+    monkeypatch.setattr(module, "LOADING_S", 1.0)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    worker = WorkerActor.__new__(WorkerActor)
+    worker.heard_s = start_s = time.monotonic()
+    worker.orphan_timeout_s, worker.doing = 0.2, module.LOADING
+    worker._leave_when_orphaned()
+    assert ended == [1] and time.monotonic() - start_s >= 1.0, "but not for ever"
+    worker.heard_s = 0.0
+    worker._guard(module.LOADING, lambda: None)
+    assert time.monotonic() - worker.heard_s < 1.0, "it has just been waited for"
+
+
+def test_who_has_started_is_kept_alive_while_another_loads_its_code():
+    """The run's start waits for all, and pings nobody before."""
+    pinged = []
+
+    def worker(number, seconds):
+        ping = SimpleNamespace(remote=lambda: pinged.append(number))
+        return SimpleNamespace(ping=ping, hello=lambda: asyncio.sleep(seconds, result=f"hello of {number}"))
+
+    async def ask(number, ref):
+        return await ref
+
+    begins = Beginning.__new__(Beginning)
+    begins.request = SimpleNamespace(course=SimpleNamespace(elastic=True), start_deadline_s=10.0)
+    begins.pool = SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)})
+    begins.calls = SimpleNamespace(ask=ask)
+    begins.tasks = begins.machine = None
+    assert len(asyncio.run(begins._everybody(lambda number, worker: worker.hello(), "start"))) == 2
+    assert pinged.count(0) >= 2
