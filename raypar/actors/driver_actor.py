@@ -196,7 +196,8 @@ class DriverActor:
             self.tasks.spawn(self.ending.end(do.Teardown("failed", str(error), self.machine.emitted, wrong), self.step_calls))
 
     async def _tick(self) -> None:
-        start = self.news.heard_s = time.monotonic()
+        self.news.heard_s = time.monotonic()
+        start = self.news.heard_s - self.recorder.age_s
         while self.machine.phase is not Phase.OVER:
             before = time.monotonic()
             await asyncio.sleep(TICK_S)

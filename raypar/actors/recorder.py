@@ -62,6 +62,8 @@ class Recorder:
         self.nodes: list[str] = []
         self._last: dict[str, Any] = {}
         self.checkpoint_path: Path | None = None
+        self.age_s = 0.0
+        """How long former drivers have been at it since the run was last started or resumed."""
 
     def news(self) -> list[dict[str, Any]]:
         """What the client should hear, since the last call."""
@@ -83,6 +85,10 @@ class Recorder:
         run = RunFolder(self.folder)
         first = self.request.course.first
         run.mend(run.metrics)
+        run.mend(run.events)
+        events = list(run.read(run.events))
+        began = [event["time"] for event in events if event["kind"] == "started"]
+        self.age_s = max(0.0, time.time() - began[-1]) if began else 0.0
         lines = [line for line in run.read(run.metrics) if line["step"] > first]
         steps = [line for line in lines if "loss" in line]
         validations = [line for line in lines if "validation_loss" in line]
@@ -104,7 +110,7 @@ class Recorder:
             validated=validations[-1]["step"] if validations else None,
             saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
             last_s=steps[-1]["time"] if steps else None,
-            lost=lost_of(run.read(run.events)),
+            lost=lost_of(events),
         )
 
     def clock(self) -> None:

@@ -5,12 +5,14 @@ import contextlib
 import threading
 from types import SimpleNamespace
 
+import pytest
 from ray.exceptions import ActorUnavailableError
 
 from raypar.actors import driver_actor as module
 from raypar.actors import ending
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.news import News
+from raypar.elastic.events import StopRequested
 
 
 def test_a_driver_that_is_started_again_begins_even_if_ray_does_not_know_yet_that_it_lives(monkeypatch):
@@ -73,3 +75,22 @@ def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch
 
     assert asyncio.run(scene()) == ["end"]
     assert killed == [("itself", True)] * 2 and erased, "again, for the store may not answer"
+
+
+@pytest.mark.parametrize("age_s, stops", [(0.0, False), (3000.0, False), (3599.9, True)])
+def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, stops):
+    """Each new driver gave it the whole time again."""
+    driver = DriverActor.__new__(DriverActor)
+    driver.news, driver.queue = News(), asyncio.Queue()
+    driver.request = SimpleNamespace(max_time_s=3600.0)
+    driver.recorder = SimpleNamespace(age_s=age_s)
+    driver.staff = SimpleNamespace(unheard=frozenset)
+    driver.machine = SimpleNamespace(phase=module.Phase.RUNNING)
+
+    async def scene():
+        ticking = asyncio.ensure_future(driver._tick())
+        await asyncio.sleep(0.6)
+        ticking.cancel()
+        return [driver.queue.get_nowait() for _ in range(driver.queue.qsize())]
+
+    assert any(isinstance(event, StopRequested) for event in asyncio.run(scene())) == stops
