@@ -340,7 +340,12 @@ def adopted(m: RunMachine, event: Event) -> None:
 
 
 def wait(m: RunMachine, why: str, lacking: int | None = None) -> None:
-    """Until somebody joins, or the deadline; not at all where nobody can. `lacking`: how many workers, where that is known."""
+    """Until somebody joins, or the deadline; not at all where nobody can, or where somebody has, since all were asked where
+    they stand. `lacking`: how many workers, where that is known."""
+    unasked = m.spares - set(m.recovery.stands) - m.gone - m.leaving
+    if unasked:
+        begin(m, f"worker {min(unasked)} has joined", counts=False)
+        return
     if not m.course.capacity_s:
         cure = "`raypar resume` goes on from the last checkpoint, also under a smaller plan; or lower elastic.min_workers"
         m.over("failed", why, ClusterError(why, cure=cure))

@@ -118,6 +118,16 @@ def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replic
     assert end.error.cure == f"start again with checkpoint.every set{more}"
 
 
+def test_who_joins_while_the_others_are_asked_where_they_stand_is_not_waited_for():
+    """Two workers were to be replaced and came at nearly the same time: the second was there, and the run waited for it."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2, capacity_s=60.0)
+    do(machine, WorkersReady(), lost(0), Claimed(2, True), Joined(2))
+    assert do(machine, stood(machine, 1, 0)) == [Claim(3)]
+    assert do(machine, Claimed(3, True)) == [Fence(3, (1, 2))]
+    *_, order = do(machine, Stood(3, Stand(1, 0, pieces=WHOLE)), Stood(3, Stand(2)))
+    assert isinstance(order, Adopt) and sorted(order.members) == [1, 2]
+
+
 def finish(machine, workers):
     """The only step, up to the moment when it has been seen."""
     *_, last = do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in workers))
