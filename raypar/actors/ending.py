@@ -70,9 +70,8 @@ class Ending:
         self.news.heard_s = time.monotonic()
         while time.monotonic() - self.news.heard_s < CLIENT_GONE_S:
             await asyncio.sleep(1.0)
-        itself = ray.get_runtime_context().current_actor
         while True:  # `exit_actor` ends an actor after a call, and nobody calls this one any more
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(self.journal.erase)
-                await asyncio.to_thread(ray.kill, itself, no_restart=True)
+                await asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor, no_restart=True)
             await asyncio.sleep(1.0)
