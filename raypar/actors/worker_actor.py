@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from raypar.actors.footing import keep_footing
 from raypar.actors.messages import Failed, Hello
 from raypar.elastic.member import Fenced, Member
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
@@ -245,6 +246,7 @@ class WorkerActor:
         self.heard_s = time.monotonic()
         self.doing = doing
         try:
+            keep_footing()
             return call()
         except Exception as error:
             return self._judge(doing, error)

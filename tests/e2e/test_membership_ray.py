@@ -76,10 +76,14 @@ class History:
         """To what `members.json` says is there."""
         told = json.loads((self.folder / "runs/tiny/members.json").read_text())
         alive = [member for member in told["members"] if works(member.get("pid", 0))]
-        room = len(self.fleet.alive) > 1
-        if kind in ("kill", "two") and alive:
+        saved = any((self.folder / "runs/tiny/checkpoints").glob("step_*"))
+        free = [node for node in self.fleet.alive if saved or any(m["node"] != str(node.node_id)[:8] for m in alive)]
+        """Who may go: before there is a checkpoint, somebody has to keep the state."""
+        room = len(self.fleet.alive) > 1 and free
+        most = len(alive) - (not saved)
+        if kind in ("kill", "two") and most > 0:
             first = self.chance.randrange(len(alive))
-            victims = alive[first : first + 1 + (kind == "two")]
+            victims = alive[first : first + 1 + (kind == "two")][:most]
             for victim in victims:
                 self.kill(victim["pid"])
             self.done.append(f"kill -9 {[victim['coordinate'] for victim in victims]}")
@@ -87,7 +91,7 @@ class History:
             self.kill(told["driver_pid"])
             self.done.append("kill -9 driver")
         elif kind == "node" and room:
-            self.fleet.kill(self.chance.choice(self.fleet.alive))
+            self.fleet.kill(self.chance.choice(free))
             self.done.append("node lost")
         elif kind == "drain" and room:
             self.fleet.drain(self.chance.choice(self.fleet.alive), NOTICE_S)
