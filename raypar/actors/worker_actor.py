@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from raypar.actors.footing import keep_footing
+from raypar.actors.footing import elsewhere, keep_footing
 from raypar.actors.messages import Failed, Hello
 from raypar.elastic.member import Fenced, Member
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
@@ -66,7 +66,9 @@ class WorkerActor:
     def _hello(self, joining: bool) -> Hello:
         if self.said is not None:
             return self.said  # to a new driver
-        import torch
+        with elsewhere():
+            import torch
+            import torch._dynamo  # by the first optimizer; 2 s
 
         from raypar.actors.fingerprint import fingerprint
         from raypar.comm.cpu import CpuMesh
