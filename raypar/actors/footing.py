@@ -5,34 +5,42 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 GONE = " (deleted)"
+NOWHERE = "/"
 
 
-def keep_footing() -> None:
+class Footing:
     """Several raylets of one machine share a folder of unpacked `working_dir`s, and each that needs one removes it and unpacks
     it anew: whoever works there stands in a folder that is gone, and whatever asks for the current directory fails. The new
     one has the same path."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        enter(os.readlink("/proc/self/cwd").removesuffix(GONE))
 
+    def __init__(self) -> None:
+        self._wanted: str | None = None
+        """Where we were before it was gone, until it is there again."""
 
-@contextlib.contextmanager
-def elsewhere() -> Iterator[None]:
-    """In a place that nobody removes: torch asks for the current directory in the middle of its imports, and half an import
-    cannot be made good. Not for code of the user's, which may open files of the job's folder."""
-    keep_footing()
-    before = os.getcwd()
-    os.chdir("/")
-    try:
-        yield
-    finally:
-        enter(before)
+    def keep(self) -> None:
+        """Stand somewhere, and where we stood if that is possible."""
+        try:
+            here = os.getcwd()
+        except FileNotFoundError:
+            self._wanted = os.readlink("/proc/self/cwd").removesuffix(GONE)
+            os.chdir(NOWHERE)
+            here = NOWHERE
+        if self._wanted is not None and here == NOWHERE:
+            with contextlib.suppress(FileNotFoundError):
+                os.chdir(self._wanted)
+                self._wanted = None
 
-
-def enter(path: str) -> None:
-    """There, or where our own code is while there is no such folder."""
-    os.chdir(path if Path(path).is_dir() else Path(__file__).parents[2])
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """In a place that nobody removes: torch asks for the current directory in the middle of its imports, and half an import
+        cannot be made good. Not for code of the user's, which may open files of the job's folder."""
+        self.keep()
+        if self._wanted is None:
+            self._wanted = os.getcwd()
+        os.chdir(NOWHERE)
+        try:
+            yield
+        finally:
+            self.keep()

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from raypar.actors.footing import elsewhere, keep_footing
+from raypar.actors.footing import Footing
 from raypar.actors.messages import Failed, Hello
 from raypar.elastic.member import Fenced, Member
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
@@ -39,6 +39,7 @@ class WorkerActor:
     def __init__(self, run: str, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
         self.run, self.number, self.pickled_spec = run, number, spec
         self.coordinate = f"worker {number}"
+        self.footing = Footing()
         self.spec: Any = None
         self.host = host
         self.core: Any = None
@@ -66,7 +67,7 @@ class WorkerActor:
     def _hello(self, joining: bool) -> Hello:
         if self.said is not None:
             return self.said  # to a new driver
-        with elsewhere():
+        with self.footing.elsewhere():
             import torch
             import torch._dynamo  # by the first optimizer; 2 s
 
@@ -248,7 +249,7 @@ class WorkerActor:
         self.heard_s = time.monotonic()
         self.doing = doing
         try:
-            keep_footing()
+            self.footing.keep()
             return call()
         except Exception as error:
             return self._judge(doing, error)

@@ -1,38 +1,53 @@
-"""A process whose current directory has been removed and made anew."""
+"""A process whose current directory is removed, and made anew."""
 
 import os
 import shutil
+from pathlib import Path
 
-from raypar.actors.footing import elsewhere, keep_footing
+import pytest
+
+from raypar.actors.footing import Footing
 
 
-def test_a_removed_current_directory_is_entered_again_once_it_is_there_anew(tmp_path, monkeypatch):
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.chdir(place)
-    keep_footing()
+    return place
+
+
+def test_it_is_entered_again_once_it_is_there_anew(place):
+    footing = Footing()
+    footing.keep()
     shutil.rmtree(place)
+    footing.keep()
+    assert os.getcwd() == "/", "better than nowhere"
     place.mkdir()
     (place / "file").touch()
-    keep_footing()
+    footing.keep()
     assert os.listdir() == ["file"]
 
 
-def test_where_it_is_gone_for_good_the_code_s_own_folder_will_do(tmp_path, monkeypatch):
-    place = tmp_path / "place"
-    place.mkdir()
-    monkeypatch.chdir(place)
+def test_who_goes_somewhere_else_by_himself_stays_there(place, tmp_path):
+    footing = Footing()
     shutil.rmtree(place)
-    keep_footing()
-    assert "raypar" in os.listdir()
-
-
-def test_elsewhere_nothing_is_noticed_of_it(tmp_path, monkeypatch):
-    place = tmp_path / "place"
+    footing.keep()
+    os.chdir(tmp_path)
     place.mkdir()
-    monkeypatch.chdir(place)
-    with elsewhere():
+    footing.keep()
+    assert os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.parametrize("back", ["at once", "later"])
+def test_elsewhere_nothing_is_noticed_of_it(place, back):
+    footing = Footing()
+    with footing.elsewhere():
         shutil.rmtree(place)
         os.getcwd()
+        if back == "at once":
+            place.mkdir()
+    if back == "later":
         place.mkdir()
+        footing.keep()
     assert os.getcwd() == str(place)
