@@ -71,6 +71,7 @@ class Staff:
             if number not in self.pool.groups:
                 return  # dismissed while it waited for its place
             worker = self.pool.hire(number, spec, host, orphan_timeout_s)
+            self.post(on.Placed(number))
             await self.welcome(number, worker, start_s)
         except Exception as error:
             self.failed(number, error)

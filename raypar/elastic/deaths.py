@@ -30,6 +30,7 @@ def lose(m: RunMachine, worker: int) -> None:
     m.spares.discard(worker)
     m.leaving.discard(worker)
     m.hiring.discard(worker)
+    m.placed.discard(worker)
 
 
 def starved_again(m: RunMachine, event: CallFailed) -> bool:

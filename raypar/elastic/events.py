@@ -201,6 +201,13 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """There is room for one more worker: its process starts, and will be there in seconds."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """A new worker has started, loaded torch and the model's code, and waits for a seat."""
 
@@ -252,6 +259,7 @@ Event = (
     | SettledLate
     | PlanChosen
     | Adopted
+    | Placed
     | Joined
     | HireFailed
     | DrainAsked

@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import ChoosePlan, Note, Warn
 from raypar.elastic.deaths import lose
-from raypar.elastic.events import Event, HireFailed, Joined, PlanChosen
+from raypar.elastic.events import Event, HireFailed, Joined, Placed, PlanChosen
 from raypar.elastic.phases import Phase
 from raypar.elastic.recovery import begin
 from raypar.errors import first_line
 
 if TYPE_CHECKING:
     from raypar.elastic.machine import RunMachine
+
+
+def placed(m: RunMachine, event: Event) -> None:
+    """One more is on its way."""
+    assert isinstance(event, Placed)
+    if event.worker not in m.gone:
+        m.placed.add(event.worker)
 
 
 def joined(m: RunMachine, event: Event) -> None:
@@ -45,6 +52,7 @@ def hire_failed_ending(m: RunMachine, event: Event) -> None:
 def welcome(m: RunMachine, worker: int) -> None:
     """It has started and waits."""
     m.hiring.discard(worker)
+    m.placed.discard(worker)
     m.hired = max(m.hired, worker + 1)
     m.hire_failures = 0
     m.spares.add(worker)
@@ -63,13 +71,14 @@ def hire_failed(m: RunMachine, event: Event) -> None:
 
 
 def look_for_growth(m: RunMachine) -> None:
-    """Workers wait for a seat: ask the planner, while training goes on, once all have come or the first has waited enough. Not
-    before a step has been measured: what a seat would save is a part of that."""
+    """Workers wait for a seat: ask the planner, while training goes on, once nobody else is on the way or the first has waited
+    enough. Not before a step has been measured: what a seat would save is a part of that."""
     if not m.course.grow or not m.spares or m.grow_at_s is None or m.choosing or m.pause_for is not None or not m.pace.known:
         return
     able = min(len(m.members) + len(m.spares), m.wanted)
     alone = len(m.members) == 1  # nobody else has a copy of anything: who comes next may come a moment too late
-    if able > len(m.members) and (able == m.wanted or alone or m._now_s >= m.grow_at_s) and m.stop is None:
+    complete = able == m.wanted or not m.placed
+    if able > len(m.members) and (complete or alone or m._now_s >= m.grow_at_s) and m.stop is None:
         m.choosing, m.grow_at_s = True, None
         m.decide(ChoosePlan(m.generation, able), f"workers {sorted(m.spares)} wait for a seat")
 

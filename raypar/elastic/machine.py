@@ -59,9 +59,9 @@ class Course:
     stopped is always saved. `elastic`: a lost worker is not the end; a new generation goes on with those between
     `min_workers` and `max_workers` (None: as many as the run began with), and gives up after `max_attempts` without a new
     step between them (see `recovery.begin`). `hires`: workers that are missing are replaced, and `standbys` more wait, warm,
-    for a seat. `grow`: those that join get a seat once all that are wanted are there, or `grow_after_s` after the first of
-    them (at once where a single worker is left, for the second copy), if the steps that are left then gain more than `move_s`.
-    A step is overdue after `step_deadline_s`, or
+    for a seat. `grow`: those that join get a seat once all are there for whom there is room, or `grow_after_s` after the first
+    of them (at once where a single worker is left, for the second copy), if the steps that are left then gain more than
+    `move_s`. A step is overdue after `step_deadline_s`, or
     `step_deadline_times` the longest of the last steps if that is more; where the worker answers no pings either, after half of
     that or three usual steps, whichever is less, and a recovery waits for such a worker no longer than `hopeless_s`.
     Nobody knows how long a validation or a checkpoint should take: there the pings alone decide, after as long a silence.
@@ -168,6 +168,8 @@ class RunMachine:
         """When a recovery is broken off because of Ctrl-C."""
         self.last_commit_s: float | None = None
         self.hiring: set[int] = set()
+        self.placed: set[int] = set()
+        """Who has found room, and starts."""
         self.hired = self.course.workers
         """Numbers given to workers so far."""
         self.hire_failures = 0

@@ -108,7 +108,7 @@ def taken_over(m: RunMachine, event: Event) -> None:
     m.issued = m.committed = m.emitted = m.journalled = event.seen
     m.served = event.seen - 1  # what is due there may not have been served
     m.validated, m.saved = event.validated, event.saved
-    m.hiring = set(event.starting)
+    m.hiring, m.placed = set(event.starting), set(event.starting)
     m.hired = max(m.hired, event.hired)
     m.last_commit_s = None if event.idle_s is None else m._now_s - event.idle_s
     m.spares = set(event.workers) - set(event.members) - m.hiring

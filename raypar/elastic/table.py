@@ -18,6 +18,7 @@ from raypar.elastic.events import (
     HireFailed,
     Joined,
     Journalled,
+    Placed,
     PlanChosen,
     Probed,
     Saved,
@@ -165,6 +166,7 @@ ASIDE: dict[type, Rule] = {
 """What may come at any time on the way to the next generation."""
 TABLE |= {(phase, kind): rule for phase in RECOVERING for kind, rule in ASIDE.items()}
 
+TABLE |= {(phase, Placed): growth.placed for phase in P}
 for phase in (P.RUNNING, P.FLUSHING, P.VALIDATING, P.SAVING):
     TABLE[phase, Joined] = growth.joined_running
     TABLE[phase, HireFailed] = growth.hire_failed

@@ -463,6 +463,7 @@ class World:
         """A new process, which says that it is there when it has started, to whichever driver there is then."""
         process = Process(len(self.processes), self, ready=False)
         self.processes.append(process)
+        self.driver.post(on.Placed(process.number))
 
         def started() -> None:
             if process.alive:

@@ -26,6 +26,7 @@ from raypar.elastic.events import (
     HireFailed,
     Joined,
     Journalled,
+    Placed,
     PlanChosen,
     Saved,
     SaveFailed,
@@ -282,11 +283,38 @@ def test_a_seat_is_weighed_once_a_step_has_been_measured():
     assert ChoosePlan(1, 2) in do(machine, Tick(), now_s=10.5)
 
 
-@pytest.mark.parametrize(("members", "asked"), [(1, [ChoosePlan(1, 2)]), (2, [])])
-def test_a_worker_that_is_alone_with_the_state_does_not_wait_for_more_than_one_other(members, asked):
-    """It was stopped while the first to come waited for others, and with it went the only copy."""
-    machine = elastic(ParallelPlan.mesh(dp=members, layers=2), max_workers=4)
+def growing(members):
+    """That many replicas after a step; four are wanted."""
+    machine = elastic(ParallelPlan.mesh(dp=members, layers=2), max_workers=4, hires=True)
     machine.course = replace(machine.course, last=1000)
-    do(machine, WorkersReady(), *(StepReported(w, 0, 0.3) for w in range(members)), Journalled(0), Emitted(0))
-    assert [action for action in do(machine, Joined(members)) if isinstance(action, ChoosePlan)] == asked
-    assert ChoosePlan(1, members + 1) in [*asked, *do(machine, Tick(), now_s=2.1)]
+    reports = [StepReported(worker, 0, 0.3) for worker in range(members)]
+    actions = do(machine, WorkersReady(), *reports, Journalled(0), Emitted(0), Tick())
+    assert [action.worker for action in actions if isinstance(action, Hire)] == list(range(members, 4))
+    return machine
+
+
+def chosen(machine, *events, now_s):
+    return [action for action in do(machine, *events, now_s=now_s) if isinstance(action, ChoosePlan)]
+
+
+def test_who_joins_waits_for_those_that_are_on_the_way_and_for_nobody_for_whom_there_is_no_room():
+    machine = growing(2)
+    do(machine, Placed(2))
+    assert chosen(machine, Joined(2), now_s=1.0) == [ChoosePlan(1, 3)], "for worker 3 there is no room"
+    machine = growing(2)
+    do(machine, Placed(2), Placed(3))
+    assert chosen(machine, Joined(2), Tick(), now_s=1.0) == []
+    assert chosen(machine, Joined(3), now_s=1.5) == [ChoosePlan(1, 4)]
+    machine = growing(2)
+    do(machine, Placed(2), Placed(3), Joined(2), now_s=1.0)
+    assert chosen(machine, HireFailed(3, WorkerLost("no room after all")), Tick(), now_s=1.5) == [ChoosePlan(1, 3)]
+    machine = growing(2)
+    do(machine, Placed(2), Placed(3), Joined(2), now_s=1.0)
+    assert chosen(machine, Tick(), now_s=3.1) == [ChoosePlan(1, 3)], "it has waited for grow_after_s"
+
+
+def test_a_worker_that_is_alone_with_the_state_does_not_wait_for_more_than_one_other():
+    """It was stopped while the first to come waited for others, and with it went the only copy."""
+    machine = growing(1)
+    do(machine, Placed(1), Placed(2))
+    assert chosen(machine, Joined(1), now_s=1.0) == [ChoosePlan(1, 2)]
