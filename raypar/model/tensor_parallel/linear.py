@@ -113,10 +113,11 @@ def _input_of(layer: ColumnLinear, x: Tensor | Sharded) -> tuple[Tensor, int | N
     if not isinstance(x, Sharded):
         return x, None
     if x.held.dim == 1 and layer.group.sequence and x.dim() > 2:
-        if layer.group.recording and not torch.is_grad_enabled() and x.local.requires_grad:
+        if layer.group.recording and not torch.is_grad_enabled():
             raise ModelError(
                 f"{layer.name} runs without gradients inside a layer that has some, on a value that is cut by sequence",
-                cure="call torch.utils.checkpoint with use_reentrant=False: it does not see the gradients of such values else",
+                cure="call torch.utils.checkpoint with use_reentrant=False, which sees that such values have gradients; "
+                "for a part of the model that shall have none use detach() instead of torch.no_grad()",
             )
         return x.local, x.held.size
     raise ModelError(
