@@ -125,9 +125,9 @@ class Cut:
         pairs = itertools.combinations(self.held, 2)
         return joined(s for one, other in pairs for s in common(one, other))
 
-    def pieces(self, spans: Spans, shape: Sequence[int]) -> Spans:
-        """Elements of the whole parameter of `shape`, numbered with `dim` as the slowest, that lie at these indices.
+    def pieces(self, spans: Spans, elements: int) -> Spans:
+        """Which of the whole parameter's `elements`, numbered with `dim` as the slowest, lie at these indices.
 
         In this numbering, which no plan changes, what a shard holds of a dim is few runs of elements, whichever dim it is.
         """
-        return scaled(spans, prod(shape) // self.size)
+        return scaled(spans, elements // self.size)

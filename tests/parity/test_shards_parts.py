@@ -1,5 +1,7 @@
 """Parameters by (name, slice), styles and their defaults, what is refused, overlap, and code that computes on parts."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,14 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples import gpt
 from examples.gpt import Embedding, Linear
 from raypar.comm.ledger import Ledger
+from raypar.elastic.holdings import moves
+from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ModelError, PlanError
-from raypar.model.build import canonical_names, materialise, parameter_shapes
+from raypar.model.build import canonical_names, elements_by_layer, materialise, parameter_shapes
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
 from raypar.model.tensor_parallel.functions import select
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.slices import put, taken
 from raypar.model.tensor_parallel.styles import elements, layout_of, parse
 from raypar.model.tensor_parallel.value import Held, Sharded
+from raypar.plan import ParallelPlan
 from raypar.plan.spans import Cut, count, even, places
 
 TIED = (("model.embed_tokens.weight", "head.lm_head.weight"),)
@@ -114,10 +120,51 @@ def test_the_pieces_of_a_parameter_number_every_element_once():
     for name, cut in layout.cuts.items():
         if name == TIED[0][1]:
             continue
-        owned = [i for shard in range(4) for a, b in cut.pieces(cut.owned(shard), shapes[name]) for i in range(a, b)]
+        owned = [i for shard in range(4) for a, b in cut.pieces(cut.owned(shard), shapes[name].numel()) for i in range(a, b)]
         assert sorted(owned) == list(range(shapes[name].numel())), name
         for shard in range(4):
-            assert count(cut.pieces(cut.held[shard], shapes[name])) == torch.Size(elements(cut, shapes[name], shard)).numel()
+            assert (
+                count(cut.pieces(cut.held[shard], shapes[name].numel()))
+                == torch.Size(elements(cut, shapes[name], shard)).numel()
+            )
+
+
+PLANS = {
+    "1": ParallelPlan.mesh(layers=4),
+    "2 shards": ParallelPlan.mesh(tp=2, layers=4),
+    "3 shards, 2 stages": ParallelPlan.mesh(pp=2, tp=3, layers=4),
+    "4 and 1 shards, 2 replicas": ParallelPlan.of([2, 2], [4, 1], layers=4),
+    "1 and 2 shards": ParallelPlan.of([1, 1], [1, 2], layers=4, cuts=[3]),
+}
+
+
+@pytest.mark.parametrize("before, after", list(itertools.permutations(PLANS, 2)))
+def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, after):
+    """What the set difference of holdings says has to move, and nothing else, makes the state of the other plan."""
+    graph = tied_llama()
+    layouts = {shards: layout_of(graph, shards) for shards in (1, 2, 3, 4)}
+    everything = {shards: state_of(graph, layout) for shards, layout in layouts.items()}
+    need = SlicedParameters(elements_by_layer(graph), {shards: layout.cuts for shards, layout in layouts.items()})
+
+    def states(plan):
+        """By rank: name -> (tensor, cut, shard)."""
+        found = []
+        for rank, pieces in enumerate(need(plan)):
+            shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.seats[rank].shard
+            names = {piece.name for piece in pieces}
+            found.append({n: (everything[shards][shard][n].clone(), layouts[shards].cuts.get(n), shard) for n in names})
+        return found
+
+    old, want = states(PLANS[before]), states(PLANS[after])
+    got = [{n: (torch.full_like(t, torch.nan), cut, shard) for n, (t, cut, shard) in rank.items()} for rank in want]
+    # Workers 0, 1, ... hold the old plan's state, workers 100, 101, ... get the new one's.
+    have = dict(enumerate(need(PLANS[before])))
+    for move in moves(have, {100 + rank: pieces for rank, pieces in enumerate(need(PLANS[after]))}):
+        piece = move.piece
+        tensor, cut, shard = got[move.dest - 100][piece.name]
+        put(tensor, cut, shard, piece.start, taken(*old[move.source][piece.name], piece.start, piece.stop))
+    for mine, wanted in zip(got, want, strict=True):
+        assert all(torch.equal(mine[name][0], wanted[name][0]) for name in wanted)
 
 
 # -- styles ------------------------------------------------------------------------------------------------------------
@@ -257,7 +304,7 @@ def test_a_guess_for_half_of_a_tie_is_dropped():
 def test_one_shard_changes_nothing():
     graph = graph_of(lambda: gpt.layers(depth=1))
     layout = layout_of(graph, 1)
-    assert not layout.cuts and not layout.styles
+    assert all(cut.held == (((0, cut.size),),) for cut in layout.cuts.values())
     (found,), _ = on_shards(
         1, lambda group: materialise_shard(graph, 0, 3, layout=layout, group=group, seed=1, dtype=torch.float32)
     )

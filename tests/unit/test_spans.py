@@ -79,5 +79,5 @@ def test_what_several_shards_hold_has_one_owner():
 
 def test_a_slice_is_few_runs_of_elements_whichever_dim_is_cut():
     rows, columns = Cut(0, 6, even(6, 2)), Cut(1, 4, even(4, 2))
-    assert rows.pieces(rows.held[1], (6, 4)) == ((12, 24),)
-    assert columns.pieces(columns.held[1], (6, 4)) == ((12, 24),)
+    assert rows.pieces(rows.held[1], 24) == ((12, 24),)
+    assert columns.pieces(columns.held[1], 24) == ((12, 24),)

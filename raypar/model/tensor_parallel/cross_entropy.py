@@ -87,7 +87,9 @@ def cross_entropy(
         raise ValueError(f"{reduction} is not a valid value for reduction")
     total = logits.held.size
     wrong = (target != ignore_index) & ((target < 0) | (target >= total))
-    if bool(wrong.any()):
+    if wrong.device.type != "cpu":  # nothing waits for the device
+        torch._assert_async(~wrong.any(), "a target is out of bounds")
+    elif wrong.any():
         raise IndexError(f"Target {int(target[wrong].flatten()[0])} is out of bounds: there are {total} classes.")
     rows = logits.local.movedim(classes, -1).reshape(-1, logits.local.shape[classes])
     if rows.dtype in (torch.float16, torch.bfloat16):

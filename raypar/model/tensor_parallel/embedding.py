@@ -5,6 +5,7 @@ Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,7 +34,10 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor | Sharded:
         """See the class. Raises `IndexError` for an id outside the vocabulary, as `nn.Embedding`."""
-        if ids.numel() and not bool(((ids >= 0) & (ids < self.num_embeddings)).all()):
+        inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
+        if ids.device.type != "cpu":  # nothing waits for the device
+            torch._assert_async(inside, f"index out of range in {self.name}")
+        elif not inside:
             raise IndexError(
                 f"index out of range in {self.name}: ids {int(ids.min())} to {int(ids.max())}, not all "
                 f"in [0, {self.num_embeddings})"

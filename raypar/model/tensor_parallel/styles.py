@@ -73,7 +73,10 @@ def parse(text: str) -> Style:
 @dataclass(frozen=True)
 class Layout:
     """How the model is cut over `shards`: `styles` by module name, `cuts` by parameter name, canonical and others of a tie.
-    What is in neither is whole on every shard. `shares`: column layers that read one value together with others."""
+    What is in neither is whole on every shard. `shares`: column layers that read one value together with others.
+
+    One shard has cuts too: they number a parameter's elements alike under every number of shards (`slices`).
+    """
 
     shards: int
     styles: Mapping[str, Style]
@@ -95,11 +98,10 @@ def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None
         found |= _without_unequal_ties(graph, guessed, found)
     found = {name: _with_heads(name, style, *modules[name]) for name, style in found.items() if style.kind != "whole"}
     cuts: dict[str, Cut] = {}
-    if shards > 1:
-        for name, style in found.items():
-            cuts |= cuts_of(name, modules[name][0], style, shards)
+    for name, style in found.items():
+        cuts |= cuts_of(name, modules[name][0], style, shards)
     _check_ties(graph, found, cuts)
-    return Layout(shards, found if shards > 1 else {}, cuts, _sharing(found))
+    return Layout(shards, found, cuts, _sharing(found))
 
 
 def _modules(graph: Graph) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
