@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from raypar.comm.transport import Handle, Routine, Wait
+from raypar.comm.transport import Handle, Routine, Wait, Work, drive
 from raypar.errors import CommTimeout, GroupAborted
 
 T = TypeVar("T")
@@ -51,6 +51,27 @@ def as_routine(work: Callable[[], T]) -> Routine[T]:
     return fiber.result  # type: ignore[no-any-return]
 
 
+def run(routine: Routine[T], timeout_s: float | None = None) -> T:
+    """As `transport.drive`; inside `as_routine` each wait, and each piece of work, is yielded by that.
+
+    So code that blocks may run a routine that calls code that blocks: a whole step of a worker with sharded layers.
+    """
+    fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
+    if fiber is None:
+        return drive(routine, timeout_s)
+    failed: Exception | None = None
+    while True:
+        try:
+            operation = next(routine) if failed is None else routine.throw(failed)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        failed = None
+        try:
+            fiber.suspend(operation)
+        except Exception as error:
+            failed = error
+
+
 class _Fiber:
     """A thread that takes turns with whoever resumes it."""
 
@@ -59,12 +80,12 @@ class _Fiber:
         self.error: BaseException | None = None
         self._work = work
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._waiting: Wait | None = None
+        self._waiting: Wait | Work | None = None
         self._thrown: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="raypar-routine", daemon=True)
         self._begun = False
 
-    def resume(self, error: BaseException | None = None) -> Wait | None:
+    def resume(self, error: BaseException | None = None) -> Wait | Work | None:
         """Go on until the next wait, which is returned, or to the end (None). `error` is raised where it waits."""
         self._thrown, self._waiting = error, None
         if not self._begun:
@@ -77,7 +98,7 @@ class _Fiber:
             self._thread.join()
         return self._waiting
 
-    def suspend(self, waiting: Wait) -> None:
+    def suspend(self, waiting: Wait | Work) -> None:
         """Called in the thread."""
         state = torch.get_rng_state()
         self._waiting = waiting

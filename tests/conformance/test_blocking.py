@@ -7,7 +7,7 @@ import torch
 
 from raypar.comm import blocking
 from raypar.comm.local import Cooperative, LocalMesh
-from raypar.comm.transport import drive
+from raypar.comm.transport import Wait, Work, drive
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
@@ -101,6 +101,42 @@ def test_a_routine_that_is_closed_ends_its_thread():
     next(routine)
     routine.close()
     assert not [t for t in threading.enumerate() if t.name == "raypar-routine"]
+
+
+def test_a_routine_runs_inside_code_that_blocks_on_the_same_clock():
+    mesh = LocalMesh(2)
+
+    def step(transport):
+        yield Work("forward", 3.0 + transport.rank)
+        summing(transport, rounds=1)()  # a layer
+        handle = transport.barrier(group=(0, 1))
+        yield Wait(handle, "the other")
+        return transport.rank
+
+    scheduler = Cooperative()
+    routines = [blocking.as_routine(lambda t=t: blocking.run(step(t))) for t in mesh.transports]
+    assert scheduler.run(routines, mesh) == [0, 1] and scheduler.makespan_ms == 4.0
+
+
+def test_what_a_wait_fails_with_is_thrown_into_the_routine_where_it_stands():
+    mesh, seen = LocalMesh(2), []
+
+    def step(transport):
+        try:
+            yield Wait(transport.barrier(group=(0, 1)), "the other")
+        except GroupAborted as error:
+            seen.append(error.what)
+            raise
+
+    def leave():
+        mesh.transports[1].abort("gone")
+
+    with pytest.raises(CommError):
+        routines = [lambda: blocking.run(step(mesh.transports[0])), leave]
+        Cooperative().run([blocking.as_routine(work) for work in routines], mesh)
+    with pytest.raises(GroupAborted):
+        blocking.run(step(mesh.transports[1]), 1.0)
+    assert len(seen) == 1
 
 
 def test_nothing_to_wait_for_is_a_routine_too():

@@ -169,6 +169,12 @@ def test_attention_by_heads_that_shards_do_not_divide(shards, heads, form):
     )
 
 
+@pytest.mark.parametrize("form", ["gqa", "expand", "manual"])
+def test_whole_keys_and_values_with_cut_queries(form):
+    make = lambda: [("a", models.Attention(10, 5, 1, form, norms=True))]  # noqa: E731
+    check(make, squares, numbers(2, 5, 10), numbers(2, 5, 10), 3, styles={"*.[kv]_proj": "whole"})
+
+
 def test_a_key_head_that_serves_two_shards_is_equal_on_both():
     graph = graph_of(lambda: [("a", models.Attention(10, 4, 1, "gqa", norms=True))])
     layout = layout_of(graph, 4)
@@ -183,6 +189,29 @@ def test_interleaved_q_k_and_v(shards):
     for sequence in (False, True):
         make = lambda: [("a", models.Interleaved(20, 5))]  # noqa: E731
         check(make, squares, numbers(2, 6, 20), numbers(2, 6, 20), shards, sequence=sequence)
+
+
+class Norms(nn.Module):
+    """Norms and scales on parts: of single heads, of rows, without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.plain = nn.RMSNorm(6), nn.LayerNorm(6, elementwise_affine=False)
+        self.up, self.down = Linear(6, 9, std=0.5), Linear(9, 6, std=0.5)
+        self.scale = models.RMSNorm(9)
+
+    def forward(self, x):
+        h = self.up(self.plain(self.before(x)))
+        h = F.layer_norm(h.unflatten(-1, (3, 3)), (3,)).flatten(-2) * self.scale.weight
+        return x + self.down(h * torch.linspace(0, 1, 9, dtype=h.dtype)) + x.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_norms_and_scales_on_parts(sequence):
+    styles = {"n.up": "heads:3", "n.down": "heads-row:3"}
+    args = (squares, numbers(2, 5, 6), numbers(2, 5, 6), 2)
+    runs, _ = check(lambda: [("n", Norms())], *args, styles=styles, sequence=sequence)
+    assert runs[0].partial == {"n.scale.weight"} | ({"n.before.weight"} if sequence else set())
 
 
 # -- vocabulary --------------------------------------------------------------------------------------------------------

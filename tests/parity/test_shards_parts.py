@@ -18,6 +18,7 @@ from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ModelError, PlanError
 from raypar.model.build import canonical_names, elements_by_layer, materialise, parameter_shapes
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
+from raypar.model.tensor_parallel.by_shape import check_by_shape
 from raypar.model.tensor_parallel.functions import select
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
@@ -348,6 +349,47 @@ def test_what_needs_other_shards_parts_is_refused_by_name(call, words):
     with pytest.raises(ModelError, match=words) as error:
         sharded(graph, layout, lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
     assert "plan.styles" in error.value.cure
+    with pytest.raises(ModelError, match=words):  # before anything is started
+        check_by_shape(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y")
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    "make", [tied_llama, lambda: graph_of(models.dropped), lambda: graph_of(lambda: gpt.layers(37, 40, 2, 5, 8))]
+)
+def test_models_that_run_pass_the_check_by_shape(make, sequence):
+    graph, x = make(), torch.zeros(2, 7, dtype=torch.int64)
+    ran = []
+
+    def loss(output, target):
+        ran.append(output.shape)
+        return models.next_token(output, target)
+
+    check_by_shape(graph, layout_of(graph, 3), loss, {"x": x, "y": x}, "y", sequence=sequence)
+    assert len(ran) == 2 and ran[0][:2] == (2, 7), "to the end, on the first and the last shard"
+
+
+def test_code_that_reads_numbers_is_left_to_the_first_step():
+    graph = graph_of(lambda: [("a", Column(lambda h: h * h.local.sum().item()))])
+    layout = layout_of(graph, 2, {"a.up": "column"})
+    check_by_shape(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y")
+
+
+def test_a_part_of_the_sequence_does_not_meet_a_part_of_the_features():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = Linear(6, 12), Linear(12, 6)
+
+        def forward(self, x):
+            return self.down(self.up(x) + x.mean(-1, keepdim=True))
+
+    graph = graph_of(lambda: [("a", Both())])
+    layout = layout_of(graph, 2)
+    sharded(graph, layout, lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
+    with pytest.raises(ModelError, match=r"add of a value \[2, 3, 1\] .* cut along dim 1 .* meets one \[2, 3, 12\]") as error:
+        sharded(graph, layout, lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1), sequence=True)
+    assert "plan.sequence_parallel: false" in error.value.cure
 
 
 def test_layers_that_follow_each_other_must_cut_alike():
@@ -377,9 +419,12 @@ def test_a_loss_that_cannot_work_on_a_part_of_the_vocabulary():
         (lambda o, t: F.cross_entropy(o, t, weight=torch.ones(8)), "class weights"),
     ]:
         graph = graph_of(lambda: [("a", Linear(6, 8))])
+        layout, x, y = layout_of(graph, 2, {"a": "vocabulary"}), numbers(4, 6), torch.zeros(4, dtype=torch.int64)
         with pytest.raises(ModelError, match=words) as error:
-            sharded(graph, layout_of(graph, 2, {"a": "vocabulary"}), loss, numbers(4, 6), torch.zeros(4, dtype=torch.int64))
+            sharded(graph, layout, loss, x, y)
         assert "gathered" in error.value.cure
+        with pytest.raises(ModelError, match=words):
+            check_by_shape(graph, layout, loss, {"x": x, "y": y}, "y")
 
 
 def test_ids_outside_the_vocabulary_are_found():

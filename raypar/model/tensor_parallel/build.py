@@ -43,15 +43,26 @@ def materialise_shard(
     A layer is made whole and cut before the next one is made. `values`: slices by canonical name, used as they are. The layers
     read and return this shard's tensors (see `_Boundary`). With one shard the layers are as they would be without.
     """
+
+    def make(index: int) -> nn.Module:
+        name = graph.layers[index].name
+        return materialise(graph, index, index + 1, seed=seed, dtype=dtype, values=values)[name]
+
+    return layers_of_shard(graph, first, last, make, layout=layout, group=group, whole=values is None)
+
+
+def layers_of_shard(
+    graph: Graph, first: int, last: int, make: Callable[[int], nn.Module], *, layout: Layout, group: ShardGroup, whole: bool
+) -> dict[str, nn.Module]:
+    """Layer name -> what becomes of the layer that `make(index)` gives, whose parameters are `whole` or this shard's slices."""
     canonical = canonical_names(graph)
     edges = _Edges(graph, first, last)
     held: dict[str, Held] = {}
     modules: dict[str, nn.Module] = {}
     for index in range(first, last):
-        layer = graph.layers[index]
-        module = materialise(graph, index, index + 1, seed=seed, dtype=dtype, values=values)[layer.name]
+        layer, module = graph.layers[index], make(index)
         if group.size > 1:
-            if values is None:
+            if whole:
                 _cut(module, layer.name, canonical, layout, group.shard)
             module = _rewritten(module, layer.name, layout, group)
             module.forward = _Boundary(module.forward, layer, group, edges, held)

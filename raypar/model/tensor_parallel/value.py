@@ -51,7 +51,7 @@ def refuse(name: str, x: Sharded, why: str = "needs the parts of other shards") 
     return ModelError(
         f"{name} of a value {list(x.shape)} that is cut along dim {x.held.dim} over {x.group.size} shards {why}",
         cure="compute it before the column layer or after the row layer, give the column layer the style gathered, "
-        "or both layers the style whole (plan.styles)",
+        "or both layers the style whole (plan.styles)" + (", or set plan.sequence_parallel: false" if x.group.sequence else ""),
     )
 
 
