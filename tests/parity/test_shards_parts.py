@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import sharded_models as models
-from helpers.on_shards import SEED, graph_of, on_shards, sharded, whole
+from helpers.on_shards import SEED, check, graph_of, on_shards, sharded, whole
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -336,6 +336,11 @@ class Column(nn.Module):
         (lambda h: h[..., :4], "indexing of a value"),
         (lambda h: h.view(16, 3), r"view\(16, 3\) of a value"),
         (lambda h: h.flip(-1), "flip of a value"),
+        (lambda h: h if h > 0 else -h, "a condition of a value"),
+        (lambda h: h.add_(1), "add_ of a value"),
+        (lambda h: h.__setitem__(0, 1), "writing into a part of a value"),
+        (lambda h: torch.ones(2).to(h), "to of a value"),
+        (lambda h: torch.softmax(input=h, dim=2), "softmax of a value"),
         (lambda h: torch.fft.fft(h), "fft_fft of a value"),
         (lambda h: h @ torch.ones(8, 8, dtype=torch.float64), "matmul of a value"),
         (lambda h: torch.cat([h, h], -1), "cat of a value"),
@@ -427,6 +432,42 @@ def test_a_loss_that_cannot_work_on_a_part_of_the_vocabulary():
             check_by_shape(graph, layout, loss, {"x": x, "y": y}, "y")
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_what_hides_gradients_of_a_part_is_refused():
+    class Hiding(nn.Module):
+        def __init__(self, call) -> None:
+            super().__init__()
+            self.up, self.down, self.call = Linear(6, 8), Linear(8, 6), call
+
+        def forward(self, x):
+            return self.call(self.up(x), self.down)
+
+    def without(h, down):
+        with torch.no_grad():
+            return down(h)
+
+    def detached(h, down):
+        with torch.no_grad():
+            kept = h.detach() * 2
+        return down(h + kept)
+
+    for call in (lambda h, down: down(Doubled.apply(h)), without):
+        graph = graph_of(lambda call=call: [("a", Hiding(call))])
+        with pytest.raises(ModelError, match="is used without gradients") as error:
+            sharded(graph, layout_of(graph, 2), lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
+        assert "detach()" in error.value.cure
+    check(lambda: [("a", Hiding(detached))], lambda o, t: (o**2).sum(), numbers(2, 3, 6), numbers(1), 2)
+
+
 def test_ids_outside_the_vocabulary_are_found():
     graph = graph_of(lambda: [("e", Embedding(5, 4))])
     with pytest.raises(IndexError, match=r"ids 0 to 5, not all in \[0, 5\)"):
@@ -494,6 +535,7 @@ VIEWS = [
     lambda h: h.view(2, 3, 4, 3).repeat_interleave(2, dim=2).movedim(2, 1),
     lambda h: h[:, :, None].expand(-1, -1, 5, -1).select(2, 3).narrow(1, 1, 2),
     lambda h: h.view_as(torch.empty(2, 3, 6, 2)).swapaxes(2, 3),
+    lambda h: (h == h.clone()).float() + (h != 0) * h,
     lambda h: torch.maximum(F.silu(h), h.float().double()),
 ]
 

@@ -152,7 +152,7 @@ def test_layers_that_recompute_run_their_collectives_again(reentrant, sequence):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_of_a_part_of_the_sequence_is_refused():
     graph = graph_of(recomputing(True))
-    with pytest.raises(ModelError, match="runs without gradients") as caught:
+    with pytest.raises(ModelError, match="is used without gradients") as caught:
         sharded(graph, layout_of(graph, 2), models.next_token, X, X, sequence=True)
     assert "use_reentrant=False" in caught.value.cure
 

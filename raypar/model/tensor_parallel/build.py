@@ -121,8 +121,8 @@ class _Edges:
 class _Boundary:
     """The forward of a layer: its inputs as what the other shards see of them too, its outputs as plain tensors.
 
-    Values that come into the stage and leave it are whole on every shard. With sequence parallelism they are cut over dim 1 (if
-    they are floating point and have 3 dims or more) as they come in, stay so between the layers, and are joined as they leave.
+    Values that come into the stage and leave it are whole on every shard. With sequence parallelism floating point values of 3
+    dims ([batch, sequence, features]) are cut over dim 1 as they come in, stay so between the layers, are joined as they leave.
     The model's output may leave cut by its last dim: `sharded_loss` takes it so.
     `held`: what the last run has left in parts, by value.
     """
@@ -145,7 +145,7 @@ class _Boundary:
         held = self._held.get(name)
         if held is not None:
             return Sharded(x, held, self._group)
-        if self._group.sequence and x.is_floating_point() and x.dim() >= 3:
+        if self._group.sequence and x.is_floating_point() and x.dim() == 3:
             size = x.shape[1]
             held = Held(1, size, even(size, self._group.size)[self._group.shard])
             return Sharded(functions.split(x, 1, self._group), held, self._group)
@@ -158,7 +158,7 @@ class _Boundary:
         if not isinstance(made, Sharded):
             return made
         group, held = self._group, made.held
-        by_sequence = group.sequence and held.dim == 1 and made.dim() > 2
+        by_sequence = made.by_sequence and made.dim() == 3
         if name == self._edges.output and not by_sequence and held.dim == made.dim() - 1:
             group.output = held
             return made.local

@@ -76,7 +76,7 @@ def cross_entropy(
 ) -> Tensor:
     """As `F.cross_entropy` with class ids as targets. Raises `ModelError` for class weights and probabilities."""
     classes = 1 if logits.dim() > 1 else 0
-    if logits.held.dim != classes or not isinstance(logits, Sharded):
+    if logits.held.dim != classes:
         raise refuse("cross_entropy", logits, "needs logits that are cut by classes")
     if weight is not None or target.is_floating_point() or size_average is not None or reduce is not None:
         raise ModelError(

@@ -82,6 +82,7 @@ class RowLinear(ShardedLinear):
     def forward(self, x: Tensor | Sharded) -> Tensor | Sharded:
         """See the class. Raises `ModelError` where x is cut otherwise than the weight."""
         if isinstance(x, Sharded):
+            x.check_recorded()
             if x.held.dim != x.dim() - 1 or x.held.spans != self.held:
                 raise ModelError(
                     f"{self.name} has the features {self.held} of its weight on shard {self.group.shard}, its input comes with "
@@ -112,13 +113,8 @@ def _input_of(layer: ColumnLinear, x: Tensor | Sharded) -> tuple[Tensor, int | N
     """This shard's tensor, and the whole length of dim 1 if that is cut."""
     if not isinstance(x, Sharded):
         return x, None
-    if x.held.dim == 1 and layer.group.sequence and x.dim() > 2:
-        if layer.group.recording and not torch.is_grad_enabled():
-            raise ModelError(
-                f"{layer.name} runs without gradients inside a layer that has some, on a value that is cut by sequence",
-                cure="call torch.utils.checkpoint with use_reentrant=False, which sees that such values have gradients; "
-                "for a part of the model that shall have none use detach() instead of torch.no_grad()",
-            )
+    x.check_recorded()
+    if x.by_sequence:
         return x.local, x.held.size
     raise ModelError(
         f"{layer.name} needs all of its input, which is cut along dim {x.held.dim} of {list(x.shape)}",

@@ -22,7 +22,7 @@ from raypar.plan.spans import Spans, count, scaled, within
 # fmt: off
 ELEMENTWISE = (
     "abs", "add", "addcmul", "bfloat16", "bool", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "contiguous",
-    "cos", "cosh", "detach", "div", "double", "elu", "eq", "erf", "exp", "expm1", "float", "floor", "fmod", "ge", "gelu", "gt",
+    "cos", "cosh", "div", "double", "elu", "eq", "erf", "exp", "expm1", "float", "floor", "fmod", "ge", "gelu", "gt",
     "half", "hardsigmoid", "hardswish", "hardtanh", "le", "leaky_relu", "lerp", "log", "log1p", "logsigmoid", "lt",
     "masked_fill", "maximum", "minimum", "mish", "mul", "ne", "neg", "pow", "reciprocal", "relu", "relu6", "remainder", "round",
     "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "softsign", "sqrt", "square", "sub", "tanh",
@@ -31,11 +31,13 @@ ELEMENTWISE = (
 # fmt: on
 
 
-@rule(*ELEMENTWISE)
+@rule(*ELEMENTWISE, any_place=True)
 def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Sharded:
     """Any function of equal places, broadcast or not."""
     if func.__name__ in ("to", "type_as"):
         x: Sharded = args[0]
+        if not isinstance(x, Sharded):
+            raise refuse(func.__name__, args[1])
         return x.like(func(x.local, *(a.local if isinstance(a, Sharded) else a for a in args[1:]), **kwargs))
     tensors, model = aligned(func.__name__, [*args, *kwargs.values()])
     made = func(*tensors[: len(args)], **dict(zip(kwargs, tensors[len(args) :], strict=True)))
@@ -48,7 +50,7 @@ def _operators() -> None:
         function = getattr(operator, name)
         setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
         setattr(Sharded, f"__r{name}__", lambda self, other, f=function: elementwise(f, other, self))
-    for name in ("lt", "le", "gt", "ge"):
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         function = getattr(operator, name)
         setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
     for name, whole in (
@@ -60,6 +62,12 @@ def _operators() -> None:
 
 
 _operators()
+
+
+@rule("detach")
+def detach(func: Callable[..., Any], x: Sharded) -> Sharded:
+    """Also where there are no gradients."""
+    return Sharded(x.local.detach(), x.held, x.group)
 
 
 @rule("dropout")
@@ -245,7 +253,7 @@ def getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharded
     return Sharded(x.local[tuple(entries)], Held(place, x.held.size, x.held.spans), x.group)
 
 
-@rule("cat", "concat", "stack")
+@rule("cat", "concat", "stack", any_place=True)
 def cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Sharded:
     """Along a dim that is not cut."""
     parts, model = aligned(func.__name__, tensors)
@@ -300,7 +308,7 @@ def linear(func: Callable[..., Any], x: Sharded, weight: Tensor, bias: Tensor | 
     return x.like(F.linear(x.local, *_seen(x, (weight, bias))))
 
 
-@rule("matmul", "bmm")
+@rule("matmul", "bmm", any_place=True)
 def matmul(func: Callable[..., Any], left: Any, right: Any) -> Sharded:
     """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
     if isinstance(left, Sharded) and isinstance(right, Sharded):
@@ -333,7 +341,7 @@ def matmul(func: Callable[..., Any], left: Any, right: Any) -> Sharded:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-@rule("scaled_dot_product_attention")
+@rule("scaled_dot_product_attention", any_place=True)
 def attention(
     func: Callable[..., Any],
     query: Sharded,
@@ -373,7 +381,14 @@ def attention(
         pair.append(local)
     if pair[0].shape[at] != pair[1].shape[at]:
         raise refuse("scaled_dot_product_attention", query, "has keys and values of different heads")
-    mask = attn_mask.local if isinstance(attn_mask, Sharded) else attn_mask
+    if isinstance(attn_mask, Sharded):
+        if attn_mask.dim() - attn_mask.held.dim != 3 or attn_mask.held.spans != query.held.spans:
+            raise refuse(
+                "scaled_dot_product_attention", attn_mask, "needs a mask that is whole or cut by heads as the queries are"
+            )
+        mask: Tensor | None = attn_mask.local
+    else:
+        mask = attn_mask
     if isinstance(attn_mask, Tensor) and attn_mask.dim() >= 3 and attn_mask.shape[-3] != 1:
         mask = part_of(attn_mask, attn_mask.dim() - 3, query.held.spans, query.group)
     if dropout_p == 0.0:

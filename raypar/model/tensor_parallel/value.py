@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.functions import copied, select
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.plan.spans import Spans, common, count, factor, places, repeated, scaled
+from raypar.plan.spans import Spans, common, count, even, factor, places, repeated, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,17 @@ class Held:
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
-"""Name of a torch function or method -> rule(function, *args, **kwargs), its first value being a `Sharded`."""
+"""Name of a torch function or method -> rule(function, *args, **kwargs)."""
+_ANY_PLACE: set[str] = set()
+"""Those whose first argument need not be the `Sharded` one."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, any_place: bool = False) -> Callable[[Rule], Rule]:
     """Enter a rule into `RULES`."""
 
     def enter(found: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, found))
+        _ANY_PLACE.update(names if any_place else ())
         return found
 
     return enter
@@ -67,10 +70,13 @@ class Sharded:
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = RULES.get(func.__name__)
-        if found is None:
-            raise refuse(func.__name__, next(v for v in _values((*args, *(kwargs or {}).values())) if isinstance(v, Sharded)))
-        return found(func, *args, **(kwargs or {}))
+        name, named = func.__name__, dict(kwargs or {})
+        if not args and "input" in named:
+            args = (named.pop("input"),)
+        found = RULES.get(name)
+        if found is None or not (name in _ANY_PLACE or isinstance(args[0], Sharded)):
+            raise refuse(name, next(v for v in _values((*args, *named.values())) if isinstance(v, Sharded)))
+        return found(func, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
         found = RULES.get(name)
@@ -83,8 +89,18 @@ class Sharded:
         raise AttributeError(name)
 
     def like(self, local: Tensor) -> Sharded:
-        """Another value of the same shape up to dims that are not cut."""
+        """What was computed of this: a value of the same shape up to dims that are not cut."""
+        self.check_recorded()
         return Sharded(local, self.held, self.group)
+
+    def check_recorded(self) -> None:
+        """Code that hides gradients from autograd does not see that a part has some. Raises `ModelError`."""
+        if self.group.recording and self.local.requires_grad and not torch.is_grad_enabled():
+            raise ModelError(
+                f"a value {list(self.shape)} of which shards have parts is used without gradients inside a layer that has some",
+                cure="call torch.utils.checkpoint with use_reentrant=False, write no torch.autograd.Function of such values, "
+                "and use detach() instead of torch.no_grad()",
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -92,6 +108,12 @@ class Sharded:
         shape = list(self.local.shape)
         shape[self.held.dim] = self.held.size
         return torch.Size(shape)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Cut over dim 1 of [batch, sequence, ...] as sequence parallelism does it."""
+        held, group = self.held, self.group
+        return group.sequence and held.dim == 1 and self.dim() > 2 and held.spans == even(held.size, group.size)[group.shard]
 
     def size(self, dim: int | None = None) -> Any:
         """As of a tensor."""
@@ -118,6 +140,12 @@ class Sharded:
 
     def __getitem__(self, index: Any) -> Any:
         return RULES["__getitem__"](None, self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise refuse("writing into a part", self, "is not possible")
+
+    def __bool__(self) -> bool:
+        raise refuse("a condition", self)
 
     def __repr__(self) -> str:
         return f"Sharded({list(self.shape)}, dim {self.held.dim} cut, {list(self.held.spans)} here)"
