@@ -1,6 +1,8 @@
 """Parameters by (name, slice), styles and their defaults, what is refused, overlap, and code that computes on parts."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -590,6 +592,28 @@ def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequenc
         with Products(log):
             out.backward()
         assert log == ["product"] * before + ["post", "product", "wait"]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_activations_are_freed_without_pythons_collector(sequence):
+    graph = graph_of(lambda: [("b", models.LlamaBlock(12, 4, 2, "gqa", True, False))])
+    group = ShardGroup(Fake([]), (0, 1), sequence=sequence)
+    layout = layout_of(graph, 2)
+    block = materialise_shard(graph, 0, 1, layout=layout, group=group, seed=1, dtype=torch.float64)["b"]
+    seen = []
+    block.self_attn.q_proj.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output.local)))
+    gc.collect()
+    gc.disable()
+    try:
+        for backward in (False, True):
+            out = block(numbers(2, 4, 12).requires_grad_())
+            if backward:
+                out.sum().backward()
+            assert seen[-1]() is not None or backward
+            del out
+            assert seen[-1]() is None
+    finally:
+        gc.enable()
 
 
 # -- zero bubble -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from examples import gpt
 from raypar.comm import blocking
 from raypar.comm.cpu import CpuMesh
-from raypar.errors import ModelError
+from raypar.comm.local import LocalMesh
+from raypar.errors import GroupAborted, ModelError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
 from raypar.model.tensor_parallel.build import materialise_shard, partial_names, sharded_loss, slice_of
@@ -205,3 +206,36 @@ def test_sockets_give_the_bits_of_the_local_transport(sequence):
         for end in (*ends, *meshes):
             if end is not None:
                 end.close()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_abort_frees_a_shard_that_waits_inside_a_layer(sequence, when):
+    """Also from inside autograd, with the error of the transport."""
+    graph = graph_of(lambda: models.llama())
+    mesh = LocalMesh(2)
+    groups = [ShardGroup(t, range(2), sequence=sequence, timeout_s=60.0) for t in mesh.transports]
+    layout = layout_of(graph, 2)
+    stages = [materialise_shard(graph, 0, 4, layout=layout, group=g, seed=SEED, dtype=torch.float64) for g in groups]
+    caught: list[Any] = []
+
+    def forward(shard):
+        value = X[:, :6]
+        for module in stages[shard].values():
+            value = module(value)
+        return sharded_loss(models.next_token, groups[shard])(value, X[:, :6])
+
+    def survivor():
+        try:
+            forward(0).backward()
+        except Exception as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=survivor)
+    thread.start()
+    if when == "backward":
+        forward(1)
+    mesh.abort("shard 1 died")
+    thread.join(60)
+    assert not thread.is_alive() and [type(error) for error in caught] == [GroupAborted]
+    assert caught[0].what == "shard 1 died"

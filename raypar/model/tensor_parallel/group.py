@@ -39,7 +39,7 @@ class ShardGroup:
         self.timeout_s = timeout_s
         self.partial: dict[int, nn.Parameter] = {}
         self.shared: Any = None
-        """The value that column layers of the running layer read last (`linear.SharedInput`)."""
+        """The value that column layers of the running layer read last: (`linear.SharedInput`, what they read)."""
         self.recording = False
         """Whether the running layer was called with gradients."""
         self.output: Any = None

@@ -205,7 +205,6 @@ class SharedInput:
         self.source = weakref.ref(x)
         self.seq, self.group = seq, group
         self.pending: _Pending | None = None
-        self.output: Tensor
 
 
 class _Arrive(torch.autograd.Function):
@@ -287,17 +286,17 @@ class _Reader(torch.autograd.Function):
 
 def _shared(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
     group, stash = layer.group, layer._stash()
-    shared: SharedInput | None = group.shared
     left: list[Tensor] | None = None
     weight: Tensor = layer.weight
-    if shared is None or shared.source() is not x:
-        shared = group.shared = SharedInput(x, seq, group)
+    if group.shared is None or group.shared[0].source() is not x:
+        shared = SharedInput(x, seq, group)
         arrived = _Arrive.apply(x, shared)  # type: ignore[no-untyped-call]
         if stash is None and weight.requires_grad:
             left = []
             weight = _Late.apply(weight, left)  # type: ignore[no-untyped-call]
-        shared.output = _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
-    made: Tensor = _Reader.apply(shared.output, weight, layer.bias, layer, stash, left)  # type: ignore[no-untyped-call]
+        # Not kept in `shared`, which the graph refers to: the cycle would hold the activations until Python's collector comes.
+        group.shared = shared, _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
+    made: Tensor = _Reader.apply(group.shared[1], weight, layer.bias, layer, stash, left)  # type: ignore[no-untyped-call]
     return made
 
 
