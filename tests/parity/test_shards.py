@@ -42,6 +42,12 @@ def test_the_example_gpt_unchanged(shards, heads, sequence):
     check(make, gpt.loss, ids(37, 3, 7), ids(37, 3, 7), shards, sequence=sequence)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_sequences_shorter_than_there_are_shards(length):
+    for make in (lambda: gpt.layers(23, 20, 2, 5, 8), models.llama, models.dropped):
+        check(make, gpt.loss, ids(23, 2, length), ids(23, 2, length), 4, sequence=True)
+
+
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("form, fused", [("gqa", True), ("expand", False), ("interleave", False), ("manual", True)])
 @pytest.mark.parametrize("shards", SHARDS)

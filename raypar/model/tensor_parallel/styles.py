@@ -144,7 +144,7 @@ _FUSED = {"qkv": "qkv", "qkv_proj": "qkv", "Wqkv": "qkv", "c_attn": "qkv", "quer
 _SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v"))
 _OUTPUTS = ("o_proj", "out_proj", "project", "proj", "wo", "c_proj", "out", "o", "dense")
 _TOKENS = {"token", "tokens", "tok_embeddings", "wte", "embed_tokens", "word_embeddings", "token_embedding", "tok_emb"}
-_LOGITS = {"logits", "lm_head", "output", "unembed", "embed_out"}
+_LOGITS = {"logits", "lm_head", "output", "unembed", "embed_out", "head"}
 
 
 def _linear(module: object) -> bool:
@@ -177,15 +177,14 @@ def inferred(graph: Graph) -> dict[str, Style]:
             taken |= _mlp({name: child for name, child in children.items() if name not in taken})
             found |= {prefix + name: style for name, style in taken.items()}
             for name, child in children.items():
-                if name in _TOKENS and _embedding(child):
+                if name in _TOKENS and _embedding(child) and not child.scale_grad_by_freq:
                     found[prefix + name] = Style("vocabulary")
                     vocabularies.add(child.num_embeddings)
-    for layer in (graph.layers[-1],):
-        root = on_meta(layer)
-        for path, module in root.named_modules():
-            last = path.rpartition(".")[2] if path else layer.name.rpartition(".")[2]
-            if last in _LOGITS and _linear(module) and module.out_features in vocabularies:
-                found[f"{layer.name}.{path}" if path else layer.name] = Style("vocabulary")
+    layer = graph.layers[-1]
+    for path, module in on_meta(layer).named_modules():
+        name = f"{layer.name}.{path}" if path else layer.name
+        if name.rpartition(".")[2] in _LOGITS and _linear(module) and module.out_features in vocabularies:
+            found[name] = Style("vocabulary")
     return found
 
 
@@ -196,6 +195,8 @@ def _attention(children: Mapping[str, nn.Module], around: Sequence[nn.Module]) -
     kv = kv or heads
     found: dict[str, Style] = {}
     for name, kind in _FUSED.items():
+        if kind == "qkv-interleaved" and kv != heads:
+            continue
         if _linear(children.get(name)) and children[name].out_features % (heads + 2 * kv) == 0:  # type: ignore[operator]
             found = {name: Style(kind, heads, kv)}
             features = children[name].out_features // (heads + 2 * kv) * heads  # type: ignore[operator]
@@ -233,7 +234,7 @@ def _attribute(around: Sequence[nn.Module], names: Sequence[str]) -> int:
         for owner in (module, getattr(module, "config", None)):
             for name in names:
                 value = getattr(owner, name, None)
-                if isinstance(value, int) and value > 0:
+                if type(value) is int and value > 0:
                     return value
     return 0
 
