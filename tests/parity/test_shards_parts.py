@@ -503,7 +503,8 @@ class Fake:
 
     def all_gather(self, pieces, mine, *, group, channel=0):
         for piece in pieces:
-            piece.copy_(mine[tuple(slice(n) for n in piece.shape)])
+            if piece is not mine:
+                piece.copy_(mine[tuple(slice(n) for n in piece.shape)])
         return self
 
     def done(self):
@@ -537,6 +538,12 @@ VIEWS = [
     lambda h: h.view(2, 3, 4, 3).repeat_interleave(2, dim=2).movedim(2, 1),
     lambda h: h[:, :, None].expand(-1, -1, 5, -1).select(2, 3).narrow(1, 1, 2),
     lambda h: h.view_as(torch.empty(2, 3, 6, 2)).swapaxes(2, 3),
+    lambda h: torch.ones(5, 4, 3, dtype=h.dtype) @ h[0],
+    lambda h: h[0].transpose(0, 1) @ torch.ones(5, 3, 4, dtype=h.dtype),
+    lambda h: h.unflatten(2, (4, 3)).permute(2, 0, 1, 3) @ torch.ones(3, 2, dtype=h.dtype),
+    lambda h: h.var(1, False) + h.std(dim=1, correction=0, keepdim=True)[:, 0],
+    lambda h: h.sum([0, 1]) + h.amax(1, True).mean(dim=(0, 1)),
+    lambda h: h.split(split_size=2, dim=1)[1] + h.chunk(chunks=2, dim=0)[0][..., None].squeeze(-1)[:, :1],
     lambda h: (h == h.clone()).float() + (h != 0) * h,
     lambda h: torch.maximum(F.silu(h), h.float().double()),
 ]

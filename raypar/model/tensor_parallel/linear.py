@@ -202,7 +202,7 @@ class SharedInput:
     """A value and its way to the column layers that read it."""
 
     def __init__(self, x: Tensor, seq: int | None, group: ShardGroup) -> None:
-        self.source = weakref.ref(x)
+        self.source, self.version = weakref.ref(x), x._version
         self.seq, self.group = seq, group
         self.pending: _Pending | None = None
 
@@ -288,7 +288,7 @@ def _shared(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
     group, stash = layer.group, layer._stash()
     left: list[Tensor] | None = None
     weight: Tensor = layer.weight
-    if group.shared is None or group.shared[0].source() is not x:
+    if group.shared is None or group.shared[0].source() is not x or group.shared[0].version != x._version:
         shared = SharedInput(x, seq, group)
         arrived = _Arrive.apply(x, shared)  # type: ignore[no-untyped-call]
         if stash is None and weight.requires_grad:

@@ -158,8 +158,10 @@ def unsqueeze(func: Callable[..., Any], x: Sharded, dim: int) -> Sharded:
 
 
 @rule("squeeze")
-def squeeze(func: Callable[..., Any], x: Sharded, dim: int) -> Sharded:
+def squeeze(func: Callable[..., Any], x: Sharded, dim: int | None = None) -> Sharded:
     """A dim of size 1 less."""
+    if dim is None:
+        raise refuse("squeeze without a dim", x, "would depend on the size of the part")
     at = dim % x.dim()
     if x.shape[at] != 1:
         return x
@@ -203,8 +205,10 @@ def unbind(func: Callable[..., Any], x: Sharded, dim: int = 0) -> tuple[Sharded,
 
 
 @rule("split", "chunk")
-def split(func: Callable[..., Any], x: Sharded, sizes: Any, dim: int = 0, **kwargs: Any) -> tuple[Sharded, ...]:
+def split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Sharded, ...]:
     """Along the cut dim every piece has what is held of it (q, k and v of a fused projection)."""
+    if sizes is None:
+        (sizes,) = kwargs.values()  # split_size, split_size_or_sections, chunks
     at = dim % x.dim()
     if at != x.held.dim:
         return tuple(x.like(part) for part in getattr(torch, func.__name__)(x.local, sizes, at))
@@ -269,14 +273,15 @@ def cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Shard
 # -- sums over other dims, products ------------------------------------------------------------------------------------
 
 
-@rule("mean", "sum", "amax", "amin", "var", "norm")
-def reduce(func: Callable[..., Any], x: Sharded, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Sharded:
-    """Over dims that are not cut."""
-    dims = [dim] if isinstance(dim, int) else dim
-    if dims is None or any(d % x.dim() == x.held.dim for d in dims):
+@rule("mean", "sum", "amax", "amin", "var", "std")
+def reduce(func: Callable[..., Any], x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Sharded:
+    """Over dims that are not cut; what else is given goes to the function as it is."""
+    dims = [dim] if type(dim) is int else dim
+    if not isinstance(dims, (list, tuple)) or any(d % x.dim() == x.held.dim for d in dims):
         raise refuse(func.__name__, x)
-    made = func(x.local, dim=dim, keepdim=keepdim, **kwargs)
-    before = 0 if keepdim else sum(d % x.dim() < x.held.dim for d in dims)
+    x.check_recorded()
+    made = func(x.local, dim, *args, **kwargs)
+    before = 0 if made.dim() == x.dim() else sum(d % x.dim() < x.held.dim for d in dims)
     return Sharded(made, Held(x.held.dim - before, x.held.size, x.held.spans), x.group)
 
 
@@ -311,31 +316,30 @@ def linear(func: Callable[..., Any], x: Sharded, weight: Tensor, bias: Tensor | 
 @rule("matmul", "bmm", any_place=True)
 def matmul(func: Callable[..., Any], left: Any, right: Any) -> Sharded:
     """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
+    cut: Sharded = left if isinstance(left, Sharded) else right
+    back, spans = cut.dim() - cut.held.dim, cut.held.spans
+    summed = 1 if cut is left else 2
+    if left.dim() < 2 or right.dim() < 2 or back == summed:
+        raise refuse("matmul", cut)
     if isinstance(left, Sharded) and isinstance(right, Sharded):
-        back = left.dim() - left.held.dim
         if back < 3 or right.dim() - right.held.dim != back:
-            raise refuse("matmul", left)
-        spans = met("matmul", left.held.spans, right)
-        left, right = narrowed(left, spans), narrowed(right, spans)
-        return Sharded(torch.matmul(left.local, right.local), left.held, left.group)
-    if isinstance(left, Sharded):
-        back = left.dim() - left.held.dim
-        if back == 1:
-            raise refuse("matmul", left)
-        if back > 2 and right.dim() >= back and right.shape[-back] != 1:
-            other = part_of(right, right.dim() - back, left.held.spans, left.group)
-        else:
-            other = part_of(right, 0, ((0, right.shape[0]),), left.group)
-        return left.like(torch.matmul(left.local, other))
-    back = right.dim() - right.held.dim
-    if back == 2:
-        raise refuse("matmul", right)
-    if back > 2 and left.dim() >= back and left.shape[-back] != 1:
-        other = part_of(left, left.dim() - back, right.held.spans, right.group)
+            raise refuse("matmul", left, "needs both to be cut along the same batch dim")
+        spans = met("matmul", spans, right)
+        parts = [narrowed(left, spans).local, narrowed(right, spans).local]
     else:
-        other = part_of(left, 0, ((0, left.shape[0]),), right.group)
-    made: Sharded = right.like(torch.matmul(other, right.local))
-    return made
+        parts = [_beside(cut, x, back) for x in (left, right)]
+    cut.check_recorded()
+    made = torch.matmul(*parts)
+    return Sharded(made, Held(made.dim() - back, cut.held.size, spans), cut.group)
+
+
+def _beside(cut: Sharded, x: Any, back: int) -> Tensor:
+    """A factor: the part itself, or of a whole tensor what meets the part."""
+    if isinstance(x, Sharded):
+        return x.local
+    if back > 2 and x.dim() >= back and x.shape[-back] != 1:
+        return part_of(x, x.dim() - back, cut.held.spans, cut.group)
+    return part_of(x, 0, ((0, x.shape[0]),), cut.group)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -366,7 +370,7 @@ def attention(
         spans = x.held.spans if isinstance(x, Sharded) else ((0, x.shape[at]),)
         heads = x.shape[at]
         local = x.local if isinstance(x, Sharded) else part_of(x, at, spans, query.group)
-        if heads != query.held.size and (not enable_gqa or query.held.size % heads):
+        if heads not in (1, query.held.size) and (not enable_gqa or query.held.size % heads):
             raise ModelError(
                 f"{query.held.size} query heads and {heads} key heads in scaled_dot_product_attention",
                 cure="give enable_gqa=True and a multiple of the key heads as query heads",
