@@ -84,6 +84,7 @@ class _Fiber:
         self._thrown: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="raypar-routine", daemon=True)
         self._begun = False
+        self._threads = torch.get_num_threads()
 
     def resume(self, error: BaseException | None = None) -> Wait | Work | None:
         """Go on until the next wait, which is returned, or to the end (None). `error` is raised where it waits."""
@@ -110,6 +111,7 @@ class _Fiber:
 
     def _run(self) -> None:
         _RUNNING.fiber = self
+        torch.set_num_threads(self._threads)  # OpenMP counts by thread; the bits of a dot product depend on it
         try:
             self.result = self._work()
         except BaseException as error:

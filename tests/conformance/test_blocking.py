@@ -60,6 +60,16 @@ def test_random_numbers_are_those_of_a_process_of_its_own():
         assert torch.equal(drawn, torch.rand(6))
 
 
+def test_sums_have_the_bits_of_the_callers_number_of_threads():
+    torch.set_num_threads(1)
+    pieces = torch.randn(50, 32768, generator=torch.Generator().manual_seed(1))
+
+    def work():
+        return torch.stack([piece.dot(piece) for piece in pieces])
+
+    assert torch.equal(drive(blocking.as_routine(work)), work())
+
+
 def test_an_error_inside_comes_out_and_ends_the_others():
     mesh, ended = LocalMesh(2), []
 
