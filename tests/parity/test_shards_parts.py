@@ -357,7 +357,7 @@ def test_what_needs_other_shards_parts_is_refused_by_name(call, words):
         sharded(graph, layout, lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
     assert "plan.styles" in error.value.cure
     with pytest.raises(ModelError, match=words):  # before anything is started
-        check_by_shape(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y")
+        assert check_by_shape(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y") is None
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -372,7 +372,10 @@ def test_models_that_run_pass_the_check_by_shape(make, sequence):
         ran.append(output.shape)
         return models.next_token(output, target)
 
-    check_by_shape(graph, layout_of(graph, 3), loss, {"x": x, "y": x}, "y", sequence=sequence)
+    layout = layout_of(graph, 3)
+    partial = check_by_shape(graph, layout, loss, {"x": x, "y": x}, "y", sequence=sequence)
+    runs, _ = sharded(graph, layout, models.next_token, x, x, sequence=sequence)
+    assert [run.partial for run in runs] == [partial] * 3
     assert len(ran) == 2 and ran[0][:2] == (2, 7), "to the end, on the first and the last shard"
 
 
