@@ -1,0 +1,35 @@
+"""What each rank of a plan has to hold when parameters are cut over shards (the counterpart of `holdings.WholeParameters`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raypar.elastic.holdings import Piece, WholeParameters
+from raypar.plan import ParallelPlan
+from raypar.plan.spans import Cut
+
+
+@dataclass(frozen=True)
+class SlicedParameters:
+    """`sizes` as in `WholeParameters`. `cuts`: number of shards -> parameter -> cut; what is not there is whole on every shard.
+
+    Pieces number the elements of a cut parameter with the cut dim as the slowest, under every plan (`Cut.pieces`): so what
+    moves between plans of other shards is their set difference too.
+    """
+
+    sizes: tuple[Mapping[str, int], ...]
+    cuts: Mapping[int, Mapping[str, Cut]]
+
+    def __call__(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:
+        """By rank."""
+        whole = WholeParameters(self.sizes)
+        found = []
+        for rank, seat in enumerate(plan.seats):
+            cuts = self.cuts.get(plan.stages[plan.stages_of(rank)[0]].shards, {})
+            pieces: list[Piece] = []
+            for name, size in sorted(whole.of(plan, rank).items()):
+                spans = cuts[name].pieces(cuts[name].held[seat.shard], size) if name in cuts else ((0, size),)
+                pieces += [Piece(name, start, stop) for start, stop in spans]
+            found.append(tuple(pieces))
+        return tuple(found)

@@ -1,0 +1,87 @@
+"""Whether the layers of a model can be run on shards, found out by shape, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.comm.ledger import Ledger
+from raypar.errors import CommError, RayparError
+from raypar.model.build import canonical_names, on_meta
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.build import layers_of_shard, partial_names, sharded_loss
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.styles import Layout
+
+
+def check_by_shape(
+    graph: Graph, layout: Layout, loss: Callable[..., Any], batch: Mapping[str, Tensor], target: str, *, sequence: bool = False
+) -> frozenset[str] | None:
+    """Send a microbatch through the layers of the first and of the last shard, and the loss, on the meta device.
+
+    Returns the names of the parameters whose gradients will be parts of a sum over shards (`ShardGroup.partial`), as a replica
+    must know them that has no microbatch of its own. Raises the `ModelError` of what cannot be computed on a part. Code that
+    reads numbers cannot be run this way: then what goes wrong is left to the first step, and None is returned.
+    """
+    partial: set[str] = set()
+    for shard in sorted({0, layout.shards - 1}):
+        group = ShardGroup(_Nobody(shard, layout.shards), range(layout.shards), sequence=sequence)
+        values = {name: tensor.to("meta") for name, tensor in batch.items()}
+        with torch.enable_grad(), torch.device("meta"):
+            modules = layers_of_shard(
+                graph, 0, len(graph.layers), lambda i: on_meta(graph.layers[i]), layout=layout, group=group, whole=True
+            )
+            try:
+                for layer in graph.layers:
+                    made = modules[layer.name](*(values[name] for name in layer.inputs))
+                    values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+                sharded_loss(loss, group)(values[graph.output], values[target])
+            except RayparError:
+                raise
+            except Exception:
+                return None
+        partial |= partial_names(modules, group, canonical_names(graph))
+    return frozenset(partial)
+
+
+class _Done:
+    """The handle of what is done at once."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def tensor(self) -> Tensor:
+        return self.tensors()[0]
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+class _Nobody:
+    """A transport whose other ends do not exist: collectives leave their tensors as they are, which have no numbers anyway."""
+
+    carries_shapes = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.generation, self.ledger = rank, size, 0, Ledger()
+
+    def near(self, rank: int) -> bool:
+        return True
+
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def __getattr__(self, name: str) -> Any:
+        raise CommError(f"{name} has nobody at its other end", cure="report this: a layer may use collectives only")

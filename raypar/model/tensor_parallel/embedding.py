@@ -1,0 +1,57 @@
+"""An embedding cut by vocabulary: each shard looks up the ids it has, the sum over shards is the whole.
+
+Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypar.errors import ModelError
+from raypar.model.tensor_parallel import functions
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.value import Held, Sharded
+from raypar.plan.spans import Spans, even
+
+
+class VocabularyEmbedding(nn.Module):
+    """ids [...] int64 -> [..., width]; `weight` [rows here, width]. One shard adds the row, all others zeros: exact.
+
+    With sequence parallelism the result [mb, seq, width] is this shard's part of dim 1.
+    """
+
+    def __init__(self, embedding: nn.Embedding, name: str, group: ShardGroup, held: Spans) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.weight = embedding.weight
+        self.name, self.group = name, group
+        (self.start, self.stop) = held[0]
+        self.padding_idx: int | None = None
+        if embedding.padding_idx is not None and self.start <= embedding.padding_idx < self.stop:
+            self.padding_idx = embedding.padding_idx - self.start
+
+    def forward(self, ids: Tensor) -> Tensor | Sharded:
+        """See the class. Raises `IndexError` for an id outside the vocabulary, as `nn.Embedding`."""
+        inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
+        if ids.device.type != "cpu":  # nothing waits for the device
+            torch._assert_async(inside, f"index out of range in {self.name}")
+        elif not inside:
+            raise IndexError(
+                f"index out of range in {self.name}: ids {int(ids.min())} to {int(ids.max())}, not all "
+                f"in [0, {self.num_embeddings})"
+            )
+        absent = (ids < self.start) | (ids >= self.stop)
+        rows = F.embedding((ids - self.start).masked_fill(absent, 0), self.weight, self.padding_idx)
+        part = rows.masked_fill(absent.unsqueeze(-1), 0.0)
+        if not self.group.sequence:
+            return functions.summed(part, self.group)
+        if ids.dim() != 2:
+            raise ModelError(
+                f"{self.name} sees ids of shape {list(ids.shape)}, sequence parallelism needs [batch, sequence]",
+                cure="give the embedding the style whole, or set plan.sequence_parallel: false",
+            )
+        total = ids.shape[1]
+        made = functions.scattered(part, 1, self.group)
+        return Sharded(made, Held(1, total, even(total, self.group.size)[self.group.shard]), self.group)

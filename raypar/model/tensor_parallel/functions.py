@@ -1,0 +1,119 @@
+"""Communication between the shards of a stage as autograd functions: Megatron's f and g, and their sequence parallel forms.
+
+f passes a value on as it is and sums its gradients over the shards; g sums a value and passes its gradient on (Shoeybi et al.
+2019, arXiv:1909.08053, section 3). With sequence parallelism f gathers a value and scatters the sum of its gradients, g the
+other way round (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Sums are in shard order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.plan.spans import Spans, even
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None
+        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format), "the sum of a value's gradients"), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return group.sum(x.clone(memory_format=torch.contiguous_format), "the sum of a value")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, held: Sequence[Spans], group: ShardGroup) -> Tensor:
+        ctx.dim, ctx.mine = dim, held[group.shard]
+        ctx.set_materialize_grads(False)
+        return group.join(x, dim, held, "a value's parts")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        return (None if gradient is None else select(gradient, ctx.dim, ctx.mine)), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+        ctx.dim, ctx.held, ctx.group = dim, even(x.shape[dim], group.size), group
+        ctx.set_materialize_grads(False)
+        return select(x, dim, ctx.held[group.shard]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None
+        return ctx.group.join(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+        ctx.dim, ctx.held, ctx.group = dim, even(x.shape[dim], group.size), group
+        ctx.set_materialize_grads(False)
+        return group.scatter(x, dim, "the sum of a value")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None
+        return ctx.group.join(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
+
+
+def select(x: Tensor, dim: int, spans: Spans) -> Tensor:
+    """The indices `spans` of one dim; a view where they are one run."""
+    if len(spans) <= 1:
+        start, stop = spans[0] if spans else (0, 0)
+        return x.narrow(dim, start, stop - start)
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
+
+
+def copied(x: Tensor, group: ShardGroup) -> Tensor:
+    """f: a value that all shards hold whole, used by each for its part; the parts' gradients are summed."""
+    return _Copy.apply(x, group) if x.requires_grad and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]
+
+
+def summed(x: Tensor, group: ShardGroup) -> Tensor:
+    """g: the sum of what the shards have computed; all shards hold the sum whole and use it alike."""
+    return _Sum.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scattered(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+    """g of sequence parallelism: this shard's even part, along `dim`, of the sum over shards."""
+    return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+    """This shard's even part of a value that all hold whole; gradients of the parts are joined again."""
+    return _Split.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def whole(x: Tensor, dim: int, held: Sequence[Spans], group: ShardGroup) -> Tensor:
+    """The value of which shard t holds the run `held[t]` along `dim`; all shards use it alike."""
+    return _Join.apply(x, dim, held, group)  # type: ignore[no-any-return, no-untyped-call]

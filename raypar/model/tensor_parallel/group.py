@@ -1,0 +1,100 @@
+"""The shards of one replica of a stage, as its layers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.comm import blocking
+from raypar.comm.transport import Handle, Transport
+from raypar.plan.spans import Spans, even
+
+
+class ShardGroup:
+    """`ranks`: the shards, ascending; `shard`: this one's number. `channel` sets its collectives apart from all others.
+
+    `sequence`: between the layers of the stage values are cut over dim 1 (sequence parallelism).
+    `partial`: parameters that every shard holds whole but sees through its part of a value only: what a backward pass adds to
+    their gradients are parts of a sum over shards (`gradients.complete`). Known after the first forward pass with gradients, or
+    before it from `by_shape.check_by_shape`. A parameter must not meet parts and whole values in one model: its gradients would
+    be of both kinds.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        *,
+        channel: int = 0,
+        sequence: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.transport = transport
+        self.ranks = tuple(ranks)
+        self.shard = self.ranks.index(transport.rank)
+        self.channel = channel
+        self.sequence = sequence and self.size > 1
+        self.timeout_s = timeout_s
+        self.partial: dict[int, nn.Parameter] = {}
+        self.shared: Any = None
+        """The value that column layers of the running layer read last: (`linear.SharedInput`, what they read)."""
+        self.recording = False
+        """Whether the running layer was called with gradients."""
+        self.output: Any = None
+        """How the last forward pass left the model's output cut (`value.Held`); None: not at all."""
+
+    @property
+    def size(self) -> int:
+        """Number of shards."""
+        return len(self.ranks)
+
+    def wait(self, handle: Handle, what: str) -> None:
+        """Block until done; under the cooperative scheduler others run meanwhile."""
+        if not handle.done():
+            blocking.wait(handle, f"{what} of shard {self.shard}", self.timeout_s)
+
+    def post_sum(self, tensor: Tensor) -> Handle:
+        """Start to sum a contiguous tensor over the shards, in place, in shard order."""
+        return self.transport.all_reduce(tensor, group=self.ranks, channel=self.channel)
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """Sum over the shards, in place where `tensor` is contiguous."""
+        tensor = tensor.contiguous()
+        self.wait(self.post_sum(tensor), what)
+        return tensor
+
+    def gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """Everybody's tensors of one shape, in shard order."""
+        tensor = tensor.contiguous()
+        pieces = [tensor if i == self.shard else torch.empty_like(tensor) for i in range(self.size)]
+        self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
+        return pieces
+
+    def join(self, tensor: Tensor, dim: int, held: Sequence[Spans], what: str) -> Tensor:
+        """The whole of a value of which each shard holds one run of indices along `dim`, in shard order (maybe none)."""
+        tensor = tensor.contiguous()
+        pieces = []
+        for shard, spans in enumerate(held):
+            shape = list(tensor.shape)
+            shape[dim] = sum(stop - start for start, stop in spans)
+            pieces.append(tensor if shard == self.shard else tensor.new_empty(shape))
+        self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
+        return torch.cat(pieces, dim)
+
+    def post_scatter(self, tensor: Tensor, dim: int) -> tuple[Tensor, Handle, list[Tensor]]:
+        """Start to sum over the shards and keep this one's even part of `dim`: (its place, handle, what must stay alive)."""
+        pieces = [
+            tensor[(slice(None),) * dim + (slice(*(spans[0] if spans else (0, 0))),)].contiguous()
+            for spans in even(tensor.shape[dim], self.size)
+        ]
+        out = torch.empty_like(pieces[self.shard])
+        return out, self.transport.reduce_scatter(out, pieces, group=self.ranks, channel=self.channel), pieces
+
+    def scatter(self, tensor: Tensor, dim: int, what: str) -> Tensor:
+        """Sum over the shards and keep this one's even part of `dim`."""
+        out, handle, _pieces = self.post_scatter(tensor, dim)
+        self.wait(handle, what)
+        return out

@@ -1,0 +1,326 @@
+"""Linear layers cut over shards: partition-output (column) and reduce-output (row) (Shoeybi et al. 2019, section 3).
+
+Their weight gradients are computed while gradients of the input travel, or put off to W by zero-bubble schedules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypar.comm.transport import Handle
+from raypar.errors import ModelError
+from raypar.model.split_linear import Deferred, Stash
+from raypar.model.tensor_parallel import functions
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.value import Held, Sharded, part_of
+from raypar.plan.spans import Spans, even
+
+
+class ShardedLinear(nn.Module):
+    """What both have. `in_features`, `out_features`: of the whole layer; weight and bias are this shard's slices.
+
+    `stash`: where a zero-bubble schedule wants what the weight gradient needs; None: autograd computes it.
+    """
+
+    def __init__(self, linear: nn.Linear, name: str, group: ShardGroup) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight: Tensor = linear.weight
+        self.bias: Tensor | None
+        self.register_parameter("bias", linear._parameters["bias"])
+        self.name = name
+        self.group = group
+        self.stash: Callable[[], Stash] | None = None
+
+    def _stash(self) -> Stash | None:
+        return self.stash() if self.stash is not None and torch.is_grad_enabled() else None
+
+
+class ColumnLinear(ShardedLinear):
+    """y = x W^T + b, each shard making the features `held` of y [..., out].
+
+    x [..., in]: whole, or with sequence parallelism this shard's part of dim 1, which is gathered. Backward: one sum over the
+    shards (or one reduce-scatter) of the gradient of x. `shares`: other layers read the same x; the gradients that they and
+    this one give are summed first, so that one value costs one collective however many read it (q, k and v; gate and up).
+    """
+
+    def __init__(
+        self, linear: nn.Linear, name: str, group: ShardGroup, held: Spans, *, shares: bool = False, gather: bool = False
+    ) -> None:
+        super().__init__(linear, name, group)
+        self.held, self.shares, self.gather = held, shares, gather
+
+    def forward(self, x: Tensor | Sharded) -> Tensor | Sharded:
+        """See the class; `gather`: the output is made whole again."""
+        local, seq = _input_of(self, x)
+        made: Tensor
+        if self.shares and local.requires_grad and torch.is_grad_enabled():
+            made = _shared(self, local, seq)
+        else:
+            made = _Column.apply(local, self.weight, self.bias, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
+        if self.gather:
+            return functions.whole(made, made.dim() - 1, even(self.out_features, self.group.size), self.group)
+        return Sharded(made, Held(made.dim() - 1, self.out_features, self.held), self.group)
+
+
+class RowLinear(ShardedLinear):
+    """y = x W^T + b, each shard adding what the features `held` of x [..., in] contribute; b is whole.
+
+    Forward: one sum over the shards; with sequence parallelism one reduce-scatter, y being this shard's part of dim 1.
+    """
+
+    def __init__(self, linear: nn.Linear, name: str, group: ShardGroup, held: Spans) -> None:
+        super().__init__(linear, name, group)
+        self.held = held
+
+    def forward(self, x: Tensor | Sharded) -> Tensor | Sharded:
+        """See the class. Raises `ModelError` where x is cut otherwise than the weight."""
+        if isinstance(x, Sharded):
+            x.check_recorded()
+            if x.held.dim != x.dim() - 1 or x.held.spans != self.held:
+                raise ModelError(
+                    f"{self.name} has the features {self.held} of its weight on shard {self.group.shard}, its input comes with "
+                    f"{x.held.spans} of dim {x.held.dim}",
+                    cure="styles of layers that follow each other must cut alike: heads with heads-row, column with row",
+                )
+            local = x.local
+        else:
+            local = part_of(x, x.dim() - 1, self.held, self.group)
+        if self.group.sequence:
+            _check_sequence(self.name, local.dim())
+        made: Tensor = _Row.apply(local, self.weight, self.bias, self.group, self, self._stash())  # type: ignore[no-untyped-call]
+        if not self.group.sequence:
+            return made
+        total = local.shape[1]
+        return Sharded(made, Held(1, total, even(total, self.group.size)[self.group.shard]), self.group)
+
+
+def _check_sequence(name: str, dims: int) -> None:
+    if dims < 3:
+        raise ModelError(
+            f"{name} sees a value of {dims} dims, sequence parallelism cuts dim 1 of [batch, sequence, features]",
+            cure="keep batch and sequence apart in the layers, or set plan.sequence_parallel: false",
+        )
+
+
+def _input_of(layer: ColumnLinear, x: Tensor | Sharded) -> tuple[Tensor, int | None]:
+    """This shard's tensor, and the whole length of dim 1 if that is cut."""
+    if not isinstance(x, Sharded):
+        return x, None
+    x.check_recorded()
+    if x.by_sequence:
+        return x.local, x.held.size
+    raise ModelError(
+        f"{layer.name} needs all of its input, which is cut along dim {x.held.dim} of {list(x.shape)}",
+        cure=f"give {layer.name} the style row, or the layer before it the style gathered or whole",
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`.data`: to autograd the result is no view of what it was computed in, so that it may be written in place (nn.ReLU)."""
+    return F.linear(x, weight, bias).data
+
+
+def _weight_gradients(
+    ctx: Any, rows: Tensor, flat: Tensor, layer: ShardedLinear, stash: Stash | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of weight and bias; nothing where they are put off. `ctx.needs_input_grad` of places 1 and 2."""
+    if stash is not None and ctx.needs_input_grad[1]:
+        stash.append(Deferred(layer, rows, flat))  # type: ignore[arg-type]
+        return None, None
+    weight = rows.t().mm(flat) if ctx.needs_input_grad[1] else None
+    return weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        seq: int | None,
+        group: ShardGroup,
+        layer: ShardedLinear,
+        stash: Stash | None,
+    ) -> Tensor:
+        ctx.seq, ctx.group, ctx.layer, ctx.stash = seq, group, layer, stash
+        ctx.set_materialize_grads(False)
+        if seq is not None:
+            x = group.join(x, 1, even(seq, group.size), "the sequence's parts")
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 7
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        pending: _Pending | None = None
+        if ctx.needs_input_grad[0]:
+            pending = _Pending(ctx.group, rows.mm(weight).view(x.shape), ctx.seq)
+        own = _weight_gradients(ctx, rows, x.reshape(-1, x.shape[-1]), ctx.layer, ctx.stash)
+        return (None if pending is None else pending.take(), *own, None, None, None, None)
+
+
+class _Pending:
+    """A gradient of a layer's input on its way to be summed. `gradient` [..., in] is used up; `seq` as in `_input_of`."""
+
+    def __init__(self, group: ShardGroup, gradient: Tensor, seq: int | None) -> None:
+        self._group = group
+        self._handle: Handle
+        self._kept: list[Tensor] = []
+        gradient = gradient.contiguous()
+        if seq is None:
+            self.out, self._handle = gradient, group.post_sum(gradient)
+        else:
+            self.out, self._handle, self._kept = group.post_scatter(gradient, 1)
+
+    def take(self) -> Tensor:
+        """The sum (or this shard's part of it), once it is there."""
+        self._group.wait(self._handle, "the sum of the gradients of a layer's input")
+        self._kept = []
+        return self.out
+
+
+# -- several layers that read one value --------------------------------------------------------------------------------
+#
+# Autograd runs, of what is ready, what was made last. A value is led through `_Arrive` and `_Depart` to its readers; the
+# first reader's weight passes through `_Late`, made between those two. So in the backward pass, once all readers have given
+# their gradients, `_Depart` posts the sum of them, `_Late` computes a weight gradient meanwhile, and `_Arrive` waits.
+
+
+class SharedInput:
+    """A value and its way to the column layers that read it."""
+
+    def __init__(self, x: Tensor, seq: int | None, group: ShardGroup) -> None:
+        self.source, self.version = weakref.ref(x), x._version
+        self.seq, self.group = seq, group
+        self.pending: _Pending | None = None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shared: SharedInput) -> Tensor:
+        ctx.shared = shared
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        pending, ctx.shared.pending = ctx.shared.pending, None
+        return (None if pending is None else pending.take()), None
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shared: SharedInput) -> Tensor:
+        ctx.shared = shared
+        ctx.set_materialize_grads(False)
+        if shared.seq is None:
+            return x.view_as(x)
+        return shared.group.join(x, 1, even(shared.seq, shared.group.size), "the sequence's parts")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None
+        shared = ctx.shared
+        shared.pending = _Pending(shared.group, gradient, shared.seq)
+        return shared.pending.out, None
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, left: list[Tensor]) -> Tensor:
+        ctx.left = left
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, flat = ctx.left
+        ctx.left.clear()
+        return rows.t().mm(flat), None
+
+
+class _Reader(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: ShardedLinear,
+        stash: Stash | None,
+        left: list[Tensor] | None,
+    ) -> Tensor:
+        ctx.layer, ctx.stash, ctx.left = layer, stash, left
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 6
+        x, weight = ctx.saved_tensors
+        rows, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = rows.mm(weight).view(x.shape)
+        if ctx.left is None:
+            return (dx, *_weight_gradients(ctx, rows, flat, ctx.layer, ctx.stash), None, None, None)
+        ctx.left += [rows, flat]
+        # What `_Late` gets is only a sign that it may begin.
+        sign = rows.new_zeros(()).expand(weight.shape)
+        return dx, sign, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def _shared(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
+    group, stash = layer.group, layer._stash()
+    left: list[Tensor] | None = None
+    weight: Tensor = layer.weight
+    if group.shared is None or group.shared[0].source() is not x or group.shared[0].version != x._version:
+        shared = SharedInput(x, seq, group)
+        arrived = _Arrive.apply(x, shared)  # type: ignore[no-untyped-call]
+        if stash is None and weight.requires_grad:
+            left = []
+            weight = _Late.apply(weight, left)  # type: ignore[no-untyped-call]
+        # Not kept in `shared`, which the graph refers to: the cycle would hold the activations until Python's collector comes.
+        group.shared = shared, _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
+    made: Tensor = _Reader.apply(group.shared[1], weight, layer.bias, layer, stash, left)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ShardGroup, layer: ShardedLinear, stash: Stash | None
+    ) -> Tensor:
+        ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        made = _linear(x, weight, None)
+        what = "the sum of a layer's outputs"
+        made = group.scatter(made, 1, what) if group.sequence else group.sum(made, what)
+        return made if bias is None else made.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 6
+        x, weight = ctx.saved_tensors
+        if ctx.seq is not None:
+            gradient = ctx.group.join(gradient, 1, even(ctx.seq, ctx.group.size), "the parts of a gradient")
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        dx = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return (dx, *_weight_gradients(ctx, rows, x.reshape(-1, x.shape[-1]), ctx.layer, ctx.stash), None, None, None)

@@ -1,0 +1,440 @@
+"""What can be computed on a part of a value without the other shards' parts (the table behind `value.Sharded`)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypar.errors import ModelError
+from raypar.model.tensor_parallel.functions import select
+from raypar.model.tensor_parallel.value import Held, Sharded, aligned, met, narrowed, part_of, refuse, rule
+from raypar.plan.spans import Spans, count, scaled, within
+
+# -- element by element ------------------------------------------------------------------------------------------------
+
+# fmt: off
+ELEMENTWISE = (
+    "abs", "add", "addcmul", "bfloat16", "bool", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clone", "contiguous",
+    "cos", "cosh", "div", "double", "elu", "eq", "erf", "exp", "expm1", "float", "floor", "fmod", "ge", "gelu", "gt",
+    "half", "hardsigmoid", "hardswish", "hardtanh", "le", "leaky_relu", "lerp", "log", "log1p", "logsigmoid", "lt",
+    "masked_fill", "maximum", "minimum", "mish", "mul", "ne", "neg", "pow", "reciprocal", "relu", "relu6", "remainder", "round",
+    "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "softsign", "sqrt", "square", "sub", "tanh",
+    "tanhshrink", "to", "true_divide", "type_as", "where",
+)
+# fmt: on
+
+
+@rule(*ELEMENTWISE, any_place=True)
+def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Sharded:
+    """Any function of equal places, broadcast or not."""
+    if func.__name__ in ("to", "type_as"):
+        x: Sharded = args[0]
+        if not isinstance(x, Sharded):
+            raise refuse(func.__name__, args[1])
+        return x.like(func(x.local, *(a.local if isinstance(a, Sharded) else a for a in args[1:]), **kwargs))
+    tensors, model = aligned(func.__name__, [*args, *kwargs.values()])
+    made = func(*tensors[: len(args)], **dict(zip(kwargs, tensors[len(args) :], strict=True)))
+    return model.like(made)
+
+
+def _operators() -> None:
+    """`a + b` and its mirrored form, `a < b`, `a @ b`."""
+    for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
+        function = getattr(operator, name)
+        setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
+        setattr(Sharded, f"__r{name}__", lambda self, other, f=function: elementwise(f, other, self))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        function = getattr(operator, name)
+        setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
+    for name, whole in (
+        ("__neg__", lambda self: self.like(-self.local)),
+        ("__matmul__", lambda self, other: matmul(torch.matmul, self, other)),
+        ("__rmatmul__", lambda self, other: matmul(torch.matmul, other, self)),
+    ):
+        setattr(Sharded, name, whole)
+
+
+_operators()
+
+
+@rule("detach")
+def detach(func: Callable[..., Any], x: Sharded) -> Sharded:
+    """Also where there are no gradients."""
+    return Sharded(x.local.detach(), x.held, x.group)
+
+
+@rule("dropout")
+def dropout(func: Callable[..., Any], x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Sharded:
+    """The mask of the whole value is drawn, so that an element's fate depends on its place in that alone (DESIGN 4.6)."""
+    if not training or p == 0.0:
+        return x
+    return x.like(x.local * dropout_mask(x, p))
+
+
+def dropout_mask(x: Sharded, p: float) -> Tensor:
+    """This shard's part of what `F.dropout` of the whole value multiplies by."""
+    with torch.no_grad():
+        drawn = F.dropout(torch.ones(x.shape, dtype=x.local.dtype, device=x.local.device), p, True)
+        return select(drawn, x.held.dim, x.held.spans)
+
+
+# -- shape -------------------------------------------------------------------------------------------------------------
+
+
+def _sizes(shape: Sequence[Any]) -> Sequence[int]:
+    return shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+
+
+@rule("view", "reshape")
+def view(func: Callable[..., Any], x: Sharded, *shape: Any, **kwargs: Any) -> Sharded:
+    """Also `view(dtype)`, of one size."""
+    if shape and isinstance(shape[0], torch.dtype):
+        raise refuse("view(dtype)", x)
+    return x.reshaped(_sizes(kwargs.get("shape", shape)))
+
+
+@rule("view_as", "reshape_as")
+def view_as(func: Callable[..., Any], x: Sharded, other: Tensor | Sharded) -> Sharded:
+    """To the shape of another."""
+    return x.reshaped(other.shape)
+
+
+@rule("flatten")
+def flatten(func: Callable[..., Any], x: Sharded, start_dim: int = 0, end_dim: int = -1) -> Sharded:
+    """Several dims become one."""
+    shape, start, end = list(x.shape), start_dim % x.dim(), end_dim % x.dim()
+    return x.reshaped([*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
+
+
+@rule("unflatten")
+def unflatten(func: Callable[..., Any], x: Sharded, dim: int, sizes: Sequence[int]) -> Sharded:
+    """One dim becomes several."""
+    shape, at = list(x.shape), dim % x.dim()
+    known = prod(n for n in sizes if n != -1)
+    return x.reshaped([*shape[:at], *(shape[at] // known if n == -1 else n for n in sizes), *shape[at + 1 :]])
+
+
+def _moved(x: Sharded, order: Sequence[int]) -> Sharded:
+    held = Held(list(order).index(x.held.dim), x.held.size, x.held.spans)
+    return Sharded(x.local.permute(*order), held, x.group)
+
+
+@rule("permute")
+def permute(func: Callable[..., Any], x: Sharded, *dims: Any) -> Sharded:
+    """Dims in another order."""
+    return _moved(x, [d % x.dim() for d in _sizes(dims)])
+
+
+@rule("transpose", "swapaxes", "swapdims")
+def transpose(func: Callable[..., Any], x: Sharded, dim0: int, dim1: int) -> Sharded:
+    """Two dims exchanged."""
+    order = list(range(x.dim()))
+    a, b = dim0 % x.dim(), dim1 % x.dim()
+    order[a], order[b] = order[b], order[a]
+    return _moved(x, order)
+
+
+@rule("movedim", "moveaxis")
+def movedim(func: Callable[..., Any], x: Sharded, source: int, destination: int) -> Sharded:
+    """One dim elsewhere."""
+    order = [d for d in range(x.dim()) if d != source % x.dim()]
+    order.insert(destination % x.dim(), source % x.dim())
+    return _moved(x, order)
+
+
+@rule("unsqueeze")
+def unsqueeze(func: Callable[..., Any], x: Sharded, dim: int) -> Sharded:
+    """A new dim of size 1."""
+    at = dim % (x.dim() + 1)
+    held = Held(x.held.dim + (at <= x.held.dim), x.held.size, x.held.spans)
+    return Sharded(x.local.unsqueeze(at), held, x.group)
+
+
+@rule("squeeze")
+def squeeze(func: Callable[..., Any], x: Sharded, dim: int | None = None) -> Sharded:
+    """A dim of size 1 less."""
+    if dim is None:
+        raise refuse("squeeze without a dim", x, "would depend on the size of the part")
+    at = dim % x.dim()
+    if x.shape[at] != 1:
+        return x
+    if at == x.held.dim:
+        raise refuse("squeeze", x)
+    held = Held(x.held.dim - (at < x.held.dim), x.held.size, x.held.spans)
+    return Sharded(x.local.squeeze(at), held, x.group)
+
+
+@rule("expand")
+def expand(func: Callable[..., Any], x: Sharded, *sizes: Any) -> Sharded:
+    """The cut dim keeps its size."""
+    shape = list(_sizes(sizes))
+    new = len(shape) - x.dim()
+    at = x.held.dim + new
+    if shape[at] not in (-1, x.held.size):
+        raise refuse("expand", x, "repeats the cut dim")
+    shape[at] = x.local.shape[x.held.dim]
+    return Sharded(x.local.expand(*shape), Held(at, x.held.size, x.held.spans), x.group)
+
+
+@rule("repeat_interleave")
+def repeat_interleave(func: Callable[..., Any], x: Sharded, repeats: int, dim: int | None = None, **kwargs: Any) -> Sharded:
+    """Every index of a dim several times over: a key head for each of its query heads."""
+    if dim is None or not isinstance(repeats, int):
+        raise refuse("repeat_interleave", x)
+    at, held = dim % x.dim(), x.held
+    if at == held.dim:
+        held = Held(at, held.size * repeats, scaled(held.spans, repeats))
+    return Sharded(x.local.repeat_interleave(repeats, at), held, x.group)
+
+
+@rule("unbind")
+def unbind(func: Callable[..., Any], x: Sharded, dim: int = 0) -> tuple[Sharded, ...]:
+    """Slices along a dim that is not cut."""
+    at = dim % x.dim()
+    if at == x.held.dim:
+        raise refuse("unbind", x)
+    held = Held(x.held.dim - (at < x.held.dim), x.held.size, x.held.spans)
+    return tuple(Sharded(part, held, x.group) for part in x.local.unbind(at))
+
+
+@rule("split", "chunk")
+def split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Sharded, ...]:
+    """Along the cut dim every piece has what is held of it (q, k and v of a fused projection)."""
+    if sizes is None:
+        (sizes,) = kwargs.values()  # split_size, split_size_or_sections, chunks
+    at = dim % x.dim()
+    if at != x.held.dim:
+        return tuple(x.like(part) for part in getattr(torch, func.__name__)(x.local, sizes, at))
+    if isinstance(sizes, int):
+        step = -(-x.held.size // sizes) if func.__name__ == "chunk" else sizes
+        sizes = [min(step, x.held.size - start) for start in range(0, x.held.size, step)]
+    pieces, start, local = [], 0, 0
+    for size in sizes:
+        spans = within(x.held.spans, start, start + size)
+        pieces.append(Sharded(x.local.narrow(at, local, count(spans)), Held(at, size, spans), x.group))
+        start, local = start + size, local + count(spans)
+    return tuple(pieces)
+
+
+@rule("__getitem__", "select", "narrow")
+def getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharded:
+    """Slices, numbers, None and Ellipsis, leaving the cut dim whole."""
+    if func is not None and func.__name__ != "__getitem__":
+        if index[0] % x.dim() == x.held.dim:
+            raise refuse(func.__name__, x)
+        if func.__name__ == "narrow":
+            return x.like(x.local.narrow(*index))
+        held = Held(x.held.dim - (index[0] % x.dim() < x.held.dim), x.held.size, x.held.spans)
+        return Sharded(x.local.select(*index), held, x.group)
+    entries = list(index[0]) if isinstance(index[0], tuple) else [index[0]]
+    if not all(e is None or e is Ellipsis or isinstance(e, (int, slice)) for e in entries):
+        raise refuse("indexing", x, "by tensors or lists is not possible on a part")
+    if Ellipsis not in entries:
+        entries.append(Ellipsis)
+    at = entries.index(Ellipsis)
+    entries[at : at + 1] = [slice(None)] * (x.dim() - sum(e is not None for e in entries) + 1)
+    dim = place = 0
+    for entry in entries:
+        if entry is None:
+            place += 1
+            continue
+        if dim == x.held.dim:
+            break
+        place += not isinstance(entry, int)
+        dim += 1
+    own = entry
+    if not isinstance(own, slice) or own.indices(x.held.size) != (0, x.held.size, 1):
+        raise refuse("indexing", x, "along that dim needs the parts of other shards")
+    # A slice to the whole's end is one to the part's end.
+    entries = [slice(None) if e is own and isinstance(e, slice) else e for e in entries]
+    return Sharded(x.local[tuple(entries)], Held(place, x.held.size, x.held.spans), x.group)
+
+
+@rule("cat", "concat", "stack", any_place=True)
+def cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Sharded:
+    """Along a dim that is not cut."""
+    parts, model = aligned(func.__name__, tensors)
+    if func.__name__ == "stack":
+        at = dim % (model.dim() + 1)
+        held = Held(model.held.dim + (at <= model.held.dim), model.held.size, model.held.spans)
+        return Sharded(torch.stack(parts, at), held, model.group)
+    if dim % model.dim() == model.held.dim:
+        raise refuse(func.__name__, model)
+    return model.like(torch.cat(parts, dim))
+
+
+# -- sums over other dims, products ------------------------------------------------------------------------------------
+
+
+@rule("mean", "sum", "amax", "amin", "var", "std")
+def reduce(func: Callable[..., Any], x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Sharded:
+    """Over dims that are not cut; what else is given goes to the function as it is."""
+    dims = [dim] if type(dim) is int else dim
+    if not isinstance(dims, (list, tuple)) or any(d % x.dim() == x.held.dim for d in dims):
+        raise refuse(func.__name__, x)
+    x.check_recorded()
+    made = func(x.local, dim, *args, **kwargs)
+    before = 0 if made.dim() == x.dim() else sum(d % x.dim() < x.held.dim for d in dims)
+    return Sharded(made, Held(x.held.dim - before, x.held.size, x.held.spans), x.group)
+
+
+@rule("softmax", "log_softmax", "cumsum")
+def along(func: Callable[..., Any], x: Sharded, dim: int, *args: Any, **kwargs: Any) -> Sharded:
+    """Along a dim that is not cut."""
+    if dim % x.dim() == x.held.dim:
+        raise refuse(func.__name__, x)
+    return x.like(func(x.local, dim, *args, **kwargs))
+
+
+@rule("layer_norm", "rms_norm")
+def norm(func: Callable[..., Any], x: Sharded, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Sharded:
+    """Over last dims that are not cut; weight and bias are seen through this part only."""
+    if x.held.dim >= x.dim() - len(normalized_shape):
+        raise refuse(func.__name__, x)
+    return x.like(func(x.local, normalized_shape, *_seen(x, args), **dict(zip(kwargs, _seen(x, kwargs.values()), strict=True))))
+
+
+def _seen(x: Sharded, values: Any) -> list[Any]:
+    return [part_of(v, 0, ((0, v.shape[0]),), x.group) if isinstance(v, Tensor) else v for v in values]
+
+
+@rule("linear")
+def linear(func: Callable[..., Any], x: Sharded, weight: Tensor, bias: Tensor | None = None) -> Sharded:
+    """A whole layer on a part of the rows."""
+    if x.held.dim == x.dim() - 1:
+        raise refuse("linear", x)
+    return x.like(F.linear(x.local, *_seen(x, (weight, bias))))
+
+
+@rule("matmul", "bmm", any_place=True)
+def matmul(func: Callable[..., Any], left: Any, right: Any) -> Sharded:
+    """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
+    cut: Sharded = left if isinstance(left, Sharded) else right
+    back, spans = cut.dim() - cut.held.dim, cut.held.spans
+    summed = 1 if cut is left else 2
+    if left.dim() < 2 or right.dim() < 2 or back == summed:
+        raise refuse("matmul", cut)
+    if isinstance(left, Sharded) and isinstance(right, Sharded):
+        if back < 3 or right.dim() - right.held.dim != back:
+            raise refuse("matmul", left, "needs both to be cut along the same batch dim")
+        spans = met("matmul", spans, right)
+        parts = [narrowed(left, spans).local, narrowed(right, spans).local]
+    else:
+        parts = [_beside(cut, x, back) for x in (left, right)]
+    cut.check_recorded()
+    made = torch.matmul(*parts)
+    return Sharded(made, Held(made.dim() - back, cut.held.size, spans), cut.group)
+
+
+def _beside(cut: Sharded, x: Any, back: int) -> Tensor:
+    """A factor: the part itself, or of a whole tensor what meets the part."""
+    if isinstance(x, Sharded):
+        return x.local
+    if back > 2 and x.dim() >= back and x.shape[-back] != 1:
+        return part_of(x, x.dim() - back, cut.held.spans, cut.group)
+    return part_of(x, 0, ((0, x.shape[0]),), cut.group)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@rule("scaled_dot_product_attention", any_place=True)
+def attention(
+    func: Callable[..., Any],
+    query: Sharded,
+    key: Sharded,
+    value: Sharded,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Sharded:
+    """By heads: q [..., heads, seq, width] cut along heads, k and v having at least the heads that these need."""
+    at = query.dim() - 3
+    if not isinstance(query, Sharded) or query.held.dim != at:
+        cut = query if isinstance(query, Sharded) else key if isinstance(key, Sharded) else value
+        raise refuse("scaled_dot_product_attention", cut, "is possible where heads (the third dim from the right) are cut")
+    gqa = False
+    pair = []
+    for x in (key, value):
+        if isinstance(x, Sharded) and x.held.dim != at:
+            raise refuse("scaled_dot_product_attention", x, "needs keys and values that are cut by heads")
+        spans = x.held.spans if isinstance(x, Sharded) else ((0, x.shape[at]),)
+        heads = x.shape[at]
+        local = x.local if isinstance(x, Sharded) else part_of(x, at, spans, query.group)
+        if heads not in (1, query.held.size) and (not enable_gqa or query.held.size % heads):
+            raise ModelError(
+                f"{query.held.size} query heads and {heads} key heads in scaled_dot_product_attention",
+                cure="give enable_gqa=True and a multiple of the key heads as query heads",
+            )
+        each, needed = _needed(query.held.spans, query.held.size // heads, spans)
+        if each == 0:
+            local = local.index_select(at, torch.tensor(needed, device=local.device))
+        elif each > 1:
+            gqa = True
+        if each and len(needed) != local.shape[at]:
+            local = local.index_select(at, torch.tensor(needed, device=local.device))
+        pair.append(local)
+    if pair[0].shape[at] != pair[1].shape[at]:
+        raise refuse("scaled_dot_product_attention", query, "has keys and values of different heads")
+    if isinstance(attn_mask, Sharded):
+        if attn_mask.dim() - attn_mask.held.dim != 3 or attn_mask.held.spans != query.held.spans:
+            raise refuse(
+                "scaled_dot_product_attention", attn_mask, "needs a mask that is whole or cut by heads as the queries are"
+            )
+        mask: Tensor | None = attn_mask.local
+    else:
+        mask = attn_mask
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() >= 3 and attn_mask.shape[-3] != 1:
+        mask = part_of(attn_mask, attn_mask.dim() - 3, query.held.spans, query.group)
+    if dropout_p == 0.0:
+        made = F.scaled_dot_product_attention(
+            query.local, pair[0], pair[1], attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=gqa
+        )
+        return query.like(made)
+    return _dropped_attention(query, pair[0], pair[1], mask, dropout_p, is_causal, scale)
+
+
+@lru_cache(maxsize=256)
+def _needed(queries: Spans, group: int, held: Spans) -> tuple[int, list[int]]:
+    """(n, key heads): every key head serves n query heads here, one after the other; n = 0: it is not so even, and there
+    is one entry for each query head. Heads are counted among those held."""
+    place = {head: i for i, head in enumerate(h for a, b in held for h in range(a, b))}
+    wanted = [q // group for a, b in queries for q in range(a, b)]
+    missing = sorted({h for h in wanted if h not in place})
+    if missing:
+        raise ModelError(
+            f"key heads {missing} are not on the shard that has query heads {list(queries)}",
+            cure="give q, k and v styles of the same head counts: heads:H, kv-heads:H/K",
+        )
+    order = [place[h] for h in wanted]
+    distinct = sorted(set(order))
+    each = len(order) // len(distinct) if distinct else 1
+    even = order == [h for h in distinct for _ in range(each)]
+    return (each, distinct) if even else (0, order)
+
+
+def _dropped_attention(
+    query: Sharded, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None
+) -> Sharded:
+    """softmax(q k^T) v with dropout of the probabilities, whose mask is the whole value's."""
+    q, at = query.local, query.dim() - 3
+    if key.shape[at] != q.shape[at]:
+        each = q.shape[at] // key.shape[at]
+        key, value = key.repeat_interleave(each, at), value.repeat_interleave(each, at)
+    scores = q @ key.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        shape = scores.shape[-2:]
+        scores = scores.masked_fill(~torch.ones(shape, dtype=torch.bool, device=q.device).tril(), float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    probabilities = query.like(scores.softmax(-1))
+    return query.like((probabilities.local * dropout_mask(probabilities, p)) @ value)

@@ -1,0 +1,168 @@
+"""Runs a model whole and on shards, in one process, and compares what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.comm.blocking import as_routine
+from raypar.comm.ledger import Ledger
+from raypar.comm.local import Cooperative, LocalMesh
+from raypar.model.build import canonical_names, materialise
+from raypar.model.capture import capture
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.build import materialise_shard, partial_names, sharded_loss, slice_of
+from raypar.model.tensor_parallel.gradients import complete
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.styles import Layout, layout_of
+
+TOLERANCE = 1e-12
+"""max error / max value of a tensor, float64."""
+SEED = 11
+
+
+def graph_of(make: Callable[[], Any], *, ties: tuple[tuple[str, ...], ...] = ()) -> Graph:
+    """The model function's layers, made without values."""
+    with torch.device("meta"):
+        graph = capture(make(), input="x")
+    return Graph(graph.layers, graph.output, ties or graph.ties, graph.init)
+
+
+def on_shards(
+    shards: int, work: Callable[[ShardGroup], Any], *, sequence: bool = False, seed: int | None = None
+) -> tuple[list[Any], list[Ledger]]:
+    """`work(group)` on every shard, interleaved in one thread at a time; results and ledgers by shard."""
+    torch.set_num_threads(1)
+    mesh = LocalMesh(shards)
+    groups = [ShardGroup(transport, range(shards), sequence=sequence) for transport in mesh.transports]
+    results = Cooperative(seed).run([as_routine(partial(work, group)) for group in groups], mesh)
+    return results, [transport.ledger for transport in mesh.transports]
+
+
+@dataclass
+class Run:
+    """Outputs and gradients, of the whole or of one shard. `gradients`: canonical name -> gradient, summed over ties."""
+
+    loss: Tensor
+    inputs: Tensor | None
+    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    partial: set[str]
+
+
+def train_once(
+    graph: Graph, modules: Mapping[str, nn.Module], loss: Callable[..., Any], x: Tensor, y: Tensor, *, seed: int = SEED
+) -> Run:
+    """Forward and backward of one batch. Layers are seeded as a stage does it."""
+    if x.is_floating_point():
+        x = x.detach().clone().requires_grad_()
+    value = x
+    for number, layer in enumerate(graph.layers):
+        torch.manual_seed(seed + number)
+        value = modules[layer.name](value)
+    found = loss(value, y)
+    total = found[0] if isinstance(found, tuple) else found
+    total.backward()
+    canonical = canonical_names(graph)
+    parameters: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor | None] = {}
+    for layer in graph.layers:
+        for path, parameter in modules[layer.name].named_parameters():
+            name = canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}")
+            before, gradient = gradients.get(name), parameter.grad
+            parameters.setdefault(name, parameter.detach())
+            gradients[name] = before if gradient is None else gradient if before is None else before + gradient
+    return Run(total.detach(), x.grad, parameters, gradients, set())
+
+
+def whole(graph: Graph, loss: Callable[..., Any], x: Tensor, y: Tensor, *, dtype: torch.dtype = torch.float64) -> Run:
+    """In one process, without shards."""
+    torch.set_num_threads(1)
+    modules = materialise(graph, 0, len(graph.layers), seed=SEED, dtype=dtype)
+    return train_once(graph, modules, loss, x, y)
+
+
+def sharded(
+    graph: Graph,
+    layout: Layout,
+    loss: Callable[..., Any],
+    x: Tensor,
+    y: Tensor,
+    *,
+    sequence: bool = False,
+    dtype: torch.dtype = torch.float64,
+    seed: int | None = None,
+) -> tuple[list[Run], list[Ledger]]:
+    """On every shard; partial gradients completed."""
+
+    def work(group: ShardGroup) -> Run:
+        modules = materialise_shard(graph, 0, len(graph.layers), layout=layout, group=group, seed=SEED, dtype=dtype)
+        run = train_once(graph, modules, sharded_loss(loss, group), x, y)
+        run.partial = partial_names(modules, group, canonical_names(graph))
+        return run
+
+    found, ledgers = on_shards(layout.shards, work, sequence=sequence, seed=seed)
+    mesh = LocalMesh(layout.shards)
+    groups = [ShardGroup(t, range(layout.shards), sequence=sequence) for t in mesh.transports]
+    jobs = [complete(r.gradients, partial=r.partial, cuts=layout.cuts, group=g) for r, g in zip(found, groups, strict=True)]
+    Cooperative().run(jobs, mesh)
+    return found, ledgers
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """max error / max value."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    if not want.numel():
+        return 0.0
+    top = want.abs().max().item()
+    return (got - want).abs().max().item() / (top if top else 1.0)
+
+
+def errors(runs: list[Run], want: Run, layout: Layout) -> dict[str, float]:
+    """The largest error of every tensor over shards; parameters must be slices of the whole ones, bit for bit."""
+    worst: dict[str, float] = {}
+
+    def note(name: str, got: Tensor | None, wanted: Tensor | None) -> None:
+        assert (got is None) == (wanted is None), name
+        if got is not None and wanted is not None:
+            worst[name] = max(worst.get(name, 0.0), error(got, wanted))
+
+    for shard, run in enumerate(runs):
+        note("loss", run.loss, want.loss)
+        note("inputs", run.inputs, want.inputs)
+        assert list(run.gradients) == list(want.gradients)
+        for name, gradient in want.gradients.items():
+            assert torch.equal(run.parameters[name], slice_of(layout, name, want.parameters[name], shard)), name
+            note(name, run.gradients[name], None if gradient is None else slice_of(layout, name, gradient, shard))
+    return worst
+
+
+def check(
+    make: Callable[[], Any],
+    loss: Callable[..., Any],
+    x: Tensor,
+    y: Tensor,
+    shards: int,
+    *,
+    styles: Mapping[str, str] | None = None,
+    sequence: bool = False,
+    ties: tuple[tuple[str, ...], ...] = (),
+) -> tuple[list[Run], list[Ledger]]:
+    """Whole against sharded within `TOLERANCE`; all shards agree on what they hold together."""
+    graph = graph_of(make, ties=ties)
+    layout = layout_of(graph, shards, styles)
+    runs, ledgers = sharded(graph, layout, loss, x, y, sequence=sequence)
+    found = errors(runs, whole(graph, loss, x, y), layout)
+    wrong = {name: value for name, value in found.items() if not value <= TOLERANCE}
+    assert not wrong, wrong
+    for run in runs[1:]:
+        assert torch.equal(run.loss, runs[0].loss)
+        for name, gradient in run.gradients.items():
+            if name not in layout.cuts and gradient is not None:
+                assert torch.equal(gradient, runs[0].gradients[name]), name
+    return runs, ledgers
