@@ -19,8 +19,8 @@ from raypar.comm.collectives import ONE_PHASE_BYTES, add_in_order, slices
 from raypar.comm.nccl import NUMBERS, Communicator
 from raypar.comm.nccl_device import Device, Stream
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
-"""The collectives of the protocol."""
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+"""Those of the protocol that move memory."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -66,7 +66,7 @@ class Lane:
             return
         token = [self._token[i : i + 1] for i in range(self.size)]
         self.exchange([token[self.me]] * self.size, token)
-        self.barrier()
+        self.communicator.all_reduce(self._token.data_ptr(), 1, self._token.dtype, self.stream.handle)
 
     def message(self, tensor: Tensor) -> list[Tensor]:
         """Send it (index 0) or receive it (index 1)."""
@@ -141,11 +141,6 @@ class Lane:
     def broadcast(self, tensor: Tensor, root: int) -> list[Tensor]:
         """`tensor` of the root-th rank, in place."""
         self.communicator.broadcast(tensor.data_ptr(), tensor.nbytes, root, self.stream.handle)
-        return []
-
-    def barrier(self) -> list[Tensor]:
-        """Done once all have come."""
-        self.communicator.all_reduce(self._token.data_ptr(), 1, self._token.dtype, self.stream.handle)
         return []
 
     def _copy(self, source: Tensor, target: Tensor) -> None:

@@ -8,6 +8,9 @@ receives, and shapes travel, as over TCP.
 Collectives need no words: each (operation, group, channel) has a lane of its own (`nccl_lane`), in which the order of
 calls is the order of matching.
 
+Tensors in host memory go over the control transport, messages among the announcements, so that they match as all do. Barriers
+too: they are about calls, not about memory.
+
 A lost peer is noticed by the control transport, whose connections a dying process closes; NCCL itself would wait for it
 for ever. Whoever ends says goodbye with the numbers of what it has posted, so that others fail what can never complete
 and nothing else.
@@ -35,6 +38,7 @@ from raypar.comm.nccl_flight import Batch, Flight
 from raypar.comm.nccl_lane import Lane, Wire
 from raypar.comm.operation import Exchange, Operation, Phases
 from raypar.comm.tcp_wire import CODES, DTYPES
+from raypar.comm.transport import Handle
 from raypar.errors import CommError, GroupAborted
 
 log = logging.getLogger("raypar")
@@ -51,13 +55,37 @@ POLL_S = 0.01
 ANNOUNCEMENTS = 1
 """The channel of the control transport that they use; collectives of a transport take others."""
 
+ON_DEVICE, ON_HOST, GOODBYE = range(3)
+"""What a frame announces: a message in its lane, one that follows here, or the counts of one who leaves, which follow here."""
+
 MOST_DIMS = 16
-FRAME = struct.Struct(f"<BBxxIQ{MOST_DIMS}Q")
-"""dtype code, number of dims, bytes of a goodbye that follows (0: this is an announcement), tag, dims."""
+FRAME = struct.Struct(f"<BBBxIQ{MOST_DIMS}Q")
+"""One of the above, dtype code, number of dims, bytes of a goodbye, tag, dims."""
 
 T = TypeVar("T")
 Key = tuple[int, int]
 """(source, tag)"""
+
+
+class Told:
+    """The mark of a message in host memory: once it has left (see `Mark`). Streams need not wait for it."""
+
+    def __init__(self, operation: Operation | None) -> None:
+        self._operation = operation
+
+    def done(self) -> bool:
+        """See `Mark.done`; what fails is told by the loss of the peer."""
+        try:
+            return self._operation is None or self._operation.done()
+        except CommError:
+            return False
+
+    def hold_current(self) -> None:
+        """See `Mark.hold_current`."""
+
+
+HERE = Told(None)
+"""The mark of what is in host memory already."""
 
 
 class Listening(Operation):
@@ -77,8 +105,8 @@ class Listening(Operation):
 class NcclTransport:
     """One rank's end of a generation. Made by `nccl_connect.connect`; owns `control`, and closes it.
 
-    Tensors must lie on `device`. `stuck`: what `abort` or `close` could not end within `ABORT_S`; if there is anything, this
-    process is to be killed.
+    Tensors lie on `device` or in host memory. `stuck`: what `abort` or `close` could not end within `ABORT_S`; if there is
+    anything, this process is to be killed.
     """
 
     carries_shapes = True
@@ -87,14 +115,15 @@ class NcclTransport:
         self.rank = control.rank
         self.size = control.size
         self.generation = control.generation
-        self.ledger = Ledger()
         self.control = control
+        self.ledger = control.ledger = Ledger()
         self.device = device
         self.stuck: tuple[str, ...] = ()
         self._lanes = dict(lanes)
         self._changed = threading.Condition()
         self._flights: list[Flight] = []
         self._flights_lock = threading.Lock()
+        self._telling = [threading.Lock() for _ in range(self.size)]
         self._matching = threading.Lock()
         self._posted: dict[Key, deque[Flight]] = {}
         self._arrived: dict[Key, deque[Flight]] = {}
@@ -143,9 +172,15 @@ class NcclTransport:
             self._send_to_self(tensor, tag)
             flight.launch(self.device.mark())
             return flight
-        frame = pack(tensor, tag)
+        if not self.device.owns(tensor):
+            frame = pack(ON_HOST, tensor, tag)
+            with self._telling[to]:
+                if self._track(flight):
+                    flight.launch(Told(self._tell(to, frame, tensor)))
+            return flight
+        frame = pack(ON_DEVICE, tensor, tag)
         lane = self._lane(Wire((self.rank, to), "message"))
-        with lane.lock:
+        with self._telling[to], lane.lock:
             if self._track(flight):
                 self._launch(lane, flight, lambda: lane.message(tensor))
                 self._tell(to, frame)
@@ -170,8 +205,8 @@ class NcclTransport:
         flight = Flight(self, f"recv tag {tag}", (source,), () if out is None else (out,), out=given)
         if out is not None:
             flight.start = self.device.mark()
-        if source != self.rank:
-            self._lane(Wire((source, self.rank), "message"))
+            if source != self.rank and self.device.owns(out):
+                self._lane(Wire((source, self.rank), "message"))
         with self._matching:
             arrived = take(self._arrived, (source, tag))
             if arrived is not None:
@@ -188,14 +223,14 @@ class NcclTransport:
         if flight.out is None:
             flight.out = came
             flight.kept = (came,)
-        elif not fits(flight, came.dtype, came.shape):
+        elif not self._fits(flight, came.dtype, came.shape, self.device.owns(came)):
             self._wake()
             return
         else:
             (out,) = flight.kept
             flight.kept = (out, came)
             assert flight.start is not None
-            if flight.peers[0] == self.rank:
+            if flight.peers[0] == self.rank or not self.device.owns(came):
                 flight.start.hold_current()
                 mark.hold_current()
                 with torch.no_grad():
@@ -216,27 +251,43 @@ class NcclTransport:
         frame = torch.empty(FRAME.size, dtype=torch.uint8)
         while True:
             yield Exchange((), [(frame, peer, 0)])
-            code, dims, more, tag, *shape = FRAME.unpack(bytes(frame.numpy()))
-            if more:
+            kind, code, dims, more, tag, *shape = FRAME.unpack(bytes(frame.numpy()))
+            if kind == GOODBYE:
                 text = torch.empty(more, dtype=torch.uint8)
                 yield Exchange((), [(text, peer, 1)])
                 self._part(peer, json.loads(bytes(text.numpy())))
+            elif kind == ON_HOST:
+                dtype = DTYPES[code]
+                with self._matching:
+                    flight, wanted = self._posted_for(peer, tag, dtype, shape[:dims], on_device=False)
+                fresh = flight is None or flight.out is None
+                into = self.control.pool.empty(shape[:dims], dtype) if fresh else flight.kept[0]  # type: ignore[union-attr]
+                yield Exchange((), [(into, peer, 1)])
+                self._came_on_host(flight, wanted, peer, tag, into)
             else:
-                self._announced(peer, tag, DTYPES[code], shape[:dims])
+                self._coming(peer, tag, DTYPES[code], shape[:dims])
 
-    def _announced(self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    def _posted_for(
+        self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
+    ) -> tuple[Flight | None, bool]:
+        """The posted receive that an announced message belongs to, and whether anybody may ever want it. Holds `_matching`."""
+        flight = take(self._posted, (source, tag))
+        if flight is None or flight.out is None or self._fits(flight, dtype, shape, on_device):
+            return flight, True
+        self._wake()
+        return None, False
+
+    def _coming(self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """The next message in the lane of `source` is this one. Runs in whatever thread has read it."""
         lane = self._lane(Wire((source, self.rank), "message"))
         self.device.bind()
         with self._matching, lane.lock:
             if self._aborted is not None:
                 return
-            flight = take(self._posted, (source, tag))
-            if flight is not None and (flight.out is None or fits(flight, dtype, shape)):
-                counts = True
-            else:  # nobody has asked for it yet; or who has wants another: then it is read, and forgotten
-                wanted = flight is None
-                counts, flight = False, Flight(self, f"message tag {tag}", (source,))
+            flight, wanted = self._posted_for(source, tag, dtype, shape, on_device=True)
+            posted = flight is not None
+            if flight is None:
+                flight = Flight(self, f"message tag {tag}", (source,))
                 if wanted:
                     self._arrived.setdefault((source, tag), deque()).append(flight)
                 self._track(flight)
@@ -245,27 +296,71 @@ class NcclTransport:
                 flight.kept = (flight.out,)
             (into,) = flight.kept
             self._launch(lane, flight, lambda: lane.message(into), after_current=False)
-        if counts:
+        if posted:
             self.ledger.count("recv", received=into.nbytes)
         self._wake()
 
-    def _tell(self, to: int, frame: bytearray, more: bytearray | None = None) -> None:
-        """Words for a peer. That it is lost is not this call's to say."""
-        words = [(torch.frombuffer(data, dtype=torch.uint8), to, i) for i, data in enumerate((frame, more)) if data is not None]
+    def _came_on_host(self, flight: Flight | None, wanted: bool, source: int, tag: int, tensor: Tensor) -> None:
+        """All of a message in host memory is here, in `tensor`, which is the posted receive's own if that has one."""
+        if not wanted:
+            return
+        with self._matching:
+            if flight is None:
+                arrived = Flight(self, f"message tag {tag}", (source,), (tensor,), out=tensor)
+                arrived.launch(HERE)
+                posted = take(self._posted, (source, tag))
+                if posted is None:
+                    self._arrived.setdefault((source, tag), deque()).append(arrived)
+                else:
+                    self._give(posted, arrived)
+                return
+        self.ledger.count("recv", received=tensor.nbytes)
+        if flight.out is None:
+            flight.out = tensor
+        flight.launch(HERE)
+        self._wake()
+
+    def _fits(self, flight: Flight, dtype: torch.dtype, shape: Sequence[int], on_device: bool) -> bool:
+        """Whether what came is what a posted receive is for; else it fails."""
+        out = flight.out
+        assert out is not None
+        if out.dtype == dtype and out.shape == torch.Size(shape) and self.device.owns(out) == on_device:
+            return True
+        places = {True: self.device.name, False: "the host"}
+        where = "" if self.device.owns(out) == on_device else f" on {places[on_device]}, not {places[not on_device]}"
+        flight.fail(
+            CommError(
+                f"{flight.describe()} expects {out.dtype} {tuple(out.shape)}, "
+                f"rank {flight.peers[0]} sent {dtype} {tuple(shape)}{where}",
+                cure="both ends must agree on dtype, shape and device; tags must be unique among pending messages of a pair",
+            )
+        )
+        return False
+
+    def _tell(self, to: int, frame: bytearray, more: Tensor | None = None) -> Operation:
+        """Words for a peer; its lock in `_telling` is held. That it is lost is not this call's to say."""
+        words = [(torch.frombuffer(frame, dtype=torch.uint8), to, 0)]
+        if more is not None:
+            words.append((more, to, 1))
         telling = Operation(self.control, "telling", (to,), ANNOUNCEMENTS)
         telling.post(Exchange(words, ()))
         telling.posted()
+        return telling
 
     # -- collectives
 
-    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> Flight:
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.all_reduce`."""
+        if self._on_host(flat):
+            return self.control.all_reduce(flat, group=group, channel=channel)
         wire, me, (flat,) = self._entered("all_reduce", group, channel, flat)
         sent, received = all_reduce_bytes(flat, len(wire.members), me)
         return self._run(wire, [flat], sent, received, lambda: None, lambda lane: lane.all_reduce(flat))
 
-    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Flight:
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.reduce_scatter`."""
+        if self._on_host(out):
+            return self.control.reduce_scatter(out, pieces, group=group, channel=channel)
         wire, me, (out, *parts) = self._entered("reduce_scatter", group, channel, out, *pieces)
         check_count(wire, parts)
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
@@ -273,8 +368,10 @@ class NcclTransport:
         kept = [out, *parts]
         return self._run(wire, kept, sent, received, lambda: copy(parts[0], out), lambda lane: lane.reduce_scatter(out, parts))
 
-    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> Flight:
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.all_gather`."""
+        if self._on_host(mine):
+            return self.control.all_gather(pieces, mine, group=group, channel=channel)
         wire, me, (mine, *outs) = self._entered("all_gather", group, channel, mine, *pieces)
         check_count(wire, outs)
         sent = mine.nbytes * (len(outs) - 1)
@@ -282,8 +379,10 @@ class NcclTransport:
         kept = [mine, *outs]
         return self._run(wire, kept, sent, received, lambda: copy(mine, outs[0]), lambda lane: lane.all_gather(outs, mine))
 
-    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Flight:
+    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.all_to_all`."""
+        if self._on_host(*pieces[:1]):
+            return self.control.all_to_all(outs, pieces, group=group, channel=channel)
         wire, me, both = self._entered("all_to_all", group, channel, *outs, *pieces)
         into, parts = both[: len(outs)], both[len(outs) :]
         check_count(wire, into)
@@ -292,8 +391,10 @@ class NcclTransport:
         received = sum(out.nbytes for out in into) - into[me].nbytes
         return self._run(wire, both, sent, received, lambda: copy(parts[0], into[0]), lambda lane: lane.all_to_all(into, parts))
 
-    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> Flight:
+    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.broadcast`. Counted as if the root sent to each rank."""
+        if self._on_host(tensor):
+            return self.control.broadcast(tensor, root=root, group=group, channel=channel)
         wire, me, (tensor,) = self._entered("broadcast", group, channel, tensor)
         if root not in wire.members:
             raise CommError(f"broadcast root {root} is not in group {wire.members}", cure="give a rank of the group")
@@ -301,10 +402,15 @@ class NcclTransport:
         sent, received = (tensor.nbytes * (len(wire.members) - 1), 0) if me == index else (0, tensor.nbytes)
         return self._run(wire, [tensor], sent, received, lambda: None, lambda lane: lane.broadcast(tensor, index))
 
-    def barrier(self, *, group: Sequence[int], channel: int = 0) -> Flight:
+    def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.barrier`."""
-        wire, _, _ = self._entered("barrier", group, channel)
-        return self._run(wire, [], 0, 0, lambda: None, lambda lane: lane.barrier())
+        self._check_alive()
+        return self.control.barrier(group=group, channel=channel)
+
+    def _on_host(self, *tensors: Tensor) -> bool:
+        """Whether a collective is the control transport's."""
+        self._check_alive()
+        return any(t.device.type == "cpu" and not self.device.owns(t) for t in tensors)
 
     def _entered(self, name: str, group: Sequence[int], channel: int, *tensors: Tensor) -> tuple[Wire, int, list[Tensor]]:
         """A collective call, checked: what it is, our index in the group, the tensors without their history."""
@@ -369,11 +475,11 @@ class NcclTransport:
     def _checked(self, tensor: Tensor, peer: int) -> Tensor:
         if not 0 <= peer < self.size:
             raise outside(peer, self.size)
-        if not tensor.is_contiguous() or not self.device.owns(tensor):
+        if not tensor.is_contiguous() or not (self.device.owns(tensor) or tensor.device.type == "cpu"):
             strides = tuple(tensor.stride())
             raise CommError(
                 f"a tensor of shape {tuple(tensor.shape)} with strides {strides} on {tensor.device} cannot be moved",
-                cure=f"pass a contiguous tensor on {self.device.name} (tensor.contiguous())",
+                cure=f"pass a contiguous tensor on {self.device.name} or the host (tensor.contiguous())",
             )
         return tensor.detach()
 
@@ -469,8 +575,10 @@ class NcclTransport:
         for peer in range(self.size):
             if peer != self.rank:
                 shared = {lane.name: lane.calls for wire, lane in self._lanes.items() if peer in wire.members}
-                text = bytearray(json.dumps(shared).encode())
-                self._tell(peer, bytearray(FRAME.pack(0, 0, len(text), 0, *[0] * MOST_DIMS)), text)
+                text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
+                frame = FRAME.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MOST_DIMS)
+                with self._telling[peer]:
+                    self._tell(peer, bytearray(frame), text)
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Waiting calls are freed first; then all communicators are aborted together."""
@@ -537,7 +645,7 @@ class NcclTransport:
                 lane.lock.release()
 
 
-def pack(tensor: Tensor, tag: int) -> bytearray:
+def pack(kind: int, tensor: Tensor, tag: int) -> bytearray:
     """The announcement of one message. Raises `CommError` for a dtype, shape or tag that cannot travel."""
     code, dims = CODES.get(tensor.dtype), tensor.dim()
     if code is None or dims > MOST_DIMS or not 0 <= tag < 1 << 64:
@@ -545,7 +653,7 @@ def pack(tensor: Tensor, tag: int) -> bytearray:
             f"cannot send {tensor.dtype} with {dims} dims and tag {tag}",
             cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MOST_DIMS} dims",
         )
-    return bytearray(FRAME.pack(code, dims, 0, tag, *tensor.shape, *[0] * (MOST_DIMS - dims)))
+    return bytearray(FRAME.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MOST_DIMS - dims)))
 
 
 def take(table: dict[Key, deque[T]], key: Key) -> T | None:
@@ -557,21 +665,6 @@ def take(table: dict[Key, deque[T]], key: Key) -> T | None:
     if not queue:
         del table[key]
     return found
-
-
-def fits(flight: Flight, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether what came is what a posted receive is for; else it fails."""
-    out = flight.out
-    assert out is not None
-    if out.dtype == dtype and out.shape == torch.Size(shape):
-        return True
-    flight.fail(
-        CommError(
-            f"{flight.describe()} expects {out.dtype} {tuple(out.shape)}, rank {flight.peers[0]} sent {dtype} {tuple(shape)}",
-            cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
-        )
-    )
-    return False
 
 
 def copy(source: Tensor, target: Tensor) -> None:

@@ -179,11 +179,11 @@ def test_two_ranks_and_even_pieces_use_the_collectives_of_nccl():
 
 
 def test_a_call_that_no_communicator_was_made_for_says_how_to_name_it():
-    with Group(3, [Wire((0, 1), "message"), Wire((0, 1, 2), "barrier")]) as ends:
+    with Group(3, [Wire((0, 1), "message")]) as ends:
         for call, name in (
             (lambda: ends[0].all_reduce(torch.ones(2), group=[0, 1], channel=4), r"Wire\(\(0, 1\), 'all_reduce', 4\)"),
             (lambda: ends[0].send(torch.ones(2), to=2, tag=0), r"Wire\(\(0, 2\), 'message', 0\)"),
-            (lambda: ends[1].recv(None, source=2, tag=0), r"Wire\(\(2, 1\), 'message', 0\)"),
+            (lambda: ends[1].recv(torch.ones(2), source=2, tag=0), r"Wire\(\(2, 1\), 'message', 0\)"),
         ):
             with pytest.raises(CommError, match=name):
                 call()
@@ -195,6 +195,36 @@ def test_a_call_that_no_communicator_was_made_for_says_how_to_name_it():
 def test_a_tensor_elsewhere_is_refused():
     with Group(2, PAIR) as ends, pytest.raises(CommError, match="on meta cannot be moved"):
         ends[0].send(torch.ones(2, device="meta"), to=1, tag=0)
+
+
+def test_tensors_of_the_host_match_like_those_of_the_device_without_a_communicator():
+    """The votes of a step, states and checkpoints are the host's."""
+
+    def device(rank):
+        return HostDevice(f"device {rank}", only=frozenset({torch.float32}))
+
+    with Group(2, PAIR, device=device) as ends:
+        sends = [
+            ends[0].send(torch.full((4,), 1.0), to=1, tag=1),
+            ends[0].send(torch.full((300, 1000), 2.0, dtype=torch.float64), to=1, tag=1),
+            ends[0].send(torch.zeros(0, dtype=torch.int64), to=1, tag=1),
+            ends[0].send(torch.full((3,), 5), to=1, tag=9),
+            ends[0].send(torch.full((4,), 3.0), to=1, tag=1),
+        ]
+        last = ends[1].recv(torch.zeros(3, dtype=torch.int64), source=0, tag=9)
+        last.wait(LIMIT_S)
+        assert last.tensor().tolist() == [5, 5, 5]
+        given = torch.zeros(300, 1000, dtype=torch.float64)
+        handles = [ends[1].recv(out, source=0, tag=1) for out in (None, given, None, None)]
+        for handle in (*handles, *sends):
+            handle.wait(LIMIT_S)
+        assert [float(h.tensor().sum()) for h in handles] == [4.0, 600_000.0, 0.0, 12.0]
+        assert [h.tensor().dtype for h in handles] == [torch.float32, torch.float64, torch.int64, torch.float32]
+        count = torch.ones(5, dtype=torch.int32)
+        every(ends, lambda end: end.all_reduce(count.clone(), group=[0, 1]))
+        ends[0].send(torch.ones(2), to=1, tag=2)
+        with pytest.raises(CommError, match=r"sent torch.float32 \(2,\) on cpu, not the host"):
+            ends[1].recv(torch.ones(2, dtype=torch.float64), source=0, tag=2).wait(LIMIT_S)
 
 
 # -- asynchrony
@@ -252,20 +282,21 @@ def test_who_closes_first_after_a_last_exchange_disturbs_nobody():
 
 
 def test_what_was_under_way_completes_after_a_goodbye_and_what_can_never_complete_fails():
-    with Group(2, [*PAIR, Wire((0, 1), "barrier")]) as ends:
+    with Group(2, [*PAIR, Wire((0, 1), "all_reduce")]) as ends:
         ends[0].send(torch.ones(3), to=1, tag=1).wait(LIMIT_S)
-        barriers = [end.barrier(group=[0, 1]) for end in ends]
-        for barrier in barriers:
-            barrier.wait(LIMIT_S)
+        every(ends, lambda end: end.all_reduce(torch.ones(3), group=[0, 1]))
+        every(ends, lambda end: end.barrier(group=[0, 1]))
         ends[0].close()
         assert ends[1].recv(None, source=0, tag=1).wait(LIMIT_S) is None
         for late in (
             ends[1].recv(None, source=0, tag=2),
             ends[1].send(torch.ones(3), to=0, tag=2),
-            ends[1].barrier(group=[0, 1]),
+            ends[1].all_reduce(torch.ones(3), group=[0, 1]),
         ):
             with pytest.raises(CommError, match=r"with 0 .*: rank 0 closed its end"):
                 late.wait(LIMIT_S)
+        with pytest.raises(CommError, match=r"barrier .* with 0 .*lost rank 0"):
+            ends[1].barrier(group=[0, 1]).wait(LIMIT_S)
 
 
 def test_closing_leaves_no_thread_no_open_file_and_no_communicator():
@@ -400,7 +431,7 @@ def test_ranks_that_name_different_wires_are_told_which():
         Wire((0, 0), "message"),
         Wire((0, 1, 2), "message"),
         Wire((1, 0), "all_reduce"),
-        Wire((0, 9), "barrier"),
+        Wire((0, 9), "broadcast"),
         Wire((0, 1), "sum"),
     ],
     ids=str,

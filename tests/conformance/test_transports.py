@@ -60,9 +60,10 @@ def in_threads(size, body):
 def connected_by(kind, size):
     """`connected`, by the transport's name."""
     meshes, ends = connected(size, near=kind != "tcp")
-    if kind == "nccl":
+    if kind in ("nccl", "mixed"):
         standin.load()
-        ends = in_threads(size, lambda rank: transport_cases.over_nccl(ends[rank], f"rank {rank}"))
+        only = frozenset({torch.float32, torch.bfloat16, torch.bool}) if kind == "mixed" else None
+        ends = in_threads(size, lambda rank: transport_cases.over_nccl(ends[rank], f"rank {rank}", only))
     return meshes, ends
 
 
@@ -86,9 +87,9 @@ def workers(request):
     made.end()
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix", needs_cupy("nccl")])
+@pytest.fixture(scope="module", params=["tcp", "unix", needs_cupy("nccl"), needs_cupy("mixed")])
 def three_ends(request):
-    """In this process, used by all cases: nothing of one case disturbs the next."""
+    """In this process, used by all cases: nothing of one case disturbs the next. `mixed`: `nccl` for some dtypes only."""
     meshes, ends = connected_by(request.param, 3)
     yield ends
     for end in (*ends, *meshes):

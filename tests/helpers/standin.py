@@ -208,10 +208,11 @@ class HostStream:
 
 
 class HostDevice:
-    """Host memory, as a device of its own for each rank."""
+    """Host memory, as a device of its own for each rank. With `only`, tensors of other dtypes count as the host's."""
 
-    def __init__(self, identity: str, most_lanes: int = 1000) -> None:
+    def __init__(self, identity: str, most_lanes: int = 1000, only: frozenset[torch.dtype] | None = None) -> None:
         self.name = "cpu"
+        self.only = only
         self.identity = identity
         self.most_lanes = most_lanes
 
@@ -220,7 +221,7 @@ class HostDevice:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """See `Device.owns`."""
-        return tensor.device.type == "cpu"
+        return tensor.device.type == "cpu" and (self.only is None or tensor.dtype in self.only)
 
     def stream(self) -> HostStream:
         """See `Device.stream`."""

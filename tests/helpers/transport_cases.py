@@ -451,9 +451,9 @@ def connect(state: State, index: int, addresses: list[str], members: list[int], 
     return generation
 
 
-def over_nccl(control: Any, name: str) -> Transport:
+def over_nccl(control: Any, name: str, only: frozenset[torch.dtype] | None = None) -> Transport:
     """A `cpu` transport becomes the control transport of an `nccl` one, with all that the cases use."""
-    device, wires = standin.HostDevice(name), standin.all_wires(control.size)
+    device, wires = standin.HostDevice(name, only=only), standin.all_wires(control.size)
     return connect_nccl(control, device=device, wires=wires, deadline_s=LIMIT_S)
 
 
