@@ -59,8 +59,7 @@ def connect(control: CpuTransport, *, device: Device, wires: Iterable[Wire], dea
             control.send(torch.zeros(1, dtype=torch.uint8), to=rank, tag=READY)
         await_all(ready, deadline, deadline_s, "made all communicators")
     except BaseException as error:
-        making.given_up = True
-        transport = NcclTransport(control, device, making.lanes)
+        transport = NcclTransport(control, device, making.give_up())
         transport.abort(f"rank {control.rank} gave up connecting: {error}")
         transport.close()
         raise
@@ -151,7 +150,8 @@ class Making(threading.Thread):
     def __init__(self, rank: int, device: Device, wires: Sequence[Wire], ids: Mapping[str, bytes]) -> None:
         super().__init__(name=f"raypar-nccl-{rank}", daemon=True)
         self.lanes: dict[Wire, Lane] = {}
-        self.given_up = False
+        self._given_up = False
+        self._deciding = threading.Lock()
         self._rank = rank
         self._device = device
         self._wires = wires
@@ -169,18 +169,25 @@ class Making(threading.Thread):
                 self._under_way = str(wire)
                 me = wire.members.index(self._rank)
                 communicator = nccl.Communicator(len(wire.members), self._ids[str(wire)], me)
-                if self.given_up:
-                    communicator.abort()
-                    return
-                lane = self.lanes[wire] = Lane(wire, me, communicator, self._device)
+                with self._deciding:
+                    if self._given_up:
+                        communicator.abort()
+                        return
+                    lane = self.lanes[wire] = Lane(wire, me, communicator, self._device)
                 lane.warm_up()
                 mark = lane.stream.mark()
-                while not mark.done() and not self.given_up:
+                while not mark.done() and not self._given_up:
                     time.sleep(LOOK_S / 10)
         except BaseException as error:
             self._error = error
         finally:
             self._over.set()
+
+    def give_up(self) -> dict[Wire, Lane]:
+        """Make no more; what is made."""
+        with self._deciding:
+            self._given_up = True
+            return dict(self.lanes)
 
     def wait(self, others: Iterable[Handle], deadline: float, deadline_s: float) -> None:
         """Until all are made. `others`: handles that fail when a rank is lost."""

@@ -89,6 +89,7 @@ class CudaMark:
     """An event of CUDA."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
@@ -98,7 +99,7 @@ class CudaMark:
 
     def hold_current(self) -> None:
         """See `Mark.hold_current`."""
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """Later work of `stream` waits."""
@@ -106,10 +107,13 @@ class CudaMark:
 
 
 class CudaStream:
-    """A stream of PyTorch's pool, which hands out 32 before it gives one twice."""
+    """A stream of PyTorch's pool, which hands out 32 of this priority before it gives one twice.
+
+    A high one: a kernel that waits for a peer shall not wait for room beside the computation's as well.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self.handle = int(self.stream.cuda_stream)
 
     def follow(self, mark: Mark) -> None:
@@ -145,6 +149,7 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(self.device)
         self.name = f"{self.device} ({properties.name})"
+        torch.empty(1, device=self.device)  # from here on threads that bind to it find its context
         # With NCCL_HOSTID NCCL takes two processes of a machine for two machines, and a GPU that they share for two.
         host = os.environ.get("NCCL_HOSTID")
         self.identity = f"GPU {properties.uuid}" + (f" of NCCL_HOSTID {host}" if host else "")

@@ -27,6 +27,7 @@ class Awaited(ABC):
         self.transport = transport
         self.name = name
         self.peers = tuple(peers)
+        self._ordered = False
 
     @abstractmethod
     def done(self) -> bool:
@@ -56,6 +57,7 @@ class Awaited(ABC):
         """
         self._until(self.launched, timeout_s)
         self.hold_current()
+        self._ordered = True
 
     def _until(self, reached: Callable[[], bool], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -78,7 +80,7 @@ class Awaited(ABC):
 
     def tensors(self) -> list[Tensor]:
         """See `Handle.tensors`; also after `wait_on_stream`, for work on the stream that waits."""
-        if not self.launched():
+        if not self._ordered and not self.done():
             raise CommError(f"{self.describe()} is not done", cure="wait for the handle before reading its tensor")
         return self.received()
 
@@ -137,7 +139,8 @@ class Flight(Awaited):
         """See `Awaited.received`."""
         if self.out is None:
             return []
-        self.transport.device.hand_over(self.out)
+        if self.transport.device.owns(self.out):
+            self.transport.device.hand_over(self.out)
         return [self.out]
 
     def look(self) -> bool:

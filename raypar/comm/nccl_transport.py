@@ -67,25 +67,36 @@ Key = tuple[int, int]
 """(source, tag)"""
 
 
-class Told:
-    """The mark of a message in host memory: once it has left (see `Mark`). Streams need not wait for it."""
+class Telling(Operation):
+    """Words on their way to a peer; with `flight`, a message in host memory among them."""
 
-    def __init__(self, operation: Operation | None) -> None:
-        self._operation = operation
+    def __init__(self, control: CpuTransport, peer: int, flight: Flight | None) -> None:
+        super().__init__(control, "telling", (peer,), ANNOUNCEMENTS)
+        self._flight = flight
+
+    def fail(self, error: CommError) -> None:
+        """See `Operation.fail`."""
+        if self._flight is not None:
+            reason = error.what.removeprefix(f"{self.describe()}: ")
+            self._flight.fail(type(error)(f"{self._flight.describe()}: {reason}", error.cure))
+        super().fail(error)
+
+
+class Told:
+    """The mark of a message in host memory (see `Mark`): once it has left, or is here. Streams need not wait for it."""
+
+    def __init__(self, telling: Telling | None) -> None:
+        self._telling = telling
 
     def done(self) -> bool:
-        """See `Mark.done`; what fails is told by the loss of the peer."""
-        try:
-            return self._operation is None or self._operation.done()
-        except CommError:
-            return False
+        """See `Mark.done`. When the message is lost, its flight has failed before."""
+        return self._telling is None or self._telling.settled
 
     def hold_current(self) -> None:
         """See `Mark.hold_current`."""
 
 
 HERE = Told(None)
-"""The mark of what is in host memory already."""
 
 
 class Listening(Operation):
@@ -176,7 +187,7 @@ class NcclTransport:
             frame = pack(ON_HOST, tensor, tag)
             with self._telling[to]:
                 if self._track(flight):
-                    flight.launch(Told(self._tell(to, frame, tensor)))
+                    flight.launch(Told(self._tell(to, frame, tensor, flight)))
             return flight
         frame = pack(ON_DEVICE, tensor, tag)
         lane = self._lane(Wire((self.rank, to), "message"))
@@ -337,12 +348,12 @@ class NcclTransport:
         )
         return False
 
-    def _tell(self, to: int, frame: bytearray, more: Tensor | None = None) -> Operation:
-        """Words for a peer; its lock in `_telling` is held. That it is lost is not this call's to say."""
+    def _tell(self, to: int, frame: bytearray, more: Tensor | None = None, flight: Flight | None = None) -> Telling:
+        """Words for a peer; its lock in `_telling` is held. Of announcements that are lost the loss of the peer tells."""
         words = [(torch.frombuffer(frame, dtype=torch.uint8), to, 0)]
         if more is not None:
             words.append((more, to, 1))
-        telling = Operation(self.control, "telling", (to,), ANNOUNCEMENTS)
+        telling = Telling(self.control, to, flight)
         telling.post(Exchange(words, ()))
         telling.posted()
         return telling

@@ -295,6 +295,10 @@ def test_what_was_under_way_completes_after_a_goodbye_and_what_can_never_complet
         ):
             with pytest.raises(CommError, match=r"with 0 .*: rank 0 closed its end"):
                 late.wait(LIMIT_S)
+        host = HostDevice("host", only=frozenset())
+        ends[1].device = host
+        with pytest.raises(CommError, match=r"send tag 3 of rank 1 with 0 .*rank 0"):
+            ends[1].send(torch.ones(3), to=0, tag=3).wait(LIMIT_S)
         with pytest.raises(CommError, match=r"barrier .* with 0 .*lost rank 0"):
             ends[1].barrier(group=[0, 1]).wait(LIMIT_S)
 
