@@ -24,7 +24,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -49,6 +50,7 @@ ABORT_S = 5.0
 LAUNCH_S = 1.0
 """Whoever is just launching something gets so long before its communicator is aborted. A launch that hangs is freed by that."""
 
+LOOK_S = 0.02
 POLL_S = 0.01
 """Errors that NCCL found in the background are asked for at most so often."""
 
@@ -185,13 +187,13 @@ class NcclTransport:
             return flight
         if not self.device.owns(tensor):
             frame = pack(ON_HOST, tensor, tag)
-            with self._telling[to]:
+            with self._held(self._telling[to]):
                 if self._track(flight):
                     flight.launch(Told(self._tell(to, frame, tensor, flight)))
             return flight
         frame = pack(ON_DEVICE, tensor, tag)
         lane = self._lane(Wire((self.rank, to), "message"))
-        with self._telling[to], lane.lock:
+        with self._held(self._telling[to]), self._held(lane.lock):
             if self._track(flight):
                 self._launch(lane, flight, lambda: lane.message(tensor))
                 self._tell(to, frame)
@@ -292,9 +294,8 @@ class NcclTransport:
         """The next message in the lane of `source` is this one. Runs in whatever thread has read it."""
         lane = self._lane(Wire((source, self.rank), "message"))
         self.device.bind()
-        with self._matching, lane.lock:
-            if self._aborted is not None:
-                return
+        with self._matching, self._held(lane.lock):
+            self._check_alive()
             flight, wanted = self._posted_for(source, tag, dtype, shape, on_device=True)
             posted = flight is not None
             if flight is None:
@@ -452,13 +453,23 @@ class NcclTransport:
             flight.launch(self.device.mark())
         else:
             lane = self._lane(wire)
-            with lane.lock:
+            with self._held(lane.lock):
                 if self._track(flight):
                     self._launch(lane, flight, lambda: together(lane))
         self.ledger.count(wire.operation, sent=sent, received=received)
         return flight
 
     # -- parts of the above
+
+    @contextmanager
+    def _held(self, lock: threading.Lock) -> Iterator[None]:
+        """With a lock that a launch which hangs inside NCCL may keep: an abort frees those who wait for it."""
+        while not lock.acquire(timeout=LOOK_S):
+            self._check_alive()
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _launch(self, lane: Lane, flight: Flight, work: Callable[[], Sequence[Tensor]], *, after_current: bool = True) -> None:
         """Enqueue an operation of a lane whose lock is held; after what the current stream has, or after `flight.start`."""

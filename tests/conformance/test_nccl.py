@@ -117,7 +117,29 @@ def test_the_standin_adds_each_dtype_as_torch_does(dtype):
         assert bool(same.all()), (first[~same][:5], second[~same][:5], flat[~same][:5], want[~same][:5])
 
 
-def test_ncclsown_sum_of_three_has_other_bits_than_rank_order_and_the_transports_has_not():
+@pytest.mark.parametrize("code", range(10))
+def test_the_standin_has_the_other_operations_and_dtypes_too(code):
+    """Raw calls of CuPy's bindings; codes of dtypes and operations as in nccl.h."""
+    dtype = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64)[code] if code < 6 else None
+    dtype = dtype or (torch.float16, torch.float32, torch.float64, torch.bfloat16)[code - 6]
+    values = [torch.tensor([3, 8, 5, 0]).to(dtype), torch.tensor([5, 2, 5, 4]).to(dtype)]
+    want = {0: [8, 10, 10, 4], 1: [15, 16, 25, 0], 2: [5, 8, 5, 4], 3: [3, 2, 5, 0], 4: [4, 5, 5, 2]}
+    with Group(2, [Wire((0, 1), "all_reduce")]) as ends:
+        lanes = [next(iter(end._lanes.values())) for end in ends]
+        for operation, expected in want.items():
+            outs = [torch.zeros(4).to(dtype) for _ in lanes]
+            roots = [torch.zeros(4).to(dtype) for _ in lanes]
+            for lane, value, out, root in zip(lanes, values, outs, roots, strict=True):
+                raw, stream = lane.communicator._comm, lane.stream.handle
+                raw.allReduce(value.data_ptr(), out.data_ptr(), 4, code, operation, stream)
+                raw.reduce(value.data_ptr(), root.data_ptr(), 4, code, operation, 1, stream)
+                raw.bcast(root.data_ptr(), 4, code, 1, stream)
+            for lane in lanes:
+                lane.stream.mark().hold_current()
+            assert [out.tolist() for out in (*outs, *roots)] == [expected] * 4, operation
+
+
+def test_nccls_own_sum_of_three_has_other_bits_than_rank_order_and_the_transports_has_not():
     with Group(3, [Wire((0, 1, 2), "all_reduce")]) as ends:
         want = in_order([noise(rank, 3000) for rank in range(3)])
         flats = [noise(rank, 3000) for rank in range(3)]
@@ -347,6 +369,30 @@ def test_an_abort_that_hangs_in_nccl_frees_waiting_calls_at_once_and_says_what_i
         time.sleep(0.01)
 
 
+def test_an_abort_frees_who_waits_for_a_launch_that_hangs_in_nccl():
+    with Group(2, PAIR) as ends:
+        freed = {}
+
+        def send(name):
+            try:
+                ends[0].send(torch.ones(3), to=1, tag=1)
+            except GroupAborted:
+                freed[name] = time.monotonic()
+
+        with set_to(Setting.LAUNCH_TAKES_MS, 1200):
+            threads = [threading.Thread(target=send, args=(name,)) for name in ("hangs", "waits")]
+            threads[0].start()
+            time.sleep(0.1)
+            threads[1].start()
+            time.sleep(0.1)
+            at = time.monotonic()
+            ends[0].abort("the test says so")
+            for thread in threads:
+                thread.join(LIMIT_S)
+        assert freed.keys() == {"waits"} and freed["waits"] - at < 0.9
+        assert not ends[0].stuck
+
+
 def test_an_error_that_nccl_finds_in_the_background_breaks_the_group():
     with Group(2, [*PAIR, Wire((0, 1), "all_reduce")]) as ends:
         standin.load().standin_set(Setting.OPERATIONS_UNTIL_ERROR, 1)
@@ -466,7 +512,7 @@ def test_the_library_is_found_logged_and_judged(caplog):
     with caplog.at_level("INFO", logger="raypar"):
         found = nccl.library()
     assert found.version == 22907 and any(path.endswith("libnccl.so.2") for path in found.paths)
-    assert "NCCL 2.29.7 from /" in caplog.text and f"CuPy {found.cupy} for CUDA 13" in caplog.text
+    assert "NCCL 2.29.7 from /" in caplog.text and f"CuPy {found.cupy} for CUDA {found.cupy_cuda}" in caplog.text
     nccl.judge(found, {})
     with (
         set_to(Setting.VERSION, 21703, after=22907),

@@ -47,6 +47,7 @@ class Setting(IntEnum):
     DELAY_US = 3
     ABORT_TAKES_MS = 4
     VERSION = 5
+    LAUNCH_TAKES_MS = 6
 
 
 class Count(IntEnum):

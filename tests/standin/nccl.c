@@ -35,9 +35,9 @@ typedef struct { char internal[128]; } ncclUniqueId;
 
 /* -- faults on request, and what has happened */
 
-enum { INIT_HANGS, LAUNCHES_UNTIL_ERROR, OPERATIONS_UNTIL_ERROR, DELAY_US, ABORT_TAKES_MS, VERSION, SETTINGS };
+enum { INIT_HANGS, LAUNCHES_UNTIL_ERROR, OPERATIONS_UNTIL_ERROR, DELAY_US, ABORT_TAKES_MS, VERSION, LAUNCH_TAKES_MS, SETTINGS };
 enum { LAUNCHED, NATIVE, ALIVE, COUNTS };
-static _Atomic long settings[SETTINGS] = {0, 0, 0, 0, 0, 22907};
+static _Atomic long settings[SETTINGS] = {[VERSION] = 22907};
 static _Atomic long counts[COUNTS];
 
 void standin_set(int what, long value) { settings[what] = value; }
@@ -53,6 +53,11 @@ static int counts_down(int what) { /* true for the call that takes a positive se
 static void rest(int turn) { /* the machine may have few cores: do not spin for long */
     if (turn < 20) { sched_yield(); return; }
     struct timespec t = {0, turn < 200 ? 20000 : 200000};
+    nanosleep(&t, NULL);
+}
+
+static void sleep_ms(long ms) {
+    struct timespec t = {ms / 1000, ms % 1000 * 1000000};
     nanosleep(&t, NULL);
 }
 
@@ -148,8 +153,7 @@ int ncclCommDestroy(Comm *c) { /* waits for what is enqueued, like NCCL: for eve
 
 int ncclCommAbort(Comm *c) {
     if (!c) return INVALID_ARGUMENT;
-    struct timespec t = {settings[ABORT_TAKES_MS] / 1000, settings[ABORT_TAKES_MS] % 1000 * 1000000};
-    nanosleep(&t, NULL);
+    sleep_ms(settings[ABORT_TAKES_MS]);
     c->aborted = 1;
     return ncclCommDestroy(c);
 }
@@ -453,6 +457,7 @@ int ncclGroupEnd(void) {
     if (group_error) return group_error;
     if (!grouped) return OK;
     if (counts_down(LAUNCHES_UNTIL_ERROR)) return SYSTEM_ERROR;
+    sleep_ms(settings[LAUNCH_TAKES_MS]);
     Task *task = calloc(1, sizeof *task);
     task->count = grouped;
     task->operations = malloc(sizeof(Operation) * grouped);
