@@ -5,6 +5,7 @@ CuPy's real bindings run over the stand-in for its library (`helpers.standin`), 
 
 import gc
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -267,6 +268,71 @@ def test_calls_return_before_the_device_is_done_and_memory_lives_until_it_is():
         assert bool((receiving.tensor() == 3).all()) and len(garbage) == 20
         sending.wait(LIMIT_S)
         assert sending.kept == () and held() is None
+
+
+COLLECTIVES_OF_A_FUZZ = [("all_reduce", 0), ("all_reduce", 1), ("all_gather", 0), ("all_to_all", 5)]
+
+
+def any_order(end, seed, count=60):
+    """One rank of a program that all make from `seed`: messages and collectives, which each posts in an order of its own."""
+    shared, own = random.Random(seed), random.Random(1000 * seed + end.rank)
+    everybody = list(range(end.size))
+    lanes = {key: [] for key in COLLECTIVES_OF_A_FUZZ}
+    messages, checks, handles = [], [], []
+    for number in range(count):
+        numel, dtype = shared.choice((0, 1, 300, 5000, 150_000)), shared.choice((torch.float32, torch.float64, torch.int64))
+        if shared.random() < 0.6:
+            source, to = shared.choice(everybody), shared.choice(everybody)
+            value, given = torch.full((numel,), number).to(dtype), shared.random() < 0.5
+            if end.rank == source:
+                messages.append(lambda v=value, to=to, tag=number: handles.append(end.send(v, to=to, tag=tag)))
+            if end.rank == to:
+                out = torch.empty_like(value) if given else None
+                messages.append(
+                    lambda out=out, source=source, tag=number, v=value: (
+                        handles.append(end.recv(out, source=source, tag=tag)),
+                        checks.append(lambda h=handles[-1], v=v: torch.equal(h.tensor(), v)),
+                    )
+                )
+        else:
+            lanes[shared.choice(COLLECTIVES_OF_A_FUZZ)].append((numel, number))
+
+    def collective(operation, channel, numel, number):
+        mine = [noise(100 * number + 10 * end.rank + to, numel) for to in everybody]
+        outs = [torch.empty(numel) for _ in everybody]
+        if operation == "all_reduce":
+            handle = end.all_reduce(mine[0], group=everybody, channel=channel)
+            want, got = [in_order([noise(100 * number + 10 * r, numel) for r in everybody])], [mine[0]]
+        elif operation == "all_gather":
+            handle = end.all_gather(outs, mine[0], group=everybody, channel=channel)
+            want, got = [noise(100 * number + 10 * r, numel) for r in everybody], outs
+        else:
+            handle = end.all_to_all(outs, mine, group=everybody, channel=channel)
+            want, got = [noise(100 * number + 10 * r + end.rank, numel) for r in everybody], outs
+        handles.append(handle)
+        checks.append(lambda: all(torch.equal(a, b) for a, b in zip(got, want, strict=True)))
+
+    own.shuffle(messages)
+    queues = [messages, *([lambda k=key, a=arguments: collective(*k, *a) for arguments in lane] for key, lane in lanes.items())]
+    while any(queues):
+        own.choice([queue for queue in queues if queue]).pop(0)()
+    own.shuffle(handles)
+    for handle in handles:
+        handle.wait(LIMIT_S)
+    return all(check() for check in checks)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 40))])
+def test_whatever_the_order_of_calls_on_each_rank_everything_arrives(seed):
+    size = 2 + seed % 3
+    wires = [Wire((a, b), "message") for a in range(size) for b in range(size) if a != b]
+    wires += [Wire(tuple(range(size)), *key) for key in COLLECTIVES_OF_A_FUZZ]
+
+    def device(rank):
+        return HostDevice(f"device {rank}", only=frozenset({torch.float32, torch.float64}))
+
+    with Group(size, wires, device=device) as ends:
+        assert in_threads(size, lambda rank: any_order(ends[rank], seed)) == [True] * size
 
 
 def test_a_stream_can_wait_instead_of_the_host():

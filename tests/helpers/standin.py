@@ -14,7 +14,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -70,14 +69,14 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The library, compiled at most once for each text of the source."""
+    """The library, compiled at most once for each text of the source, in the clone's `build/`."""
     name = compiler()
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"raypar-standin-{os.getuid()}-{digest}"
+    folder = SOURCE.parents[2] / "build" / f"standin-{digest}"
     built = folder / "libnccl.so.2"
     if built.exists():
         return built
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     own = folder / f"{os.getpid()}.so"
     flags = ["-O2", "-shared", "-fPIC", "-fwrapv", "-pthread", "-Wl,-soname,libnccl.so.2"]
     command = [name, *flags, str(SOURCE), "-o", str(own)]
