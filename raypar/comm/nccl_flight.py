@@ -13,6 +13,7 @@ from raypar.comm.nccl_device import Mark
 from raypar.errors import CommError, CommTimeout
 
 if TYPE_CHECKING:
+    from raypar.comm.nccl_lane import Lane
     from raypar.comm.nccl_transport import NcclTransport
 
 SHORTEST_PAUSE_S = 20e-6
@@ -170,6 +171,10 @@ class Flight(Awaited):
     def mark(self) -> Mark | None:
         """Behind it in its stream, once the device has it."""
         return self._mark
+
+    def take_turn(self, lane: Lane) -> None:
+        """It is the next operation of a lane, whose lock is held."""
+        self.lane, self.number = lane.name, lane.calls + 1
 
     def launch(self, mark: Mark) -> None:
         """The device has it; it is done at `mark`."""

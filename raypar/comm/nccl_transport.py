@@ -1,15 +1,10 @@
 """The transport protocol over NCCL: device memory moves in streams, words about it over the sockets of a `cpu` transport.
 
-Messages. NCCL knows no tags: what one rank sends another arrives in order. So the sender enqueues at once, and announces
-tag, dtype and shape over the control transport; the receiver enqueues every announced message in that order, into the
-posted receive it belongs to, else into fresh memory until one is posted. Tags may overtake, a send never waits for others'
-receives, and shapes travel, as over TCP.
-
 Collectives need no words: each (operation, group, channel) has a lane of its own (`nccl_lane`), in which the order of
 calls is the order of matching.
 
-Tensors in host memory go over the control transport, messages among the announcements, so that they match as all do. Barriers
-too: they are about calls, not about memory.
+Messages are `nccl_messages`. Host tensors' collectives, and barriers, which are about calls and not about memory, are the
+control transport's.
 
 A lost peer is noticed by the control transport, whose connections a dying process closes; NCCL itself would wait for it
 for ever. Whoever ends says goodbye with the numbers of what it has posted, so that others fail what can never complete
@@ -18,15 +13,11 @@ and nothing else.
 
 from __future__ import annotations
 
-import json
 import logging
-import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +28,7 @@ from raypar.comm.ledger import Ledger
 from raypar.comm.nccl_device import Device
 from raypar.comm.nccl_flight import Batch, Flight
 from raypar.comm.nccl_lane import Lane, Wire
-from raypar.comm.operation import Exchange, Operation, Phases
-from raypar.comm.tcp_wire import CODES, DTYPES
+from raypar.comm.nccl_messages import Mailbox
 from raypar.comm.transport import Handle
 from raypar.errors import CommError, GroupAborted
 
@@ -51,68 +41,10 @@ LAUNCH_S = 1.0
 """Whoever is just launching something gets so long before its communicator is aborted. A launch that hangs is freed by that."""
 
 LOOK_S = 0.02
+"""Who waits for another thread's launch looks so often whether it is still worth it."""
+
 POLL_S = 0.01
 """Errors that NCCL found in the background are asked for at most so often."""
-
-ANNOUNCEMENTS = 1
-"""The channel of the control transport that they use; collectives of a transport take others."""
-
-ON_DEVICE, ON_HOST, GOODBYE = range(3)
-"""What a frame announces: a message in its lane, one that follows here, or the counts of one who leaves, which follow here."""
-
-MOST_DIMS = 16
-FRAME = struct.Struct(f"<BBBxIQ{MOST_DIMS}Q")
-"""One of the above, dtype code, number of dims, bytes of a goodbye, tag, dims."""
-
-T = TypeVar("T")
-Key = tuple[int, int]
-"""(source, tag)"""
-
-
-class Telling(Operation):
-    """Words on their way to a peer; with `flight`, a message in host memory among them."""
-
-    def __init__(self, control: CpuTransport, peer: int, flight: Flight | None) -> None:
-        super().__init__(control, "telling", (peer,), ANNOUNCEMENTS)
-        self._flight = flight
-
-    def fail(self, error: CommError) -> None:
-        """See `Operation.fail`."""
-        if self._flight is not None:
-            reason = error.what.removeprefix(f"{self.describe()}: ")
-            self._flight.fail(type(error)(f"{self._flight.describe()}: {reason}", error.cure))
-        super().fail(error)
-
-
-class Told:
-    """The mark of a message in host memory (see `Mark`): once it has left, or is here. Streams need not wait for it."""
-
-    def __init__(self, telling: Telling | None) -> None:
-        self._telling = telling
-
-    def done(self) -> bool:
-        """See `Mark.done`. When the message is lost, its flight has failed before."""
-        return self._telling is None or self._telling.settled
-
-    def hold_current(self) -> None:
-        """See `Mark.hold_current`."""
-
-
-HERE = Told(None)
-
-
-class Listening(Operation):
-    """The endless operation that takes a peer's announcements as they come; it ends when the peer is lost."""
-
-    def __init__(self, transport: NcclTransport, peer: int) -> None:
-        super().__init__(transport.control, "hearing", (peer,), ANNOUNCEMENTS, transport.hear(peer))
-        self._owner = transport
-        self._peer = peer
-
-    def fail(self, error: CommError) -> None:
-        """See `Operation.fail`."""
-        super().fail(error)
-        self._owner.lose(self._peer, error.what.removeprefix(f"{self.describe()}: "))
 
 
 class NcclTransport:
@@ -136,10 +68,7 @@ class NcclTransport:
         self._changed = threading.Condition()
         self._flights: list[Flight] = []
         self._flights_lock = threading.Lock()
-        self._telling = [threading.Lock() for _ in range(self.size)]
-        self._matching = threading.Lock()
-        self._posted: dict[Key, deque[Flight]] = {}
-        self._arrived: dict[Key, deque[Flight]] = {}
+        self.mailbox = Mailbox(self)
         self._ending = threading.Lock()
         self._aborted: str | None = None
         self._broken: CommError | None = None
@@ -148,9 +77,7 @@ class NcclTransport:
         self._left: dict[int, dict[str, int]] = {}
         """Of those who have said goodbye: how many operations they have posted in each lane that we share."""
         self._next_poll_s = 0.0
-        for peer in range(self.size):
-            if peer != self.rank:
-                Listening(self, peer).start()
+        self.mailbox.listen()
 
     def near(self, rank: int) -> bool:
         """See `Transport.near`: the memory is a device's, nobody may read it without a message."""
@@ -160,204 +87,27 @@ class NcclTransport:
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Flight:
         """See `Transport.send`."""
-        self._check_alive()
-        return self._send(self._checked(tensor, to), to, tag)
+        self.check_alive()
+        return self.mailbox.send(self.checked(tensor, to), to, tag)
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> Flight:
         """See `Transport.recv`."""
-        self._check_alive()
-        return self._recv(out, None if out is None else self._checked(out, source), source, tag)
+        self.check_alive()
+        return self.mailbox.recv(out, self._out(out, source), source, tag)
 
     def batch(self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]) -> Batch:
         """See `Transport.batch`: its messages have lanes of their own, so that they never wait for each other."""
-        self._check_alive()
-        outs = [(out, None if out is None else self._checked(out, source), source, tag) for out, source, tag in recvs]
-        tensors = [(self._checked(tensor, to), to, tag) for tensor, to, tag in sends]
-        flights = [self._recv(*recv) for recv in outs] + [self._send(*send) for send in tensors]
+        self.check_alive()
+        outs = [(out, self._out(out, source), source, tag) for out, source, tag in recvs]
+        tensors = [(self.checked(tensor, to), to, tag) for tensor, to, tag in sends]
+        flights = [self.mailbox.recv(*recv) for recv in outs] + [self.mailbox.send(*send) for send in tensors]
         tags = sorted({tag for _, _, tag in (*sends, *recvs)})
         peers = sorted({peer for _, peer, _ in (*sends, *recvs)})
         return Batch(self, f"batch tags {tags}", peers, flights)
 
-    def _send(self, tensor: Tensor, to: int, tag: int) -> Flight:
-        flight = Flight(self, f"send tag {tag}", (to,), (tensor,))
-        self.ledger.count("send", sent=tensor.nbytes)
-        if to == self.rank:
-            self._send_to_self(tensor, tag)
-            flight.launch(self.device.mark())
-            return flight
-        if not self.device.owns(tensor):
-            frame = pack(ON_HOST, tensor, tag)
-            with self._held(self._telling[to]):
-                if self._track(flight):
-                    flight.launch(Told(self._tell(to, frame, tensor, flight)))
-            return flight
-        frame = pack(ON_DEVICE, tensor, tag)
-        lane = self._lane(Wire((self.rank, to), "message"))
-        with self._held(self._telling[to]), self._held(lane.lock):
-            if self._track(flight):
-                self._launch(lane, flight, lambda: lane.message(tensor))
-                self._tell(to, frame)
-        return flight
-
-    def _send_to_self(self, tensor: Tensor, tag: int) -> None:
-        with torch.no_grad():
-            copy = tensor.clone()
-        arrived = Flight(self, f"message tag {tag}", (self.rank,), (copy,), out=copy)
-        arrived.launch(self.device.mark())
-        with self._matching:
-            flight = take(self._posted, (self.rank, tag))
-            if flight is None:
-                self._arrived.setdefault((self.rank, tag), deque()).append(arrived)
-            else:
-                self._give(flight, arrived)
-
-    def _recv(self, given: Tensor | None, out: Tensor | None, source: int, tag: int) -> Flight:
-        """`given` is the caller's tensor, `out` the same memory without its history."""
-        if not 0 <= source < self.size:
-            raise outside(source, self.size)
-        flight = Flight(self, f"recv tag {tag}", (source,), () if out is None else (out,), out=given)
-        if out is not None:
-            flight.start = self.device.mark()
-            if source != self.rank and self.device.owns(out):
-                self._lane(Wire((source, self.rank), "message"))
-        with self._matching:
-            arrived = take(self._arrived, (source, tag))
-            if arrived is not None:
-                self._give(flight, arrived)
-            elif self._track(flight):
-                self._posted.setdefault((source, tag), deque()).append(flight)
-        return flight
-
-    def _give(self, flight: Flight, arrived: Flight) -> None:
-        """A message that is here, or on its way in its lane, gets to its receive. Holds `_matching`."""
-        came, mark = arrived.out, arrived.mark
-        assert came is not None and mark is not None
-        flight.lane, flight.number = arrived.lane, arrived.number
-        if flight.out is None:
-            flight.out = came
-            flight.kept = (came,)
-        elif not self._fits(flight, came.dtype, came.shape, self.device.owns(came)):
-            self._wake()
-            return
-        else:
-            (out,) = flight.kept
-            flight.kept = (out, came)
-            assert flight.start is not None
-            if flight.peers[0] == self.rank or not self.device.owns(came):
-                flight.start.hold_current()
-                mark.hold_current()
-                with torch.no_grad():
-                    out.copy_(came)
-                mark = self.device.mark()
-            else:
-                stream = self._lane(Wire((flight.peers[0], self.rank), "message")).stream
-                stream.follow(flight.start)  # and `mark` is in this stream already
-                stream.run(lambda: out.copy_(came))
-                mark = stream.mark()
-        self.ledger.count("recv", received=came.nbytes)
-        flight.launch(mark)
-        self._track(flight)
-        self._wake()
-
-    def hear(self, peer: int) -> Phases:
-        """What `Listening` does: take the peer's words, one after the other."""
-        frame = torch.empty(FRAME.size, dtype=torch.uint8)
-        while True:
-            yield Exchange((), [(frame, peer, 0)])
-            kind, code, dims, more, tag, *shape = FRAME.unpack(bytes(frame.numpy()))
-            if kind == GOODBYE:
-                text = torch.empty(more, dtype=torch.uint8)
-                yield Exchange((), [(text, peer, 1)])
-                self._part(peer, json.loads(bytes(text.numpy())))
-            elif kind == ON_HOST:
-                dtype = DTYPES[code]
-                with self._matching:
-                    flight, wanted = self._posted_for(peer, tag, dtype, shape[:dims], on_device=False)
-                fresh = flight is None or flight.out is None
-                into = self.control.pool.empty(shape[:dims], dtype) if fresh else flight.kept[0]  # type: ignore[union-attr]
-                yield Exchange((), [(into, peer, 1)])
-                self._came_on_host(flight, wanted, peer, tag, into)
-            else:
-                self._coming(peer, tag, DTYPES[code], shape[:dims])
-
-    def _posted_for(
-        self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
-    ) -> tuple[Flight | None, bool]:
-        """The posted receive that an announced message belongs to, and whether anybody may ever want it. Holds `_matching`."""
-        flight = take(self._posted, (source, tag))
-        if flight is None or flight.out is None or self._fits(flight, dtype, shape, on_device):
-            return flight, True
-        self._wake()
-        return None, False
-
-    def _coming(self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """The next message in the lane of `source` is this one. Runs in whatever thread has read it."""
-        lane = self._lane(Wire((source, self.rank), "message"))
-        self.device.bind()
-        with self._matching, self._held(lane.lock):
-            self._check_alive()
-            flight, wanted = self._posted_for(source, tag, dtype, shape, on_device=True)
-            posted = flight is not None
-            if flight is None:
-                flight = Flight(self, f"message tag {tag}", (source,))
-                if wanted:
-                    self._arrived.setdefault((source, tag), deque()).append(flight)
-                self._track(flight)
-            if flight.out is None:
-                flight.out = self.device.empty(shape, dtype, lane.stream)
-                flight.kept = (flight.out,)
-            (into,) = flight.kept
-            self._launch(lane, flight, lambda: lane.message(into), after_current=False)
-        if posted:
-            self.ledger.count("recv", received=into.nbytes)
-        self._wake()
-
-    def _came_on_host(self, flight: Flight | None, wanted: bool, source: int, tag: int, tensor: Tensor) -> None:
-        """All of a message in host memory is here, in `tensor`, which is the posted receive's own if that has one."""
-        if not wanted:
-            return
-        with self._matching:
-            if flight is None:
-                arrived = Flight(self, f"message tag {tag}", (source,), (tensor,), out=tensor)
-                arrived.launch(HERE)
-                posted = take(self._posted, (source, tag))
-                if posted is None:
-                    self._arrived.setdefault((source, tag), deque()).append(arrived)
-                else:
-                    self._give(posted, arrived)
-                return
-        self.ledger.count("recv", received=tensor.nbytes)
-        if flight.out is None:
-            flight.out = tensor
-        flight.launch(HERE)
-        self._wake()
-
-    def _fits(self, flight: Flight, dtype: torch.dtype, shape: Sequence[int], on_device: bool) -> bool:
-        """Whether what came is what a posted receive is for; else it fails."""
-        out = flight.out
-        assert out is not None
-        if out.dtype == dtype and out.shape == torch.Size(shape) and self.device.owns(out) == on_device:
-            return True
-        places = {True: self.device.name, False: "the host"}
-        where = "" if self.device.owns(out) == on_device else f" on {places[on_device]}, not {places[not on_device]}"
-        flight.fail(
-            CommError(
-                f"{flight.describe()} expects {out.dtype} {tuple(out.shape)}, "
-                f"rank {flight.peers[0]} sent {dtype} {tuple(shape)}{where}",
-                cure="both ends must agree on dtype, shape and device; tags must be unique among pending messages of a pair",
-            )
-        )
-        return False
-
-    def _tell(self, to: int, frame: bytearray, more: Tensor | None = None, flight: Flight | None = None) -> Telling:
-        """Words for a peer; its lock in `_telling` is held. Of announcements that are lost the loss of the peer tells."""
-        words = [(torch.frombuffer(frame, dtype=torch.uint8), to, 0)]
-        if more is not None:
-            words.append((more, to, 1))
-        telling = Telling(self.control, to, flight)
-        telling.post(Exchange(words, ()))
-        telling.posted()
-        return telling
+    def _out(self, out: Tensor | None, source: int) -> Tensor | None:
+        self._check_rank(source)
+        return None if out is None else self.checked(out, source)
 
     # -- collectives
 
@@ -416,17 +166,17 @@ class NcclTransport:
 
     def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
         """See `Transport.barrier`."""
-        self._check_alive()
+        self.check_alive()
         return self.control.barrier(group=group, channel=channel)
 
     def _on_host(self, *tensors: Tensor) -> bool:
         """Whether a collective is the control transport's."""
-        self._check_alive()
+        self.check_alive()
         return any(t.device.type == "cpu" and not self.device.owns(t) for t in tensors)
 
     def _entered(self, name: str, group: Sequence[int], channel: int, *tensors: Tensor) -> tuple[Wire, int, list[Tensor]]:
         """A collective call, checked: what it is, our index in the group, the tensors without their history."""
-        self._check_alive()
+        self.check_alive()
         members = tuple(group)
         ascending = list(members) == sorted(set(members) & set(range(self.size)))
         if not ascending or self.rank not in members:
@@ -435,7 +185,7 @@ class NcclTransport:
                 cure="a group is an ascending list of ranks that contains the caller",
             )
         wire = Wire(members, name, channel)
-        return wire, members.index(self.rank), [self._checked(tensor, self.rank) for tensor in tensors]
+        return wire, members.index(self.rank), [self.checked(tensor, self.rank) for tensor in tensors]
 
     def _run(
         self,
@@ -452,32 +202,33 @@ class NcclTransport:
             alone()
             flight.launch(self.device.mark())
         else:
-            lane = self._lane(wire)
-            with self._held(lane.lock):
-                if self._track(flight):
-                    self._launch(lane, flight, lambda: together(lane))
+            lane = self.lane(wire)
+            with self.hold(lane.lock):
+                flight.take_turn(lane)
+                if self.track(flight):
+                    self.launch(lane, flight, lambda: together(lane))
         self.ledger.count(wire.operation, sent=sent, received=received)
         return flight
 
     # -- parts of the above
 
     @contextmanager
-    def _held(self, lock: threading.Lock) -> Iterator[None]:
+    def hold(self, lock: threading.Lock) -> Iterator[None]:
         """With a lock that a launch which hangs inside NCCL may keep: an abort frees those who wait for it."""
         while not lock.acquire(timeout=LOOK_S):
-            self._check_alive()
+            self.check_alive()
         try:
             yield
         finally:
             lock.release()
 
-    def _launch(self, lane: Lane, flight: Flight, work: Callable[[], Sequence[Tensor]], *, after_current: bool = True) -> None:
+    def launch(self, lane: Lane, flight: Flight, work: Callable[[], Sequence[Tensor]], *, after_current: bool = True) -> None:
         """Enqueue an operation of a lane whose lock is held; after what the current stream has, or after `flight.start`."""
         start = self.device.mark() if after_current else flight.start
         if start is not None:
             lane.stream.follow(start)
+        flight.take_turn(lane)
         lane.calls += 1
-        flight.lane, flight.number = lane.name, lane.calls
         try:
             flight.kept = (*flight.kept, *work())
         except CommError as error:
@@ -485,7 +236,8 @@ class NcclTransport:
             raise
         flight.launch(lane.stream.mark())
 
-    def _lane(self, wire: Wire) -> Lane:
+    def lane(self, wire: Wire) -> Lane:
+        """The lane that was made for it."""
         lane = self._lanes.get(wire)
         if lane is None:
             raise CommError(
@@ -494,9 +246,13 @@ class NcclTransport:
             )
         return lane
 
-    def _checked(self, tensor: Tensor, peer: int) -> Tensor:
+    def _check_rank(self, peer: int) -> None:
         if not 0 <= peer < self.size:
-            raise outside(peer, self.size)
+            raise CommError(f"rank {peer} is not in a mesh of {self.size}", cure=f"use a rank from 0 to {self.size - 1}")
+
+    def checked(self, tensor: Tensor, peer: int) -> Tensor:
+        """A tensor that can travel to or from `peer`, without its history."""
+        self._check_rank(peer)
         if not tensor.is_contiguous() or not (self.device.owns(tensor) or tensor.device.type == "cpu"):
             strides = tuple(tensor.stride())
             raise CommError(
@@ -505,13 +261,14 @@ class NcclTransport:
             )
         return tensor.detach()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise what has ended this transport, if anything has."""
         if self._aborted is not None:
             raise GroupAborted(self._aborted, cure="this generation is over; connect the next one")
         if self._broken is not None:
             raise CommError(*self._broken.args)
 
-    def _track(self, flight: Flight) -> bool:
+    def track(self, flight: Flight) -> bool:
         """Remember a flight until it is over, and fail it if it can never be; whether it may still be launched."""
         with self._flights_lock:
             self._flights = [f for f in self._flights if not f.over]
@@ -531,7 +288,7 @@ class NcclTransport:
             flights = list(self._flights)
         for flight in flights:
             self._settle(flight)
-        self._wake()
+        self.wake()
 
     def _verdict(self, flight: Flight) -> CommError | None:
         if self._aborted is not None:
@@ -547,7 +304,8 @@ class NcclTransport:
                 return CommError(f"{flight.describe()}: {self._gone[peer]}", cure=cure)
         return None
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Those who wait for flights shall look again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -587,20 +345,11 @@ class NcclTransport:
             self._gone[peer] = reason
             self._settle_all()
 
-    def _part(self, peer: int, posted: dict[str, int]) -> None:
+    def part(self, peer: int, posted: dict[str, int]) -> None:
         """A peer says goodbye: what it has posted will complete, nothing else."""
         self._left[peer] = posted
         self._gone[peer] = f"rank {peer} closed its end"
         self._settle_all()
-
-    def _goodbye(self) -> None:
-        for peer in range(self.size):
-            if peer != self.rank:
-                shared = {lane.name: lane.calls for wire, lane in self._lanes.items() if peer in wire.members}
-                text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
-                frame = FRAME.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MOST_DIMS)
-                with self._telling[peer]:
-                    self._tell(peer, bytearray(frame), text)
 
     def abort(self, reason: str) -> None:
         """See `Transport.abort`. Waiting calls are freed first; then all communicators are aborted together."""
@@ -622,7 +371,7 @@ class NcclTransport:
                 lost = any(peer not in self._left for peer in self._gone)
                 gently = self._broken is None and not lost and not any(f.in_flight for f in self._flights)
                 if gently:
-                    self._goodbye()
+                    self.mailbox.goodbye(self._lanes.values())
                 self._aborted = "the transport was closed"
                 self._settle_all()
                 self._end_lanes(gently=gently)
@@ -632,8 +381,7 @@ class NcclTransport:
                     lane.stream.close()
             if not self.stuck:
                 self._flights.clear()
-            self._posted.clear()
-            self._arrived.clear()
+            self.mailbox.clear()
 
     def _end_lanes(self, *, gently: bool) -> None:
         """Destroy or abort all communicators at the same time: one alone may wait for what another one holds."""
@@ -667,38 +415,11 @@ class NcclTransport:
                 lane.lock.release()
 
 
-def pack(kind: int, tensor: Tensor, tag: int) -> bytearray:
-    """The announcement of one message. Raises `CommError` for a dtype, shape or tag that cannot travel."""
-    code, dims = CODES.get(tensor.dtype), tensor.dim()
-    if code is None or dims > MOST_DIMS or not 0 <= tag < 1 << 64:
-        raise CommError(
-            f"cannot send {tensor.dtype} with {dims} dims and tag {tag}",
-            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MOST_DIMS} dims",
-        )
-    return bytearray(FRAME.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MOST_DIMS - dims)))
-
-
-def take(table: dict[Key, deque[T]], key: Key) -> T | None:
-    """The oldest entry under `key`, taken out; None if there is none."""
-    queue = table.get(key)
-    if queue is None:
-        return None
-    found = queue.popleft()
-    if not queue:
-        del table[key]
-    return found
-
-
 def copy(source: Tensor, target: Tensor) -> None:
     """In the current stream."""
     if source.data_ptr() != target.data_ptr():
         with torch.no_grad():
             target.copy_(source)
-
-
-def outside(rank: int, size: int) -> CommError:
-    """A peer that does not exist."""
-    return CommError(f"rank {rank} is not in a mesh of {size}", cure=f"use a rank from 0 to {size - 1}")
 
 
 def check_count(wire: Wire, tensors: Sequence[Tensor]) -> None:

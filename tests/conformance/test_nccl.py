@@ -391,6 +391,21 @@ def test_what_was_under_way_completes_after_a_goodbye_and_what_can_never_complet
             ends[1].barrier(group=[0, 1]).wait(LIMIT_S)
 
 
+def test_a_root_that_leaves_after_its_broadcast_has_still_sent_it_to_those_who_come_later():
+    with Group(2, [*PAIR, Wire((0, 1), "broadcast")]) as ends:
+        ends[0].broadcast(torch.full((5,), 7.0), root=0, group=[0, 1]).wait(LIMIT_S)
+        ends[0].close()
+        deadline = time.monotonic() + LIMIT_S
+        while 0 not in ends[1]._gone:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        late = torch.zeros(5)
+        ends[1].broadcast(late, root=0, group=[0, 1]).wait(LIMIT_S)
+        assert late.tolist() == [7.0] * 5
+        with pytest.raises(CommError, match="rank 0 closed its end"):
+            ends[1].broadcast(late, root=0, group=[0, 1]).wait(LIMIT_S)
+
+
 def test_closing_leaves_no_thread_no_open_file_and_no_communicator():
     wires = standin.all_wires(3)
     Group(3, wires).__exit__()  # whatever is made once is made now
