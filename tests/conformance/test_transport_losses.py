@@ -6,6 +6,7 @@ import time
 import pytest
 from helpers import transport_cases
 from helpers.processes import Workers
+from helpers.standin import needs_cupy
 from helpers.transport_cases import FOREVER
 
 VICTIM = 2
@@ -13,10 +14,10 @@ OTHERS = [0, 1, 3]
 BOUND_S = 0.1
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix"])
+@pytest.fixture(scope="module", params=["tcp", "unix", needs_cupy("nccl")])
 def workers(request):
     made = Workers(4)
-    made.near = request.param == "unix"
+    made.kind = request.param
     yield made
     made.end()
 
@@ -26,7 +27,7 @@ generations = iter(range(1, 10**6))
 
 def start(workers, name):
     """All four in a new generation and inside the operation."""
-    addresses = workers.each(transport_cases.listen, workers.near)
+    addresses = workers.each(transport_cases.listen, workers.kind)
     generation = next(generations)
     workers.each(transport_cases.connect, addresses, [0, 1, 2, 3], generation)
     for index, worker in enumerate(workers.workers):

@@ -1,4 +1,6 @@
-"""One suite for all transports: local on the virtual clock, local in threads, TCP in threads, TCP in four processes."""
+"""One suite for all transports: local on the virtual clock and in threads; TCP, Unix sockets and NCCL in threads and processes.
+
+NCCL is CuPy's real bindings over the stand-in for its library (`helpers.standin`), and host memory."""
 
 import gc
 import os
@@ -9,8 +11,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import transport_cases
+from helpers import standin, transport_cases
 from helpers.processes import Workers
+from helpers.standin import needs_cupy
 from helpers.transport_cases import CASES, LIMIT_S
 
 from raypar.comm import tcp_mesh
@@ -54,30 +57,40 @@ def in_threads(size, body):
     return results
 
 
-@pytest.fixture(params=["local", "tcp", "unix"])
+def connected_by(kind, size):
+    """`connected`, by the transport's name."""
+    meshes, ends = connected(size, near=kind != "tcp")
+    if kind in ("nccl", "mixed"):
+        standin.load()
+        only = frozenset({torch.float32, torch.bfloat16, torch.bool}) if kind == "mixed" else None
+        ends = in_threads(size, lambda rank: transport_cases.over_nccl(ends[rank], f"rank {rank}", only))
+    return meshes, ends
+
+
+@pytest.fixture(params=["local", "tcp", "unix", needs_cupy("nccl")])
 def pair(request):
     """Two ends in this process."""
     if request.param == "local":
         yield LocalMesh(2).transports
         return
-    meshes, ends = connected(2, near=request.param == "unix")
+    meshes, ends = connected_by(request.param, 2)
     yield ends
     for end in (*ends, *meshes):
         end.close()
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix"])
+@pytest.fixture(scope="module", params=["tcp", "unix", needs_cupy("nccl")])
 def workers(request):
     made = Workers(4)
-    made.near = request.param == "unix"
+    made.kind = request.param
     yield made
     made.end()
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix"])
-def tcp_threads(request):
-    """Three ends in this process, used by all cases: nothing of one case disturbs the next."""
-    meshes, ends = connected(3, near=request.param == "unix")
+@pytest.fixture(scope="module", params=["tcp", "unix", needs_cupy("nccl"), needs_cupy("mixed")])
+def three_ends(request):
+    """In this process, used by all cases: nothing of one case disturbs the next. `mixed`: `nccl` for some dtypes only."""
+    meshes, ends = connected_by(request.param, 3)
     yield ends
     for end in (*ends, *meshes):
         end.close()
@@ -104,17 +117,17 @@ def test_local_in_threads(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tcp_in_threads(name, tcp_threads):
-    for end in tcp_threads:
+def test_in_threads(name, three_ends):
+    for end in three_ends:
         for counter in (end.ledger.sent, end.ledger.received, end.ledger.messages):
             counter.clear()
-    in_threads(3, lambda rank: drive(CASES[name](tcp_threads[rank]), LIMIT_S))
+    in_threads(3, lambda rank: drive(CASES[name](three_ends[rank]), LIMIT_S))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tcp_in_four_processes_with_the_ledger_of_local(name, workers):
+def test_in_four_processes_with_the_ledger_of_local(name, workers):
     generation = next(generations)
-    addresses = workers.each(transport_cases.listen, workers.near)
+    addresses = workers.each(transport_cases.listen, workers.kind)
     workers.each(transport_cases.connect, addresses, [0, 1, 2, 3], generation)
     ledgers = workers.each(transport_cases.run_case, name)
     workers.each(transport_cases.close)

@@ -100,10 +100,10 @@ class Worker:
 class Workers:
     """`count` workers, kept over several tests. `each` runs one call on all (or some) at the same time.
 
-    `near`: whether those of a test talk over Unix sockets.
+    `kind`: the transport of those of a test.
     """
 
-    near = True
+    kind = "unix"
 
     def __init__(self, count: int) -> None:
         self.workers = [Worker() for _ in range(count)]

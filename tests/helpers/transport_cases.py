@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers import standin
 
 from raypar.comm.cpu import CpuMesh
+from raypar.comm.nccl_connect import connect as connect_nccl
 from raypar.comm.transport import Routine, Transport, Wait, Work, drive
 from raypar.errors import CommError, GroupAborted
 
@@ -422,17 +424,20 @@ FOREVER: dict[str, Callable[[Transport, int], Routine[None]]] = {
 State = dict[str, Any]
 
 
-def listen(state: State, index: int, near: bool) -> str:
-    """Listen once per process; the address."""
+def listen(state: State, index: int, kind: str) -> str:
+    """Listen once per process, for transports of one kind (`tcp`, `unix`, `nccl`); the address."""
     if "mesh" not in state:
-        state["mesh"] = CpuMesh.listen(near=near)
+        state["mesh"] = CpuMesh.listen(near=kind != "tcp")
+        state["nccl"] = kind == "nccl"
+        if state["nccl"]:
+            standin.load()
     return state["mesh"].address
 
 
 def connect(state: State, index: int, addresses: list[str], members: list[int], generation: int) -> int:
     """Form a generation of the workers `members`."""
     mesh: CpuMesh = state["mesh"]
-    state["transport"] = mesh.connect(
+    transport: Transport = mesh.connect(
         rank=members.index(index),
         size=len(members),
         addresses=[addresses[i] for i in members],
@@ -440,7 +445,16 @@ def connect(state: State, index: int, addresses: list[str], members: list[int], 
         generation=generation,
         deadline_s=5.0,
     )
+    if state["nccl"]:
+        transport = over_nccl(transport, f"worker {index}")
+    state["transport"] = transport
     return generation
+
+
+def over_nccl(control: Any, name: str, only: frozenset[torch.dtype] | None = None) -> Transport:
+    """A `cpu` transport becomes the control transport of an `nccl` one, with all that the cases use."""
+    device, wires = standin.HostDevice(name, only=only), standin.all_wires(control.size)
+    return connect_nccl(control, device=device, wires=wires, deadline_s=LIMIT_S)
 
 
 def run_case(state: State, index: int, name: str) -> dict[str, dict[str, int]]:

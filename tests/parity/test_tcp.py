@@ -1,4 +1,4 @@
-"""The same bits over real processes and real sockets."""
+"""The same bits over real processes: over real sockets, and over CuPy and the stand-in for NCCL."""
 
 import os
 
@@ -7,6 +7,7 @@ import torch
 from helpers import tcp_calls
 from helpers.parity import STEPS, Layout, expected
 from helpers.processes import Workers
+from helpers.standin import needs_cupy
 
 LAYOUTS = [
     Layout("tangled", "1f1b", (2, 2), 4),
@@ -32,9 +33,9 @@ def workers():
     group.end()
 
 
-def check(workers, layout):
+def check(workers, layout, kind):
     on = list(range(layout.plan.world))
-    addresses = workers.each(tcp_calls.listen, on=on)
+    addresses = workers.each(tcp_calls.listen, kind, on=on)
     found = workers.each(tcp_calls.train, layout, addresses, f"parity-{os.getpid()}", on=on, timeout_s=60.0)
     want = expected(layout.model, layout.microbatches, layout.blocks)
     bad = []
@@ -59,10 +60,15 @@ def check(workers, layout):
 
 @pytest.mark.parametrize("layout", QUICK, ids=str)
 def test_a_layout_over_tcp_gives_the_bits_of_one_process(workers, layout):
-    check(workers, layout)
+    check(workers, layout, "tcp")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS[len(QUICK) :], ids=str)
 def test_the_other_layouts_over_tcp_give_the_bits_of_one_process(workers, layout):
-    check(workers, layout)
+    check(workers, layout, "tcp")
+
+
+@pytest.mark.parametrize("layout", [needs_cupy(layout) for layout in LAYOUTS[:8]], ids=str)
+def test_a_layout_over_nccl_gives_the_bits_of_one_process(workers, layout):
+    check(workers, layout, "nccl")

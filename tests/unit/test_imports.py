@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "schedule": "plan errors",
     "planner": "plan schedule errors",
     "elastic": "plan errors",
-    "comm": "plan errors torch numpy",
+    "comm": "plan errors torch numpy cupy",
     "model": "plan comm errors torch",
     "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors torch numpy "
     "safetensors",
@@ -152,3 +152,8 @@ def test_the_pure_core_and_the_command_line_load_neither_torch_nor_ray():
 def test_a_driver_starts_without_torch():
     """A run waits for the driver that Ray starts in place of one that died."""
     assert loaded(["raypar.actors.driver_actor"], {"torch", "cupy", "numpy"}) == ""
+
+
+def test_cupy_is_loaded_only_when_a_transport_needs_it():
+    comm = [".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in (PACKAGE / "comm").glob("nccl*")]
+    assert comm and loaded(["raypar", *comm], {"cupy"}) == ""

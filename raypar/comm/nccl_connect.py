@@ -1,0 +1,218 @@
+"""How the ranks of one generation make their NCCL communicators: over a `cpu` transport that is connected already.
+
+Everybody tells everybody its library, device and lanes, with a fresh unique id for each lane whose first rank it is. What
+cannot work is refused by all before NCCL is asked. CuPy's communicators are blocking: making one can neither be interrupted
+nor given a limit, so a thread does it, which is left behind at the deadline; such a process has to be replaced. All ranks
+make their communicators in one order, so that none waits for a rank that waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raypar.comm import nccl
+from raypar.comm.cpu import CpuTransport
+from raypar.comm.nccl_device import WORKER_ENVIRONMENT, Device
+from raypar.comm.nccl_lane import COLLECTIVES, Lane, Wire
+from raypar.comm.nccl_transport import NcclTransport
+from raypar.comm.transport import Handle
+from raypar.errors import ClusterError, CommError, CommTimeout
+
+HELLO, READY = 1, 2
+"""Tags on the control transport."""
+LOOK_S = 0.002
+
+SHARED_GPU_SINCE = 23000
+"""NCCL 2.30 knows NCCL_MULTI_RANK_GPU_ENABLE."""
+
+
+def connect(control: CpuTransport, *, device: Device, wires: Iterable[Wire], deadline_s: float) -> NcclTransport:
+    """An `nccl` transport with a lane for each of `wires` that names this rank; it owns `control` from here on.
+
+    All members of a wire give it; groups of one need none. Raises `ClusterError` for what the ranks' libraries or devices
+    cannot do, `CommTimeout` at the deadline, `CommError` when a rank is lost meanwhile. `control` is closed then, and a
+    thread may be left inside NCCL: replace the process.
+    """
+    deadline = time.monotonic() + deadline_s
+    try:
+        mine = sorted({wire for wire in wires if control.rank in wire.members and len(wire.members) > 1})
+        check_wires(mine, control.rank, control.size, device)
+        hellos = greet(control, device, mine, deadline, deadline_s)
+        compare(hellos, mine, control.rank)
+    except BaseException:
+        control.close()
+        raise
+    ids = {name: bytes.fromhex(text) for hello in hellos for name, text in hello["ids"].items()}
+    making = Making(control.rank, device, mine, ids)
+    others = [rank for rank in range(control.size) if rank != control.rank]
+    try:
+        ready = {rank: control.recv(None, source=rank, tag=READY) for rank in others}
+        making.wait(ready.values(), deadline, deadline_s)
+        for rank in others:
+            control.send(torch.zeros(1, dtype=torch.uint8), to=rank, tag=READY)
+        await_all(ready, deadline, deadline_s, "made all communicators")
+    except BaseException as error:
+        transport = NcclTransport(control, device, making.give_up())
+        transport.abort(f"rank {control.rank} gave up connecting: {error}")
+        transport.close()
+        raise
+    return NcclTransport(control, device, making.lanes)
+
+
+def check_wires(wires: Sequence[Wire], rank: int, size: int, device: Device) -> None:
+    """Raise for wires that no lane can be made of, or more than the device can serve beside each other."""
+    for wire in wires:
+        ascending = list(wire.members) == sorted(set(wire.members) & set(range(size)))
+        pair = len(set(wire.members) & set(range(size))) == len(wire.members) == 2
+        if not (pair if wire.operation == "message" else ascending and wire.operation in COLLECTIVES):
+            raise CommError(
+                f"{wire!r} names nothing that {size} ranks can do",
+                cure=f"messages have two ranks, (source, destination); collectives are {', '.join(COLLECTIVES)}, ranks ascend",
+            )
+    if len(wires) > device.most_lanes:
+        settings = " ".join(f"{name}={value}" for name, value in WORKER_ENVIRONMENT.items())
+        raise ClusterError(
+            f"rank {rank} would use {len(wires)} communicators; of more than {device.most_lanes} on {device.name}, one may "
+            "wait for another that waits for it",
+            cure=f"start the workers with {settings}, or plan for fewer groups and neighbours",
+        )
+
+
+def greet(
+    control: CpuTransport, device: Device, wires: Sequence[Wire], deadline: float, deadline_s: float
+) -> list[dict[str, Any]]:
+    """What every rank says of itself, by rank."""
+    device.bind()
+    library = nccl.library()
+    nccl.judge(library)
+    hello = {
+        "version": library.version,
+        "device": device.identity,
+        "shares": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
+        "wires": [[list(wire.members), wire.operation, wire.channel] for wire in wires],
+        "ids": {str(wire): nccl.new_id().hex() for wire in wires if wire.members[0] == control.rank},
+    }
+    text = torch.frombuffer(bytearray(json.dumps(hello).encode()), dtype=torch.uint8)
+    others = [rank for rank in range(control.size) if rank != control.rank]
+    for rank in others:
+        control.send(text, to=rank, tag=HELLO)
+    handles = {rank: control.recv(None, source=rank, tag=HELLO) for rank in others}
+    await_all(handles, deadline, deadline_s, "said what NCCL and device it has")
+    return [
+        hello if rank == control.rank else json.loads(bytes(handles[rank].tensor().numpy())) for rank in range(control.size)
+    ]
+
+
+def compare(hellos: Sequence[Mapping[str, Any]], wires: Sequence[Wire], rank: int) -> None:
+    """Raise for what the ranks cannot do together; the same on all ranks, but for wires."""
+    versions: dict[int, list[int]] = {}
+    devices: dict[str, list[int]] = {}
+    for other, hello in enumerate(hellos):
+        versions.setdefault(hello["version"], []).append(other)
+        devices.setdefault(hello["device"], []).append(other)
+    if len(versions) > 1:
+        who = "; ".join(f"{nccl.dotted(version)}: ranks {ranks}" for version, ranks in sorted(versions.items()))
+        raise ClusterError(
+            f"the ranks have different versions of NCCL, which do not understand each other ({who})",
+            cure="install the same PyTorch, or the same nvidia-nccl package, on all nodes",
+        )
+    for name, ranks in devices.items():
+        can_share = hellos[0]["version"] >= SHARED_GPU_SINCE and all(hellos[r]["shares"] for r in ranks)
+        if len(ranks) > 1 and not can_share:
+            raise ClusterError(
+                f"ranks {ranks} are on one device, {name}, which NCCL refuses",
+                cure="give every worker a GPU of its own; to try things out, give each process another NCCL_HOSTID"
+                " (with NCCL_SOCKET_IFNAME=lo), or set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and later)",
+            )
+    known = {str(wire) for wire in wires}
+    for other, hello in enumerate(hellos):
+        theirs = {str(wire): wire for members, name, channel in hello["wires"] if (wire := Wire(tuple(members), name, channel))}
+        missing = [str(w) for w in wires if other in w.members and str(w) not in theirs]
+        strange = [name for name, wire in theirs.items() if rank in wire.members and name not in known]
+        if missing or strange:
+            raise CommError(
+                f"ranks {rank} and {other} disagree about what they do together: only rank {rank} names "
+                f"{missing or 'nothing'}, only rank {other} {strange or 'nothing'}",
+                cure="connect all ranks with the wires of one plan",
+            )
+
+
+class Making(threading.Thread):
+    """Makes this rank's communicators, one after the other, and their connections. `lanes`: those that are made."""
+
+    def __init__(self, rank: int, device: Device, wires: Sequence[Wire], ids: Mapping[str, bytes]) -> None:
+        super().__init__(name=f"raypar-nccl-{rank}", daemon=True)
+        self.lanes: dict[Wire, Lane] = {}
+        self._given_up = False
+        self._deciding = threading.Lock()
+        self._rank = rank
+        self._device = device
+        self._wires = wires
+        self._ids = ids
+        self._under_way = "nothing"
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """The thread. What it makes after it was given up it aborts itself."""
+        try:
+            self._device.bind()
+            for wire in self._wires:
+                self._under_way = str(wire)
+                me = wire.members.index(self._rank)
+                communicator = nccl.Communicator(len(wire.members), self._ids[str(wire)], me)
+                with self._deciding:
+                    if self._given_up:
+                        communicator.abort()
+                        return
+                    lane = self.lanes[wire] = Lane(wire, me, communicator, self._device)
+                lane.warm_up()
+                mark = lane.stream.mark()
+                while not mark.done() and not self._given_up:
+                    time.sleep(LOOK_S / 10)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def give_up(self) -> dict[Wire, Lane]:
+        """Make no more; what is made."""
+        with self._deciding:
+            self._given_up = True
+            return dict(self.lanes)
+
+    def wait(self, others: Iterable[Handle], deadline: float, deadline_s: float) -> None:
+        """Until all are made. `others`: handles that fail when a rank is lost."""
+        while not self._over.wait(LOOK_S):
+            for handle in others:
+                handle.done()
+            if time.monotonic() > deadline:
+                raise CommTimeout(
+                    f"rank {self._rank} could not make the NCCL communicator for {self._under_way} within {deadline_s:g} s",
+                    cure="replace the worker (NCCL cannot be interrupted here); NCCL_DEBUG=INFO in the workers' environment "
+                    "says what it waits for, NCCL_SOCKET_IFNAME chooses the network",
+                )
+        if self._error is not None:
+            raise self._error
+
+
+def await_all(handles: Mapping[int, Handle], deadline: float, deadline_s: float, what: str) -> None:
+    """Wait for a message of each rank; raises `CommTimeout` with those that did not come."""
+    late: list[int] = []
+    for rank, handle in handles.items():
+        try:
+            handle.wait(max(0.0, deadline - time.monotonic()))
+        except CommTimeout:
+            late.append(rank)
+    if late:
+        raise CommTimeout(
+            f"ranks {late} have not {what} within {deadline_s:g} s", cure="these workers are slow, stopped, or hang in NCCL"
+        )

@@ -1,0 +1,327 @@
+"""Messages between the ranks of an `nccl` transport, matched by tag.
+
+NCCL knows no tags: what one rank sends another arrives in order. So the sender enqueues at once, and announces tag, dtype
+and shape over the control transport; the receiver enqueues every announced message in that order, into the posted receive it
+belongs to, else into fresh memory until one is posted. Tags may overtake, a send never waits for others' receives, and
+shapes travel, as over TCP. Tensors in host memory travel among the announcements, so that they match as all do.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from raypar.comm.cpu import CpuTransport
+from raypar.comm.nccl_flight import Flight
+from raypar.comm.nccl_lane import Lane, Wire
+from raypar.comm.operation import Exchange, Operation, Phases
+from raypar.comm.tcp_wire import CODES, DTYPES
+from raypar.errors import CommError
+
+if TYPE_CHECKING:
+    from raypar.comm.nccl_transport import NcclTransport
+
+ANNOUNCEMENTS = 1
+"""The channel of the control transport that they use; collectives of a transport take others."""
+
+ON_DEVICE, ON_HOST, GOODBYE = range(3)
+"""What a frame announces: a message in its lane, one that follows here, or the counts of one who leaves, which follow here."""
+
+MOST_DIMS = 16
+FRAME = struct.Struct(f"<BBBxIQ{MOST_DIMS}Q")
+"""One of the above, dtype code, number of dims, bytes of a goodbye, tag, dims."""
+
+T = TypeVar("T")
+Key = tuple[int, int]
+"""(source, tag)"""
+
+
+class Telling(Operation):
+    """Words on their way to a peer; with `flight`, a message in host memory among them."""
+
+    def __init__(self, control: CpuTransport, peer: int, flight: Flight | None) -> None:
+        super().__init__(control, "telling", (peer,), ANNOUNCEMENTS)
+        self._flight = flight
+
+    def fail(self, error: CommError) -> None:
+        """See `Operation.fail`."""
+        if self._flight is not None:
+            reason = error.what.removeprefix(f"{self.describe()}: ")
+            self._flight.fail(type(error)(f"{self._flight.describe()}: {reason}", error.cure))
+        super().fail(error)
+
+
+class Told:
+    """The mark of a message in host memory (see `Mark`): once it has left, or is here. Streams need not wait for it."""
+
+    def __init__(self, telling: Telling | None) -> None:
+        self._telling = telling
+
+    def done(self) -> bool:
+        """See `Mark.done`. When the message is lost, its flight has failed before."""
+        return self._telling is None or self._telling.settled
+
+    def hold_current(self) -> None:
+        """See `Mark.hold_current`."""
+
+
+HERE = Told(None)
+"""The mark of what is in host memory already."""
+
+
+class Listening(Operation):
+    """The endless operation that takes a peer's announcements as they come; it ends when the peer is lost."""
+
+    def __init__(self, mailbox: Mailbox, owner: NcclTransport, peer: int) -> None:
+        super().__init__(owner.control, "hearing", (peer,), ANNOUNCEMENTS, mailbox.hear(peer))
+        self._owner = owner
+        self._peer = peer
+
+    def fail(self, error: CommError) -> None:
+        """See `Operation.fail`."""
+        super().fail(error)
+        self._owner.lose(self._peer, error.what.removeprefix(f"{self.describe()}: "))
+
+
+class Mailbox:
+    """One rank's messages: posted receives, and what came before its receive was posted."""
+
+    def __init__(self, owner: NcclTransport) -> None:
+        self._owner = owner
+        self._telling = [threading.Lock() for _ in range(owner.size)]
+        self._matching = threading.Lock()
+        self._posted: dict[Key, deque[Flight]] = {}
+        self._arrived: dict[Key, deque[Flight]] = {}
+
+    def listen(self) -> None:
+        """Take what the others say, from here on."""
+        for peer in range(self._owner.size):
+            if peer != self._owner.rank:
+                Listening(self, self._owner, peer).start()
+
+    def clear(self) -> None:
+        """Forget everything: the generation is over."""
+        self._posted.clear()
+        self._arrived.clear()
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Flight:
+        """See `Transport.send`."""
+        flight = Flight(self._owner, f"send tag {tag}", (to,), (tensor,))
+        self._owner.ledger.count("send", sent=tensor.nbytes)
+        if to == self._owner.rank:
+            self._send_to_self(tensor, tag)
+            flight.launch(self._owner.device.mark())
+            return flight
+        if not self._owner.device.owns(tensor):
+            frame = pack(ON_HOST, tensor, tag)
+            with self._owner.hold(self._telling[to]):
+                if self._owner.track(flight):
+                    flight.launch(Told(self._tell(to, frame, tensor, flight)))
+            return flight
+        frame = pack(ON_DEVICE, tensor, tag)
+        lane = self._owner.lane(Wire((self._owner.rank, to), "message"))
+        with self._owner.hold(self._telling[to]), self._owner.hold(lane.lock):
+            flight.take_turn(lane)
+            if self._owner.track(flight):
+                self._owner.launch(lane, flight, lambda: lane.message(tensor))
+                self._tell(to, frame)
+        return flight
+
+    def _send_to_self(self, tensor: Tensor, tag: int) -> None:
+        with torch.no_grad():
+            copy = tensor.clone()
+        arrived = Flight(self._owner, f"message tag {tag}", (self._owner.rank,), (copy,), out=copy)
+        arrived.launch(self._owner.device.mark())
+        with self._matching:
+            flight = take(self._posted, (self._owner.rank, tag))
+            if flight is None:
+                self._arrived.setdefault((self._owner.rank, tag), deque()).append(arrived)
+            else:
+                self._give(flight, arrived)
+
+    def recv(self, given: Tensor | None, out: Tensor | None, source: int, tag: int) -> Flight:
+        """See `Transport.recv`. `given` is the caller's tensor, `out` the same memory without its history."""
+        flight = Flight(self._owner, f"recv tag {tag}", (source,), () if out is None else (out,), out=given)
+        if out is not None:
+            flight.start = self._owner.device.mark()
+            if source != self._owner.rank and self._owner.device.owns(out):
+                self._owner.lane(Wire((source, self._owner.rank), "message"))
+        with self._matching:
+            arrived = take(self._arrived, (source, tag))
+            if arrived is not None:
+                self._give(flight, arrived)
+            elif self._owner.track(flight):
+                self._posted.setdefault((source, tag), deque()).append(flight)
+        return flight
+
+    def _give(self, flight: Flight, arrived: Flight) -> None:
+        """A message that is here, or on its way in its lane, gets to its receive. Holds `_matching`."""
+        came, mark = arrived.out, arrived.mark
+        assert came is not None and mark is not None
+        flight.lane, flight.number = arrived.lane, arrived.number
+        if flight.out is None:
+            flight.out = came
+            flight.kept = (came,)
+        elif not self._fits(flight, came.dtype, came.shape, self._owner.device.owns(came)):
+            self._owner.wake()
+            return
+        else:
+            (out,) = flight.kept
+            flight.kept = (out, came)
+            assert flight.start is not None
+            if flight.peers[0] == self._owner.rank or not self._owner.device.owns(came):
+                flight.start.hold_current()
+                mark.hold_current()
+                with torch.no_grad():
+                    out.copy_(came)
+                mark = self._owner.device.mark()
+            else:
+                stream = self._owner.lane(Wire((flight.peers[0], self._owner.rank), "message")).stream
+                stream.follow(flight.start)  # and `mark` is in this stream already
+                stream.run(lambda: out.copy_(came))
+                mark = stream.mark()
+        self._owner.ledger.count("recv", received=came.nbytes)
+        flight.launch(mark)
+        self._owner.track(flight)
+        self._owner.wake()
+
+    def hear(self, peer: int) -> Phases:
+        """What `Listening` does: take the peer's words, one after the other."""
+        frame = torch.empty(FRAME.size, dtype=torch.uint8)
+        while True:
+            yield Exchange((), [(frame, peer, 0)])
+            kind, code, dims, more, tag, *shape = FRAME.unpack(bytes(frame.numpy()))
+            if kind == GOODBYE:
+                text = torch.empty(more, dtype=torch.uint8)
+                yield Exchange((), [(text, peer, 1)])
+                self._owner.part(peer, json.loads(bytes(text.numpy())))
+            elif kind == ON_HOST:
+                dtype = DTYPES[code]
+                with self._matching:
+                    flight, wanted = self._posted_for(peer, tag, dtype, shape[:dims], on_device=False)
+                if flight is not None and flight.out is not None:
+                    (into,) = flight.kept
+                else:
+                    into = self._owner.control.pool.empty(shape[:dims], dtype)
+                yield Exchange((), [(into, peer, 1)])
+                self._came_on_host(flight, wanted, peer, tag, into)
+            else:
+                self._coming(peer, tag, DTYPES[code], shape[:dims])
+
+    def _posted_for(
+        self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
+    ) -> tuple[Flight | None, bool]:
+        """The posted receive that an announced message belongs to, and whether anybody may ever want it. Holds `_matching`."""
+        flight = take(self._posted, (source, tag))
+        if flight is None or flight.out is None or self._fits(flight, dtype, shape, on_device):
+            return flight, True
+        self._owner.wake()
+        return None, False
+
+    def _coming(self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """The next message in the lane of `source` is this one. Runs in whatever thread has read it."""
+        lane = self._owner.lane(Wire((source, self._owner.rank), "message"))
+        self._owner.device.bind()
+        with self._matching, self._owner.hold(lane.lock):
+            self._owner.check_alive()
+            flight, wanted = self._posted_for(source, tag, dtype, shape, on_device=True)
+            posted = flight is not None
+            if flight is None:
+                flight = Flight(self._owner, f"message tag {tag}", (source,))
+                if wanted:
+                    self._arrived.setdefault((source, tag), deque()).append(flight)
+                self._owner.track(flight)
+            if flight.out is None:
+                flight.out = self._owner.device.empty(shape, dtype, lane.stream)
+                flight.kept = (flight.out,)
+            (into,) = flight.kept
+            self._owner.launch(lane, flight, lambda: lane.message(into), after_current=False)
+        if posted:
+            self._owner.ledger.count("recv", received=into.nbytes)
+        self._owner.wake()
+
+    def _came_on_host(self, flight: Flight | None, wanted: bool, source: int, tag: int, tensor: Tensor) -> None:
+        """All of a message in host memory is here, in `tensor`, which is the posted receive's own if that has one."""
+        if not wanted:
+            return
+        with self._matching:
+            if flight is None:
+                arrived = Flight(self._owner, f"message tag {tag}", (source,), (tensor,), out=tensor)
+                arrived.launch(HERE)
+                posted = take(self._posted, (source, tag))
+                if posted is None:
+                    self._arrived.setdefault((source, tag), deque()).append(arrived)
+                else:
+                    self._give(posted, arrived)
+                return
+        self._owner.ledger.count("recv", received=tensor.nbytes)
+        if flight.out is None:
+            flight.out = tensor
+        flight.launch(HERE)
+        self._owner.wake()
+
+    def _fits(self, flight: Flight, dtype: torch.dtype, shape: Sequence[int], on_device: bool) -> bool:
+        """Whether what came is what a posted receive is for; else it fails."""
+        out = flight.out
+        assert out is not None
+        if out.dtype == dtype and out.shape == torch.Size(shape) and self._owner.device.owns(out) == on_device:
+            return True
+        places = {True: self._owner.device.name, False: "the host"}
+        where = "" if self._owner.device.owns(out) == on_device else f" on {places[on_device]}, not {places[not on_device]}"
+        flight.fail(
+            CommError(
+                f"{flight.describe()} expects {out.dtype} {tuple(out.shape)}, "
+                f"rank {flight.peers[0]} sent {dtype} {tuple(shape)}{where}",
+                cure="both ends must agree on dtype, shape and device; tags must be unique among pending messages of a pair",
+            )
+        )
+        return False
+
+    def _tell(self, to: int, frame: bytearray, more: Tensor | None = None, flight: Flight | None = None) -> Telling:
+        """Words for a peer; its lock in `_telling` is held. Of announcements that are lost the loss of the peer tells."""
+        words = [(torch.frombuffer(frame, dtype=torch.uint8), to, 0)]
+        if more is not None:
+            words.append((more, to, 1))
+        telling = Telling(self._owner.control, to, flight)
+        telling.post(Exchange(words, ()))
+        telling.posted()
+        return telling
+
+    def goodbye(self, lanes: Iterable[Lane]) -> None:
+        """Tell everybody how many operations this rank has posted in the lanes that it shares with them."""
+        for peer in range(self._owner.size):
+            if peer != self._owner.rank:
+                shared = {lane.name: lane.calls for lane in lanes if peer in lane.wire.members}
+                text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
+                frame = FRAME.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MOST_DIMS)
+                with self._telling[peer]:
+                    self._tell(peer, bytearray(frame), text)
+
+
+def pack(kind: int, tensor: Tensor, tag: int) -> bytearray:
+    """The announcement of one message. Raises `CommError` for a dtype, shape or tag that cannot travel."""
+    code, dims = CODES.get(tensor.dtype), tensor.dim()
+    if code is None or dims > MOST_DIMS or not 0 <= tag < 1 << 64:
+        raise CommError(
+            f"cannot send {tensor.dtype} with {dims} dims and tag {tag}",
+            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MOST_DIMS} dims",
+        )
+    return bytearray(FRAME.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MOST_DIMS - dims)))
+
+
+def take(table: dict[Key, deque[T]], key: Key) -> T | None:
+    """The oldest entry under `key`, taken out; None if there is none."""
+    queue = table.get(key)
+    if queue is None:
+        return None
+    found = queue.popleft()
+    if not queue:
+        del table[key]
+    return found

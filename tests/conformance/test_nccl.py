@@ -1,0 +1,664 @@
+"""The nccl transport beyond what all transports do: what NCCL adds, its faults, and what it refuses before anything starts.
+
+CuPy's real bindings run over the stand-in for its library (`helpers.standin`), on host memory.
+"""
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import standin
+from helpers.standin import Count, HostDevice, Setting, set_to
+from helpers.transport_cases import LIMIT_S, in_order, noise
+
+from raypar.comm import nccl, nccl_transport
+from raypar.comm.cpu import CpuMesh
+from raypar.comm.nccl_connect import compare, connect
+from raypar.comm.nccl_device import CudaDevice
+from raypar.comm.nccl_lane import Wire
+from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
+
+pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
+
+PAIR = (Wire((0, 1), "message"), Wire((1, 0), "message"))
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    return standin.load()
+
+
+def in_threads(size, body):
+    """`body(rank)` in a thread per rank: what it returned or raised."""
+    results = [None] * size
+
+    def run(rank):
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+class Group:
+    """`size` ends in this process; `ends` holds what each rank's `connect` returned or raised."""
+
+    def __init__(self, size, wires, deadline_s=LIMIT_S, device=lambda rank: HostDevice(f"device {rank}")):
+        self.meshes = [CpuMesh.listen() for _ in range(size)]
+        addresses = [mesh.address for mesh in self.meshes]
+
+        def end(rank):
+            control = self.meshes[rank].connect(
+                rank=rank, size=size, addresses=addresses, run="test", generation=1, deadline_s=LIMIT_S
+            )
+            mine = wires(rank) if callable(wires) else wires
+            return connect(control, device=device(rank), wires=mine, deadline_s=deadline_s)
+
+        self.ends = in_threads(size, end)
+
+    def __enter__(self):
+        assert not [end for end in self.ends if isinstance(end, Exception)], self.ends
+        return self.ends
+
+    def __exit__(self, *exc):
+        for end in (*self.ends, *self.meshes):
+            if not isinstance(end, Exception):
+                end.close()
+
+
+def every(ends, call):
+    """`call(end)` on all ranks, then wait for all."""
+    for handle in [call(end) for end in ends]:
+        handle.wait(LIMIT_S)
+
+
+# -- the stand-in does what NCCL does
+
+
+@pytest.mark.parametrize("dtype", nccl.NUMBERS)
+def test_the_standin_adds_each_dtype_as_torch_does(dtype):
+    """For 16-bit floats: every number there is, plus one of all magnitudes."""
+    generator = torch.Generator().manual_seed(1)
+    if dtype.itemsize == 2:
+        first = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        second = first[torch.randperm(first.numel(), generator=generator)]
+    elif dtype.is_floating_point:
+        first, second = noise(0, 5000).to(dtype), noise(1, 5000).to(dtype)
+    else:
+        limits = torch.iinfo(dtype)
+        first, second = (
+            torch.randint(limits.min, limits.max, (5000,), generator=generator, dtype=torch.int64).to(dtype) for _ in range(2)
+        )
+    with Group(2, [Wire((0, 1), "all_reduce")]) as ends:
+        flats = [first.clone(), second.clone()]
+        before = standin.count(Count.NATIVE)
+        handles = [end.all_reduce(flat, group=[0, 1]) for end, flat in zip(ends, flats, strict=True)]
+        for handle in handles:
+            handle.wait(LIMIT_S)
+        assert standin.count(Count.NATIVE) == before + 2
+    want = first + second
+    for flat in flats:
+        same = (flat == want) | ((flat != flat) & (want != want))
+        assert bool(same.all()), (first[~same][:5], second[~same][:5], flat[~same][:5], want[~same][:5])
+
+
+@pytest.mark.parametrize("code", range(10))
+def test_the_standin_has_the_other_operations_and_dtypes_too(code):
+    """Raw calls of CuPy's bindings; codes of dtypes and operations as in nccl.h."""
+    dtype = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64)[code] if code < 6 else None
+    dtype = dtype or (torch.float16, torch.float32, torch.float64, torch.bfloat16)[code - 6]
+    values = [torch.tensor([3, 8, 5, 0]).to(dtype), torch.tensor([5, 2, 5, 4]).to(dtype)]
+    want = {0: [8, 10, 10, 4], 1: [15, 16, 25, 0], 2: [5, 8, 5, 4], 3: [3, 2, 5, 0], 4: [4, 5, 5, 2]}
+    with Group(2, [Wire((0, 1), "all_reduce")]) as ends:
+        lanes = [next(iter(end._lanes.values())) for end in ends]
+        for operation, expected in want.items():
+            outs = [torch.zeros(4).to(dtype) for _ in lanes]
+            roots = [torch.zeros(4).to(dtype) for _ in lanes]
+            for lane, value, out, root in zip(lanes, values, outs, roots, strict=True):
+                raw, stream = lane.communicator._comm, lane.stream.handle
+                raw.allReduce(value.data_ptr(), out.data_ptr(), 4, code, operation, stream)
+                raw.reduce(value.data_ptr(), root.data_ptr(), 4, code, operation, 1, stream)
+                raw.bcast(root.data_ptr(), 4, code, 1, stream)
+            for lane in lanes:
+                lane.stream.mark().hold_current()
+            assert [out.tolist() for out in (*outs, *roots)] == [expected] * 4, operation
+
+
+def test_nccls_own_sum_of_three_has_other_bits_than_rank_order_and_the_transports_has_not():
+    with Group(3, [Wire((0, 1, 2), "all_reduce")]) as ends:
+        want = in_order([noise(rank, 3000) for rank in range(3)])
+        flats = [noise(rank, 3000) for rank in range(3)]
+        every(ends, lambda end: end.all_reduce(flats[end.rank], group=[0, 1, 2]))
+        assert all(torch.equal(flat, want) for flat in flats)
+        flats = [noise(rank, 3000) for rank in range(3)]
+        lanes = [next(iter(end._lanes.values())) for end in ends]
+        for lane, flat in zip(lanes, flats, strict=True):
+            lane.communicator.all_reduce(flat.data_ptr(), flat.numel(), flat.dtype, lane.stream.handle)
+        for lane in lanes:
+            lane.stream.mark().hold_current()
+        assert torch.equal(flats[0], flats[1]) and torch.allclose(flats[0], want) and not torch.equal(flats[0], want)
+
+
+def test_a_group_sends_to_all_before_it_receives_from_all_more_than_any_buffer_holds():
+    with Group(3, [Wire((0, 1, 2), "all_to_all")]) as ends:
+        outs = [[torch.empty(700_000) for _ in range(3)] for _ in range(3)]
+        every(
+            ends,
+            lambda end: end.all_to_all(
+                outs[end.rank], [torch.full((700_000,), 10.0 * end.rank + to) for to in range(3)], group=[0, 1, 2]
+            ),
+        )
+        assert [[int(out[-1]) for out in row] for row in outs] == [[10 * a + b for a in range(3)] for b in range(3)]
+
+
+def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RuntimeError, match=r"no C compiler.*apt-get install gcc"):
+        standin.compiler()
+
+
+def test_the_transport_loads_no_library_by_itself_and_knows_no_path_to_the_standin():
+    texts = {path.name: path.read_text() for path in (REPOSITORY / "raypar" / "comm").glob("nccl*.py")}
+    assert len(texts) >= 6
+    assert not [name for name, text in texts.items() if "CDLL" in text or "ctypes" in text or "nccl.c" in text]
+
+
+# -- collectives
+
+
+def test_two_ranks_and_even_pieces_use_the_collectives_of_nccl():
+    everything = [Wire((0, 1), name) for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")]
+    with Group(2, everything) as ends:
+        whole = [noise(rank, 2000).view(2, 1000) for rank in range(2)]
+        outs = [torch.empty(1000) for _ in range(2)]
+        apart = [[torch.empty(7, 3), torch.empty(7, 3)] for _ in range(2)]
+        calls = (
+            lambda end: end.reduce_scatter(outs[end.rank], list(whole[end.rank]), group=[0, 1]),
+            lambda end: end.all_gather(apart[end.rank], torch.full((7, 3), float(end.rank)), group=[0, 1]),
+            lambda end: end.broadcast(outs[end.rank], root=1, group=[0, 1]),
+        )
+        for call in calls:
+            before = standin.count(Count.NATIVE)
+            every(ends, call)
+            assert standin.count(Count.NATIVE) == before + 2
+        assert all(torch.equal(out, noise(0, 2000)[1000:] + noise(1, 2000)[1000:]) for out in outs)
+        assert all([float(a.mean()), float(b.mean())] == [0.0, 1.0] for a, b in apart)
+
+
+def test_a_call_that_no_communicator_was_made_for_says_how_to_name_it():
+    with Group(3, [Wire((0, 1), "message")]) as ends:
+        for call, name in (
+            (lambda: ends[0].all_reduce(torch.ones(2), group=[0, 1], channel=4), r"Wire\(\(0, 1\), 'all_reduce', 4\)"),
+            (lambda: ends[0].send(torch.ones(2), to=2, tag=0), r"Wire\(\(0, 2\), 'message', 0\)"),
+            (lambda: ends[1].recv(torch.ones(2), source=2, tag=0), r"Wire\(\(2, 1\), 'message', 0\)"),
+        ):
+            with pytest.raises(CommError, match=name):
+                call()
+        alone = torch.ones(2)
+        ends[2].all_reduce(alone, group=[2]).wait(LIMIT_S)
+        assert alone.tolist() == [1, 1]
+
+
+def test_a_tensor_elsewhere_is_refused():
+    with Group(2, PAIR) as ends, pytest.raises(CommError, match="on meta cannot be moved"):
+        ends[0].send(torch.ones(2, device="meta"), to=1, tag=0)
+
+
+def test_tensors_of_the_host_match_like_those_of_the_device_without_a_communicator():
+    """The votes of a step, states and checkpoints are the host's."""
+
+    def device(rank):
+        return HostDevice(f"device {rank}", only=frozenset({torch.float32}))
+
+    with Group(2, PAIR, device=device) as ends:
+        sends = [
+            ends[0].send(torch.full((4,), 1.0), to=1, tag=1),
+            ends[0].send(torch.full((300, 1000), 2.0, dtype=torch.float64), to=1, tag=1),
+            ends[0].send(torch.zeros(0, dtype=torch.int64), to=1, tag=1),
+            ends[0].send(torch.full((3,), 5), to=1, tag=9),
+            ends[0].send(torch.full((4,), 3.0), to=1, tag=1),
+        ]
+        last = ends[1].recv(torch.zeros(3, dtype=torch.int64), source=0, tag=9)
+        last.wait(LIMIT_S)
+        assert last.tensor().tolist() == [5, 5, 5]
+        given = torch.zeros(300, 1000, dtype=torch.float64)
+        handles = [ends[1].recv(out, source=0, tag=1) for out in (None, given, None, None)]
+        for handle in (*handles, *sends):
+            handle.wait(LIMIT_S)
+        assert [float(h.tensor().sum()) for h in handles] == [4.0, 600_000.0, 0.0, 12.0]
+        assert [h.tensor().dtype for h in handles] == [torch.float32, torch.float64, torch.int64, torch.float32]
+        count = torch.ones(5, dtype=torch.int32)
+        every(ends, lambda end: end.all_reduce(count.clone(), group=[0, 1]))
+        ends[0].send(torch.ones(2), to=1, tag=2)
+        with pytest.raises(CommError, match=r"sent torch.float32 \(2,\) on cpu, not the host"):
+            ends[1].recv(torch.ones(2, dtype=torch.float64), source=0, tag=2).wait(LIMIT_S)
+
+
+# -- asynchrony
+
+
+def test_calls_return_before_the_device_is_done_and_memory_lives_until_it_is():
+    with Group(2, PAIR) as ends, set_to(Setting.DELAY_US, 100_000):
+        tensor = torch.full((5000,), 3.0)
+        held = weakref.ref(tensor)
+        start = time.monotonic()
+        sending = ends[0].send(tensor, to=1, tag=1)
+        receiving = ends[1].recv(None, source=0, tag=1)
+        assert time.monotonic() - start < 0.09 and not sending.done()
+        del tensor
+        gc.collect()
+        garbage = [torch.full((5000,), -1.0) for _ in range(20)]  # takes the memory, if it were free
+        receiving.wait(LIMIT_S)
+        assert bool((receiving.tensor() == 3).all()) and len(garbage) == 20
+        sending.wait(LIMIT_S)
+        assert sending.kept == () and held() is None
+
+
+COLLECTIVES_OF_A_FUZZ = [("all_reduce", 0), ("all_reduce", 1), ("all_gather", 0), ("all_to_all", 5)]
+
+
+def any_order(end, seed, count=60):
+    """One rank of a program that all make from `seed`: messages and collectives, which each posts in an order of its own."""
+    shared, own = random.Random(seed), random.Random(1000 * seed + end.rank)
+    everybody = list(range(end.size))
+    lanes = {key: [] for key in COLLECTIVES_OF_A_FUZZ}
+    messages, checks, handles = [], [], []
+    for number in range(count):
+        numel, dtype = shared.choice((0, 1, 300, 5000, 150_000)), shared.choice((torch.float32, torch.float64, torch.int64))
+        if shared.random() < 0.6:
+            source, to = shared.choice(everybody), shared.choice(everybody)
+            value, given = torch.full((numel,), number).to(dtype), shared.random() < 0.5
+            if end.rank == source:
+                messages.append(lambda v=value, to=to, tag=number: handles.append(end.send(v, to=to, tag=tag)))
+            if end.rank == to:
+                out = torch.empty_like(value) if given else None
+                messages.append(
+                    lambda out=out, source=source, tag=number, v=value: (
+                        handles.append(end.recv(out, source=source, tag=tag)),
+                        checks.append(lambda h=handles[-1], v=v: torch.equal(h.tensor(), v)),
+                    )
+                )
+        else:
+            lanes[shared.choice(COLLECTIVES_OF_A_FUZZ)].append((numel, number))
+
+    def collective(operation, channel, numel, number):
+        mine = [noise(100 * number + 10 * end.rank + to, numel) for to in everybody]
+        outs = [torch.empty(numel) for _ in everybody]
+        if operation == "all_reduce":
+            handle = end.all_reduce(mine[0], group=everybody, channel=channel)
+            want, got = [in_order([noise(100 * number + 10 * r, numel) for r in everybody])], [mine[0]]
+        elif operation == "all_gather":
+            handle = end.all_gather(outs, mine[0], group=everybody, channel=channel)
+            want, got = [noise(100 * number + 10 * r, numel) for r in everybody], outs
+        else:
+            handle = end.all_to_all(outs, mine, group=everybody, channel=channel)
+            want, got = [noise(100 * number + 10 * r + end.rank, numel) for r in everybody], outs
+        handles.append(handle)
+        checks.append(lambda: all(torch.equal(a, b) for a, b in zip(got, want, strict=True)))
+
+    own.shuffle(messages)
+    queues = [messages, *([lambda k=key, a=arguments: collective(*k, *a) for arguments in lane] for key, lane in lanes.items())]
+    while any(queues):
+        own.choice([queue for queue in queues if queue]).pop(0)()
+    own.shuffle(handles)
+    for handle in handles:
+        handle.wait(LIMIT_S)
+    return all(check() for check in checks)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 40))])
+def test_whatever_the_order_of_calls_on_each_rank_everything_arrives(seed):
+    size = 2 + seed % 3
+    wires = [Wire((a, b), "message") for a in range(size) for b in range(size) if a != b]
+    wires += [Wire(tuple(range(size)), *key) for key in COLLECTIVES_OF_A_FUZZ]
+
+    def device(rank):
+        return HostDevice(f"device {rank}", only=frozenset({torch.float32, torch.float64}))
+
+    with Group(size, wires, device=device) as ends:
+        assert in_threads(size, lambda rank: any_order(ends[rank], seed)) == [True] * size
+
+
+def test_a_stream_can_wait_instead_of_the_host():
+    with Group(2, PAIR) as ends:
+        early = ends[1].recv(None, source=0, tag=1)
+        with pytest.raises(CommTimeout, match=r"recv tag 1 of rank 1 with 0"):
+            early.wait_on_stream(0.02)  # nobody has sent, so there is nothing yet that a stream could wait for
+        sending = ends[0].send(torch.full((3,), 2.0), to=1, tag=1)
+        sending.wait_on_stream(LIMIT_S)
+        early.wait_on_stream(LIMIT_S)
+        assert early.tensor().tolist() == [2, 2, 2]
+        both = ends[1].batch([(torch.ones(2), 0, 5)], [(None, 0, 6)])
+        back = ends[0].batch([(torch.zeros(2), 1, 6)], [(None, 1, 5)])
+        both.wait_on_stream(LIMIT_S)
+        back.wait_on_stream(LIMIT_S)
+        assert both.tensor().tolist() == [0, 0] and back.tensor().tolist() == [1, 1]
+
+
+# -- ending
+
+
+def test_who_closes_first_after_a_last_exchange_disturbs_nobody():
+    for _ in range(8):
+        with Group(2, [*PAIR, *(Wire((0, 1), "all_gather", channel) for channel in range(3))]) as ends:
+
+            def body(rank, ends=ends):
+                pieces = [torch.zeros(20_000) for _ in range(2)]
+                handles = [ends[rank].all_gather(pieces, pieces[rank], group=[0, 1], channel=c) for c in range(3)]
+                handles += [ends[rank].send(pieces[0], to=1 - rank, tag=1), ends[rank].recv(None, source=1 - rank, tag=1)]
+                for handle in handles:
+                    handle.wait(LIMIT_S)
+                ends[rank].close()
+
+            assert in_threads(2, body) == [None, None]
+
+
+def test_what_was_under_way_completes_after_a_goodbye_and_what_can_never_complete_fails():
+    with Group(2, [*PAIR, Wire((0, 1), "all_reduce")]) as ends:
+        ends[0].send(torch.ones(3), to=1, tag=1).wait(LIMIT_S)
+        every(ends, lambda end: end.all_reduce(torch.ones(3), group=[0, 1]))
+        every(ends, lambda end: end.barrier(group=[0, 1]))
+        ends[0].close()
+        assert ends[1].recv(None, source=0, tag=1).wait(LIMIT_S) is None
+        for late in (
+            ends[1].recv(None, source=0, tag=2),
+            ends[1].send(torch.ones(3), to=0, tag=2),
+            ends[1].all_reduce(torch.ones(3), group=[0, 1]),
+        ):
+            with pytest.raises(CommError, match=r"with 0 .*: rank 0 closed its end"):
+                late.wait(LIMIT_S)
+        host = HostDevice("host", only=frozenset())
+        ends[1].device = host
+        with pytest.raises(CommError, match=r"send tag 3 of rank 1 with 0 .*rank 0"):
+            ends[1].send(torch.ones(3), to=0, tag=3).wait(LIMIT_S)
+        with pytest.raises(CommError, match=r"barrier .* with 0 .*lost rank 0"):
+            ends[1].barrier(group=[0, 1]).wait(LIMIT_S)
+
+
+def test_a_root_that_leaves_after_its_broadcast_has_still_sent_it_to_those_who_come_later():
+    with Group(2, [*PAIR, Wire((0, 1), "broadcast")]) as ends:
+        ends[0].broadcast(torch.full((5,), 7.0), root=0, group=[0, 1]).wait(LIMIT_S)
+        ends[0].close()
+        deadline = time.monotonic() + LIMIT_S
+        while 0 not in ends[1]._gone:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        late = torch.zeros(5)
+        ends[1].broadcast(late, root=0, group=[0, 1]).wait(LIMIT_S)
+        assert late.tolist() == [7.0] * 5
+        with pytest.raises(CommError, match="rank 0 closed its end"):
+            ends[1].broadcast(late, root=0, group=[0, 1]).wait(LIMIT_S)
+
+
+def test_closing_leaves_no_thread_no_open_file_and_no_communicator():
+    wires = standin.all_wires(3)
+    Group(3, wires).__exit__()  # whatever is made once is made now
+    found = threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    for turn in range(4):
+        with Group(3, wires) as ends:
+            pending = ends[0].recv(None, source=1, tag=1)
+            ends[1].send(torch.ones(1_000_000), to=2, tag=1)
+            if turn % 2:
+                ends[2].abort("early")
+        with pytest.raises(CommError):
+            pending.wait(1)
+        assert not any(end.stuck for end in ends)
+    assert standin.count(Count.ALIVE) == 0
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == found
+
+
+def test_an_abort_that_hangs_in_nccl_frees_waiting_calls_at_once_and_says_what_is_stuck(monkeypatch):
+    monkeypatch.setattr(nccl_transport, "ABORT_S", 0.3)
+    with Group(2, PAIR) as ends, set_to(Setting.ABORT_TAKES_MS, 1500):
+        waiting = ends[0].recv(None, source=1, tag=1)
+        times = {}
+
+        def abort():
+            times["start"] = time.monotonic()
+            ends[0].abort("the test says so")
+            times["end"] = time.monotonic()
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        with pytest.raises(GroupAborted, match="the test says so"):
+            waiting.wait(LIMIT_S)
+        times["freed"] = time.monotonic()
+        thread.join()
+        assert times["freed"] < times["end"]
+        assert 0.3 <= times["end"] - times["start"] < 1.4
+        assert sorted(ends[0].stuck) == ["messages 0 -> 1", "messages 1 -> 0"]
+        ends[1].abort("too")
+    deadline = time.monotonic() + LIMIT_S
+    while standin.count(Count.ALIVE):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_abort_frees_who_waits_for_a_launch_that_hangs_in_nccl():
+    with Group(2, PAIR) as ends:
+        freed = {}
+
+        def send(name):
+            try:
+                ends[0].send(torch.ones(3), to=1, tag=1)
+            except GroupAborted:
+                freed[name] = time.monotonic()
+
+        with set_to(Setting.LAUNCH_TAKES_MS, 1200):
+            threads = [threading.Thread(target=send, args=(name,)) for name in ("hangs", "waits")]
+            threads[0].start()
+            time.sleep(0.1)
+            threads[1].start()
+            time.sleep(0.1)
+            at = time.monotonic()
+            ends[0].abort("the test says so")
+            for thread in threads:
+                thread.join(LIMIT_S)
+        assert freed.keys() == {"waits"} and freed["waits"] - at < 0.9
+        assert not ends[0].stuck
+
+
+def test_an_error_that_nccl_finds_in_the_background_breaks_the_group():
+    with Group(2, [*PAIR, Wire((0, 1), "all_reduce")]) as ends:
+        standin.load().standin_set(Setting.OPERATIONS_UNTIL_ERROR, 1)
+        reducing = ends[0].all_reduce(torch.ones(5), group=[0, 1])
+        with pytest.raises(
+            CommError, match=r"all_reduce of rank 0 with 1 .*all_reduce of 0,1 channel 0: NCCL failed.*system error"
+        ):
+            reducing.wait(LIMIT_S)
+        with pytest.raises(CommError, match="unhandled system error"):
+            ends[0].send(torch.ones(5), to=1, tag=1)
+        ends[0].abort("after an error")
+        with pytest.raises(CommError, match="rank 0"):
+            ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
+        assert not ends[0].stuck
+
+
+def test_an_error_at_a_call_is_raised_there():
+    with Group(2, PAIR) as ends:
+        standin.load().standin_set(Setting.LAUNCHES_UNTIL_ERROR, 1)
+        with pytest.raises(CommError, match=r"NCCL failed at a send: .*unhandled system error"):
+            ends[0].send(torch.ones(5), to=1, tag=1)
+
+
+# -- connecting
+
+
+def test_making_communicators_has_a_deadline_although_nccl_has_none():
+    start = time.monotonic()
+    with set_to(Setting.INIT_HANGS, 1):
+        failed = Group(2, PAIR, deadline_s=0.5)
+        assert time.monotonic() - start < LIMIT_S / 2
+        for rank, error in enumerate(failed.ends):
+            assert (isinstance(error, CommError) and f"rank {1 - rank}" in str(error)) or "could not make" in str(error), error
+        late = [error for error in failed.ends if isinstance(error, CommTimeout)]
+        assert late and "the NCCL communicator for messages 0 -> 1 within 0.5 s" in late[0].what
+        assert "replace the worker" in late[0].cure
+    failed.__exit__()
+    deadline = time.monotonic() + LIMIT_S
+    while standin.count(Count.ALIVE) or any(t.name.startswith("raypar-nccl") for t in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread that was left behind ends its communicator when it gets it"
+        time.sleep(0.01)
+
+
+def test_a_rank_that_is_lost_while_communicators_are_made_is_named_before_the_deadline():
+    meshes = [CpuMesh.listen() for _ in range(2)]
+    addresses = [mesh.address for mesh in meshes]
+    start = time.monotonic()
+
+    def end(rank):
+        control = meshes[rank].connect(rank=rank, size=2, addresses=addresses, run="r", generation=1, deadline_s=LIMIT_S)
+        if rank == 1:
+            time.sleep(0.1)
+            control.close()
+            return None
+        return connect(control, device=HostDevice("d"), wires=PAIR, deadline_s=10 * LIMIT_S)
+
+    error, _ = in_threads(2, end)
+    assert isinstance(error, CommError) and "lost rank 1" in error.what
+    assert time.monotonic() - start < LIMIT_S
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_ranks_on_one_device_are_refused_unless_nccl_was_told_to_share_it(monkeypatch):
+    failed = Group(2, PAIR, device=lambda rank: HostDevice("GPU abc"))
+    for error in failed.ends:
+        assert isinstance(error, ClusterError)
+        assert "ranks [0, 1] are on one device, GPU abc" in error.what and "NCCL_HOSTID" in error.cure
+    failed.__exit__()
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    with set_to(Setting.VERSION, 23000, after=22907), Group(2, PAIR, device=lambda rank: HostDevice("GPU abc")) as ends:
+        ends[0].send(torch.ones(1), to=1, tag=1).wait(LIMIT_S)
+
+
+def test_ranks_that_name_different_wires_are_told_which():
+    failed = Group(2, lambda rank: PAIR if rank else [*PAIR, Wire((0, 1), "all_reduce", 7)])
+    first, second = failed.ends
+    assert "only rank 0 names ['all_reduce of 0,1 channel 7'], only rank 1 nothing" in str(first)
+    assert "only rank 0 ['all_reduce of 0,1 channel 7']" in str(second) or "rank 0" in str(second)
+    failed.__exit__()
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        Wire((0, 0), "message"),
+        Wire((0, 1, 2), "message"),
+        Wire((1, 0), "all_reduce"),
+        Wire((0, 9), "broadcast"),
+        Wire((0, 1), "sum"),
+    ],
+    ids=str,
+)
+def test_wires_that_mean_nothing_are_refused(wire):
+    failed = Group(2, lambda rank: [wire] if rank == 0 else [])
+    assert isinstance(failed.ends[0], CommError) and "names nothing that 2 ranks can do" in failed.ends[0].what
+    failed.__exit__()
+
+
+def test_more_communicators_than_a_device_can_serve_at_once_are_refused():
+    failed = Group(2, PAIR, device=lambda rank: HostDevice(f"{rank}", most_lanes=1))
+    assert all("would use 2 communicators; of more than 1 on cpu" in str(error) for error in failed.ends)
+    assert all("CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_MAX_CTAS=4" in error.cure for error in failed.ends)
+    failed.__exit__()
+
+
+def test_ranks_with_different_versions_of_nccl_are_refused():
+    hello = {"version": 22907, "device": "a", "shares": False, "wires": [], "ids": {}}
+    with pytest.raises(ClusterError, match=r"2\.28\.9: ranks \[1\]; 2\.29\.7: ranks \[0\]"):
+        compare([hello, {**hello, "version": 22809, "device": "b"}], [], 0)
+
+
+# -- what is here
+
+
+def test_the_library_is_found_logged_and_judged(caplog):
+    with caplog.at_level("INFO", logger="raypar"):
+        found = nccl.library()
+    assert found.version == 22907 and any(path.endswith("libnccl.so.2") for path in found.paths)
+    assert "NCCL 2.29.7 from /" in caplog.text and f"CuPy {found.cupy} for CUDA {found.cupy_cuda}" in caplog.text
+    nccl.judge(found, {})
+    with (
+        set_to(Setting.VERSION, 21703, after=22907),
+        pytest.raises(ClusterError, match=r"NCCL 2\.17\.3 .* is too old, 2\.18\.0"),
+    ):
+        nccl.judge(nccl.library(), {})
+    with pytest.raises(ClusterError, match="NCCL_COMM_BLOCKING=0"):
+        nccl.judge(found, {"NCCL_COMM_BLOCKING": "0"})
+
+
+@pytest.mark.parametrize(
+    "torch_cuda, cupy_cuda, said",
+    [
+        (None, 13, "built without CUDA"),
+        (12, 13, r"PyTorch is for CUDA 12, CuPy \S+ for CUDA 13(.|\n)*cupy-cuda13x && pip install 'raypar\[cuda12\]'"),
+        (13, 12, r"PyTorch is for CUDA 13, CuPy \S+ for CUDA 12(.|\n)*cupy-cuda12x && pip install 'raypar\[cuda13\]'"),
+    ],
+)
+def test_cupy_for_another_cuda_than_pytorch_is_explained_with_its_cure(torch_cuda, cupy_cuda, said):
+    found = nccl.Library("14.2.0", cupy_cuda, torch_cuda, 22707, 22907, ())
+    with pytest.raises(ClusterError, match=said):
+        nccl.judge_cuda(found)
+
+
+def test_two_packages_of_cupy_are_refused(monkeypatch):
+    class Package:
+        def __init__(self, name):
+            self.metadata = {"Name": name}
+
+    monkeypatch.setattr(
+        nccl.importlib.metadata, "distributions", lambda: map(Package, ("cupy-cuda12x", "numpy", "cupy-cuda13x"))
+    )
+    with pytest.raises(ClusterError, match=r"cupy-cuda12x and cupy-cuda13x are installed side by side"):
+        nccl.judge(nccl.library(), {})
+
+
+def test_fewer_gpus_than_the_plan_wants_and_none_at_all_are_said():
+    nccl.judge_gpus(4, 4)
+    with pytest.raises(ClusterError, match="4 GPU workers, and there are 3 GPUs"):
+        nccl.judge_gpus(4, 3)
+    with pytest.raises(ClusterError, match="4 GPU workers, and there is no GPU"):
+        nccl.judge_gpus(4, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_without_a_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(nccl, "cuda_of_torch", lambda: None)
+    with pytest.raises(ClusterError, match="built without CUDA"):
+        CudaDevice()
+    monkeypatch.setattr(nccl, "cuda_of_torch", lambda: 13)
+    with pytest.raises(ClusterError, match="wants GPU 0 and sees 0"):
+        CudaDevice()
+
+
+def test_without_cupy_importing_costs_nothing_and_asking_for_it_names_the_cure():
+    script = (
+        "import sys; sys.modules['cupy'] = None\n"
+        "import raypar, raypar.comm.nccl_connect\n"
+        "from raypar.comm import nccl\n"
+        "from raypar.comm.nccl_device import CudaDevice\n"
+        "try: CudaDevice()\n"
+        "except raypar.errors.ClusterError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False
+    )
+    assert "needs CuPy, which cannot be imported" in done.stdout, done.stderr
+    assert "pip install 'raypar[cuda13]'" in done.stdout and not done.stderr

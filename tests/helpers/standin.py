@@ -1,0 +1,249 @@
+"""The stand-in `libnccl.so.2` (tests/standin/nccl.c): built when it is first needed, loaded before CuPy looks for the real one.
+
+Raypar has no way to it: whoever wants it calls `load` in the process, before the first use of `raypar.comm.nccl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raypar.comm.nccl_lane import COLLECTIVES, Wire
+
+SOURCE = Path(__file__).parents[1] / "standin" / "nccl.c"
+BUILD_S = 120
+COMPILERS = ("cc", "gcc", "clang")
+
+SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
+"""Where the `test` extra has a wheel of CuPy."""
+
+
+def needs_cupy(*values: object) -> Any:
+    """A parameter of tests that use the stand-in: left out where there is no wheel of CuPy; elsewhere CuPy must be there."""
+    return pytest.param(*values, marks=pytest.mark.skipif(not SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only"))
+
+
+class Setting(IntEnum):
+    """What `set_to` changes, in this process: faults on request, and the version that is told."""
+
+    INIT_HANGS = 0
+    LAUNCHES_UNTIL_ERROR = 1
+    OPERATIONS_UNTIL_ERROR = 2
+    DELAY_US = 3
+    ABORT_TAKES_MS = 4
+    VERSION = 5
+    LAUNCH_TAKES_MS = 6
+
+
+class Count(IntEnum):
+    """What `count` knows of this process."""
+
+    LAUNCHED = 0
+    NATIVE = 1
+    ALIVE = 2
+
+
+def compiler() -> str:
+    """Raises `RuntimeError` with what to install."""
+    for name in COMPILERS:
+        if shutil.which(name):
+            return name
+    raise RuntimeError(
+        "the tests of the nccl transport compile a stand-in for libnccl and find no C compiler "
+        f"({', '.join(COMPILERS)}): apt-get install gcc libc6-dev, or dnf install gcc"
+    )
+
+
+def build() -> Path:
+    """The library, compiled at most once for each text of the source, in the clone's `build/`."""
+    name = compiler()
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    folder = SOURCE.parents[2] / "build" / f"standin-{digest}"
+    built = folder / "libnccl.so.2"
+    if built.exists():
+        return built
+    folder.mkdir(parents=True, exist_ok=True)
+    own = folder / f"{os.getpid()}.so"
+    flags = ["-O2", "-shared", "-fPIC", "-fwrapv", "-pthread", "-Wl,-soname,libnccl.so.2"]
+    command = [name, *flags, str(SOURCE), "-o", str(own)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    own.rename(built)
+    return built
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Make this process's CuPy find the stand-in. Raises `RuntimeError` with what to install."""
+    library = ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
+    library.standin_stream.restype = ctypes.c_void_p
+    for name, rest in (
+        ("standin_set", [ctypes.c_int, ctypes.c_long]),
+        ("standin_count", [ctypes.c_int]),
+        ("standin_stream_call", [ctypes.c_void_p, CALL, ctypes.c_void_p]),
+        ("standin_stream_enqueued", [ctypes.c_void_p]),
+        ("standin_stream_completed", [ctypes.c_void_p]),
+        ("standin_stream_end", [ctypes.c_void_p]),
+    ):
+        function = getattr(library, name)
+        function.argtypes = rest
+        function.restype = ctypes.c_long
+    from raypar.comm import nccl
+
+    try:
+        found = nccl.library()
+    except Exception as error:
+        raise RuntimeError(f"the tests of the nccl transport need CuPy: pip install -e '.[test]' ({error})") from error
+    library.standin_set(Setting.VERSION, 29901)
+    if nccl.library().version != 29901:
+        raise RuntimeError(f"CuPy uses another libnccl than the stand-in: {found}")
+    library.standin_set(Setting.VERSION, found.version)
+    return library
+
+
+CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@contextlib.contextmanager
+def set_to(setting: Setting, value: int, after: int = 0) -> Iterator[None]:
+    """`setting` is `value` inside, `after` later."""
+    load().standin_set(setting, value)
+    try:
+        yield
+    finally:
+        load().standin_set(setting, after)
+
+
+def count(what: Count) -> int:
+    """See `Count`."""
+    return int(load().standin_count(what))
+
+
+# -- host memory as a device
+
+
+class HostMark:
+    """So many tasks of a stream."""
+
+    def __init__(self, stream: HostStream | None) -> None:
+        self._stream = stream
+        self._enqueued = 0 if stream is None else stream.enqueued
+
+    def done(self) -> bool:
+        """See `Mark.done`; the current "stream" is the calling thread, which is always done."""
+        return self._stream is None or self._stream.completed >= self._enqueued
+
+    def hold_current(self) -> None:
+        """See `Mark.hold_current`: the host computes by itself, so it waits."""
+        while not self.done():
+            os.sched_yield()
+
+
+class HostStream:
+    """A thread of the stand-in; `run` calls back into Python from there."""
+
+    def __init__(self) -> None:
+        self._library = load()
+        self._stream = self._library.standin_stream()
+        self._calls: dict[int, Callable[[], object]] = {}
+        self._number = 0
+        self._callback = CALL(self._called)
+        self._ended = 0
+        self.handle = int(self._stream)
+        self.errors: list[Exception] = []
+
+    def _called(self, number: int | None) -> None:
+        try:
+            with torch.no_grad():
+                self._calls.pop(number or 0)()
+        except Exception as error:
+            self.errors.append(error)
+
+    @property
+    def enqueued(self) -> int:
+        """Tasks given to it."""
+        return self._ended or int(self._library.standin_stream_enqueued(self._stream))
+
+    @property
+    def completed(self) -> int:
+        """Tasks done."""
+        return self._ended or int(self._library.standin_stream_completed(self._stream))
+
+    def follow(self, mark: Any) -> None:
+        """See `Stream.follow`."""
+        if mark._stream is not None and mark._stream is not self:
+            self.run(mark.hold_current)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """See `Stream.run`."""
+        self._number += 1
+        self._calls[self._number] = work
+        self._library.standin_stream_call(self._stream, self._callback, self._number)
+
+    def mark(self) -> HostMark:
+        """See `Stream.mark`."""
+        return HostMark(self)
+
+    def close(self) -> None:
+        """See `Stream.close`."""
+        done = self.enqueued
+        self._library.standin_stream_end(self._stream)
+        self._ended = done
+        assert not self.errors, self.errors
+
+
+class HostDevice:
+    """Host memory, as a device of its own for each rank. With `only`, tensors of other dtypes count as the host's."""
+
+    def __init__(self, identity: str, most_lanes: int = 1000, only: frozenset[torch.dtype] | None = None) -> None:
+        self.name = "cpu"
+        self.only = only
+        self.identity = identity
+        self.most_lanes = most_lanes
+
+    def bind(self) -> None:
+        """See `Device.bind`."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """See `Device.owns`."""
+        return tensor.device.type == "cpu" and (self.only is None or tensor.dtype in self.only)
+
+    def stream(self) -> HostStream:
+        """See `Device.stream`."""
+        return HostStream()
+
+    def mark(self) -> HostMark:
+        """See `Device.mark`."""
+        return HostMark(None)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Any) -> torch.Tensor:
+        """See `Device.empty`."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """See `Device.hand_over`."""
+
+
+def all_wires(size: int) -> list[Wire]:
+    """Everything that the cases of the conformance suite do together."""
+    everybody = tuple(range(size))
+    groups = {everybody, (0, size - 1), everybody[1:]}
+    wires = [Wire((a, b), "message") for a in everybody for b in everybody if a != b]
+    wires += [Wire(group, name) for group in groups if len(group) > 1 for name in COLLECTIVES]
+    wires += [Wire(everybody, "all_reduce", channel) for channel in (1, 2)]
+    return wires
