@@ -1,4 +1,4 @@
-"""`raypar status RUN`: how a run is getting on, from its folder alone; no Ray is asked."""
+"""`raypar status [RUN]`: how a run is getting on, from its folder alone; no Ray is asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar status`."""
-    parser.add_argument("run", help="name of a run under --run-dir, or the path of its folder")
+    parser.add_argument(
+        "run", nargs="?", help="name of a run under --run-dir, or the path of its folder (default: the one started last there)"
+    )
     parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
     parser.add_argument("--svg", metavar="FILE", help="draw samples/s and workers over time, with what befell the run")
     parser.add_argument(
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.commands._status import text
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.find(args.run, args.run_dir, with_job=False)
+    folder = RunFolder.latest(args.run_dir) if args.run is None else RunFolder.find(args.run, args.run_dir, with_job=False)
     found = read(folder, time.time())
     if args.svg is not None:
         draw(folder, args.svg, found.steps)

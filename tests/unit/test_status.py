@@ -1,6 +1,7 @@
 """`raypar status`: phase, speed, members and story of a run, from the files in its folder."""
 
 import json
+import os
 
 import pytest
 
@@ -178,3 +179,14 @@ def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tm
     assert "no news for" in capsys.readouterr().out
     assert main(["status", "tinny", "--run-dir", str(tmp_path)]) == 2
     assert "did you mean tiny?" in capsys.readouterr().err
+
+
+def test_without_a_name_the_run_that_was_started_last_is_told(tmp_path, capsys):
+    for at_s, name in ((20, "tiny"), (10, "other")):
+        folder = RunFolder.create(tmp_path, name)
+        folder.cluster.write_text("{}")
+        os.utime(folder.cluster, (at_s, at_s))
+    assert main(["status", "--run-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("run tiny: starting")
+    assert main(["status", "--run-dir", str(tmp_path / "none")]) == 2
+    assert "no run lies under" in capsys.readouterr().err
