@@ -51,9 +51,11 @@ def draw(folder: RunFolder, file: str, steps: int | None) -> None:
     from raypar.commands._history import history
     from raypar.schedule.throughput import throughput
 
-    seen = history(list(folder.read(folder.metrics)), list(folder.read(folder.events)))
+    metrics = list(folder.read(folder.metrics))
+    seen = history(metrics, list(folder.read(folder.events)))
+    done = max((line["step"] for line in metrics if "samples_per_s" in line), default=0)
     of = f" of {steps}" if steps is not None else ""
-    write(file, throughput(seen, title=f"{folder.name}: {len(seen.steps)}{of} steps"), "--svg")
+    write(file, throughput(seen, title=f"{folder.name}: {done}{of} steps"), "--svg")
 
 
 def trace(folder: RunFolder, file: str) -> None:
@@ -66,8 +68,7 @@ def trace(folder: RunFolder, file: str) -> None:
     metrics = list(folder.read(folder.metrics))
     seen = history(metrics, list(folder.read(folder.events)))
     steps = [line["step"] for line in metrics if "samples_per_s" in line]
-    first = steps[-len(seen.steps)] if seen.steps else 1
-    write(file, json.dumps(run_trace(seen, first=first, name=folder.name)) + "\n", "--trace")
+    write(file, json.dumps(run_trace(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace")
 
 
 def write(file: str, text: str, option: str) -> None:
