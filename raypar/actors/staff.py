@@ -14,6 +14,7 @@ from typing import Any
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from raypar.actors.cluster_watch import draining_nodes
+from raypar.actors.fallen import Fallen
 from raypar.actors.journal import Journal
 from raypar.actors.messages import Failed, Hello
 from raypar.actors.pool import Pool
@@ -26,10 +27,19 @@ DRAIN_POLL_S = 1.0
 
 
 class Staff:
-    """`post`: gives an event to the machine; `note`: tells people and keeps it (kind, facts)."""
+    """`post`: gives an event to the machine; `note`: tells people and keeps it (kind, facts); `works`: whether a worker has a
+    seat."""
 
-    def __init__(self, pool: Pool, journal: Journal, post: Callable[[on.Event], None], note: Callable[..., None]) -> None:
-        self.pool, self.journal, self.post, self.note = pool, journal, post, note
+    def __init__(
+        self,
+        pool: Pool,
+        journal: Journal,
+        post: Callable[[on.Event], None],
+        note: Callable[..., None],
+        works: Callable[[int], bool],
+    ) -> None:
+        self.pool, self.journal, self.post, self.note, self.works = pool, journal, post, note, works
+        self.fallen = Fallen()
         self.hellos: dict[int, Hello] = {}
         self.suspects: set[str] = set()
         """Nodes whose workers were lost or hung: nobody is hired there before Ray's node table has had time to notice."""
@@ -107,7 +117,15 @@ class Staff:
 
     def preempted(self, number: int, error: Exception) -> bool:
         """Whether it died because it was asked to leave, or with its machine."""
-        return number in self._leaving or "its node has died" in str(error)
+        return number in self._leaving or died_with_node(error)
+
+    def fell(self, number: int, with_node: bool) -> dict[str, Any] | None:
+        """It is lost and dismissed: what is to be told of its node, if that has lost them all."""
+        if number not in self.where:
+            return None
+        node = self.where[number]
+        left = [n for n in self.pool.workers if self.where.get(n) == node]
+        return self.fallen.lost(number, node, left, with_node, time.monotonic())
 
     def suspect(self, number: int) -> None:
         """It does not answer, or died with its node: nobody is sent there for a while."""
@@ -188,8 +206,15 @@ class Staff:
         """Told once."""
         if number not in self._leaving:
             self._leaving.add(number)
-            self.note("draining", text=f"worker {number} has to leave: {why}", why=why, **self.who(number))
+            self.note(
+                "draining", text=f"worker {number} has to leave: {why}", why=why, works=self.works(number), **self.who(number)
+            )
             self.post(on.DrainAsked(number, why))
+
+
+def died_with_node(error: Exception) -> bool:
+    """Whether Ray says of a worker that it was lost with its node."""
+    return "its node has died" in str(error)
 
 
 def killed_for_memory(who: str, error: Exception) -> OutOfMemory:

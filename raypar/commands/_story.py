@@ -62,7 +62,9 @@ def joined(event: Event) -> str:
 
 
 def draining(event: Event) -> str:
-    return f"{member(event)} is going to leave: {event.get('why') or 'its node is drained'}; its work moves off"
+    return f"{member(event)} is going to leave: {event.get('why') or 'its node is drained'}; " + (
+        "its work moves off" if event.get("works", True) else "it has no work"
+    )
 
 
 def generation(event: Event) -> str:
@@ -116,6 +118,7 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
     "waiting": told,
     "hiring": told,
     "left": told,
+    "node": told,
     "note": told,
     "straggler": told,
     "driver": told,

@@ -313,6 +313,7 @@ def adopted(m: RunMachine, event: Event) -> None:
     if r.expected:
         return
     assert r.order is not None
+    trained = m.members
     m.plan, m.members = r.order.plan, r.order.members
     m.spares = (m.spares | set(r.stands)) - set(m.members) - m.leaving - m.gone
     m.issued = m.committed = r.order.done
@@ -326,7 +327,7 @@ def adopted(m: RunMachine, event: Event) -> None:
             m.pause_for = f"worker {worker} leaves"
         else:
             why = "its state differs from that of its replicas" if worker in m.wrong else "drained"
-            m.decide(Evict(worker, why), "nothing of the run is left there")
+            m.decide(Evict(worker, why), "its work is with the others" if worker in trained else "it had no work")
             lose(m, worker)
     if m.stop is not None and (m.stop_at is None or m.interrupted):
         m.stop_at = max(m.committed, m.emitted)

@@ -33,7 +33,7 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
 
     async def scene():
         over = []
-        staff = Staff(SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None)
+        staff = Staff(SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None, workers.__contains__)
         for number in workers:
             staff.met(number, Hello("127.0.0.1:1", "node", 1, {}))
         watching = asyncio.ensure_future(staff.watch(1.0, lambda: bool(over)))

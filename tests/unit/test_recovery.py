@@ -83,6 +83,14 @@ def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
     assert isinstance(order, Adopt) and order.members == (2,)
 
 
+def test_a_drained_worker_without_a_seat_leaves_at_once_and_is_not_lost():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    do(machine, WorkersReady(), Joined(2))
+    (decision,) = machine.handle(DrainAsked(2, "node b09ad58f is being drained"), 0.0)
+    assert (decision.action, decision.reason) == (Evict(2, "drained"), "it had no work")
+    assert machine.members == (0, 1) and machine.generation == 1 and 2 in machine.gone
+
+
 def test_nobody_is_killed_before_the_next_generation_is_claimed():
     """A driver that stood still for a while takes everybody for hung: another one may have gone on with them."""
     machine = elastic(ParallelPlan.mesh(dp=3, layers=2))

@@ -54,6 +54,10 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             "worker 2 (pid 7, node b09ad58f) is going to leave: node b09ad58f is being drained; its work moves off",
         ),
         (
+            {"kind": "draining", "worker": 5, "why": "node b09ad58f is being drained", "works": False},
+            "worker 5 is going to leave: node b09ad58f is being drained; it has no work",
+        ),
+        (
             {
                 "kind": "generation",
                 "generation": 3,
