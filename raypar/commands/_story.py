@@ -153,9 +153,6 @@ BROKEN = re.compile(r"(.*?)[^:]* of rank (\d+) with [\d, ]+ \(generation \d+\): 
 TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
 """Message tags: numbers that say nothing to people."""
 
-LISTED = re.compile(r"\bworker(?:s|\(s\)) (?:\[(\d+(?:, \d+)*)\]|(\d+(?:, \d+)*))( have\b)?")
-"""`workers [3, 5]`, `worker(s) 3`."""
-
 
 def member(event: Event) -> str:
     """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, as far as it is known."""
@@ -180,7 +177,7 @@ def reason(why: str) -> str:
 
 
 def plainly(text: str) -> str:
-    """A message of ours or of Ray's in words: without tags and Ray's details, and `worker 5` for `workers [5]`."""
+    """A message of ours or of Ray's in words: without tags and Ray's details."""
     rays = RAYS.search(text)
     if rays is not None:
         words = next((words for theirs, words in PLAINLY if re.search(theirs, rays[0])), rays[1].strip().rstrip("."))
@@ -189,14 +186,7 @@ def plainly(text: str) -> str:
     if broken is not None:
         step = re.search(r"in step \d+", broken[1])
         return f"a connection between two workers broke{f' {step[0]}' if step else ''} (rank {broken[2]} with {broken[3]})"
-    return LISTED.sub(listed, TAGS.sub(r"\1", text))
-
-
-def listed(found: re.Match[str]) -> str:
-    """`worker 3 has`, `workers 3, 5 have`."""
-    numbers = found[1] or found[2]
-    many = "," in numbers
-    return f"worker{'s' * many} {numbers}" + (" have" if many else " has") * bool(found[3])
+    return TAGS.sub(r"\1", text)
 
 
 def short(node: Any) -> str:

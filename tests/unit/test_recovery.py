@@ -298,3 +298,14 @@ def test_a_worker_that_is_alone_with_the_state_does_not_wait_for_more_than_one_o
     do(machine, WorkersReady(), *(StepReported(w, 0, 0.3) for w in range(members)), Journalled(0), Emitted(0))
     assert [action for action in do(machine, Joined(members)) if isinstance(action, ChoosePlan)] == asked
     assert ChoosePlan(1, members + 1) in [*asked, *do(machine, Tick(), now_s=2.1)]
+
+
+def test_those_who_have_hung_are_told_in_the_right_number():
+    told = {}
+    for late in ({3}, {1, 3}):
+        machine = elastic(ParallelPlan.mesh(dp=4, layers=2), step_deadline_s=3.0, start_deadline_s=3.0)
+        do(machine, WorkersReady(), *(StepReported(worker, 0, 0.1) for worker in {0, 1, 2, 3} - late))
+        do(machine, Tick(unheard=frozenset(late)), now_s=50.0)
+        told[len(late)] = machine.recovery.why
+    assert told[1] == "step 1: worker 3 has not reported for 50.0 s and answers no pings"
+    assert told[2] == "step 1: workers 1, 3 have not reported for 50.0 s and answer no pings"

@@ -98,9 +98,6 @@ def test_an_event_is_told_in_one_line(event, words):
             "batch tags [4, 5] of rank 0 with 1 (generation 2) was not done",
             "batch of rank 0 with 1 (generation 2) was not done",
         ),
-        ("workers [5] did not answer while adopting", "worker 5 did not answer while adopting"),
-        ("step 9: worker(s) 3 have not reported for 1.1 s", "step 9: worker 3 has not reported for 1.1 s"),
-        ("step 9: worker(s) 0, 1 have not reported for 1.1 s", "step 9: workers 0, 1 have not reported for 1.1 s"),
         (
             "worker 3 (stage 1, replica 1) was lost: The actor 34d2f00 is unavailable: The actor is temporarily unavailable: "
             "RpcError: RPC Error message: Connection reset by peer; rpc_code: 14. The task may or may not have been executed",
@@ -114,8 +111,6 @@ def test_an_event_is_told_in_one_line(event, words):
             "worker 3 was lost: The actor died unexpectedly before\\nThe actor died because its node has died.",
             "worker 3 was lost: its node died",
         ),
-        ("making room for worker(s) 6", "making room for worker 6"),
-        ("making room for worker(s) 4, 6, 7", "making room for workers 4, 6, 7"),
     ],
 )
 def test_reasons_are_told_without_tags_and_without_details_of_ray(text, words):
@@ -151,7 +146,7 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
 
 def test_a_generation_that_comes_to_nothing_is_told_as_given_up():
     tried = {"kind": "recovering", "generation": 2, "workers": [0, 1], "text": "..."}
-    again = {"kind": "recovering", "generation": 3, "text": "workers [1] did not answer"}
+    again = {"kind": "recovering", "generation": 3, "text": "worker 1 did not answer"}
     lines = printed(
         tried, again, {**tried, "generation": 3, "workers": [0]}, {"kind": "generation", "generation": 3, "workers": [0]}
     )
