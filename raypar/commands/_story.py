@@ -23,6 +23,8 @@ class Teller:
 
     def __init__(self) -> None:
         self.trying: int | None = None
+        self.known = 1
+        """The last generation of which people know what became of it."""
 
     def __call__(self, event: Event) -> str | None:
         """One line for people, or None."""
@@ -32,7 +34,13 @@ class Teller:
         elif kind in ("recovering", "generation", "end", "started"):
             self.trying = None
         if kind == "recovering" and self.trying is None and trying is not None:
+            self.known = trying
             return f"generation {trying} is given up: {plainly(event['text'])}"
+        if kind == "started":
+            self.known = 1
+        if kind == "generation":
+            missed, self.known = range(self.known + 1, event["generation"]), event["generation"]
+            return in_words({**event, "missed": [*missed]})
         return in_words(event)
 
 
@@ -72,8 +80,10 @@ def generation(event: Event) -> str:
     if event.get("plan"):
         facts[0] += f" = {event['plan']}"
     if event.get("schedule"):
-        facts.append(f"schedule {event['schedule']}")
-    text = f"generation {event['generation']}: {', '.join(facts)}"
+        was = f" ({event['schedule_was']} before; {event['schedule_why']})" if event.get("schedule_was") else ""
+        facts.append(f"schedule {event['schedule']}{was}")
+    missed = f" ({', '.join(map(str, event['missed']))} came to nothing)" if event.get("missed") else ""
+    text = f"generation {event['generation']}{missed}: {', '.join(facts)}"
     if event.get("step") is not None:
         text += f"; training goes on after step {event['step']}"
     if event.get("pause_s") is not None:

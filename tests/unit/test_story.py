@@ -72,6 +72,17 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             "after a pause of 0.42 s; 2 steps executed again",
         ),
         ({"kind": "generation", "generation": 2, "workers": [0]}, "generation 2: 1 worker"),
+        (
+            {
+                "kind": "generation",
+                "generation": 2,
+                "workers": [0],
+                "schedule": "zb-h1",
+                "schedule_was": "1f1b",
+                "schedule_why": "predicted to be the fastest with 1 worker",
+            },
+            "generation 2: 1 worker, schedule zb-h1 (1f1b before; predicted to be the fastest with 1 worker)",
+        ),
         ({"kind": "waiting", "text": "waiting for 1 of 4 workers"}, "waiting for 1 of 4 workers"),
         ({"kind": "driver", "text": "lost; a new one has adopted 4 workers"}, "lost; a new one has adopted 4 workers"),
         ({"kind": "end", "end": "done", "why": "all steps are done", "step": 200}, "done after 200 steps: all steps are done"),
@@ -156,6 +167,16 @@ def test_a_generation_that_comes_to_nothing_is_told_as_given_up():
         "trying generation 3: 1 worker",
         "generation 3: 1 worker",
     ]
+
+
+def test_numbers_of_generations_that_were_never_tried_are_accounted_for():
+    claims = [{"kind": "recovering", "generation": number, "text": "it died"} for number in (2, 3, 4)]
+    lines = printed(
+        *claims,
+        {"kind": "generation", "generation": 4, "workers": [0]},
+        {"kind": "generation", "generation": 5, "workers": [0, 1]},
+    )
+    assert lines[-2:] == ["generation 4 (2, 3 came to nothing): 1 worker", "generation 5: 2 workers"]
 
 
 def test_steps_that_are_executed_again_are_shown_while_they_are():
