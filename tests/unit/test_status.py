@@ -159,6 +159,12 @@ def test_a_run_that_was_killed_says_how_to_go_on():
     assert "`raypar resume tiny` goes on from the last checkpoint" in text(of(now=1020.0, resumable=True))
     assert "there is no checkpoint to go on from" in text(of(now=1020.0))
     assert "raypar resume" not in text(of(resumable=True))
+    lines = text(of(now=1020.0, resumable=True, members=MEMBERS | {"driver_pid": 9})).splitlines()
+    assert lines[:2] == [
+        "run tiny: no news for 15 s: stuck or killed; it was running, generation 2, step 51 of 200",
+        "  next     `raypar resume tiny` goes on from the last checkpoint",
+    ]
+    assert "  driver   pid 9, when it was last heard of" in lines and "  the last workers were" in lines
 
 
 def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tmp_path, capsys):
