@@ -138,10 +138,10 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     with connected(options.address, most, Path.cwd(), options.local_nodes) as connection:
         require(planned.plan.world, capacity())
         folder = options.folder(planned)
-        say("connected", f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}")
-        folder.cluster.write_text(json.dumps(connection.facts, indent=1) + "\n")
         done = options.first
         try:
+            folder.cluster.write_text(json.dumps(connection.facts, indent=1) + "\n")
+            say("connected", f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}")
             asked = request(folder, connection.host)
             if connection.kind == "joined":  # Ray gives every worker a processor of its own, on whichever machine
                 asked = replace(asked, profile=replace(planned.profile, processors=None))

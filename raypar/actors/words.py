@@ -52,7 +52,7 @@ def lost(coordinate: str, who: Mapping[str, Any], why: str) -> dict[str, Any]:
 
 def given_up(why: str) -> str:
     """Why a worker is lost that has not died: it hangs, cannot be reached, or computes wrongly."""
-    cause = "did not answer: it hangs, or cannot be reached" if why == "did not answer" else why
+    cause = "did not answer (it hangs, or cannot be reached)" if why == "did not answer" else why
     return f"{cause}; its process is killed"
 
 

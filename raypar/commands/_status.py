@@ -17,6 +17,8 @@ RECENT = 20
 """Speed is that of the last steps, so many at most."""
 SILENT_S, SILENT_STEPS = 10.0, 5.0
 """A run that says it is under way and has written nothing for longer than both of these (seconds, median steps) is silent."""
+QUIET_S = {"starting": 60.0, "waiting": 45.0}
+"""More than `SILENT_S` for who loads torch, or waits for workers and says so twice a minute."""
 STORY_LINES = 12
 STATES = {"there": "", "leaving": ", drained: it leaves", "gone": ", gone"}
 UNDER_WAY = ("starting", "running", "recovering", "waiting")
@@ -91,7 +93,11 @@ def status(
     phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
     told = members or {}
     silent_s = None
-    if phase in UNDER_WAY and last is not None and now - last > max(SILENT_S, SILENT_STEPS * (step_s or 0.0)):
+    if (
+        phase in UNDER_WAY
+        and last is not None
+        and now - last > max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
+    ):
         silent_s = now - last
     return Status(
         run=run,
@@ -159,12 +165,11 @@ def described(plan: Mapping[str, Any] | None) -> str | None:
 def story(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:
     """The events in words, oldest first; of the checkpoints the last one only, and of a recovery that is over its end."""
     saved = next((event for event in reversed(events) if event["kind"] == "checkpoint"), None)
-    over = max((event["generation"] for event in events if event["kind"] == "generation"), default=0)
+    over = max((number for number, event in enumerate(events) if event["kind"] in ("started", "generation")), default=-1)
     told = [
         event
-        for event in events
-        if (event["kind"] != "checkpoint" or event is saved)
-        and (event["kind"] != "recovering" or event.get("generation", 0) > over)
+        for number, event in enumerate(events)
+        if (event["kind"] != "checkpoint" or event is saved) and (event["kind"] != "recovering" or number > over)
     ]
     tell = Teller()
     words = [(event.get("time"), tell(event)) for event in told]

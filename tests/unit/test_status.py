@@ -68,6 +68,8 @@ def test_an_elastic_run_is_told_with_its_members_spares_and_story():
     assert "lost worker 3 (pid 5003, node 70961f5a): killed" in shown
     assert "stands still" not in shown, "it is over"
     assert "stands still" in text(of(events=EVENTS[:-1]))
+    resumed = [{**event, "time": 1005.1} for event in (EVENTS[0], EVENTS[4])]
+    assert "stands still" in text(of(events=EVENTS + resumed)), "a run that is resumed counts its generations anew"
     assert "checkpoint b" in shown and "checkpoint a" not in shown
 
 
@@ -83,6 +85,13 @@ def test_a_run_that_writes_nothing_for_long_is_told_as_silent(quiet_s, silent):
     found = of(now=1005.4 + quiet_s)
     assert (found.silent_s is not None) == silent
     assert ("no news for 11 s" in text(found)) == silent
+
+
+def test_who_starts_or_waits_for_workers_may_be_quiet_for_longer():
+    for phase, quiet_s in (("starting", 60), ("waiting", 45)):
+        told = {"members": MEMBERS | {"phase": phase}, "metrics": [], "events": []}
+        assert of(**told, now=1005.0 + quiet_s - 1).silent_s is None
+        assert of(**told, now=1005.0 + quiet_s + 1).silent_s is not None
 
 
 def test_steps_that_are_executed_again_are_news_and_are_told():

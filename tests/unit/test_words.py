@@ -61,7 +61,7 @@ def test_a_straggler_is_named_with_its_place(found, text):
 
 
 def test_who_hangs_is_told_differently_from_who_is_dead():
-    assert words.given_up("did not answer") == "did not answer: it hangs, or cannot be reached; its process is killed"
+    assert words.given_up("did not answer") == "did not answer (it hangs, or cannot be reached); its process is killed"
     assert words.given_up("its state differs").endswith("its process is killed")
 
 
