@@ -7,6 +7,8 @@ from typing import Any
 
 TOGETHER_S = 10.0
 """Workers that are lost within so many seconds are lost together: some are noticed by their silence only."""
+NOTICED_S = 90.0
+"""Ray may take up to a minute to notice that a node is gone."""
 
 
 class Fallen:
@@ -26,8 +28,23 @@ class Fallen:
         if left or not (with_node or len(together) > 1):
             return None
         del self._lost[node]
-        who = f"worker {worker}" if len(together) == 1 else f"workers {', '.join(map(str, together[:-1]))} and {together[-1]}"
-        text = f"node {node[:8]} is lost, with {who}"
-        if not with_node:
-            text = f"no worker is left on node {node[:8]}: {who} were lost together"
-        return {"text": text, "node": node[:8], "workers": together}
+        if with_node:
+            return told(node, f"node {node[:8]} is lost, with {listed(together)}", together)
+        return told(node, f"no worker is left on node {node[:8]}: {listed(together)} were lost together", together)
+
+    def died(self, node: str, now_s: float) -> dict[str, Any] | None:
+        """Ray's node table has it as dead, which it may say long after the workers were lost; told once, and not of nodes that
+        have taken nobody along."""
+        with_it = sorted(number for number, at_s in self._lost.pop(node, {}).items() if now_s - at_s < NOTICED_S)
+        return told(node, f"node {node[:8]} is lost, with {listed(with_it)}", with_it) if with_it else None
+
+
+def told(node: str, text: str, workers: Collection[int]) -> dict[str, Any]:
+    """In words and facts."""
+    return {"text": text, "node": node[:8], "workers": list(workers)}
+
+
+def listed(workers: Collection[int]) -> str:
+    """`worker 0`, `workers 0, 2 and 3`."""
+    *most, last = map(str, workers)
+    return f"workers {', '.join(most)} and {last}" if most else f"worker {last}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from raypar.actors.cluster_watch import draining_nodes
+from raypar.actors.cluster_watch import dead_nodes, draining_nodes
 from raypar.actors.fallen import Fallen
 from raypar.actors.journal import Journal
 from raypar.actors.messages import Failed, Hello
@@ -49,6 +49,8 @@ class Staff:
         """worker -> node, of all that have ever started."""
         self._answered_s: dict[int, float] = {}
         self._leaving: set[int] = set()
+        self._drained: set[str] = set()
+        """Nodes that leave because they were asked to."""
         self._told: set[int] = set()
         """Whose silence has been told."""
         self._asked: dict[int, asyncio.Task[None]] = {}
@@ -168,7 +170,7 @@ class Staff:
                 self.post(on.CallFailed("aborted", CommTimeout(what, cure="look at its node"), number))
             if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
                 polled_s = now  # beside the pings: without a head it blocks for as long as there is none
-                polling = asyncio.ensure_future(self._look_for_draining_nodes())
+                polling = asyncio.ensure_future(self._look_at_nodes())
             before = time.monotonic()
             await asyncio.sleep(PING_S)
             late_s = time.monotonic() - before - PING_S
@@ -192,15 +194,20 @@ class Staff:
             if leaving:
                 self.leaves(number, "its process was asked to end (SIGTERM)")
 
-    async def _look_for_draining_nodes(self) -> None:
+    async def _look_at_nodes(self) -> None:
         try:
-            draining = await asyncio.to_thread(draining_nodes)
+            draining, dead = await asyncio.to_thread(lambda: (draining_nodes(), dead_nodes()))
         except Exception:
             return  # the head does not answer; whatever needs it says so
         for number in list(self.pool.workers):
             hello = self.hellos.get(number)
             if hello is not None and hello.node in draining:
                 self.leaves(number, f"node {hello.node[:8]} is being drained")
+        self._drained |= set(draining)
+        for node in dead - self._drained:
+            told = self.fallen.died(node, time.monotonic())
+            if told is not None:
+                self.note("node", **told)
 
     def leaves(self, number: int, why: str) -> None:
         """Told once."""

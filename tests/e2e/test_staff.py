@@ -28,7 +28,8 @@ class Worker:
 
 def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):
     """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
-    monkeypatch.setattr("raypar.actors.staff.draining_nodes", lambda: set())
+    for asked in ("draining_nodes", "dead_nodes"):
+        monkeypatch.setattr(f"raypar.actors.staff.{asked}", lambda: set())
     workers, told = {number: Worker() for number in range(3)}, []
 
     async def scene():

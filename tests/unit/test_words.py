@@ -78,3 +78,13 @@ def test_a_node_is_told_as_lost_once_all_its_workers_are_lost_together():
     assert fallen.lost(5, node, [], False, 60.0) is None
     said = fallen.lost(6, node, [], True, 90.0)
     assert said is not None and said["text"] == "node 855ce931 is lost, with worker 6"
+
+
+def test_a_node_that_ray_finds_dead_later_is_told_then_with_whom_it_took_along():
+    fallen, node = Fallen(), "855ce93100ff"
+    assert fallen.lost(0, node, [], False, 10.0) is None
+    told = fallen.died(node, 24.0)
+    assert told is not None and told["text"] == "node 855ce931 is lost, with worker 0"
+    assert fallen.died(node, 25.0) is None
+    fallen.lost(1, node, [], False, 100.0)
+    assert fallen.died(node, 900.0) is None, "that worker was lost long before its node"
