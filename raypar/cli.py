@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from raypar import __version__
-from raypar.errors import ConfigError, RayparError
+from raypar.errors import ConfigError, Interrupted, RayparError
 
 COMMANDS = {
     "train": "train a job; leaves a run folder",
@@ -65,11 +65,14 @@ def _guarded(argv: Sequence[str]) -> int:
         status = _run(words)
         sys.stdout.flush()
         return status
+    except Interrupted as stopped:  # as it was asked to: no error
+        print(stopped.what + (f"\nnext: {stopped.cure}" if stopped.cure else ""), file=sys.stderr)
+        return stopped.exit_code
     except RayparError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.

@@ -219,6 +219,16 @@ class ElasticConfig(_Section):
             raise ValueError("auto, off, or a number of steps")
         return value
 
+    @model_validator(mode="after")
+    def _least_and_most(self) -> ElasticConfig:
+        if self.max_workers is not None and self.min_workers > self.max_workers:
+            raise ConfigError(
+                f"elastic.min_workers is {self.min_workers} and elastic.max_workers is {self.max_workers}: there would "
+                "never be workers enough",
+                cure=f"set min_workers to {self.max_workers} or less, or max_workers to {self.min_workers} or more",
+            )
+        return self
+
 
 def _switch(value: Any) -> Any:
     """`true`: with the defaults; `false`: not elastic. A bare `elastic:` could be meant either way."""

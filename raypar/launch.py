@@ -136,12 +136,12 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     if elastic is not None:
         most = max(most, elastic.max_workers or 0) + elastic.standbys
     with connected(options.address, most, Path.cwd(), options.local_nodes) as connection:
-        say("connected", connection.text)
         require(planned.plan.world, capacity())
         folder = options.folder(planned)
-        folder.cluster.write_text(json.dumps(connection.facts, indent=1) + "\n")
         done = options.first
         try:
+            folder.cluster.write_text(json.dumps(connection.facts, indent=1) + "\n")
+            say("connected", f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}")
             asked = request(folder, connection.host)
             if connection.kind == "joined":  # Ray gives every worker a processor of its own, on whichever machine
                 asked = replace(asked, profile=replace(planned.profile, processors=None))

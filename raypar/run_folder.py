@@ -118,6 +118,28 @@ class RunFolder:
             ),
         )
 
+    @staticmethod
+    def latest(run_dir: str | Path = "runs/") -> RunFolder:
+        """The run under `run_dir` that was started or resumed last. Raises `ConfigError` when there is none."""
+        started = sorted(Path(run_dir).glob("*/cluster.json"), key=lambda path: path.stat().st_mtime)
+        if not started:
+            raise ConfigError(
+                f"no run lies under {run_dir}",
+                cure="give the path of the run's folder, or --run-dir with the folder of your runs",
+            )
+        return RunFolder(started[-1].parent)
+
+    def under_way(self) -> bool:
+        """Whether a process of this machine trains in this folder."""
+        try:
+            with open(self.job, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Nobody else trains in this folder meanwhile, on whichever Ray: two runs would write into each other's files. The

@@ -25,6 +25,7 @@ from raypar.actors.tasks import Tasks
 from raypar.elastic import events as on
 from raypar.elastic.buddies import buddies
 from raypar.elastic.machine import RunMachine
+from raypar.elastic.naming import named
 from raypar.elastic.part import Part
 from raypar.elastic.seating import spread
 from raypar.errors import ClusterError
@@ -128,7 +129,7 @@ class Beginning:
             silent = [n for n, task in zip(numbers, asking, strict=True) if task in waiting]
             stacks = await self.calls.stacks(silent)
             raise ClusterError(
-                f"worker(s) {silent} did not {what} within {self.request.start_deadline_s:.0f} s\n{stacks}",
+                f"{named(silent)} did not {what} within {self.request.start_deadline_s:.0f} s\n{stacks}",
                 cure="look at the stacks above and at Ray's logs on those nodes",
             )
         return {n: a for n, a in answers.items() if n not in failed}

@@ -136,6 +136,11 @@ def drain(address: str, node: Node, deadline_s: float, reason: str) -> None:
         raise ClusterError(f"Ray refuses to drain node {node}: {rejection}", cure="try again when nothing is in its way")
 
 
+def dead_nodes() -> set[str]:
+    """Ids of those that Ray's node table has as dead."""
+    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+
+
 def draining_nodes() -> dict[str, float]:
     """Ids in hex of the nodes that are going to leave, and when (Unix time, s; infinite if nobody said). Blocks for a moment.
 

@@ -32,7 +32,7 @@ from raypar.actors.recorder import Recorder
 from raypar.actors.reports import Reports
 from raypar.actors.request import RunRequest
 from raypar.actors.saving import Saving
-from raypar.actors.staff import Staff
+from raypar.actors.staff import Staff, died_with_node
 from raypar.actors.status import Status
 from raypar.actors.tasks import Tasks
 from raypar.elastic import actions as do
@@ -89,7 +89,7 @@ class DriverActor:
         self.recorder = recorder = Recorder(request)
         self.status = Status(request)
         self.effects = effects = Effects(recorder, machine, news, tasks)
-        self.staff = staff = Staff(pool, journal, tasks.post, effects.note)
+        self.staff = staff = Staff(pool, journal, tasks.post, effects.note, lambda number: number in machine.members)
         machine.nodes = staff.where
         self.reports = reports = Reports(machine, plans)
         self.calls = calls = Calls(machine, pool, plans, tasks, staff.hellos)
@@ -186,7 +186,7 @@ class DriverActor:
                     event = replace(event, error=await asyncio.to_thread(self.calls.explained, event.worker, event.error))
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
                     event = replace(event, preempted=self.staff.preempted(event.worker, event.error))
-                    self._lost(event.worker, first_line(event.error))
+                    self._lost(event.worker, first_line(event.error), died_with_node(event.error))
                 for decision in self.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
                 self._keep_status()
@@ -277,12 +277,12 @@ class DriverActor:
                 self.news.tell("replay", step=step + 1, until=self.machine.journalled)
             case do.Evict(worker, why):
                 if why == "drained":
-                    text = f"worker {worker} has left; its work is with the others"
+                    text = f"worker {worker} has left: {decision.reason}"
                     self.effects.note("left", text=text, **self.staff.who(worker))
                     self.staff.dismiss(worker)
                 else:
                     self.staff.suspect(worker)
-                    self._lost(worker, why)
+                    self._lost(worker, words.given_up(why))
             case do.Teardown():
                 self.tasks.spawn(self.ending.end(decision.action, self.step_calls))
 
@@ -295,13 +295,16 @@ class DriverActor:
         self.effects.note("hiring", text=text, worker=number)
         await self.staff.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
 
-    def _lost(self, number: int, why: str) -> None:
-        """Told once; what is left of it is removed."""
+    def _lost(self, number: int, why: str, with_node: bool = False) -> None:
+        """Told once, and so is its node, if that is lost; what is left of it is removed."""
         if number not in self.pool.workers:
             return
         coordinate, who = self.calls.coordinate(number), self.staff.who(number)
         self.effects.note("lost", **words.lost(coordinate, who, why))
         self.staff.dismiss(number)
+        node = self.staff.fell(number, with_node)
+        if node is not None:
+            self.effects.note("node", **node)
 
     def _straggles(self, found: do.Straggles) -> None:
         """Told in one line; the next worker is to be hired elsewhere when this one leaves."""

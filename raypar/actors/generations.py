@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from dataclasses import dataclass
+from typing import Any
 
 from raypar.actors import words
 from raypar.actors.calls import Calls
@@ -44,6 +45,8 @@ class Generations:
     """The last one, of this driver."""
     resumed_at: int = -1
     """The first step of the present generation."""
+    schedule: str | None = None
+    """That of the last generation that people have been told of."""
 
     async def claim(self, generation: int) -> None:
         """Not behind the callbacks: they may take long."""
@@ -78,6 +81,8 @@ class Generations:
         self.reports.forget()
         assignments = await asyncio.to_thread(self.plans.assignments, plan)
         schedule = self.plans.schedule(plan)
+        if self.schedule is None:
+            self.schedule = self.plans.schedule(self.machine.plan or request.plan)
         await asyncio.to_thread(self.journal.record, Record(order.generation, plan, order.members, schedule))
         workers = (*order.members, *order.sources)
         for number in workers:
@@ -121,7 +126,10 @@ class Generations:
             return
         schedule = self.plans.schedule(order.plan)
         text = words.resumed(order, found.seconds, found.again)
-        told = {"text": text, "pause_s": found.seconds, "again": found.again}
+        told: dict[str, Any] = {"text": text, "pause_s": found.seconds, "again": found.again}
+        if schedule != self.schedule:
+            told |= {"schedule_was": self.schedule, "schedule_why": self.plans.why(order.plan)}
+            self.schedule = schedule
         self.effects.note("generation", **told, **words.facts(order, schedule))
         self.effects.aside(self.recorder.plan_changed, order.plan, schedule)
         self.tasks.spawn(self._prepare(len(order.members)))

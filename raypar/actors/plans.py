@@ -57,6 +57,14 @@ class Plans:
                 return name
         return "interleaved"
 
+    def why(self, plan: ParallelPlan) -> str:
+        """Why `schedule` is that one, in a few words."""
+        if self.schedule(plan) == self.request.schedule_name:
+            return "the job's own"
+        if plan in list(self._found.values()):
+            return f"predicted to be the fastest with {plan.world} worker{'s' * (plan.world > 1)}"
+        return "the job's own does not fit this plan"
+
     def assignments(self, plan: ParallelPlan) -> tuple[Assignment, ...]:
         """By rank."""
         request = self.request

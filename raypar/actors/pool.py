@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.cluster_watch import capacity
 from raypar.actors.worker_actor import worker_class
+from raypar.elastic.naming import named, verb
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
@@ -210,7 +211,7 @@ def sweep(run: str) -> int:
                 ray.kill(ray.get_actor(f"worker-{number}", namespace=namespace(run)), no_restart=True)
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"workers {still} of an earlier driver of run {run} do not end within {SWEEP_S:.0f} s",
+                f"{named(still)} of an earlier driver of run {run} {verb(still, 'does', 'do')} not end within {SWEEP_S:.0f} s",
                 cure="look at their nodes, or choose another name for the run",
             )
         time.sleep(POLL_S)

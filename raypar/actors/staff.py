@@ -13,7 +13,8 @@ from typing import Any
 
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from raypar.actors.cluster_watch import draining_nodes
+from raypar.actors.cluster_watch import dead_nodes, draining_nodes
+from raypar.actors.fallen import Fallen
 from raypar.actors.journal import Journal
 from raypar.actors.messages import Failed, Hello
 from raypar.actors.pool import Pool
@@ -26,10 +27,19 @@ DRAIN_POLL_S = 1.0
 
 
 class Staff:
-    """`post`: gives an event to the machine; `note`: tells people and keeps it (kind, facts)."""
+    """`post`: gives an event to the machine; `note`: tells people and keeps it (kind, facts); `works`: whether a worker has a
+    seat."""
 
-    def __init__(self, pool: Pool, journal: Journal, post: Callable[[on.Event], None], note: Callable[..., None]) -> None:
-        self.pool, self.journal, self.post, self.note = pool, journal, post, note
+    def __init__(
+        self,
+        pool: Pool,
+        journal: Journal,
+        post: Callable[[on.Event], None],
+        note: Callable[..., None],
+        works: Callable[[int], bool],
+    ) -> None:
+        self.pool, self.journal, self.post, self.note, self.works = pool, journal, post, note, works
+        self.fallen = Fallen()
         self.hellos: dict[int, Hello] = {}
         self.suspects: set[str] = set()
         """Nodes whose workers were lost or hung: nobody is hired there before Ray's node table has had time to notice."""
@@ -39,6 +49,8 @@ class Staff:
         """worker -> node, of all that have ever started."""
         self._answered_s: dict[int, float] = {}
         self._leaving: set[int] = set()
+        self._drained: set[str] = set()
+        """Nodes that leave because they were asked to."""
         self._told: set[int] = set()
         """Whose silence has been told."""
         self._asked: dict[int, asyncio.Task[None]] = {}
@@ -108,7 +120,15 @@ class Staff:
 
     def preempted(self, number: int, error: Exception) -> bool:
         """Whether it died because it was asked to leave, or with its machine."""
-        return number in self._leaving or "its node has died" in str(error)
+        return number in self._leaving or died_with_node(error)
+
+    def fell(self, number: int, with_node: bool) -> dict[str, Any] | None:
+        """It is lost and dismissed: what is to be told of its node, if that has lost them all."""
+        if number not in self.where:
+            return None
+        node = self.where[number]
+        left = [n for n in self.pool.workers if self.where.get(n) == node]
+        return self.fallen.lost(number, node, left, with_node, time.monotonic())
 
     def suspect(self, number: int) -> None:
         """It does not answer, or died with its node: nobody is sent there for a while."""
@@ -151,7 +171,7 @@ class Staff:
                 self.post(on.CallFailed("aborted", CommTimeout(what, cure="look at its node"), number))
             if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
                 polled_s = now  # beside the pings: without a head it blocks for as long as there is none
-                polling = asyncio.ensure_future(self._look_for_draining_nodes())
+                polling = asyncio.ensure_future(self._look_at_nodes())
             before = time.monotonic()
             await asyncio.sleep(PING_S)
             late_s = time.monotonic() - before - PING_S
@@ -175,22 +195,34 @@ class Staff:
             if leaving:
                 self.leaves(number, "its process was asked to end (SIGTERM)")
 
-    async def _look_for_draining_nodes(self) -> None:
+    async def _look_at_nodes(self) -> None:
         try:
-            draining = await asyncio.to_thread(draining_nodes)
+            draining, dead = await asyncio.to_thread(lambda: (draining_nodes(), dead_nodes()))
         except Exception:
             return  # the head does not answer; whatever needs it says so
         for number in list(self.pool.workers):
             hello = self.hellos.get(number)
             if hello is not None and hello.node in draining:
                 self.leaves(number, f"node {hello.node[:8]} is being drained")
+        self._drained |= set(draining)
+        for node in dead - self._drained:
+            told = self.fallen.died(node, time.monotonic())
+            if told is not None:
+                self.note("node", **told)
 
     def leaves(self, number: int, why: str) -> None:
         """Told once."""
         if number not in self._leaving:
             self._leaving.add(number)
-            self.note("draining", text=f"worker {number} has to leave: {why}", why=why, **self.who(number))
+            self.note(
+                "draining", text=f"worker {number} has to leave: {why}", why=why, works=self.works(number), **self.who(number)
+            )
             self.post(on.DrainAsked(number, why))
+
+
+def died_with_node(error: Exception) -> bool:
+    """Whether Ray says of a worker that it was lost with its node."""
+    return "its node has died" in str(error)
 
 
 def killed_for_memory(who: str, error: Exception) -> OutOfMemory:

@@ -50,6 +50,12 @@ def lost(coordinate: str, who: Mapping[str, Any], why: str) -> dict[str, Any]:
     return {"text": text, "coordinate": coordinate, "why": why, **who}
 
 
+def given_up(why: str) -> str:
+    """Why a worker is lost that has not died: it hangs, cannot be reached, or computes wrongly."""
+    cause = "did not answer (it hangs, or cannot be reached)" if why == "did not answer" else why
+    return f"{cause}; its process is killed"
+
+
 def straggles(found: Straggles, coordinate: str, who: Mapping[str, Any]) -> str:
     """A worker is slow, or is not slow any more."""
     place = coordinate.partition("(")[2].rstrip(")")

@@ -35,6 +35,7 @@ class Console:
         self.again = False
         self.words = Teller()
         self.befell: list[dict[str, Any]] = []
+        """What has happened to the run, of a resumed one also before; counted at its end."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
 
     def __call__(self, event: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raypar.commands._story import short
@@ -14,50 +14,64 @@ MANY = 10
 """With more marks than this their labels are short."""
 SAME = 0.004
 """Marks of one kind that lie closer than this share of the time are one mark: a node takes several workers with it."""
+WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resumed")}
+"""What happens to the run as a whole: in brief, and in words."""
 
 
 def history(metrics: Sequence[Line], events: Sequence[Line]) -> History:
-    """From metrics.jsonl and events.jsonl, since the last start of the run. Time 0 is the start of the first step there."""
-    since = max((e["time"] for e in events if e["kind"] == "started" and "time" in e), default=float("-inf"))
-    done = [line for line in metrics if "samples_per_s" in line and line.get("time", since) > since]
+    """From metrics.jsonl and events.jsonl. Time 0 is the start of the first step; of a run that was resumed the time in which
+    nobody was at it is left out."""
+    done = [line for line in metrics if "samples_per_s" in line and "time" in line]
     if not done:
         return History((), (), (), (), 0.0)
-    origin = done[0]["time"] - done[0]["seconds"]
-    last = max(done[-1]["time"], *(e["time"] for e in events if e["kind"] in KINDS and "time" in e), origin) - origin
-    told = [{**event, "at": event["time"] - origin} for event in events if event.get("time", since) >= max(since, origin)]
-    early = [event for event in events if since <= event.get("time", since) < origin]
-    pauses = [(max(0.0, e["at"] - e["pause_s"]), e["at"]) for e in told if e.get("pause_s")]
-    return History(tuple(steps(done, origin)), crew(done[0], early, told), marks(told, last), tuple(pauses), last)
+    clock = working(done, events)
+    done = [{**line, "at": clock(line["time"])} for line in done]
+    origin = done[0]["at"] - done[0]["seconds"]
+    told = [{**event, "at": clock(event["time"]) - origin} for event in events if "time" in event]
+    done = [{**line, "at": line["at"] - origin} for line in done]
+    shown = [event for event in told if event["at"] >= 0]
+    last = max(done[-1]["at"], *(event["at"] for event in shown if event["kind"] in KINDS), 0.0)
+    pauses = [(max(0.0, e["at"] - e["pause_s"]), e["at"]) for e in shown if e.get("pause_s")]
+    return History(tuple(steps(done)), crew(done[0], told), marks(shown, last), tuple(pauses), last)
 
 
-def steps(done: Sequence[Line], origin: float) -> Iterator[tuple[float, float, float]]:
+def working(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
+    """Unix time -> seconds in which the run was under way: from what was written last to the next start nobody was."""
+    starts = [event["time"] for event in events if event["kind"] == "started" and "time" in event][1:]
+    written = [line["time"] for line in (*done, *events) if "time" in line]
+    idle = [(start, start - max((at for at in written if at < start), default=start)) for start in starts]
+    return lambda at: at - sum(seconds for start, seconds in idle if start <= at)
+
+
+def steps(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]:
     """(start, end, samples). A step has its own seconds, also the first one after a pause, which lies at the pause's end."""
     free = 0.0
     for line in done:
-        end = line["time"] - origin
-        start = max(free, end - line["seconds"])
-        yield min(start, end), end, line["samples_per_s"] * line["seconds"]
-        free = max(free, end)
+        start = max(free, line["at"] - line["seconds"])
+        yield min(start, line["at"]), line["at"], line["samples_per_s"] * line["seconds"]
+        free = max(free, line["at"])
 
 
-def crew(first: Line, early: Sequence[Line], told: Sequence[Line]) -> tuple[tuple[float, int], ...]:
-    """(since when, workers that train): one less with every loss, and as many as each generation says."""
-    count = len(first.get("peak_rss_bytes", ()))
-    found = [(0.0, count)]
-    for event in (*early, *told):
+def crew(first: Line, told: Sequence[Line]) -> tuple[tuple[float, int], ...]:
+    """(since when, workers that train): those that a start or a generation names, without those of them that are lost."""
+    seated = set(range(len(first.get("peak_rss_bytes", ()))))
+    found = [(0.0, len(seated))]
+    for event in told:
         if event["kind"] == "lost":
-            count = max(0, count - 1)
+            seated.discard(event["worker"])
         elif event["kind"] == "generation" and "workers" in event:
-            count = len(event["workers"])
-        if "at" not in event:
-            found = [(0.0, count)]
-        elif count != found[-1][1]:
-            found.append((event["at"], count))
+            seated = set(event["workers"])
+        elif event["kind"] == "started" and "workers" in event:
+            seated = {one["worker"] for one in event["workers"]}
+        if event["at"] < 0:
+            found = [(0.0, len(seated))]
+        elif len(seated) != found[-1][1]:
+            found.append((event["at"], len(seated)))
     return tuple(found)
 
 
 def marks(told: Sequence[Line], extent: float) -> tuple[Mark, ...]:
-    """One for each loss, join, drain and death of a driver; those of a kind at one moment together."""
+    """One for each loss, join, drain, death of a driver and resumption; those of a kind at one moment together."""
     groups: list[tuple[float, str, list[Line]]] = []
     for event in told:
         if event["kind"] not in KINDS:
@@ -67,13 +81,16 @@ def marks(told: Sequence[Line], extent: float) -> tuple[Mark, ...]:
             near[2].append(event)
         else:
             groups.append((event["at"], event["kind"], [event]))
-    return tuple(Mark(at, kind, label(kind, among, len(groups) > MANY)) for at, kind, among in groups)
+    crowded = len(groups) > MANY
+    return tuple(
+        Mark(at, kind, label(kind, among), label(kind, among, brief=True) if crowded else "") for at, kind, among in groups
+    )
 
 
-def label(kind: str, events: Sequence[Line], brief: bool) -> str:
+def label(kind: str, events: Sequence[Line], *, brief: bool = False) -> str:
     """`workers 2, 3 lost`; briefly `2, 3`."""
-    if kind == "driver":
-        return "driver" if brief else "driver lost"
+    if kind in WHOLE:
+        return WHOLE[kind][0 if brief else 1]
     if kind == "draining":
         nodes = list(dict.fromkeys(short(e["node"])[:4] if brief else short(e["node"]) for e in events if e.get("node")))
         return ", ".join(nodes) if brief else f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)} will leave"

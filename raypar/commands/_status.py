@@ -17,6 +17,8 @@ RECENT = 20
 """Speed is that of the last steps, so many at most."""
 SILENT_S, SILENT_STEPS = 10.0, 5.0
 """A run that says it is under way and has written nothing for longer than both of these (seconds, median steps) is silent."""
+QUIET_S = {"starting": 60.0, "waiting": 45.0}
+"""More than `SILENT_S` for who loads torch, or waits for workers and says so twice a minute."""
 STORY_LINES = 12
 STATES = {"there": "", "leaving": ", drained: it leaves", "gone": ", gone"}
 UNDER_WAY = ("starting", "running", "recovering", "waiting")
@@ -91,7 +93,11 @@ def status(
     phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
     told = members or {}
     silent_s = None
-    if phase in UNDER_WAY and last is not None and now - last > max(SILENT_S, SILENT_STEPS * (step_s or 0.0)):
+    if (
+        phase in UNDER_WAY
+        and last is not None
+        and now - last > max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
+    ):
         silent_s = now - last
     return Status(
         run=run,
@@ -159,12 +165,11 @@ def described(plan: Mapping[str, Any] | None) -> str | None:
 def story(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:
     """The events in words, oldest first; of the checkpoints the last one only, and of a recovery that is over its end."""
     saved = next((event for event in reversed(events) if event["kind"] == "checkpoint"), None)
-    over = max((event["generation"] for event in events if event["kind"] == "generation"), default=0)
+    over = max((number for number, event in enumerate(events) if event["kind"] in ("started", "generation")), default=-1)
     told = [
         event
-        for event in events
-        if (event["kind"] != "checkpoint" or event is saved)
-        and (event["kind"] != "recovering" or event.get("generation", 0) > over)
+        for number, event in enumerate(events)
+        if (event["kind"] != "checkpoint" or event is saved) and (event["kind"] != "recovering" or number > over)
     ]
     tell = Teller()
     words = [(event.get("time"), tell(event)) for event in told]
@@ -174,13 +179,15 @@ def story(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]
 def text(status: Status) -> str:
     """For the terminal."""
     title = f"run {status.run}: {status.phase}"
+    if status.silent_s is not None:
+        title = f"run {status.run}: no news for {duration(status.silent_s)}: stuck or killed; it was {status.phase}"
     if status.generation is not None:
         title += f", generation {status.generation}"
     title += f", step {status.step}" + (f" of {status.steps}" if status.steps is not None else "")
     rows: list[tuple[str, str]] = []
+    was = ", when it was last heard of" if status.silent_s is not None else ""
     if status.silent_s is not None:
-        rows.append(("", f"no news for {duration(status.silent_s)}: it is stuck, or was killed"))
-        rows.append(("", resumed_by(status.resume)))
+        rows.append(("next", resumed_by(status.resume)))
     if status.samples_per_s is not None and status.step_s is not None:
         rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {a_step(status.step_s)}"))
     if status.plan:
@@ -194,15 +201,16 @@ def text(status: Status) -> str:
     if status.survived is not None and status.phase == "ended":
         rows.append(("before" if status.end == "failed" else "survived", status.survived))
     if status.driver_pid is not None:
-        rows.append(("driver", f"pid {status.driver_pid}"))
+        rows.append(("driver", f"pid {status.driver_pid}{was}"))
     if status.nodes:
         names = (
             f"{n['pid']} ({short(n['node'])}{', the head' * bool(n.get('head'))}{STATES[n['state']]})" for n in status.nodes
         )
-        rows.append(("raylets", ", ".join(names)))
+        rows.append(("raylets", ", ".join(names) + was))
     parts = [title, *(f"  {name:<8} {value}".rstrip() for name, value in rows)]
+    over = status.phase == "ended" or status.silent_s is not None
     if status.members or status.spares:
-        parts += ["", *["  the last workers were"] * (status.phase == "ended"), *("  " + line for line in table(status))]
+        parts += ["", *["  the last workers were"] * over, *("  " + line for line in table(status))]
     if status.story:
         parts += ["", "  what happened"]
         earlier = len(status.story) - STORY_LINES
@@ -213,8 +221,10 @@ def text(status: Status) -> str:
 
 
 def resumed_by(resume: str | None) -> str:
-    """What to do about a run that was killed."""
-    return f"`raypar resume {resume}` goes on from the last checkpoint" if resume else "there is no checkpoint to go on from"
+    """What to do about a run that was killed; one that is only stuck refuses to be resumed."""
+    if resume is None:
+        return "`raypar train` anew: there is no checkpoint to go on from"
+    return f"`raypar resume {resume}` goes on from the last checkpoint"
 
 
 def table(status: Status) -> list[str]:

@@ -23,6 +23,8 @@ class Teller:
 
     def __init__(self) -> None:
         self.trying: int | None = None
+        self.known = 1
+        """The last generation of which people know what became of it."""
 
     def __call__(self, event: Event) -> str | None:
         """One line for people, or None."""
@@ -32,7 +34,13 @@ class Teller:
         elif kind in ("recovering", "generation", "end", "started"):
             self.trying = None
         if kind == "recovering" and self.trying is None and trying is not None:
+            self.known = trying
             return f"generation {trying} is given up: {plainly(event['text'])}"
+        if kind == "started":
+            self.known = 1
+        if kind == "generation":
+            missed, self.known = range(self.known + 1, event["generation"]), event["generation"]
+            return in_words({**event, "missed": [*missed]})
         return in_words(event)
 
 
@@ -62,7 +70,9 @@ def joined(event: Event) -> str:
 
 
 def draining(event: Event) -> str:
-    return f"{member(event)} is going to leave: {event.get('why') or 'its node is drained'}; its work moves off"
+    return f"{member(event)} is going to leave: {event.get('why') or 'its node is drained'}; " + (
+        "its work moves off" if event.get("works", True) else "it has no work"
+    )
 
 
 def generation(event: Event) -> str:
@@ -70,8 +80,10 @@ def generation(event: Event) -> str:
     if event.get("plan"):
         facts[0] += f" = {event['plan']}"
     if event.get("schedule"):
-        facts.append(f"schedule {event['schedule']}")
-    text = f"generation {event['generation']}: {', '.join(facts)}"
+        was = f" ({event['schedule_was']} before; {event['schedule_why']})" if event.get("schedule_was") else ""
+        facts.append(f"schedule {event['schedule']}{was}")
+    missed = f" ({', '.join(map(str, event['missed']))} came to nothing)" if event.get("missed") else ""
+    text = f"generation {event['generation']}{missed}: {', '.join(facts)}"
     if event.get("step") is not None:
         text += f"; training goes on after step {event['step']}"
     if event.get("pause_s") is not None:
@@ -116,6 +128,7 @@ WORDS: dict[str, Callable[[Event], str | None]] = {
     "waiting": told,
     "hiring": told,
     "left": told,
+    "node": told,
     "note": told,
     "straggler": told,
     "driver": told,
@@ -150,9 +163,6 @@ BROKEN = re.compile(r"(.*?)[^:]* of rank (\d+) with [\d, ]+ \(generation \d+\): 
 TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
 """Message tags: numbers that say nothing to people."""
 
-LISTED = re.compile(r"\bworker(?:s|\(s\)) (?:\[(\d+(?:, \d+)*)\]|(\d+(?:, \d+)*))( have\b)?")
-"""`workers [3, 5]`, `worker(s) 3`."""
-
 
 def member(event: Event) -> str:
     """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, as far as it is known."""
@@ -177,7 +187,7 @@ def reason(why: str) -> str:
 
 
 def plainly(text: str) -> str:
-    """A message of ours or of Ray's in words: without tags and Ray's details, and `worker 5` for `workers [5]`."""
+    """A message of ours or of Ray's in words: without tags and Ray's details."""
     rays = RAYS.search(text)
     if rays is not None:
         words = next((words for theirs, words in PLAINLY if re.search(theirs, rays[0])), rays[1].strip().rstrip("."))
@@ -186,14 +196,7 @@ def plainly(text: str) -> str:
     if broken is not None:
         step = re.search(r"in step \d+", broken[1])
         return f"a connection between two workers broke{f' {step[0]}' if step else ''} (rank {broken[2]} with {broken[3]})"
-    return LISTED.sub(listed, TAGS.sub(r"\1", text))
-
-
-def listed(found: re.Match[str]) -> str:
-    """`worker 3 has`, `workers 3, 5 have`."""
-    numbers = found[1] or found[2]
-    many = "," in numbers
-    return f"worker{'s' * many} {numbers}" + (" have" if many else " has") * bool(found[3])
+    return TAGS.sub(r"\1", text)
 
 
 def short(node: Any) -> str:

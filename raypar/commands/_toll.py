@@ -7,19 +7,19 @@ from typing import Any
 
 from raypar.commands._story import counted
 
-COUNTED = ("lost", "driver", "draining", "joined", "generation")
+COUNTED = ("lost", "node", "driver", "draining", "joined", "generation")
 """Kinds of events that `toll` looks at."""
 
 
 def toll(events: Sequence[Mapping[str, Any]]) -> str | None:
-    """`2 workers and the driver lost, 1 node drained, 3 workers joined; 11.0 s of pauses in all, 0 steps executed again`.
-
-    None of a run to which nothing has happened.
+    """`2 workers (1 whole node) and the driver lost, 1 node drained, 3 workers joined; 11.0 s of pauses in all, 0 steps
+    executed again`. None of a run to which nothing has happened.
     """
     lost, drivers, joined = (sum(event["kind"] == kind for event in events) for kind in ("lost", "driver", "joined"))
     drained = [event for event in events if event["kind"] == "draining"]
     nodes = len({event.get("node", f"that of worker {event['worker']}") for event in drained})
-    workers = [counted(lost, "worker")] * (lost > 0)
+    whole = sum(event["kind"] == "node" for event in events)
+    workers = [counted(lost, "worker") + f" ({counted(whole, 'whole node')})" * (whole > 0)] * (lost > 0)
     parts = []
     if workers or drivers == 1:
         parts.append(" and ".join([*workers, *["the driver"] * (drivers == 1)]) + " lost")

@@ -80,14 +80,23 @@ def run(args: argparse.Namespace) -> int:
 
 def cluster_of(run: str, run_dir: str) -> dict[str, Any]:
     """Facts of a run's cluster: kind, address, nodes. Raises `ConfigError`, also if the run is over."""
+    import re
+
     from raypar.errors import ConfigError
     from raypar.run_folder import RunFolder
 
     folder = RunFolder.find(run, run_dir, with_job=False)
     if (folder.document(folder.members) or {}).get("phase") == "ended":
+        job = re.sub(r"-\d+$", "", folder.name)
+        beside = [
+            RunFolder(path) for path in folder.path.parent.iterdir() if re.fullmatch(re.escape(job) + r"(-\d+)?", path.name)
+        ]
+        active = [run.name for run in beside if run.under_way()]
         raise ConfigError(
             f"run {folder.name} has ended: it has no work to move off",
-            cure="to drain a node all the same give --address host:port",
+            cure=f"--run {' or --run '.join(sorted(active))} is under way"
+            if active
+            else "to drain a node all the same give --address host:port",
         )
     facts = folder.document(folder.cluster)
     if facts is None:

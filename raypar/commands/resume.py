@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.monotonic()
     from raypar.commands._console import Console
+    from raypar.commands._toll import COUNTED
     from raypar.config import load_job
     from raypar.launch import raise_failure, resume_job
     from raypar.run_folder import RunFolder
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     folder = RunFolder.find(args.run, args.run_dir)
     job = load_job(folder.job, args.overrides)
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
+    console.befell += [event for event in folder.read(folder.events) if event["kind"] in COUNTED]
     console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.path}: {job.steps} steps"})
     result = resume_job(
         job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes

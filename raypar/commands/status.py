@@ -1,4 +1,4 @@
-"""`raypar status RUN`: how a run is getting on, from its folder alone; no Ray is asked."""
+"""`raypar status [RUN]`: how a run is getting on, from its folder alone; no Ray is asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar status`."""
-    parser.add_argument("run", help="name of a run under --run-dir, or the path of its folder")
+    parser.add_argument(
+        "run", nargs="?", help="name of a run under --run-dir, or the path of its folder (default: the one started last there)"
+    )
     parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
     parser.add_argument("--svg", metavar="FILE", help="draw samples/s and workers over time, with what befell the run")
     parser.add_argument(
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.commands._status import text
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.find(args.run, args.run_dir, with_job=False)
+    folder = RunFolder.latest(args.run_dir) if args.run is None else RunFolder.find(args.run, args.run_dir, with_job=False)
     found = read(folder, time.time())
     if args.svg is not None:
         draw(folder, args.svg, found.steps)
@@ -49,9 +51,11 @@ def draw(folder: RunFolder, file: str, steps: int | None) -> None:
     from raypar.commands._history import history
     from raypar.schedule.throughput import throughput
 
-    seen = history(list(folder.read(folder.metrics)), list(folder.read(folder.events)))
+    metrics = list(folder.read(folder.metrics))
+    seen = history(metrics, list(folder.read(folder.events)))
+    done = max((line["step"] for line in metrics if "samples_per_s" in line), default=0)
     of = f" of {steps}" if steps is not None else ""
-    write(file, throughput(seen, title=f"{folder.name}: {len(seen.steps)}{of} steps"), "--svg")
+    write(file, throughput(seen, title=f"{folder.name}: {done}{of} steps"), "--svg")
 
 
 def trace(folder: RunFolder, file: str) -> None:
@@ -64,8 +68,7 @@ def trace(folder: RunFolder, file: str) -> None:
     metrics = list(folder.read(folder.metrics))
     seen = history(metrics, list(folder.read(folder.events)))
     steps = [line["step"] for line in metrics if "samples_per_s" in line]
-    first = steps[-len(seen.steps)] if seen.steps else 1
-    write(file, json.dumps(run_trace(seen, first=first, name=folder.name)) + "\n", "--trace")
+    write(file, json.dumps(run_trace(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace")
 
 
 def write(file: str, text: str, option: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import Warn
 from raypar.elastic.holdings import Digest
+from raypar.elastic.naming import named
 from raypar.errors import WorkerLost
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def agree(m: RunMachine, done: int, digests: Mapping[int, Digest]) -> bool:
         m.agreed, m.doubts = done, 0
         m.bad_cuts.discard(done)
         return True
-    who = f"worker(s) {sorted(wrong)} differs from that of the replicas" if wrong else f"workers {sorted(unsure)} differs"
+    who = f"{named(wrong)} differs from that of the replicas" if wrong else f"{named(unsure)} differs"
     what = f"silent corruption: the state of {who} after {done} steps"
     if m.interrupted:
         m.decide(Warn(f"{what}; what is saved now may be wrong"), "the run is being interrupted")

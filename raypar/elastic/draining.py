@@ -18,7 +18,7 @@ def drain_running(m: RunMachine, event: Event) -> None:
     assert isinstance(event, DrainAsked)
     if event.worker in m.spares | m.hiring:
         lose(m, event.worker)
-        m.decide(Evict(event.worker, event.why), event.why)
+        m.decide(Evict(event.worker, "drained"), "it had no work")
     elif event.worker in m.members and event.worker not in m.gone:
         m.leaving.add(event.worker)
         m.pause_for = f"worker {event.worker} leaves: {event.why}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from raypar.elastic.actions import ChoosePlan, Note, Warn
 from raypar.elastic.deaths import lose
 from raypar.elastic.events import Event, HireFailed, Joined, Placed, PlanChosen
+from raypar.elastic.naming import named, verb
 from raypar.elastic.phases import Phase
 from raypar.elastic.recovery import begin
 from raypar.errors import first_line
@@ -80,7 +81,7 @@ def look_for_growth(m: RunMachine) -> None:
     complete = able == m.wanted or not m.placed
     if able > len(m.members) and (complete or alone or m._now_s >= m.grow_at_s) and m.stop is None:
         m.choosing, m.grow_at_s = True, None
-        m.decide(ChoosePlan(m.generation, able), f"workers {sorted(m.spares)} wait for a seat")
+        m.decide(ChoosePlan(m.generation, able), f"{named(m.spares)} {verb(m.spares, 'waits', 'wait')} for a seat")
 
 
 def growth_chosen(m: RunMachine, event: Event) -> None:
@@ -101,11 +102,11 @@ def growth_chosen(m: RunMachine, event: Event) -> None:
     if len(m.members) < m.course.workers and left_s:
         gain_s = max(gain_s, left_s / 4)
     if event.now_s and gain_s <= m.course.move_s:
-        text = f"workers {sorted(m.spares)} stay in reserve: seats would save {max(gain_s, 0.0):.1f} s of {left} steps"
+        stay = f"{named(m.spares)} {verb(m.spares, 'stays', 'stay')} in reserve"
+        text = f"{stay}: {verb(m.spares, 'a seat', 'seats')} would save {max(gain_s, 0.0):.1f} s of {left} steps"
         m.decide(Note(text), f"moving costs about {m.course.move_s:.1f} s")
         return
-    who = ", ".join(map(str, sorted(m.spares)))
-    m.pause_for, m.next_plan = f"making room for worker(s) {who}", event.plan
+    m.pause_for, m.next_plan = f"making room for {named(m.spares)}", event.plan
     m.next_for = len(m.members) + len(m.spares)
     if m.phase in (Phase.RUNNING, Phase.FLUSHING):
         m.advance()

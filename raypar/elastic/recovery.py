@@ -37,6 +37,7 @@ from raypar.elastic.events import (
 )
 from raypar.elastic.holdings import Piece, missing, moves
 from raypar.elastic.member import Fenced, Stand
+from raypar.elastic.naming import named
 from raypar.elastic.phases import Phase
 from raypar.elastic.seating import refilled, seats
 from raypar.errors import ClusterError, CommError, WorkerLost, first_line
@@ -280,8 +281,7 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
 def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
     """Nobody has it, nowhere."""
     names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
-    gone = sorted(m.gone & set(m.members))
-    held_by = "the workers' copies differ" if m.doubt else f"workers {gone} held it"
+    held_by = "the workers' copies differ" if m.doubt else f"{named(m.gone & set(m.members))} held it"
     m.over(
         "failed",
         f"the only copies of {len(lost)} pieces of state are lost",
@@ -313,6 +313,7 @@ def adopted(m: RunMachine, event: Event) -> None:
     if r.expected:
         return
     assert r.order is not None
+    trained = m.members
     m.plan, m.members = r.order.plan, r.order.members
     m.spares = (m.spares | set(r.stands)) - set(m.members) - m.leaving - m.gone
     m.issued = m.committed = r.order.done
@@ -326,7 +327,7 @@ def adopted(m: RunMachine, event: Event) -> None:
             m.pause_for = f"worker {worker} leaves"
         else:
             why = "its state differs from that of its replicas" if worker in m.wrong else "drained"
-            m.decide(Evict(worker, why), "nothing of the run is left there")
+            m.decide(Evict(worker, why), "its work is with the others" if worker in trained else "it had no work")
             lose(m, worker)
     if m.stop is not None and (m.stop_at is None or m.interrupted):
         m.stop_at = max(m.committed, m.emitted)
@@ -435,8 +436,7 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
         for worker in silent:
             lose(m, worker)
         m.silent |= set(silent)
-        who = f"worker{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-        begin(m, f"{who} did not answer while {m.phase.value}")
+        begin(m, f"{named(silent)} did not answer while {m.phase.value}")
 
 
 # -- bookkeeping of effects that are still under way --------------------------------------------------------------------------

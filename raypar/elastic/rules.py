@@ -22,6 +22,7 @@ from raypar.elastic.events import (
     ValidationEmitted,
     ValidationReported,
 )
+from raypar.elastic.naming import named, verb
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.errors import CommTimeout
 
@@ -225,8 +226,8 @@ def tick_steps(m: RunMachine, event: Event) -> None:
         late = tuple(sorted(event.unheard & set(m.overdue(m.silent_deadline_s()))))
     if late and m.course.elastic:
         waited = m._now_s - m._since_s
-        pings = " and answer no pings" * (set(late) <= event.unheard)
-        what = f"step {m.committed + 1}: worker(s) {', '.join(map(str, late))} have not reported for {waited:.1f} s{pings}"
+        pings = f" and {verb(late, 'answers', 'answer')} no pings" * (set(late) <= event.unheard)
+        what = f"step {m.committed + 1}: {named(late)} {verb(late, 'has', 'have')} not reported for {waited:.1f} s{pings}"
         recovery.disturbed(m, CallFailed("aborted", CommTimeout(what), generation=m.generation))
     elif late and not m._probing:
         m._probing = True
@@ -239,9 +240,9 @@ def probed(m: RunMachine, event: Event) -> None:
     m._probing = False
     late = m.overdue(m.step_deadline_s())
     if late:
-        names = ", ".join(str(r) for r in late)
+        who = f"{named(late)} {verb(late, 'has', 'have')}"
         error = CommTimeout(
-            f"step {m.committed}: worker(s) {names} have not reported within {m.step_deadline_s():.0f} s\n{event.text}",
+            f"step {m.committed}: {who} not reported within {m.step_deadline_s():.0f} s\n{event.text}",
             cure="look at the stacks above for what they wait for; `raypar resume` goes on from the last checkpoint",
         )
         m.fail(CallFailed("error", error, late[0]))
@@ -251,7 +252,7 @@ def tick_waiting(m: RunMachine, event: Event) -> None:
     """Start, validation, snapshot or last checkpoint take too long, or somebody in it hangs."""
     mute = m.mute() if m.course.elastic else ()
     if mute:
-        what = f"no pings are answered by worker(s) {', '.join(map(str, mute))} while {m.phase.value}"
+        what = f"no pings are answered by {named(mute)} while {m.phase.value}"
         recovery.disturbed(m, CallFailed("aborted", CommTimeout(what), generation=m.generation))
         return
     if m._deadline_s is None or m._now_s < m._deadline_s:
@@ -265,9 +266,9 @@ def tick_waiting(m: RunMachine, event: Event) -> None:
                 f"interrupted; the last checkpoint is of step {m.saved}" if m.saved else "interrupted, nothing saved",
             )
         return
-    missing = sorted(set(m.members) - m._answers)
+    missing = set(m.members) - m._answers
     error = CommTimeout(
-        f"{m.phase.value} did not end within {m._now_s - m._since_s:.0f} s; no answer from worker(s) {missing}",
+        f"{m.phase.value} did not end within {m._now_s - m._since_s:.0f} s; no answer from {named(missing)}",
         cure="look at the workers' logs; `raypar resume` goes on from the last checkpoint",
     )
     if m.course.elastic and m.phase is not Phase.ENDING:

@@ -20,6 +20,7 @@ KINDS = {
     "driver": ("#7A4FA3", "driver lost"),
     "draining": ("#D9861A", "node drains"),
     "joined": ("#2FA584", "worker joined"),
+    "started": ("#6B7480", "run resumed"),
 }
 """Kind of a mark -> (colour, its name in the legend)."""
 
@@ -31,11 +32,17 @@ _BINS = 320
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at `at_s`; `kind` of `KINDS`; a short label."""
+    """Something that happened at `at_s`; `kind` of `KINDS`; `brief`: what stands in a crowded picture instead of the label."""
 
     at_s: float
     kind: str
     label: str
+    brief: str = ""
+
+    @property
+    def shown(self) -> str:
+        """What stands beside its line."""
+        return self.brief or self.label
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ def throughput(history: History, *, title: str, width: int = 1280) -> str:
     close to each other stand in several rows; those for which there is no room are left out (their tooltips are not).
     """
     extent = history.end_s or 1.0
-    late = [_text_width(mark.label, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
+    late = [_text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
     sheet = _Sheet(extent, width, left=76.0, right=28.0 + max(late, default=0.0))
     rows = _rows(history.marks, sheet)
     top = 92.0 + _ROW * (1 + max((row for row in rows if row is not None), default=0))
@@ -131,7 +138,7 @@ def _rows(marks: Sequence[Mark], sheet: _Sheet) -> list[int | None]:
     placed: list[tuple[float, int]] = []
     for index in sorted(range(len(marks)), key=lambda i: -marks[i].at_s):
         x = sheet.x(marks[index].at_s)
-        end = x + 12 + _text_width(marks[index].label, _LABEL)
+        end = x + 12 + _text_width(marks[index].shown, _LABEL)
         row = 1 + max((row for at, row in placed if at <= end), default=-1)
         if row < _MOST_ROWS:
             rows[index] = row
@@ -142,7 +149,7 @@ def _rows(marks: Sequence[Mark], sheet: _Sheet) -> list[int | None]:
 def _mark(mark: Mark, row: int | None, sheet: _Sheet, top: float, bottom: float) -> list[str]:
     x, colour = sheet.x(mark.at_s), KINDS[mark.kind][0]
     y = top if row is None else top - 6 - _ROW * row
-    label = "" if row is None else f'<text x="{x + 5:.2f}" y="{y - 2:g}" font-size="{_LABEL:g}">{escape(mark.label)}</text>'
+    label = "" if row is None else f'<text x="{x + 5:.2f}" y="{y - 2:g}" font-size="{_LABEL:g}">{escape(mark.shown)}</text>'
     start = y if row is None else y - 11
     return [
         f'<g fill="{colour}"><title>{escape(mark.label)}, at {mark.at_s:.1f} s</title>'
@@ -237,5 +244,9 @@ def _legend(history: History, y: float) -> list[str]:
             f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{_PAUSE}" stroke="{_LINE}"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
+        x += 22 + _text_width(text, 13) + 26
+    if any(mark.brief for mark in history.marks):
+        nodes = "; beside a drain: beginnings of nodes' ids" * ("draining" in there)
+        out.append(f'<text x="{x:.0f}" y="{y:g}">numbers: workers{nodes}</text>')
     out.append("</g>")
     return out

@@ -178,6 +178,7 @@ def test_a_keyboard_interrupt_exits_with_130(capsys, monkeypatch):
 
     monkeypatch.setattr("raypar.commands.simulate.run", interrupted)
     assert main(SMALL) == 130
+    assert capsys.readouterr().err == "interrupted\n", "it is no error"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["simulate", "--help"], [*SMALL, "--json"]])

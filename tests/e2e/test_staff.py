@@ -28,12 +28,13 @@ class Worker:
 
 def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):
     """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
-    monkeypatch.setattr("raypar.actors.staff.draining_nodes", lambda: set())
+    for asked in ("draining_nodes", "dead_nodes"):
+        monkeypatch.setattr(f"raypar.actors.staff.{asked}", lambda: set())
     workers, told = {number: Worker() for number in range(3)}, []
 
     async def scene():
         over = []
-        staff = Staff(SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None)
+        staff = Staff(SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None, workers.__contains__)
         for number in workers:
             staff.met(number, Hello("127.0.0.1:1", "node", 1, {}))
         watching = asyncio.ensure_future(staff.watch(1.0, lambda: bool(over)))

@@ -130,6 +130,7 @@ BAD = {
     "plan.schedule_file=none.csv": (ConfigError, "plan.schedule_file none.csv does not exist"),
     "early_stopping={patience: 2}": (ConfigError, "early_stopping needs validation losses"),
     "elastic={min_worker: 2}": (ConfigError, "did you mean elastic.min_workers?"),
+    "elastic={min_workers: 9, max_workers: 2}": (ConfigError, "elastic.min_workers is 9 and elastic.max_workers is 2"),
     "microbatches=9": (PlanError, "9 microbatches cannot be cut from a batch of 8 samples"),
     "plan.shards=2": (PlanError, "tensor parallelism is not available yet"),
     "plan.replicas=[1, 2]": (PlanError, "plan.replicas has 2 entries for 1 stages"),

@@ -28,6 +28,15 @@ def test_a_run_that_has_ended_says_so(folder):
         cluster_of("tiny", str(folder.path.parent))
 
 
+def test_the_cure_names_the_run_of_the_same_job_that_is_under_way(folder):
+    folder.members.write_text(json.dumps({"phase": "ended"}))
+    second, killed = (RunFolder.create(folder.path.parent, "tiny") for _ in range(2))
+    killed.job.touch()
+    with second.held(), pytest.raises(ConfigError) as caught:
+        cluster_of("tiny", str(folder.path.parent))
+    assert caught.value.cure == "--run tiny-2 is under way"
+
+
 def test_where_no_run_lies_the_cure_is_another_folder(tmp_path):
     with pytest.raises(ConfigError) as caught:
         cluster_of("tiny", str(tmp_path))

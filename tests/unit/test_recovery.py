@@ -84,6 +84,14 @@ def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
     assert isinstance(order, Adopt) and order.members == (2,)
 
 
+def test_a_drained_worker_without_a_seat_leaves_at_once_and_is_not_lost():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    do(machine, WorkersReady(), Joined(2))
+    (decision,) = machine.handle(DrainAsked(2, "node b09ad58f is being drained"), 0.0)
+    assert (decision.action, decision.reason) == (Evict(2, "drained"), "it had no work")
+    assert machine.members == (0, 1) and machine.generation == 1 and 2 in machine.gone
+
+
 def test_nobody_is_killed_before_the_next_generation_is_claimed():
     """A driver that stood still for a while takes everybody for hung: another one may have gone on with them."""
     machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
@@ -318,3 +326,14 @@ def test_a_worker_that_is_alone_with_the_state_does_not_wait_for_more_than_one_o
     machine = growing(1)
     do(machine, Placed(1), Placed(2))
     assert chosen(machine, Joined(1), now_s=1.0) == [ChoosePlan(1, 2)]
+
+
+def test_those_who_have_hung_are_told_in_the_right_number():
+    told = {}
+    for late in ({3}, {1, 3}):
+        machine = elastic(ParallelPlan.mesh(dp=4, layers=2), step_deadline_s=3.0, start_deadline_s=3.0)
+        do(machine, WorkersReady(), *(StepReported(worker, 0, 0.1) for worker in {0, 1, 2, 3} - late))
+        do(machine, Tick(unheard=frozenset(late)), now_s=50.0)
+        told[len(late)] = machine.recovery.why
+    assert told[1] == "step 1: worker 3 has not reported for 50.0 s and answers no pings"
+    assert told[2] == "step 1: workers 1, 3 have not reported for 50.0 s and answer no pings"

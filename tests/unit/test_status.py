@@ -1,6 +1,7 @@
 """`raypar status`: phase, speed, members and story of a run, from the files in its folder."""
 
 import json
+import os
 
 import pytest
 
@@ -67,6 +68,8 @@ def test_an_elastic_run_is_told_with_its_members_spares_and_story():
     assert "lost worker 3 (pid 5003, node 70961f5a): killed" in shown
     assert "stands still" not in shown, "it is over"
     assert "stands still" in text(of(events=EVENTS[:-1]))
+    resumed = [{**event, "time": 1005.1} for event in (EVENTS[0], EVENTS[4])]
+    assert "stands still" in text(of(events=EVENTS + resumed)), "a run that is resumed counts its generations anew"
     assert "checkpoint b" in shown and "checkpoint a" not in shown
 
 
@@ -82,6 +85,13 @@ def test_a_run_that_writes_nothing_for_long_is_told_as_silent(quiet_s, silent):
     found = of(now=1005.4 + quiet_s)
     assert (found.silent_s is not None) == silent
     assert ("no news for 11 s" in text(found)) == silent
+
+
+def test_who_starts_or_waits_for_workers_may_be_quiet_for_longer():
+    for phase, quiet_s in (("starting", 60), ("waiting", 45)):
+        told = {"members": MEMBERS | {"phase": phase}, "metrics": [], "events": []}
+        assert of(**told, now=1005.0 + quiet_s - 1).silent_s is None
+        assert of(**told, now=1005.0 + quiet_s + 1).silent_s is not None
 
 
 def test_steps_that_are_executed_again_are_news_and_are_told():
@@ -158,6 +168,12 @@ def test_a_run_that_was_killed_says_how_to_go_on():
     assert "`raypar resume tiny` goes on from the last checkpoint" in text(of(now=1020.0, resumable=True))
     assert "there is no checkpoint to go on from" in text(of(now=1020.0))
     assert "raypar resume" not in text(of(resumable=True))
+    lines = text(of(now=1020.0, resumable=True, members=MEMBERS | {"driver_pid": 9})).splitlines()
+    assert lines[:2] == [
+        "run tiny: no news for 15 s: stuck or killed; it was running, generation 2, step 51 of 200",
+        "  next     `raypar resume tiny` goes on from the last checkpoint",
+    ]
+    assert "  driver   pid 9, when it was last heard of" in lines and "  the last workers were" in lines
 
 
 def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tmp_path, capsys):
@@ -178,3 +194,14 @@ def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tm
     assert "no news for" in capsys.readouterr().out
     assert main(["status", "tinny", "--run-dir", str(tmp_path)]) == 2
     assert "did you mean tiny?" in capsys.readouterr().err
+
+
+def test_without_a_name_the_run_that_was_started_last_is_told(tmp_path, capsys):
+    for at_s, name in ((20, "tiny"), (10, "other")):
+        folder = RunFolder.create(tmp_path, name)
+        folder.cluster.write_text("{}")
+        os.utime(folder.cluster, (at_s, at_s))
+    assert main(["status", "--run-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("run tiny: starting")
+    assert main(["status", "--run-dir", str(tmp_path / "none")]) == 2
+    assert "no run lies under" in capsys.readouterr().err

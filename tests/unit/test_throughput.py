@@ -49,9 +49,33 @@ def test_the_lines_of_a_run_folder_become_steps_workers_marks_and_pauses():
     assert found.pauses == (pytest.approx((2.0, 5.0), abs=0.01),) and found.end_s == 6.0
 
 
-def test_only_what_came_since_the_last_start_is_drawn():
-    again = [{"kind": "started", "text": "", "time": 104.5}]
-    assert len(history(METRICS, EVENTS + again).steps) == 2
+def test_a_resumed_run_is_drawn_whole_without_the_time_in_which_nobody_was_at_it():
+    workers = [{"worker": number} for number in (0, 1, 2)]
+    more = [
+        {"kind": "end", "end": "stopped", "time": 106.5},
+        {"kind": "started", "text": "", "workers": workers, "time": 9006.5},
+        {"kind": "lost", "worker": 1, "time": 9007.5},
+    ]
+    found = history([*METRICS, step(5, 9008.0, 1.0)], EVENTS + more)
+    assert len(found.steps) == 5 and found.steps[-1] == pytest.approx((7.0, 8.0, 8.0))
+    assert found.marks[2:] == (Mark(6.5, "started", "run resumed"), Mark(7.5, "lost", "worker 1 lost"))
+    assert [count for _, count in found.workers] == [4, 3, 2, 3, 2] and len(found.pauses) == 1
+
+
+def test_a_lost_worker_without_a_seat_does_not_train_less():
+    found = history(METRICS, [*EVENTS, {"kind": "lost", "worker": 4, "time": 105.9}])
+    assert [count for _, count in found.workers] == [4, 3, 2]
+
+
+def test_many_marks_are_numbers_in_the_picture_and_say_there_what_they_are_but_keep_their_names():
+    many = [{"kind": "lost", "worker": number, "time": 101.0 + number / 4} for number in range(12)]
+    found = history(METRICS, [*many, {"kind": "draining", "worker": 1, "node": "a74b0000c", "time": 105.0}])
+    assert [mark.shown for mark in found.marks[:3]] == ["0", "1", "2"] and found.marks[2].label == "worker 2 lost"
+    assert (found.marks[-1].shown, found.marks[-1].label) == ("a74b", "node a74b0000 will leave")
+    drawing = throughput(found, title="t")
+    assert "numbers: workers; beside a drain: beginnings of nodes' ids" in drawing.replace("&#x27;", "'")
+    assert "<title>worker 2 lost, at" in drawing
+    assert "numbers:" not in throughput(history(METRICS, EVENTS), title="t")
 
 
 def test_no_samples_come_in_a_pause_and_none_get_lost():

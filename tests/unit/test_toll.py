@@ -22,6 +22,7 @@ PAUSES = "11.0 s of pauses in all, 0 steps executed again"
         ([LOST[0], {**CHANGES[0], "again": 1}], "1 worker lost; 5.5 s of pauses in all, 1 step executed again"),
         ([DRIVER, *CHANGES], f"the driver lost; {PAUSES}"),
         ([LOST[0], DRIVER, DRIVER, *CHANGES], f"1 worker lost, the driver lost 2 times; {PAUSES}"),
+        ([*LOST, {"kind": "node", "node": "b09a"}, *CHANGES], f"2 workers (1 whole node) lost; {PAUSES}"),
         (CHANGES, PAUSES),
         ([{"kind": "generation", "generation": 1, "workers": [0]}, {"kind": "checkpoint", "step": 3}], None),
     ],

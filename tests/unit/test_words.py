@@ -3,6 +3,7 @@
 import pytest
 
 from raypar.actors import words
+from raypar.actors.fallen import Fallen
 from raypar.elastic.actions import Adopt, Straggles
 from raypar.elastic.holdings import Move, Piece
 from raypar.plan import ParallelPlan
@@ -57,3 +58,33 @@ def test_a_straggler_is_named_with_its_place(found, text):
     coordinate = ParallelPlan.mesh(dp=2, pp=2, layers=2).coordinate(3)
     told = words.straggles(Straggles(3, 2.04, 20, **found), coordinate, WHO)
     assert told == f"worker 3 (stage 1, replica 1, node 0a1b2c3d) {text}"
+
+
+def test_who_hangs_is_told_differently_from_who_is_dead():
+    assert words.given_up("did not answer") == "did not answer (it hangs, or cannot be reached); its process is killed"
+    assert words.given_up("its state differs").endswith("its process is killed")
+
+
+def test_a_node_is_told_as_lost_once_all_its_workers_are_lost_together():
+    fallen, node = Fallen(), "855ce93100ff"
+    assert fallen.lost(0, node, [3], False, 10.0) is None, "another is still there"
+    told = fallen.lost(3, node, [], False, 11.0)
+    assert told == {
+        "text": "no worker is left on node 855ce931: workers 0 and 3 were lost together",
+        "node": "855ce931",
+        "workers": [0, 3],
+    }
+    assert fallen.lost(4, node, [], False, 12.0) is None, "one alone may have died of itself"
+    assert fallen.lost(5, node, [], False, 60.0) is None
+    said = fallen.lost(6, node, [], True, 90.0)
+    assert said is not None and said["text"] == "node 855ce931 is lost, with worker 6"
+
+
+def test_a_node_that_ray_finds_dead_later_is_told_then_with_whom_it_took_along():
+    fallen, node = Fallen(), "855ce93100ff"
+    assert fallen.lost(0, node, [], False, 10.0) is None
+    told = fallen.died(node, 24.0)
+    assert told is not None and told["text"] == "node 855ce931 is lost, with worker 0"
+    assert fallen.died(node, 25.0) is None
+    fallen.lost(1, node, [], False, 100.0)
+    assert fallen.died(node, 900.0) is None, "that worker was lost long before its node"
