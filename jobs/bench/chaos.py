@@ -6,7 +6,8 @@ later: a zombie), loss of a whole node, a drained node, a new node, `kill -9` of
 RAYPAR_SPOT_TRACE; a generated history with `--spot generated`) plays a recorded fleet of spot instances instead, an instance
 being a node.
 
-Useful work = committed samples / integral over time of what the workers alive would have done undisturbed. The weights and the
+Useful work = committed samples / integral over time of what the workers alive would have done undisturbed: the same job is
+measured first, with 1, 2, ... workers in the same place. The weights and the
 losses must be those of one worker that nobody has disturbed. Everything runs on a Ray of the bench's own.
 """
 
@@ -53,7 +54,7 @@ SOON_S = 0.5
 STUCK_S = 60.0
 """Without a step for so long, although somebody could work, the run is given up."""
 START_S, END_S = 120.0, 120.0
-RATE_STEPS = 12
+WARM_STEPS, RATE_STEPS = 4, 24
 KINDS = ("kill", "stop", "node", "drain", "join", "driver")
 WORDS = {
     "kill": "kill -9 of a worker",
@@ -125,26 +126,33 @@ def train_command(job: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "raypar", "train", str(job), *words]
 
 
-def undisturbed(folder: Path, name: str, ms: float, workers: int, steps: int) -> tuple[list[dict[str, Any]], str]:
-    """The lines of metrics.jsonl and the weights of a run on a Ray of its own."""
-    job = write_job(folder, ms, workers, name=name, steps=steps)
-    done = subprocess.run(train_command(job), capture_output=True, text=True, cwd=HERE, timeout=600, check=False)
+def undisturbed(
+    folder: Path, name: str, ms: float, workers: int, steps: int, *words: str, **more: Any
+) -> tuple[list[dict[str, Any]], str]:
+    """The lines of metrics.jsonl and the weights of a run that is left alone, on a Ray of its own unless `words` say where."""
+    job = write_job(folder, ms, workers, name=name, steps=steps, **more)
+    command = train_command(job, *words)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=600, check=False)
     if done.returncode:
         raise BenchError(f"the undisturbed run {name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return lines_of(folder / "runs" / name / "metrics.jsonl"), hash_in(done.stdout) or ""
 
 
-def rate(folder: Path, ms: float, workers: int) -> float:
-    """Samples a second that so many workers do when nobody disturbs them."""
-    lines, _ = undisturbed(folder, f"rate-{workers}", ms, workers, RATE_STEPS + 4)
-    return BATCH / statistics.median(line["seconds"] for line in lines[4:])
+def rate(fleet: Fleet, folder: Path, ms: float, workers: int) -> float:
+    """Samples a second that so many workers do when nobody disturbs them: the same job, in the same place."""
+    elastic = {"min_workers": workers, "max_workers": workers}
+    lines, _ = undisturbed(
+        folder, f"rate-{workers}", ms, workers, RATE_STEPS + WARM_STEPS, "--address", fleet.address, elastic=elastic
+    )
+    return BATCH * RATE_STEPS / (lines[-1]["time"] - lines[WARM_STEPS - 1]["time"])
 
 
-def rates_of(folder: Path, ms: float, path: Path | None) -> dict[int, float]:
+def rates_of(fleet: Fleet, folder: Path, ms: float, path: Path | None) -> dict[int, float]:
     """By the number of workers; those of an earlier run of the bench, if `path` has them."""
     if path is not None and path.exists():
         return {int(workers): samples for workers, samples in json.loads(path.read_text()).items()}
-    found = {0: 0.0} | {workers: rate(folder, ms, workers) for workers in range(1, MOST + 1)}
+    fleet.restore(-(-MOST // fleet.slots))
+    found = {0: 0.0} | {workers: rate(fleet, folder, ms, workers) for workers in range(1, MOST + 1)}
     if path is not None:
         path.write_text(json.dumps(found))
     return found
@@ -434,7 +442,7 @@ def report(seen: Observed, rates: dict[int, float], wrong: Sequence[str], bound:
     """The body of the page."""
     work, found = work_of(seen, rates), pauses(seen)
     counts = Counter(fault.kind for fault in seen.faults)
-    again = seen.computed / MICROBATCHES - len(seen.steps)
+    again = max(0.0, seen.computed / MICROBATCHES - len(seen.steps))  # one step may be in flight when counting begins
     generations = sum(event["kind"] == "generation" for event in seen.events)
     rows = [
         [WORDS[kind], str(counts[kind]), *both(found[kind].first), *both(found[kind].later)] for kind in KINDS if counts[kind]
@@ -482,10 +490,11 @@ def main() -> int:
     fleet = Fleet(1 if history else SLOTS, [str(ROOT), str(HERE)])
     folder = given.keep or fleet.folder / "runs"
     folder.mkdir(parents=True, exist_ok=True)
-    run = Disturbed(fleet, folder, given.ms, given.overrides)
+    run = None
     try:
-        for _ in range(history.at(0.0) if history else BEGIN // SLOTS):
-            fleet.add()
+        rates = rates_of(fleet, folder, given.ms, given.rates)
+        fleet.restore(history.at(0.0) if history else BEGIN // SLOTS)
+        run = Disturbed(fleet, folder, given.ms, given.overrides)
         run.start()
         if history:
             replay(run, history, given.seed, min(seconds, history.seconds))
@@ -493,9 +502,9 @@ def main() -> int:
             disturb(run, given.seed, given.every, seconds)
         seen = run.finish()
         lines, weights = undisturbed(folder, "reference", 0.0, 1, len(seen.steps))
-        rates = rates_of(folder, given.ms, given.rates)
     finally:
-        run.give_up()
+        if run is not None:
+            run.give_up()
         if given.keep is not None:
             fleet.keep_logs(given.keep / "ray_logs")
         left = fleet.end()
