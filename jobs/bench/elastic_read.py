@@ -12,6 +12,8 @@ from typing import Any
 
 Line = dict[str, Any]
 
+SEEN_S = 0.1
+"""An event may be written so long after the step that it belongs to."""
 ENOUGH = 3
 """Steps of a generation whose median counts as the plan's step; with fewer, those of all generations of that plan count."""
 
@@ -69,9 +71,12 @@ class Story:
 
     def p99_s(self, time: float, steps: int = 100) -> float:
         """Of the last `steps` before `time`, pauses between generations left out."""
-        first = {generation["step"] + 1 for generation in self.generations}
+        # A step that was applied before the fault may be seen in the middle of the pause, so that numbers do not tell.
+        pauses = [event["time"] for event in self.events if event["kind"] in ("recovering", "generation")]
         durations = [
-            b - a for (a, _), (b, step) in itertools.pairwise(self.steps) if b <= time and step not in first and step > 2
+            b - a
+            for (a, _), (b, step) in itertools.pairwise(self.steps)
+            if b <= time and step > 2 and not any(a < pause <= b + SEEN_S for pause in pauses)
         ][-steps:]
         return percentile(durations, 0.99)
 
