@@ -42,7 +42,8 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.linear, ctx.stash = linear, stash
         ctx.set_materialize_grads(False)
-        return F.linear(x, weight, bias)
+        # Of an input with three dims F.linear returns a view, and a view that was made in here must not be written over.
+        return F.linear(x, weight, bias).data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

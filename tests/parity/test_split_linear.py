@@ -136,6 +136,17 @@ class Mixing(nn.Module):
         return x + self.linear(columns).view(len(x), -1).mean(1, keepdim=True)
 
 
+class Overwritten(nn.Module):
+    """What the Linear returns, a view of a product where the input has three dims, is written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(S, S), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.parts(x.view(len(x), 1, S)).squeeze(1)
+
+
 class Apart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +163,7 @@ def job_of(middle: type[nn.Module]) -> tuple[Graph, JobSpec]:
     return graph, ugly_models.job("plain", microbatches=7, steps=2, virtual_replicas=2)
 
 
-@pytest.mark.parametrize("middle", [Recomputed, Thrice, Mixing])
+@pytest.mark.parametrize("middle", [Recomputed, Thrice, Mixing, Overwritten])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_zero_bubble_has_the_bits_of_one_process(middle, stages):
     graph, job = job_of(middle)
