@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -112,7 +113,7 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
     if not on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
     try:
-        with interruptible():
+        with interruptible(), unseeded():
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise ClusterError(
@@ -152,7 +153,7 @@ def own(workers: int, nodes: int = 1) -> Iterator[Connection]:
     with cleared(folder), contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         with in_sessions_of_their_own():
-            with interruptible():
+            with interruptible(), unseeded():
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -175,6 +176,22 @@ def described(cpus: int, nodes: tuple[LocalNode, ...]) -> str:
         return f"a Ray of our own with {cpus} logical CPUs"
     pids = ", ".join(f"{node.pid}" + " (the head: the run ends with it)" * node.head for node in nodes)
     return f"a Ray of our own with {len(nodes)} nodes (pids of the raylets {pids}), {cpus} logical CPUs"
+
+
+@contextlib.contextmanager
+def unseeded() -> Iterator[None]:
+    """Python's random numbers are not those that somebody has seeded, and afterwards these go on as if nothing had been.
+
+    Ray 2.60 draws from them the names under which a client listens to the control store. Reading a sample seeds them (as a
+    user's script may): of two clients with the same name each takes the other's calls, 1,800 times a second, and the control
+    store spends half a processor on that.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,17 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from helpers.tiny_job import write_job
 
-from raypar.actors import client
+from raypar.actors import client, local_ray
 from raypar.actors.client import interrupts
 from raypar.actors.cluster_watch import Capacity
 from raypar.actors.local_ray import Connection
@@ -63,6 +65,26 @@ def test_a_client_that_was_stopped_itself_does_not_take_the_driver_for_hung(monk
     assert client.answered("a call", [], 30.0)
     assert not client.answered("another", [], 30.0)
     assert waits[-1] - waits[1] >= 30.0
+
+
+def test_clients_that_have_seeded_python_alike_do_not_take_each_other_for_one(monkeypatch):
+    """Ray draws a client's name from Python's random numbers, and reading the same first sample seeds them alike."""
+    names = []
+
+    def init(**given):
+        names.append(random.getrandbits(224))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    monkeypatch.setattr(local_ray, "answers", lambda address: None)
+    following = []
+    for _ in range(2):
+        random.seed(7)
+        with local_ray.joined("127.0.0.1:6379", Path.cwd()):
+            following.append(random.random())
+    assert names[0] != names[1]
+    assert following == [random.Random(7).random()] * 2, "who called us goes on with the random numbers that it has seeded"
 
 
 def test_bad_input_found_during_a_run_is_a_failed_run():
