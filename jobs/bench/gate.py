@@ -19,6 +19,7 @@ class Gate(Callback):
     def __init__(self, address: str) -> None:
         self.address = address
         self.left = 0
+        self.enough = False
         self.connection: Connection | None = None
 
     def on_start(self, info: StartInfo) -> None:
@@ -28,6 +29,8 @@ class Gate(Callback):
 
     def on_step(self, info: StepInfo) -> Stop | None:
         """Go on while there are steps left, else answer and wait for the next command."""
+        if self.enough:  # a step that was under way when the run was stopped
+            return None
         if self.left:
             self.left -= 1
             if self.left == self.steps:
@@ -43,6 +46,7 @@ class Gate(Callback):
         except EOFError:
             return Stop("the bench is gone")
         if command[0] == "stop":
+            self.enough = True
             return Stop("the bench has seen enough")
         self.steps = command[1]
         self.left = self.steps + LEAD
