@@ -494,7 +494,8 @@ def main() -> int:
     try:
         rates = rates_of(fleet, folder, given.ms, given.rates)
         fleet.restore(history.at(0.0) if history else BEGIN // SLOTS)
-        run = Disturbed(fleet, folder, given.ms, given.overrides)
+        begin = [f"plan.replicas={history.at(0.0)}"] if history else []  # a run begins with all workers of its plan
+        run = Disturbed(fleet, folder, given.ms, [*begin, *given.overrides])
         run.start()
         if history:
             replay(run, history, given.seed, min(seconds, history.seconds))

@@ -269,6 +269,8 @@ class RunMachine:
             proof = self.issued + 1 in self.saves()
             if proof and self.clock.waits:
                 return  # one cut after the other is looked at
+            if self.issued == self.committed:
+                self._since_s = self._now_s  # whatever people took their time for, nobody was late meanwhile
             alone = len(self.members) == 1  # nobody would keep a copy
             cut = not alone and self.clock.take(self.issued, proof)
             self.decide(RunStep(self.issued, cut), f"step {self.issued} is within {DEPTH} of the last one seen by all")

@@ -174,6 +174,24 @@ def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
     assert "worker 1 has not reported within" in str(teardown.error)
 
 
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
+    """The next step is issued when the one before has been seen: its time begins then, not with the last report."""
+    machine = RunMachine(Course(workers=2, last=100, step_deadline_s=3.0, step_deadline_times=5.0, elastic=elastic))
+    do(machine, WorkersReady())
+    for step in range(2):
+        for rank in range(2):
+            do(machine, StepReported(rank, step, 0.1), now_s=0.1 * (step + 1))
+        do(machine, Journalled(step), now_s=0.1 * (step + 1))
+    assert machine.issued == machine.committed == 2, "both steps are done, people look at the first"
+    assert do(machine, Tick(), now_s=60.0) == []
+    assert do(machine, Emitted(0), now_s=60.1) == [RunStep(2)]
+    assert do(machine, Tick(), now_s=60.3) == []
+    assert do(machine, Tick(), now_s=63.0) == []
+    late = do(machine, Tick(), now_s=63.2)
+    assert late and (machine.phase is not Phase.RUNNING if elastic else late == [Probe((0, 1))])
+
+
 def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run():
     machine = RunMachine(Course(workers=2, last=4, save_every=2))
     do(machine, WorkersReady())
