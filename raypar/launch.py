@@ -199,10 +199,18 @@ def choose(
     from raypar.planner.report import report
     from raypar.planner.search import predict, search
     from raypar.schedule import registry
+    from raypar.worker.preflight import check_shards
     from raypar.worker.profile import profile_job
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
-    profile = profile_job(spec, workers=fixed.world if fixed is not None else workers, graph=checked.graph)
+    if fixed is not None:
+        check_shards(spec, checked, fixed)
+    profile = profile_job(
+        spec,
+        workers=fixed.world if fixed is not None else workers,
+        graph=checked.graph,
+        shards={stage.shards for stage in fixed.stages} if fixed is not None else (),
+    )
     if fixed is None:
         choice = search(profile, workers, spec.cut)
         timeline, _ = predict(profile, choice.plan, choice.schedule, spec.cut)

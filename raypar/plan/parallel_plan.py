@@ -160,10 +160,15 @@ class ParallelPlan:
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
 
     def describe(self) -> str:
-        """For messages: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`."""
-        counts = [s.replicas for s in self.stages]
-        replicas = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
-        return f"{len(counts)} stage{'s' * (len(counts) > 1)} x {replicas} replica{'s' * (replicas != '1')}"
+        """For messages: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`, `1 stage x 1 replica x 4 shards`."""
+
+        def counted(counts: list[int], what: str) -> str:
+            number = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
+            return f"{number} {what}{'s' * (number != '1')}"
+
+        text = f"{counted([len(self.stages)], 'stage')} x {counted([s.replicas for s in self.stages], 'replica')}"
+        shards = [s.shards for s in self.stages]
+        return f"{text} x {counted(shards, 'shard')}" if max(shards) > 1 else text
 
     def coordinate(self, rank: int) -> str:
         """For messages: `worker 3 (stage 1, replica 1)`."""

@@ -1,4 +1,4 @@
-"""One worker's shard of a stage, as the end of a step sees it: what is summed over shards, and what counts once."""
+"""One worker's shard of a stage, as steps' ends and checkpoints see it: what is summed over shards, and what it stands for."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from functools import cached_property
 from torch import Tensor
 
 from raypar.comm.transport import Routine
+from raypar.model.tensor_parallel.build import slice_of
 from raypar.model.tensor_parallel.functions import select
 from raypar.model.tensor_parallel.gradients import complete
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout
 from raypar.plan.spans import Cut, places
+from raypar.worker.checkpoint import Slices
 
 CHANNEL = 1 << 34
 """Shards' collectives of stage s are on channel CHANNEL + s."""
@@ -41,12 +43,31 @@ class Shard:
 
     def counted(self, name: str, gradient: Tensor) -> Tensor:
         """What of a parameter's gradient this shard counts in the norm: every element is counted by one shard."""
-        shard, cut = self.group.shard, self._overlapping.get(name)
-        if name not in self.layout.cuts:
-            return gradient if shard == 0 else gradient.new_empty(0)
+        if name not in self.layout.cuts and self.group.shard > 0:
+            return gradient.new_empty(0)
+        return self.owned(name, gradient)
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This shard's slice of an unsharded parameter, or of optimizer state of its shape; other state is every shard's."""
+        cut = self.layout.cuts.get(name)
+        if cut is None or whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.size:
+            return whole
+        return slice_of(self.layout, name, whole, self.group.shard)
+
+    def owned(self, name: str, local: Tensor) -> Tensor:
+        """What of a slice no shard before this one has."""
+        cut, shard = self._overlapping.get(name), self.group.shard
         if cut is None:
-            return gradient
-        return select(gradient, cut.dim, places(cut.held[shard], cut.owned(shard))).contiguous()
+            return local
+        return select(local, cut.dim, places(cut.held[shard], cut.owned(shard))).contiguous()
+
+    def slices(self, name: str, local: Tensor) -> Slices:
+        """Where that lies in the unsharded tensor."""
+        cut = self.layout.cuts[name]
+        shape = (*local.shape[: cut.dim], cut.size, *local.shape[cut.dim + 1 :])
+        return Slices(shape, cut.dim, cut.owned(self.group.shard))
 
     @cached_property
     def _overlapping(self) -> Mapping[str, Cut]:

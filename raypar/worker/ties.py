@@ -22,7 +22,7 @@ Source = tuple[int, Spans | None]
 
 @dataclass
 class TieExchange:
-    """One worker's part. `layout(shards)`: how the model is cut over so many; only asked where a tie's stages differ in that."""
+    """One worker's part. `layout(shards)`: how the model is cut over so many; asked only where stages of a tie differ in it."""
 
     rank: int
     graph: Graph

@@ -18,7 +18,14 @@ from raypar.model.tensor_parallel.styles import Layout
 
 
 def check_by_shape(
-    graph: Graph, layout: Layout, loss: Callable[..., Any], batch: Mapping[str, Tensor], target: str, *, sequence: bool = False
+    graph: Graph,
+    layout: Layout,
+    loss: Callable[..., Any],
+    batch: Mapping[str, Tensor],
+    target: str,
+    *,
+    sequence: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> bool:
     """Send a microbatch through the layers of the first and of the last shard, and the loss, on the meta device.
 
@@ -30,7 +37,13 @@ def check_by_shape(
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
         with torch.enable_grad(), torch.device("meta"):
             modules = layers_of_shard(
-                graph, 0, len(graph.layers), lambda i: on_meta(graph.layers[i]), layout=layout, group=group, whole=True
+                graph,
+                0,
+                len(graph.layers),
+                lambda i: on_meta(graph.layers[i]).to(dtype),
+                layout=layout,
+                group=group,
+                whole=True,
             )
             try:
                 for layer in graph.layers:

@@ -6,12 +6,13 @@ import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.build import on_meta
+from raypar.model.build import on_meta, parameter_shapes
 from raypar.model.graph import Graph
 from raypar.plan.spans import Cut, Spans, count, even, joined, repeated, scaled, shifted
 
@@ -377,6 +378,18 @@ def _sharing(styles: Mapping[str, Style]) -> frozenset[str]:
         if style.kind in ("heads", "kv-heads", "column", "gathered"):
             groups.setdefault((name.rpartition(".")[0], style.kind in _BY_HEADS), []).append(name)
     return frozenset(name for names in groups.values() if len(names) > 1 for name in names)
+
+
+def held_elements(graph: Graph, layout: Layout, shard: int) -> tuple[int, ...]:
+    """By layer: how many elements of its parameters a shard holds (ties counted at their first use)."""
+    counted: set[str] = set()
+    found = []
+    for index in range(len(graph.layers)):
+        fresh = {name: shape for name, shape in parameter_shapes(graph, index, index + 1).items() if name not in counted}
+        counted |= fresh.keys()
+        cuts = layout.cuts
+        found.append(sum(prod(elements(cuts[n], s, shard)) if n in cuts else s.numel() for n, s in fresh.items()))
+    return tuple(found)
 
 
 def elements(cut: Cut, shape: Sequence[int], shard: int) -> tuple[int, ...]:
