@@ -100,12 +100,17 @@ class Cell:
         )
 
     @property
+    def graph(self) -> Graph:
+        """The model."""
+        return graph(self.model)
+
+    @property
     def plan(self) -> ParallelPlan:
         """The plan of this cell."""
         return ParallelPlan.of(
             self.replicas,
             self.shards,
-            layers=len(graph(self.model).layers),
+            layers=len(self.graph.layers),
             chunks=registry.default_chunks(self.schedule, None),
             placement=registry.placement(self.schedule),
         )
