@@ -148,7 +148,7 @@ class StepEnd:
                     if src in self.stages:
                         uses += [reduced[src][i] for i in self._uses_of(src, name)]
                     else:
-                        uses += self._exchange.found[name, src]
+                        uses += self._exchange.found.get((name, src), ())
                 gradients[name] = _sum_in_order(uses)
             settled[stage] = gradients
         return settled

@@ -16,6 +16,8 @@ from raypar.plan import Routing, Tie
 from raypar.plan.spans import Spans, common, count, places
 from raypar.worker.tags import tie_tag
 
+Uses = Callable[[int, str], Sequence[Tensor | None]]
+"""(stage, parameter) -> reduced gradients of its uses there, in layer order; none if it is frozen."""
 Source = tuple[int, Spans | None]
 """A shard that sends, and which indices of the cut dim; None: all that it has."""
 
@@ -33,21 +35,21 @@ class TieExchange:
     found: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
     """Uses in stages of other positions: (canonical name, stage) -> reduced gradients in layer order."""
 
-    def run(self, step: int, uses: Callable[[int, str], Sequence[Tensor | None]]) -> Routine[None]:
-        """Send what others need of the uses here, `uses(stage, name)` in layer order, and fill `found`."""
+    def run(self, step: int, uses: Uses) -> Routine[None]:
+        """Send what others need of the uses here and fill `found`."""
         self.found.clear()
-        sent: list[Handle] = []
+        sent: list[tuple[Handle, Tensor]] = []
         awaited: list[tuple[str, int, int, list[tuple[Source, Handle]]]] = []
         for index, tie in enumerate(self.ties):
             if any(self._here(stage) for stage in tie.stages):
                 sent += self._send(step, index, tie, uses)
-                awaited += self._receive(step, index, tie)
+                awaited += self._receive(step, index, tie, uses)
         for name, src, receiver, handles in awaited:
             for _, handle in handles:
                 yield Wait(handle, f"the gradient of tied parameter {name} from stage {src}")
             parts = [(source, handle.tensor()) for source, handle in handles]
             self.found.setdefault((name, src), []).append(self._joined(name, receiver, parts))
-        for handle in sent:
+        for handle, _ in sent:
             yield Wait(handle, "the gradients of tied parameters to be taken")
 
     def _here(self, stage: int) -> bool:
@@ -60,7 +62,7 @@ class TieExchange:
         for position in sorted({plan.stages[s].position for s in tie.stages}):
             yield next(s for s in tie.stages if plan.stages[s].position == position)
 
-    def _send(self, step: int, index: int, tie: Tie, uses: Callable[[int, str], Sequence[Tensor | None]]) -> Iterator[Handle]:
+    def _send(self, step: int, index: int, tie: Tie, uses: Uses) -> Iterator[tuple[Handle, Tensor]]:
         plan = self.routing.plan
         seat = plan.seats[self.rank]
         for src in (stage for stage in tie.stages if self._here(stage)):
@@ -72,18 +74,21 @@ class TieExchange:
                             part = torch.empty(0) if gradient is None else self._part(tie.name, src, gradient, spans)
                             tag = tie_tag(step, src, stage, index, use)
                             for replica in replicas:
-                                yield self.transport.send(part, to=plan.rank(stage, replica, shard), tag=tag)
+                                yield self.transport.send(part, to=plan.rank(stage, replica, shard), tag=tag), part
 
-    def _receive(self, step: int, index: int, tie: Tie) -> Iterator[tuple[str, int, int, list[tuple[Source, Handle]]]]:
+    def _receive(
+        self, step: int, index: int, tie: Tie, uses: Uses
+    ) -> Iterator[tuple[str, int, int, list[tuple[Source, Handle]]]]:
         plan = self.routing.plan
         seat = plan.seats[self.rank]
         names = next(names for names in self.graph.ties if names[0] == tie.name)
         number = {layer.name: i for i, layer in enumerate(self.graph.layers)}
         receiver = next(stage for stage in self._receivers(tie) if self._here(stage))
+        if not uses(receiver, tie.name):
+            return  # it is frozen: nobody has a gradient of it
         for src in (stage for stage in tie.stages if not self._here(stage)):
             there = plan.stages[src]
-            uses = sum(there.first <= number[self.graph.layer_of(name)] < there.last for name in names)
-            for use in range(uses):
+            for use in range(sum(there.first <= number[self.graph.layer_of(name)] < there.last for name in names)):
                 handles: list[tuple[Source, Handle]] = []
                 for source in self._sources(tie.name, src, receiver, seat.shard):
                     peer = plan.rank(src, seat.replica % there.replicas, source[0])
