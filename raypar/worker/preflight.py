@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, ModelError, RayparError
+from raypar.errors import ConfigError, DataError, ModelError, PlanError, RayparError
 from raypar.model.build import on_meta, parameter_shapes
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.by_shape import check_by_shape
@@ -70,6 +70,11 @@ def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
         if shards > 1 or spec.styles:
             layout = layout_of(checked.graph, shards, dict(spec.styles))
         if shards > 1:
+            if not layout.cuts:
+                raise PlanError(
+                    f"plan.shards is {shards}, but none of the model's layers has a style: every shard would compute all of it",
+                    cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
+                )
             target, sequence = spec.data.target or "y", spec.sequence_parallel
             loss = spec.loss.partial()
             check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))

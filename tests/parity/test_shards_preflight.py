@@ -81,6 +81,7 @@ BAD = {
     "a style there is not": ({"styles": (("*.up", "colum"),)}, (2,), PlanError, r"'colum' is no style \(nearest: column\)"),
     "more shards than heads": ({}, (6,), PlanError, "block0.qkv has 5 heads for 6 shards: some would have none"),
     "in one stage only": ({}, (1, 6), PlanError, "has 5 heads for 6 shards"),
+    "nothing that is cut": ({"styles": (("*", "whole"),)}, (2,), PlanError, "none of the model's layers has a style"),
     "heads that nobody knows": (
         {"model": between(NoHeads), "styles": (("middle.qkv", "qkv"),)},
         (2,),
