@@ -92,6 +92,13 @@ def search(profile: ModelProfile, workers: int, microbatches: Microbatches, shar
     return Choice((*told, *ruled_out), workers, microbatches)
 
 
+def possible_shards(plan: ParallelPlan) -> tuple[int, ...]:
+    """Numbers of shards that a job with this plan may come to have, most first: its stages', and what divides the most."""
+    own = {stage.shards for stage in plan.stages}
+    most = max(own)
+    return tuple(sorted(own | {count for count in range(1, most + 1) if most % count == 0}, reverse=True))
+
+
 def judge(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches) -> Verdict:
     """Simulate one candidate."""
     timeline, memory = predict(profile, candidate.plan, candidate.schedule, microbatches)

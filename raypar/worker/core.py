@@ -98,7 +98,8 @@ class WorkerCore:
         """
         spec, plan, rank = self.spec, assignment.plan, transport.rank
         self._close_loaders()
-        former = [*self.stages.values(), *(self.end.reductions.values() if self.stages else ())]
+        former = list(self.stages.values())
+        reductions = list(self.end.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, rank
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
@@ -179,9 +180,11 @@ class WorkerCore:
                 end=self.end,
                 feeds=self._feeds(self.validation_loader),
             )
-        for part in former:
-            # They and the hooks on their tensors hold each other, and Python's collector does not look at what is frozen.
-            vars(part).clear()
+        # They and what hangs on their tensors hold each other, and Python's collector does not look at what is frozen.
+        for stage in former:
+            stage.let_go()
+        for made in reductions:
+            vars(made).clear()
         return {
             "rank": rank,
             "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},

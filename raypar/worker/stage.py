@@ -266,6 +266,15 @@ class Stage:
             return ()
         return tuple(self._use_of[leaf] for leaf in self.shard.group.partial if leaf in self._use_of)
 
+    def let_go(self) -> None:
+        """Nothing of this is used any more: breaks the circles in which its modules, their forwards and their hooks hold each
+        other."""
+        for module in self.modules.values():
+            for part in module.modules():
+                vars(part).pop("forward", None)
+                vars(part).pop("stash", None)
+        vars(self).clear()
+
     def begin_step(self, step: int) -> None:
         """Forget the last step. Gradients of parameters (`.grad`) are no longer valid."""
         self.step = step

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.build import on_meta, parameter_shapes
+from raypar.model.build import on_meta, outline_of, parameter_shapes
 from raypar.model.graph import Graph
+from raypar.plan import Outline
 from raypar.plan.spans import Cut, Spans, count, even, joined, repeated, scaled, shifted
 
 KINDS = {
@@ -103,6 +104,11 @@ def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None
         cuts |= cuts_of(name, modules[name][0], style, shards)
     _check_ties(graph, found, cuts)
     return Layout(shards, found, cuts, _sharing(found))
+
+
+def outline_of_shards(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> Outline:
+    """The graph without the model, and how it is cut over these numbers of shards."""
+    return replace(outline_of(graph), cuts={count: layout_of(graph, count, styles).cuts for count in shards if count > 1})
 
 
 def _modules(graph: Graph) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
