@@ -77,7 +77,7 @@ class LocalJob:
         )
 
     def parameters(self) -> dict[str, list[Tensor]]:
-        """Every holder's copy of every parameter."""
+        """Every holder's copy of every parameter; of what is cut over shards, its slice."""
         return self._collect(lambda parameter: parameter.detach())
 
     def gradients(self) -> dict[str, list[Tensor | None]]:
