@@ -120,7 +120,12 @@ Counts = Annotated[Any, BeforeValidator(_counts)]
 
 class PlanConfig(_Section):
     """Who holds what, and in which order. `stages`: workers along the pipeline; `chunks`: stages per worker (None: the
-    schedule's default); `cuts`: first layer of stages 1, 2, ...; `warmup`: forwards before the first backward, per stage."""
+    schedule's default); `cuts`: first layer of stages 1, 2, ...; `warmup`: forwards before the first backward, per stage.
+
+    `shards`: workers that share the layers of one replica of a stage. `styles`: pattern of layer names -> how such a layer is
+    cut over them, the first that matches counts; others get what is inferred. `sequence_parallel`: between sharded layers
+    values [batch, sequence, features] are cut over the sequence.
+    """
 
     stages: PositiveInt = 1
     replicas: Counts = 1
@@ -130,22 +135,28 @@ class PlanConfig(_Section):
     cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
     schedule_file: str | None = None
     warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
+    styles: dict[str, str] = {}
+    sequence_parallel: bool = False
 
     @property
     def replicas_per_stage(self) -> tuple[int, ...]:
         """One count per worker position."""
         return self.replicas if isinstance(self.replicas, tuple) else (self.replicas,) * self.stages
 
+    @property
+    def shards_per_stage(self) -> tuple[int, ...]:
+        """One count per worker position."""
+        return self.shards if isinstance(self.shards, tuple) else (self.shards,) * self.stages
+
+    @property
+    def workers(self) -> int:
+        """How many it takes."""
+        return sum(r * s for r, s in zip(self.replicas_per_stage, self.shards_per_stage, strict=True))
+
     @model_validator(mode="after")
     def _fits(self) -> PlanConfig:
         from raypar.schedule.registry import default_chunks
 
-        shards = self.shards if isinstance(self.shards, tuple) else (self.shards,)
-        if max(shards) > 1:
-            raise PlanError(
-                f"plan.shards is {max(shards)}, but tensor parallelism is not available yet",
-                cure="set plan.shards: 1; stages and replicas spread the model and the batch",
-            )
         for key in ("replicas", "shards", "warmup"):
             value = getattr(self, key)
             if isinstance(value, tuple) and len(value) != self.stages:
@@ -171,6 +182,7 @@ class PlanConfig(_Section):
 
         return ParallelPlan.of(
             self.replicas_per_stage,
+            self.shards_per_stage,
             layers=layers,
             chunks=default_chunks(self.schedule, self.chunks),
             placement=placement(self.schedule),
@@ -328,7 +340,7 @@ class Job(_Section):
     def workers(self) -> int:
         """How many workers the plan needs; for `plan: auto` as many as this machine has processors for."""
         if isinstance(self.plan, PlanConfig):
-            return sum(self.plan.replicas_per_stage)
+            return self.plan.workers
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def to_plan(self, layers: int) -> ParallelPlan:
@@ -345,6 +357,7 @@ class Job(_Section):
     def to_spec(self) -> JobSpec:
         """What the job is, apart from any plan."""
         validation = self.validation
+        plan = self.plan if isinstance(self.plan, PlanConfig) else PlanConfig()
         return JobSpec(
             name=self.name,
             seed=self.seed,
@@ -363,6 +376,8 @@ class Job(_Section):
             threads=self.threads,
             reduction=self.reduction,
             non_finite=self.non_finite,
+            styles=tuple(plan.styles.items()),
+            sequence_parallel=plan.sequence_parallel,
         )
 
     def to_yaml(self) -> str:

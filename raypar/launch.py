@@ -199,10 +199,18 @@ def choose(
     from raypar.planner.report import report
     from raypar.planner.search import predict, search
     from raypar.schedule import registry
+    from raypar.worker.preflight import check_shards
     from raypar.worker.profile import profile_job
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
-    profile = profile_job(spec, workers=fixed.world if fixed is not None else workers, graph=checked.graph)
+    if fixed is not None:
+        check_shards(spec, checked, fixed)
+    profile = profile_job(
+        spec,
+        workers=fixed.world if fixed is not None else workers,
+        graph=checked.graph,
+        shards={stage.shards for stage in fixed.stages} if fixed is not None else (),
+    )
     if fixed is None:
         choice = search(profile, workers, spec.cut)
         timeline, _ = predict(profile, choice.plan, choice.schedule, spec.cut)
@@ -221,7 +229,8 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     from raypar.actors.request import RunRequest
     from raypar.callbacks import Callbacks
     from raypar.elastic.machine import Course
-    from raypar.model.build import outline_of
+    from raypar.model.tensor_parallel.styles import outline_of_shards
+    from raypar.planner.search import possible_shards
     from raypar.worker.assignment import assignments
     from raypar.worker.checkpoint import contract_of
 
@@ -235,6 +244,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             f"elastic.max_workers is {options.elastic.max_workers}, but the plan has {planned.plan.world} workers",
             cure=f"set it to {planned.plan.world} or more, or leave it out",
         )
+    outline = outline_of_shards(checked.graph, possible_shards(planned.plan), dict(spec.styles))
     lowered = assignments(spec, checked.graph, planned.plan, planned.orders, validation_samples=checked.validation_samples)
     course = Course(
         workers=planned.plan.world,
@@ -262,7 +272,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
             callbacks=cloudpickle.dumps(Callbacks(options.callbacks)),
             contract=contract_of(spec),
-            outline=outline_of(checked.graph),
+            outline=outline,
             profile=planned.profile,
             validation_cut=lowered[0].validation_cut,
             resume=str(options.resume.resolve()) if options.resume is not None else None,

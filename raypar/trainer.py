@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,16 +152,17 @@ class Trainer:
             elastic=self.elastic,
         )
         plan, schedule, orders = self._plan()
+        spec = self._with_styles()
         workers = self.workers or os.cpu_count() or 1
 
         def planned(checked: Checked) -> Planned:
-            return choose(self.spec, checked, plan, schedule, workers, orders)
+            return choose(spec, checked, plan, schedule, workers, orders)
 
         chosen: Callable[[Checked], Planned] = planned
         if self.resume_from_checkpoint is not None:
             path = checkpoint_at(self.resume_from_checkpoint, tell)
-            options, chosen = resumed(options, path, self.spec, chosen, tell)
-        result = launch(self.spec, chosen, options, tell)
+            options, chosen = resumed(options, path, spec, chosen, tell)
+        result = launch(spec, chosen, options, tell)
         raise_failure(result)
         return result
 
@@ -178,6 +179,15 @@ class Trainer:
 
         config = parse_plan({"schedule": self.schedule, **given})
         return config.to_plan, config.schedule_file or config.schedule, orders_of(config)
+
+    def _with_styles(self) -> JobSpec:
+        """The job, cut over shards as the plan's dict says."""
+        from raypar.config import parse_plan
+
+        if not isinstance(self.plan, Mapping):
+            return self.spec
+        config = parse_plan({"schedule": self.schedule, **self.plan})
+        return replace(self.spec, styles=tuple(config.styles.items()), sequence_parallel=config.sequence_parallel)
 
     def _folder(self, planned: Planned) -> RunFolder:
         folder = RunFolder.create(self.run_dir, self.spec.name)

@@ -35,6 +35,11 @@ def capacity() -> Capacity:
     return Capacity(len(alive), int(total), int(ray.available_resources().get("CPU", 0.0)), autoscaled_cpus())
 
 
+def largest_node() -> int:
+    """CPUs of the node that has most."""
+    return max((int(node["Resources"].get("CPU", 0.0)) for node in ray.nodes() if node["Alive"]), default=0)
+
+
 def autoscaled_cpus() -> int | None:
     """CPUs an autoscaler may bring, from the cluster configuration it publishes; Ray offers this in a private place only."""
     try:

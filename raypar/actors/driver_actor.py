@@ -37,8 +37,8 @@ from raypar.actors.status import Status
 from raypar.actors.tasks import Tasks
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.holdings import WholeParameters
 from raypar.elastic.machine import Phase, RunMachine
+from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
 
 TICK_S = 0.25
@@ -83,7 +83,8 @@ class DriverActor:
     def _set_up(self, request: RunRequest) -> None:
         journal, news, tasks = self.journal, self.news, self.tasks
         self.request = request
-        self.machine = machine = RunMachine(request.course, plan=request.plan, layout=WholeParameters(request.outline.elements))
+        layout = SlicedParameters(request.outline.elements, request.outline.cuts)
+        self.machine = machine = RunMachine(request.course, plan=request.plan, layout=layout)
         self.plans = plans = Plans(request)
         self.pool = pool = Pool(request.run)
         self.recorder = recorder = Recorder(request)

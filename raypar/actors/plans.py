@@ -9,7 +9,7 @@ from raypar.elastic import events as on
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, Routing
 from raypar.planner.memory import too_little
-from raypar.planner.search import predict, search
+from raypar.planner.search import possible_shards, predict, search
 from raypar.schedule import registry
 from raypar.schedule.assignment import Assignment, assign
 
@@ -40,14 +40,20 @@ class Plans:
         with self._lock:
             found = self._found.get(workers)
             if found is None:
-                try:
-                    choice = search(self.request.profile, workers, self.request.cut)
-                    found = choice.plan
-                    self.schedules.setdefault(found, choice.schedule)
-                except PlanError as error:
-                    found = error
+                found = self._searched(workers)
                 self._found[workers] = found
             return found
+
+    def _searched(self, workers: int) -> ParallelPlan | PlanError:
+        """With as many shards as the job asks for, as long as there are workers for them: with fewer the bits are others."""
+        most = max(stage.shards for stage in self.request.plan.stages)
+        shards = next(n for n in possible_shards(self.request.plan) if most % n == 0 and n <= max(1, workers))
+        try:
+            choice = search(self.request.profile, workers, self.request.cut, shards)
+        except PlanError as error:
+            return error
+        self.schedules.setdefault(choice.plan, choice.schedule)
+        return choice.plan
 
     def schedule(self, plan: ParallelPlan) -> str:
         """The one the plan was chosen with, else the job's, where the plan has the stages for it."""

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypar.actors.cluster_watch import capacity
+from raypar.actors.cluster_watch import capacity, largest_node
 from raypar.actors.worker_actor import worker_class
 from raypar.elastic.naming import named, verb
 from raypar.errors import ClusterError
@@ -46,7 +46,8 @@ class Pool:
     # -- placing -----------------------------------------------------------------------------------------------------------
 
     async def reserve(self, plan: ParallelPlan, wait_s: float, say: Callable[[str], None]) -> None:
-        """One STRICT_PACK group per seat (a replica of a position with all its shards); numbers are the plan's ranks.
+        """One group per seat (a replica of a position with all its shards), on one node where one is large enough; numbers are
+        the plan's ranks.
 
         Raises `ClusterError` when they are not there after `wait_s` seconds.
         """
@@ -98,7 +99,7 @@ class Pool:
         selector = [{NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * bundles if avoid else None
         return placement_group(
             [{"CPU": 1}] * bundles,
-            strategy="STRICT_PACK",
+            strategy="STRICT_PACK" if bundles == 1 or bundles <= largest_node() else "PACK",
             name=f"{namespace(self.run)}-{number}",
             lifetime="detached",
             bundle_label_selector=selector,

@@ -7,12 +7,13 @@ complete subtree the bytes are those of a ring, 2 (R-1)/R N per replica. *Fast*:
 
 An undefined gradient travels as -0.0, the one value x with a + x == a bit for bit for every a (IEEE 754, round to nearest),
 so nobody needs to know which sums are defined before adding; one small all-reduce of counts a step tells which results are.
+The same counts tell what only the replicas know that have run a microbatch (`Reduction.note`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -38,12 +39,18 @@ from raypar.plan.tree import cover, fold
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
 
+_NOTED = 1 << 16
+"""Added to the count of a parameter that somebody notes: more than there are replicas."""
+
 
 class Reduction(ABC):
     """What `CanonicalReduction` and `FastReduction` share: buckets posted in one fixed order as their gradients get ready.
 
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
     use of a parameter, in layer order; `channel`: apart from all other reductions of the group (the stage's number).
+
+    `note()`: parameters that this replica has something to say about, asked when all gradients are ready; after `finish`,
+    `noted` has those that any replica has noted in this step.
     """
 
     def __init__(
@@ -72,6 +79,8 @@ class Reduction(ABC):
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
         self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
         self._counted: Handle | None = None
+        self.note: Callable[[], Collection[int]] = tuple
+        self.noted: frozenset[int] = frozenset()
         self._unready = 0
         self._next_first = self._next_second = 0
         self.buckets: list[Bucket] = []
@@ -133,6 +142,8 @@ class Reduction(ABC):
         if self._unready == 0 and self._counted is None:
             defined = [any(row[i] is not None for row in (rows or {}).values()) for i, rows in enumerate(self._rows)]
             self._counts.copy_(torch.tensor(defined))
+            for index in self.note():
+                self._counts[index] += _NOTED
             self._counted = self.transport.all_reduce(self._counts, group=self.group, channel=self.channel)
 
     def poll(self) -> None:
@@ -158,6 +169,7 @@ class Reduction(ABC):
                 cure="call `ready` for every parameter of the stage, also for those without a gradient",
             )
         if len(self.group) == 1:
+            self.noted = frozenset(self.note())
             return self._totals
         for number, bucket in enumerate(self.buckets):
             if bucket.first is not None and self._next_second <= number:
@@ -170,9 +182,10 @@ class Reduction(ABC):
         if self._counted is not None:
             yield Wait(self._counted, f"which gradients are defined, channel {self.channel}")
         counts = self._counts.tolist()
+        self.noted = frozenset(index for index, count in enumerate(counts) if count >= _NOTED)
         for bucket in self.buckets:
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
-                results[index] = view if counts[index] else None
+                results[index] = view if counts[index] % _NOTED else None
         self._rows = [None] * len(self.parameters)
         if not self._acquainted:
             self._acquainted = True

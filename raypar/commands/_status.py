@@ -12,6 +12,7 @@ from typing import Any
 from raypar.commands._console import duration
 from raypar.commands._story import Teller, counted, executing_again, plainly, short, within
 from raypar.commands._toll import toll
+from raypar.plan.parallel_plan import in_words
 
 RECENT = 20
 """Speed is that of the last steps, so many at most."""
@@ -157,9 +158,7 @@ def described(plan: Mapping[str, Any] | None) -> str | None:
     """`2 stages x 2 replicas` of a plan.json."""
     if not plan or "stages" not in plan:
         return None
-    counts = [stage["replicas"] for stage in plan["stages"]]
-    replicas = "/".join(map(str, counts)) if len(set(counts)) > 1 else str(counts[0])
-    return f"{counted(len(counts), 'stage')} x {replicas} replica{'s' * (replicas != '1')}"
+    return in_words([stage["replicas"] for stage in plan["stages"]], [stage.get("shards", 1) for stage in plan["stages"]])
 
 
 def story(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:

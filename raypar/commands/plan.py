@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,11 @@ from raypar.plan import Microbatches, ParallelPlan, Routing
 if TYPE_CHECKING:
     from raypar.config import Job
     from raypar.model.build import LayerSize
+    from raypar.model.graph import Graph
     from raypar.planner.profile import ModelProfile
     from raypar.planner.search import Choice
     from raypar.schedule.instructions import Schedule
+    from raypar.worker.spec import JobSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         plan, name, schedule = job.to_plan(len(graph.layers)), job.schedule_name, _from_file(job)
         if not args.no_profile:
-            profile = profile_job(spec, workers=plan.world, graph=graph)
-    found = description(plan, name, spec.cut, sizes, profile, schedule)
+            shards = {stage.shards for stage in plan.stages}
+            profile = profile_job(spec, workers=plan.world, graph=graph, shards=shards)
+    found = description(plan, name, spec.cut, sizes, profile, schedule, held_by_shards(graph, spec, plan, sizes))
     if choice is not None:
         from raypar.planner.report import as_dict, report
 
@@ -81,6 +86,24 @@ def _from_file(job: Job) -> Schedule | None:
     return read_csv(Path(job.plan.schedule_file).read_text(encoding="utf-8"))
 
 
+def held_by_shards(
+    graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
+) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
+    """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""
+    from raypar.model.tensor_parallel.styles import held_elements, layout_of
+
+    found = {(1, 0): sizes}
+    for shards in {stage.shards for stage in plan.stages} - {1}:
+        layout = layout_of(graph, shards, dict(spec.styles))
+        for shard in range(shards):
+            counts = held_elements(graph, layout, shard)
+            found[shards, shard] = tuple(
+                replace(whole, parameters=count, nbytes=whole.nbytes // max(1, whole.parameters) * count)
+                for whole, count in zip(sizes, counts, strict=True)
+            )
+    return found
+
+
 def description(
     plan: ParallelPlan,
     name: str,
@@ -88,16 +111,19 @@ def description(
     sizes: tuple[LayerSize, ...],
     profile: ModelProfile | None,
     schedule: Schedule | None = None,
+    held: Mapping[tuple[int, int], tuple[LayerSize, ...]] | None = None,
 ) -> dict[str, Any]:
     """The plan as data, under the schedule of that name or the user's own orders.
 
-    `share` is a worker's microbatches over the mean of its position's replicas.
+    `sizes`: of each layer; `held`: what a worker holds of it, by (number of shards, shard). `share` is a worker's microbatches
+    over the mean of its position's replicas.
     """
     routing = Routing(plan, cut)
     workers = []
     for rank, seat in enumerate(plan.seats):
         stages = plan.stages_of(rank)
-        chunks = [sizes[plan.stages[s].first : plan.stages[s].last] for s in stages]
+        mine_of = held[plan.stages[stages[0]].shards, seat.shard] if held is not None else sizes
+        chunks = [mine_of[plan.stages[s].first : plan.stages[s].last] for s in stages]
         layers = [layer for chunk in chunks for layer in chunk]
         mine = len(routing.of_replica(stages[0], seat.replica))
         replicas = plan.stages[stages[0]].replicas
@@ -106,6 +132,7 @@ def description(
                 "rank": rank,
                 "position": seat.position,
                 "replica": seat.replica,
+                "shard": seat.shard,
                 "stages": list(stages),
                 "layers": [[layer.name for layer in chunk] for chunk in chunks],
                 "parameters": sum(layer.parameters for layer in layers),
@@ -146,6 +173,7 @@ def text(found: dict[str, Any]) -> str:
         f"{found['virtual_replicas']} blocks, {found['parameters']:,} parameters"
     ]
     rows = [("worker", "stages", "replica", "layers", "parameters", "MiB", "microbatches", "memory MiB")]
+    shards = any(worker["shard"] for worker in workers)
     for worker in workers:
         layers = " + ".join(c[0] if len(c) == 1 else f"{c[0]} .. {c[-1]} ({len(c)})" for c in worker["layers"])
         memory = f"{found['memory_bytes'][worker['rank']] / 2**20:.1f}" if "memory_bytes" in found else ""
@@ -153,7 +181,7 @@ def text(found: dict[str, Any]) -> str:
             (
                 str(worker["rank"]),
                 ",".join(map(str, worker["stages"])),
-                str(worker["replica"]),
+                str(worker["replica"]) + (f" shard {worker['shard']}" if shards else ""),
                 layers,
                 f"{worker['parameters']:,}",
                 f"{worker['parameter_bytes'] / 2**20:.1f}",

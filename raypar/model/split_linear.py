@@ -7,20 +7,27 @@ for an input that lies column by column in memory, (W^T grad^T)^T (`mm_mat1_grad
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Weighted(Protocol):
+    """A Linear, or a shard of one."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Deferred:
     """What W needs of one Linear call: grad [rows, out], x [rows, in]."""
 
-    linear: nn.Linear
+    linear: Weighted
     gradient: Tensor
     x: Tensor
 
@@ -61,21 +68,29 @@ class _SplitLinear(torch.autograd.Function):
         return dx.reshape(x.shape), None, None, None, None
 
 
-def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Linear]:
-    """Make the trainable Linears of a layer defer their weight gradients to `stash()` (the running microbatch's list).
+def splittable(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
+    """The parts of a layer that are of this kind and whose weight gradients can be put off.
 
-    Left alone: subclasses with a forward of their own, weights that are computed (parametrizations, weight norm) and parameters
-    that several modules of the layer share.
+    Left alone: subclasses with a forward of their own, weights that are computed (parametrizations, weight norm) or frozen, and
+    parameters that several modules of the layer share.
     """
     owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
-    chosen = []
     for part in module.modules():
-        if not isinstance(part, nn.Linear) or type(part).forward is not nn.Linear.forward:
+        if not isinstance(part, kind) or (kind is nn.Linear and type(part).forward is not nn.Linear.forward):
             continue
         own = [p for p in part._parameters.values() if p is not None]
         if part._parameters.get("weight") is not None and all(p.requires_grad and owners[id(p)] == 1 for p in own):
-            part.forward = _forward(part, stash)  # type: ignore[method-assign]
-            chosen.append(part)
+            yield part
+
+
+def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
+    """Make the Linears of a layer, where that can be, defer their weight gradients to `stash()`: the running microbatch's list.
+    Returns them."""
+    chosen: list[nn.Module] = []
+    for part in splittable(module, nn.Linear):
+        assert isinstance(part, nn.Linear)
+        part.forward = _forward(part, stash)  # type: ignore[method-assign]
+        chosen.append(part)
     return chosen
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from raypar.plan.spans import Cut
 
 if TYPE_CHECKING:
     from raypar.plan.parallel_plan import ParallelPlan
@@ -59,12 +61,14 @@ class Outline:
     """A model's layers without the model: all that programs and state depend on, for those who may not import user code.
 
     `layers`: (name, values it reads, values it writes) in execution order; `ties`: tuples of qualified parameter names that
-    are one parameter; `elements`: by layer, canonical parameter name -> number of elements.
+    are one parameter; `elements`: by layer, canonical parameter name -> number of elements; `cuts`: number of shards ->
+    parameter -> how it is cut over so many (see `elastic.sliced.SlicedParameters`).
     """
 
     layers: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
     ties: tuple[tuple[str, ...], ...] = ()
     elements: tuple[dict[str, int], ...] = ()
+    cuts: Mapping[int, Mapping[str, Cut]] = field(default_factory=dict)
 
     def crossing(self, plan: ParallelPlan) -> Crossing:
         """What crosses between the plan's stages: values by edge, and ties."""

@@ -160,10 +160,8 @@ class ParallelPlan:
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
 
     def describe(self) -> str:
-        """For messages: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`."""
-        counts = [s.replicas for s in self.stages]
-        replicas = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
-        return f"{len(counts)} stage{'s' * (len(counts) > 1)} x {replicas} replica{'s' * (replicas != '1')}"
+        """For messages; see `in_words`."""
+        return in_words([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
 
     def coordinate(self, rank: int) -> str:
         """For messages: `worker 3 (stage 1, replica 1)`."""
@@ -171,6 +169,17 @@ class ParallelPlan:
         stages = ",".join(str(s) for s in self.stages_of(rank))
         shard = f", shard {seat.shard}" if self.stages[self.stages_of(rank)[0]].shards > 1 else ""
         return f"worker {rank} (stage {stages}, replica {seat.replica}{shard})"
+
+
+def in_words(replicas: Sequence[int], shards: Sequence[int]) -> str:
+    """By stage: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`, `1 stage x 1 replica x 4 shards`."""
+
+    def counted(counts: Sequence[int], what: str) -> str:
+        number = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
+        return f"{number} {what}{'s' * (number != '1')}"
+
+    text = f"{counted([len(replicas)], 'stage')} x {counted(replicas, 'replica')}"
+    return f"{text} x {counted(shards, 'shard')}" if max(shards) > 1 else text
 
 
 @dataclass(frozen=True)

@@ -29,29 +29,37 @@ class Candidate:
     bound_ms: float
 
 
-def candidates(profile: ModelProfile, workers: int, cut: Microbatches) -> Iterator[Candidate]:
+def candidates(profile: ModelProfile, workers: int, cut: Microbatches, shards: int = 1) -> Iterator[Candidate]:
     """Every uniform plan on at most `workers` workers, each of which has work: no more replicas than blocks or
     microbatches, no more stages than layers. Layers are cut so that the slowest stage is as fast as possible."""
-    layers = len(profile.layers)
-    for stages in range(1, min(workers, layers) + 1):
-        for replicas in range(1, min(workers // stages, cut.blocks, cut.count) + 1):
+    layers, seats = len(profile.layers), workers // shards
+    for stages in range(1, min(seats, layers) + 1):
+        for replicas in range(1, min(seats // stages, cut.blocks, cut.count) + 1):
             for schedule in SCHEDULES if stages > 1 else ("1f1b",):
                 for chunks in SCHEDULES[schedule]:
                     if stages * chunks <= layers:
-                        yield _candidate(profile, replicas, stages, schedule, chunks, cut)
+                        yield _candidate(profile, replicas, stages, shards, schedule, chunks, cut)
 
 
-def _candidate(profile: ModelProfile, replicas: int, stages: int, schedule: str, chunks: int, cut: Microbatches) -> Candidate:
+def _candidate(
+    profile: ModelProfile, replicas: int, stages: int, shards: int, schedule: str, chunks: int, cut: Microbatches
+) -> Candidate:
     sums = profile.work_sums()
     cuts = balanced_cuts(sums, stages * chunks)
     plan = ParallelPlan.mesh(
-        dp=replicas, pp=stages, layers=len(profile.layers), chunks=chunks, placement=registry.placement(schedule), cuts=cuts
+        dp=replicas,
+        pp=stages,
+        tp=shards,
+        layers=len(profile.layers),
+        chunks=chunks,
+        placement=registry.placement(schedule),
+        cuts=cuts,
     )
     busiest = max(
         sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)
     )
     most = max(sum(len(cut.of_block(b)) for b in part(r, replicas, cut.blocks)) for r in range(replicas))
-    bound = busiest * most
+    bound = busiest * most / shards
     if profile.processors is not None:
         bound = max(bound, sums[-1] * cut.count / profile.processors)
     return Candidate(replicas, stages, schedule, chunks, plan, bound)

@@ -39,7 +39,7 @@ def sheet(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches
     routing = Routing(plan, microbatches)
     parameters = gradients = optimizer = 0
     for stage in plan.stages_of(rank):
-        part = profile.of(plan.stages[stage].first, plan.stages[stage].last)
+        part = profile.stage(plan.stages[stage])
         blocks = len(routing.run(stage, plan.seats[rank].replica))
         parameters += part.parameter_bytes
         gradients += part.parameter_bytes * max(1, blocks.bit_length())
@@ -70,9 +70,12 @@ def too_little(
 def _smaller(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, limit: int) -> Iterator[str]:
     """The first number of stages, the first schedule and the first number of microbatches whose largest worker stays below."""
     layers, replicas = len(profile.layers), max(stage.replicas for stage in plan.stages)
+    shards = max(stage.shards for stage in plan.stages)
     for stages in range(plan.positions + 1, layers + 1):
         cuts = balanced_cuts(profile.work_sums(), stages)
-        most = _most(profile, ParallelPlan.mesh(dp=replicas, pp=stages, layers=layers, cuts=cuts), "1f1b", microbatches)
+        most = _most(
+            profile, ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts), "1f1b", microbatches
+        )
         if most is not None and most < limit:
             yield f"plan.stages={stages} under 1f1b ({mib(most)} a worker)"
             break

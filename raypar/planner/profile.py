@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raypar.errors import PlanError
-from raypar.plan import Crossing, Edge, ParallelPlan
+from raypar.plan import Crossing, Edge, ParallelPlan, StagePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class ModelProfile:
     `outputs`: (producer, consumer) layer pairs whose values cross when they are cut apart, with bytes; by default each
     layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and reduction (vote, call, data).
     `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
+    `held`: number of shards -> by layer, bytes of parameters that the fullest shard holds.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -57,6 +58,7 @@ class ModelProfile:
     step_ms: float = 0.0
     outputs: tuple[tuple[int, int, int], ...] | None = None
     processors: int | None = None
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -82,9 +84,34 @@ class ModelProfile:
             optimizer_ms=sum(x.optimizer_ms for x in part),
         )
 
+    def stage(self, place: StagePlan) -> LayerProfile:
+        """What one shard of a stage does and holds.
+
+        Work is divided evenly, activations too. A layer costs two all-reduces of its output forward and two backward, as a
+        transformer's does (Shoeybi et al. 2019, section 3), each 2 (t-1)/t of the bytes; overlap is not counted.
+        """
+        whole, t = self.of(place.first, place.last), place.shards
+        if t == 1:
+            return whole
+        layers = self.layers[place.first : place.last]
+        sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer in layers)
+        held = sum(self.held[t][place.first : place.last]) if t in self.held else whole.parameter_bytes / t
+        part = held / whole.parameter_bytes if whole.parameter_bytes else 1.0
+        return replace(
+            whole,
+            forward_ms=whole.forward_ms / t + sums_ms,
+            backward_ms=whole.backward_ms / t + sums_ms,
+            input_ms=whole.input_ms / t + sums_ms,
+            weight_ms=whole.weight_ms / t,
+            activation_bytes=whole.activation_bytes // t,
+            parameter_bytes=round(held),
+            optimizer_bytes=round(whole.optimizer_bytes * part),
+            optimizer_ms=whole.optimizer_ms * part,
+        )
+
     def stages(self, plan: ParallelPlan) -> tuple[LayerProfile, ...]:
-        """One profile per stage of a plan."""
-        return tuple(self.of(s.first, s.last) for s in plan.stages)
+        """One profile per stage of a plan, of one of its shards."""
+        return tuple(self.stage(place) for place in plan.stages)
 
     def crossing(self, plan: ParallelPlan) -> Crossing:
         """What crosses between the plan's stages, with bytes of one microbatch."""

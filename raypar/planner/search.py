@@ -53,8 +53,9 @@ class Choice:
         return self.best.candidate.schedule
 
 
-def search(profile: ModelProfile, workers: int, microbatches: Microbatches) -> Choice:
-    """The fastest uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
+def search(profile: ModelProfile, workers: int, microbatches: Microbatches, shards: int = 1) -> Choice:
+    """The fastest uniform plan on at most `workers` workers, all stages with so many shards (the bits depend on that, so it is
+    not chosen here). Raises `PlanError` when none fits into memory.
 
     Equal predictions are decided for fewer workers, then for less memory. Candidates whose busiest worker alone computes longer
     than the best whole step found so far are not simulated.
@@ -62,7 +63,7 @@ def search(profile: ModelProfile, workers: int, microbatches: Microbatches) -> C
     simulated: list[Verdict] = []
     ruled_out: list[Verdict] = []
     best_ms = float("inf")
-    for candidate in sorted(candidates(profile, workers, microbatches), key=lambda c: c.bound_ms):
+    for candidate in sorted(candidates(profile, workers, microbatches, shards), key=lambda c: c.bound_ms):
         if candidate.bound_ms > best_ms:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
             ruled_out.append(Verdict(candidate, reason))
@@ -89,6 +90,13 @@ def search(profile: ModelProfile, workers: int, microbatches: Microbatches) -> C
     told = [Verdict(v.candidate, _why(v, fastest), v.predicted_ms, v.bubble, v.memory_bytes) for v in simulated]
     ruled_out.sort(key=lambda v: (v.predicted_ms is None, v.predicted_ms or v.candidate.bound_ms))
     return Choice((*told, *ruled_out), workers, microbatches)
+
+
+def possible_shards(plan: ParallelPlan) -> tuple[int, ...]:
+    """Numbers of shards that a job with this plan may come to have, most first: its stages', and what divides the most."""
+    own = {stage.shards for stage in plan.stages}
+    most = max(own)
+    return tuple(sorted(own | {count for count in range(1, most + 1) if most % count == 0}, reverse=True))
 
 
 def judge(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches) -> Verdict:
@@ -147,7 +155,7 @@ def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float
 def _state_bytes(profile: ModelProfile, routing: Routing, stage: int, rank: int) -> int:
     """Parameters, optimizer state, and one gradient per open subtree of the run: floor(log2 blocks) + 1 (DESIGN 4.5)."""
     place = routing.plan.stages[stage]
-    part = profile.of(place.first, place.last)
+    part = profile.stage(place)
     blocks = len(routing.run(stage, routing.plan.seats[rank].replica))
     return part.parameter_bytes * (1 + max(1, blocks.bit_length())) + part.optimizer_bytes
 

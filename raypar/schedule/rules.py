@@ -1,7 +1,8 @@
 """What makes orders and programs right on each worker by itself: one function per rule.
 
-`complete` and `canonical` look at compute instructions, `causal` at what each one uses, `paired` at sends and receives,
-`freed` at the ends of activations, `ended` at the last exchanges. Whether workers wait for each other is for `deadlock`.
+`complete`, `canonical` and `together` look at compute instructions, `causal` at what each one uses, `paired` at sends and
+receives, `freed` at the ends of activations, `ended` at the last exchanges. Whether workers wait for each other is for
+`deadlock`.
 """
 
 from __future__ import annotations
@@ -157,6 +158,22 @@ def canonical(case: Case) -> list[Problem]:
                     found.append(Problem("canonical", rank, text))
                     break
                 last[kind, instruction.stage, block] = m
+    return found
+
+
+def together(case: Case) -> list[Problem]:
+    """The shards of a seat compute the same instructions in the same order: each is one computation of them all."""
+    found: list[Problem] = []
+    plan = case.routing.plan
+    for rank, seat in enumerate(plan.seats):
+        if seat.shard == 0:
+            first = list(case.compute(rank)) if plan.stages[plan.stages_of(rank)[0]].shards > 1 else []
+            continue
+        mine = list(case.compute(rank))
+        if mine != first:
+            at = next(n for n, (a, b) in enumerate(zip(mine, first, strict=True)) if a != b)
+            text = f"{mine[at]} is instruction {at} here, {first[at]} on shard 0"
+            found.append(Problem("together", rank, text))
     return found
 
 

@@ -9,7 +9,7 @@ from raypar.plan import Crossing, Routing
 from raypar.schedule.deadlock import Communicators, deadlock_free
 from raypar.schedule.dependences import Flow
 from raypar.schedule.instructions import Program, Recv, Reduce, Schedule, Send, Vote
-from raypar.schedule.rules import Case, Problem, canonical, causal, complete, ended, freed, paired, within_memory
+from raypar.schedule.rules import Case, Problem, canonical, causal, complete, ended, freed, paired, together, within_memory
 
 __all__ = ["Problem", "problems", "validate"]
 
@@ -19,6 +19,7 @@ _CURES = {
     "complete": "every (stage, microbatch) needs F once and B once (or I and W once each), on the worker it is routed to",
     "causal": "put F before B or I, I before W, a receive before its use and a send after what it sends",
     "canonical": "order the weight gradients of a stage by microbatch inside each block; the bits depend on it",
+    "together": "give all shards of a replica of a stage one order: they compute every instruction together",
     "paired": "every send needs one receive of the same bundle at its peer, in the same order on both ends",
     "freed": "free the activations of each microbatch once, after its B or W",
     "ended": "a program ends with the reduction of each of its stages, tied parameters, the vote and the optimizer step",
@@ -68,7 +69,7 @@ def problems(
     found = complete(case)
     if found:
         return found
-    found = causal(case) + canonical(case)
+    found = causal(case) + canonical(case) + together(case)
     if lowered:
         found += paired(case) + freed(case) + ended(case)
     if not found:

@@ -1,7 +1,7 @@
 """A worker's body as the elastic protocol sees it (`elastic.member.Body`), made of a `WorkerCore`.
 
-State travels by name: a parameter and all that the optimizer keeps for it. A piece is a whole parameter, because nothing of
-this worker is sliced. What a new plan takes over from this worker's own old stages is not copied.
+State travels by name and slice: elements of a parameter and what the optimizer keeps for them. What a new plan takes over as it
+is from this worker's own old stages is not copied.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ import torch
 from torch import Tensor
 
 from raypar.comm.transport import Routine, Transport, Wait
-from raypar.elastic.holdings import Digest, Piece, WholeParameters
+from raypar.elastic.holdings import Digest, Piece, WholeParameters, union
 from raypar.elastic.outcome import Outcome
 from raypar.elastic.part import Part
 from raypar.errors import RayparError
-from raypar.model.build import elements_by_layer
+from raypar.model.build import elements_by_layer, parameter_shapes
+from raypar.plan.spans import Cut
 from raypar.worker.checkpoint import PARAMETER
 from raypar.worker.core import StepReport, ValidationReport, WorkerCore
-from raypar.worker.mirror import Kept, Mirror
+from raypar.worker.holding import Holding, Kept, Place, assembled, run_of
+from raypar.worker.mirror import Mirror
 from raypar.worker.optimizer import load_state, state_of
 from raypar.worker.tags import state_tag
 
@@ -37,7 +40,7 @@ class WorkerBody:
         self.mirror = Mirror()
         self._done = 0
         self._cut_due = False
-        self._old: dict[str, Kept] = {}
+        self._old: dict[str, list[Holding]] = {}
         """What a former plan left here, still of the same version; dropped with the first step of the new one."""
         self.trace = False
         self.described: dict[str, Any] | None = None
@@ -84,7 +87,12 @@ class WorkerBody:
     def pieces(self) -> tuple[Piece, ...]:
         """All that is held of the state after `applied()` steps."""
         self.applied()
-        return tuple(sorted(Piece(name, 0, kept[PARAMETER].numel()) for name, kept in (self._old | self._held()).items()))
+        return union(
+            Piece(name, start, stop)
+            for name, holdings in self._standing().items()
+            for holding in holdings
+            for start, stop in holding.spans
+        )
 
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
         """What is held of the mirror's cuts."""
@@ -101,11 +109,11 @@ class WorkerBody:
     def adopt(self, order: tuple[Part, Callable[[], Transport]]) -> Routine[None]:
         """Connect, hand over and take over state, then build. Until all has arrived the old part stands as it was."""
         part, connect = order
-        base: dict[str, Kept] = {}
+        base: dict[str, list[Holding]] = {}
         if part.cut:
             base = self.mirror.at(part.done)
         elif not (part.fresh or part.load):
-            base = self._old | self._held() if self.applied() == part.done else {}
+            base = self._standing() if self.applied() == part.done else {}
         self.mirror.leave()
         former, self.core.transport = self.core.transport, None
         if former is not None:
@@ -114,21 +122,19 @@ class WorkerBody:
         received = yield from self._exchange(part, transport, base)
         if part.assignment is None:
             return
-        base |= received
-        need = self.layout.of(part.assignment.plan, transport.rank)
-        values = None
+        for name, holdings in received.items():
+            base.setdefault(name, []).extend(holdings)
+        values: dict[str, Tensor] | None = None
         if not (part.fresh or part.load):
-            lacking = [name for name in need if name not in base]
-            if lacking:
-                raise RayparError(f"worker {self.worker} lacks {lacking[:3]} of the state after {part.done} steps")
-            values = {name: base[name][PARAMETER].clone() if part.cut else base[name][PARAMETER] for name in need}
+            state = self._assembled(part, transport.rank, base)
+            values = {name: kept[PARAMETER] for name, kept in state.items()}
         self.described = self.core.adopt(part.assignment, transport, values=values)
         if part.load:
             self.core.load(Path(part.load))
         elif not part.fresh:
             for index, optimizer in self.core.end.optimizers.items():
-                state = {name: _without_parameter(base[name]) for name in self.core.stages[index].parameters}
-                load_state(optimizer, {name: kinds for name, kinds in state.items() if kinds})
+                kinds = {name: _without_parameter(state[name]) for name in self.core.stages[index].parameters}
+                load_state(optimizer, {name: kept for name, kept in kinds.items() if kept})
         self._done, self.core.end.finished = part.done, part.done - 1
         self._old = base
         self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
@@ -139,7 +145,49 @@ class WorkerBody:
 
     def _take_cut(self, transport: Transport | None) -> None:
         done = self.applied()
-        self.mirror.take(done, self._held(), transport)
+        self.mirror.take(done, self._held(), transport, self._slices())
+
+    def _slices(self) -> dict[str, Place]:
+        """Which part it is of parameters that are cut over shards."""
+        return {
+            name: Place(stage.shard.layout.cuts[name], stage.shard.group.shard)
+            for stage in self.core.stages.values()
+            if stage.shard is not None
+            for name in stage.parameters
+            if name in stage.shard.layout.cuts
+        }
+
+    def _standing(self) -> dict[str, list[Holding]]:
+        """All that is held of the state after `applied()` steps; not copies."""
+        self.applied()
+        found, slices = {name: list(holdings) for name, holdings in self._old.items()}, self._slices()
+        for name, kept in self._held().items():
+            found.setdefault(name, []).insert(0, Holding(kept, slices.get(name, Place())))
+        return found
+
+    def _assembled(self, part: Part, rank: int, base: Mapping[str, list[Holding]]) -> dict[str, Kept]:
+        """What the new plan has this worker hold, in tensors that it may write to."""
+        plan = part.assignment.plan
+        shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.seats[rank].shard
+        cuts = self.core.layout(shards).cuts if shards > 1 else {}
+        found: dict[str, Kept] = {}
+        for name in self.layout.of(plan, rank):
+            place = Place(cuts[name], shard) if name in cuts else Place()
+            made = assembled(base.get(name, ()), place, self._shapes[name], lambda name=name: self._whole(name))  # type: ignore[misc]
+            if made is None:
+                raise RayparError(f"worker {self.worker} lacks elements of {name} of the state after {part.done} steps")
+            kept, own = made
+            # What lies in the mirror's copies stays as it is.
+            found[name] = {**kept, PARAMETER: kept[PARAMETER].clone()} if part.cut and not own else kept
+        return found
+
+    def _whole(self, name: str) -> Cut | None:
+        """How shards would cut a parameter that is held whole: by that its elements are numbered."""
+        return self.core.layout(1).cuts.get(name)
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return parameter_shapes(self.core.graph)
 
     def _held(self) -> dict[str, Kept]:
         """The state of this worker's stages; not copies."""
@@ -151,46 +199,56 @@ class WorkerBody:
                 found.setdefault(name, {PARAMETER: parameter.detach(), **state.get(name, {})})
         return found
 
-    def _exchange(self, part: Part, transport: Transport, base: Mapping[str, Kept]) -> Routine[dict[str, Kept]]:
+    def _exchange(
+        self, part: Part, transport: Transport, base: Mapping[str, list[Holding]]
+    ) -> Routine[dict[str, list[Holding]]]:
         """All moves at once. One header a pair of workers says what follows."""
-        outgoing: dict[int, list[str]] = {}
-        incoming: dict[int, list[str]] = {}
+        outgoing: dict[int, list[Piece]] = {}
+        sources: list[int] = []
         for move in part.moves:
             if move.source == self.worker:
-                outgoing.setdefault(move.dest, []).append(move.piece.name)
-            if move.dest == self.worker:
-                incoming.setdefault(move.source, []).append(move.piece.name)
-        headers = {w: transport.recv(None, source=part.ranks[w], tag=state_tag(0)) for w in incoming}
+                outgoing.setdefault(move.dest, []).append(move.piece)
+            if move.dest == self.worker and move.source not in sources:
+                sources.append(move.source)
+        headers = {w: transport.recv(None, source=part.ranks[w], tag=state_tag(0)) for w in sources}
         sent = []
-        for dest, names in outgoing.items():
+        for dest, pieces in outgoing.items():
             tensors: list[Tensor] = []
-            lines: list[tuple[str, str, Any]] = []
-            for name in names:
-                for key, value in base[name].items():
-                    if isinstance(value, Tensor):
-                        tensors.append(value.detach().contiguous())
-                        lines.append((name, key, None))
-                    else:
-                        lines.append((name, key, (value,)))
+            lines: list[tuple[str, int | None, dict[str, Any]]] = []
+            for piece in pieces:
+                start, kept = self._moved(piece, base[piece.name])
+                tensors += [value.detach().contiguous() for value in kept.values() if isinstance(value, Tensor)]
+                numbers = {key: None if isinstance(value, Tensor) else (value,) for key, value in kept.items()}
+                lines.append((piece.name, start, numbers))
             header = torch.frombuffer(bytearray(pickle.dumps(lines)), dtype=torch.uint8)
             for index, tensor in enumerate([header, *tensors]):
                 sent.append(transport.send(tensor, to=part.ranks[dest], tag=state_tag(index)))
-        found: dict[str, Kept] = {}
+        found: dict[str, list[Holding]] = {}
         for source, handle in headers.items():
             yield Wait(handle, f"the list of state from worker {source}")
             lines = pickle.loads(handle.tensor().numpy().tobytes())
-            count = sum(value is None for _, _, value in lines)
+            count = sum(value is None for _, _, numbers in lines for value in numbers.values())
             handles = iter([transport.recv(None, source=part.ranks[source], tag=state_tag(i + 1)) for i in range(count)])
-            for name, key, value in lines:
-                if value is not None:
-                    found.setdefault(name, {})[key] = value[0]
-                    continue
-                got = next(handles)
-                yield Wait(got, f"{key} of {name} from worker {source}")
-                found.setdefault(name, {})[key] = got.tensor()
+            for name, start, numbers in lines:
+                kept: Kept = {}
+                for key, value in numbers.items():
+                    if value is not None:
+                        kept[key] = value[0]
+                        continue
+                    got = next(handles)
+                    yield Wait(got, f"{key} of {name} from worker {source}")
+                    kept[key] = got.tensor()
+                found.setdefault(name, []).append(Holding(kept, start=start))
         for handle in sent:
             yield Wait(handle, "state to be taken")
         return found
+
+    def _moved(self, piece: Piece, holdings: list[Holding]) -> tuple[int | None, Kept]:
+        """What travels of a parameter: all of it as it is (None), or the elements from `start` on."""
+        for holding in holdings:
+            if holding.place.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
+                return None, holding.kept
+        return piece.start, run_of(holdings, piece.start, piece.stop, self._whole(piece.name))
 
 
 def _without_parameter(kept: Kept) -> Kept:

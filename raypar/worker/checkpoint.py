@@ -16,12 +16,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import CheckpointError
+from raypar.plan.spans import Spans
 from raypar.worker.spec import JobSpec, Ref
 
 if TYPE_CHECKING:
@@ -47,6 +48,25 @@ _DTYPES = {
     "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 """torch -> safetensors."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Which indices of one dim of an unsharded tensor of `shape` a tensor has; no `spans`: it is the whole."""
+
+    shape: tuple[int, ...]
+    dim: int
+    spans: Spans
+
+    def of(self, tensor: Tensor) -> Iterator[tuple[Slice, Tensor]]:
+        """The tensor in blocks, each with its place in the whole."""
+        whole = tuple((0, n) for n in self.shape)
+        if not self.spans:
+            yield whole, tensor
+        at = 0
+        for start, stop in self.spans:
+            yield (*whole[: self.dim], (start, stop), *whole[self.dim + 1 :]), tensor.narrow(self.dim, at, stop - start)
+            at += stop - start
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,8 @@ class Manifest:
     @property
     def ties(self) -> dict[str, str]:
         """Other name of a tied parameter -> its first name."""
-        return {e.name: e.key for e in self.entries if e.kind == TIE}
+        first = {(e.file, e.key): e.name for e in self.entries if e.kind == PARAMETER}
+        return {e.name: first[e.file, e.key] for e in self.entries if e.kind == TIE}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -112,27 +133,30 @@ def write_shard(
     file_name: str,
     tensors: Mapping[Name, Tensor],
     scalars: Mapping[Name, Scalar] | None = None,
-    slices: Mapping[Name, tuple[tuple[int, ...], Slice]] | None = None,
+    slices: Mapping[Name, Slices] | None = None,
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> ShardRecord:
-    """Write CPU tensors as one safetensors file. `slices`: (shape of the unsharded tensor, part held), where not the whole.
+    """Write CPU tensors as one safetensors file. `slices`: which parts of an unsharded tensor it is, where not the whole.
 
     `ties`: first name of a tied parameter -> its other names. Streams: no second copy in memory, and the checksum is taken
     in the same pass. Raises `CheckpointError` (disk full, ...).
     """
     entries = [Entry(name, kind, value=value) for (name, kind), value in (scalars or {}).items()]
     specs: list[tuple[str, str, Sequence[int]]] = []
+    written: list[Tensor] = []
     for (name, kind), tensor in tensors.items():
-        shape, part = (slices or {}).get((name, kind), (tuple(tensor.shape), tuple((0, n) for n in tensor.shape)))
+        held = (slices or {}).get((name, kind)) or Slices(tuple(tensor.shape), 0, ())
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise CheckpointError(f"{name} ({kind}) has dtype {dtype}, which checkpoints do not hold", cure="use a real dtype")
-        key = name if kind == PARAMETER else f"{name}#{kind}"
-        specs.append((key, dtype, tensor.shape))
-        entries.append(Entry(name, kind, shape, dtype, part, file_name, key))
-        if kind == PARAMETER:
-            entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
-    nbytes, digest = write_safetensors(folder / file_name, specs, tensors.values())
+        for number, (part, piece) in enumerate(held.of(tensor)):
+            key = (name if kind == PARAMETER else f"{name}#{kind}") + (f"@{number}" if number else "")
+            specs.append((key, dtype, piece.shape))
+            written.append(piece)
+            entries.append(Entry(name, kind, held.shape, dtype, part, file_name, key))
+            if kind == PARAMETER:
+                entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
+    nbytes, digest = write_safetensors(folder / file_name, specs, written)
     return ShardRecord(file_name, nbytes, digest, tuple(entries))
 
 
@@ -288,10 +312,13 @@ def usable(root: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+def read_tensors(
+    path: Path, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
+) -> dict[str, dict[str, Any]]:
     """name -> {"parameter": tensor, "exp_avg": tensor, "step": tensor or number, ...}, unsharded, for these names or all.
 
-    Reads only what is asked for. Raises `CheckpointError` for names that are not there, missing slices and damaged files.
+    `take(name, tensor)`: what is kept of each, one tensor being held whole at a time. Reads only what is asked for. Raises
+    `CheckpointError` for names that are not there, missing slices and damaged files.
     """
     manifest = load_manifest(path)
     wanted = set(manifest.shapes if names is None else names)
@@ -302,44 +329,52 @@ def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, 
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
             cure="use a checkpoint of this model",
         )
-    return _read(manifest, [e for e in manifest.entries if e.name in wanted])
+    return _read(manifest, [e for e in manifest.entries if e.name in wanted], take)
 
 
-def _read(manifest: Manifest, entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+def _read(
+    manifest: Manifest, entries: Sequence[Entry], take: Callable[[str, Tensor], Tensor] | None = None
+) -> dict[str, dict[str, Any]]:
+    """`entries`: as in the manifest, those of one name and kind together."""
     import torch
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, dict[str, Any]] = {}
-    have: dict[Name, int] = {}
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
-        for entry in entries:
-            kinds = found.setdefault(entry.name, {})
-            if not entry.file:
-                kinds[entry.kind] = entry.value
-                continue
+
+        def tensor_of(entry: Entry) -> Tensor:
             try:
                 if entry.file not in files:
                     files[entry.file] = stack.enter_context(safe_open(manifest.path / entry.file, framework="pt"))
-                tensor = files[entry.file].get_tensor(entry.key)
+                tensor: Tensor = files[entry.file].get_tensor(entry.key)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
                     f"{manifest.path / entry.file}: cannot read {entry.key}: {error}", cure="use another checkpoint"
                 ) from error
-            if tuple(tensor.shape) == entry.shape:
-                # safetensors maps the file: what is handed out must not change or vanish with it.
-                kinds[entry.kind] = tensor.clone()
+            return tensor
+
+        for (name, kind), group in itertools.groupby(entries, lambda entry: (entry.name, entry.kind)):
+            parts = list(group)
+            kinds = found.setdefault(name, {})
+            if not parts[0].file:
+                kinds[kind] = parts[0].value
                 continue
-            if entry.kind not in kinds:
-                kinds[entry.kind] = torch.empty(entry.shape, dtype=tensor.dtype)
-            kinds[entry.kind][tuple(slice(a, b) for a, b in entry.slice)] = tensor
-            have[entry.name, entry.kind] = have.get((entry.name, entry.kind), 0) + tensor.numel()
-    for (name, kind), count in have.items():
-        if count != found[name][kind].numel():
-            raise CheckpointError(
-                f"checkpoint {manifest.path} has {count:,} of {found[name][kind].numel():,} elements of {name} ({kind})",
-                cure="use another checkpoint",
-            )
+            first = tensor_of(parts[0])
+            if tuple(first.shape) == parts[0].shape:
+                # safetensors maps the file: what is handed out must not change or vanish with it.
+                whole = first.clone()
+            else:
+                whole, have = torch.empty(parts[0].shape, dtype=first.dtype), 0
+                for entry in parts:
+                    whole[tuple(slice(a, b) for a, b in entry.slice)] = tensor_of(entry)
+                    have += math.prod(b - a for a, b in entry.slice)
+                if have != whole.numel():
+                    raise CheckpointError(
+                        f"checkpoint {manifest.path} has {have:,} of {whole.numel():,} elements of {name} ({kind})",
+                        cure="use another checkpoint",
+                    )
+            kinds[kind] = whole if take is None else take(name, whole)
     return found
 
 
@@ -415,6 +450,9 @@ def contract_of(spec: JobSpec) -> dict[str, Any]:
         "optimizer": {**_ref(spec.optimizer.optimizer), "groups": [[p, dict(o)] for p, o in spec.optimizer.groups]},
         "lr_schedule": _ref(spec.lr_schedule) if spec.lr_schedule is not None else None,
     }
+    # Without shards neither matters: jobs that say nothing of them have the contract they had before there were any.
+    made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
+    made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
     # The address in an object's repr is no part of what it is.
     plain: dict[str, Any] = json.loads(json.dumps(made, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value))))
     return plain
@@ -427,7 +465,8 @@ def _ref(ref: Ref) -> dict[str, Any]:
 def contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
     """One line per thing the bits depend on that is not as it was when the checkpoint was written."""
     then, now = manifest.contract, contract_of(spec)
-    return [f"{key} was {then.get(key)!r}, is {now[key]!r}" for key in now if then.get(key) != now[key]]
+    keys = [*now, *(key for key in ("styles", "sequence_parallel") if key in then and key not in now)]
+    return [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in keys if then.get(key) != now.get(key)]
 
 
 def check_contract(manifest: Manifest, spec: JobSpec) -> None:

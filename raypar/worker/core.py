@@ -17,6 +17,8 @@ from raypar.comm.transport import Routine, Transport, drive
 from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
 from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.styles import Layout, layout_of
 from raypar.plan import Routing
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
@@ -24,6 +26,7 @@ from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
 from raypar.worker.optimizer import build_optimizer
+from raypar.worker.shard import CHANNEL, Shard
 from raypar.worker.spec import DataSpec, JobSpec
 from raypar.worker.stage import Stage
 from raypar.worker.state import Writer, restore, snapshot, written_by
@@ -74,6 +77,7 @@ class WorkerCore:
         self.transport: Transport | None = None
         self._loaders: list[Loader] = []
         self._datasets: dict[str, Any] = {}
+        self._layouts: dict[int, Layout] = {}
         self._writer = Writer()
         torch.set_num_threads(spec.threads)
 
@@ -94,12 +98,14 @@ class WorkerCore:
         """
         spec, plan, rank = self.spec, assignment.plan, transport.rank
         self._close_loaders()
-        former = [*self.stages.values(), *(self.end.reductions.values() if self.stages else ())]
+        former = list(self.stages.values())
+        reductions = list(self.end.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, rank
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
         loss = spec.loss.partial()
         stages: dict[int, Stage] = {}
+        shards = plan.stages[plan.stages_of(rank)[0]].shards
         for index in plan.stages_of(rank):
             # A tied parameter of two chunks is two tensors: each chunk has an optimizer of its own, which updates in place.
             taken = {name for stage in stages.values() for name in stage.parameters}
@@ -113,6 +119,7 @@ class WorkerCore:
                 loss_fn=loss,
                 split=assignment.splits_backward,
                 values=values and {name: value.clone() if name in taken else value for name, value in values.items()},
+                shard=self._shard(index) if shards > 1 else None,
             )
         self.stages = stages
         factor = spec.lr_schedule.partial() if spec.lr_schedule is not None else _constant
@@ -142,8 +149,9 @@ class WorkerCore:
             transport=transport,
             spec=spec,
             lr_factor=factor,
+            layout=self.layout,
         )
-        links = Links.of(self.graph, plan, assignment.crossing)
+        links = Links.of(self.graph, plan, assignment.crossing, shard=seat.shard)
         self._mine = sorted({m for i in self.stages for m in routing.of_replica(i, seat.replica)})
         self.loader = self._feed(spec.data, spec.cut, training=True)
         self.end.meanwhile = self._read_ahead
@@ -172,14 +180,39 @@ class WorkerCore:
                 end=self.end,
                 feeds=self._feeds(self.validation_loader),
             )
-        for part in former:
-            # They and the hooks on their tensors hold each other, and Python's collector does not look at what is frozen.
-            vars(part).clear()
+        # They and what hangs on their tensors hold each other, and Python's collector does not look at what is frozen.
+        for stage in former:
+            stage.let_go()
+        for made in reductions:
+            vars(made).clear()
         return {
             "rank": rank,
             "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},
             "bytes": sum(p.numel() * p.element_size() for s in self.stages.values() for p in s.parameters.values()),
         }
+
+    def layout(self, shards: int) -> Layout:
+        """How the job's styles cut the model over so many shards."""
+        if shards not in self._layouts:
+            self._layouts[shards] = layout_of(self.graph, shards, dict(self.spec.styles))
+        return self._layouts[shards]
+
+    def _shard(self, stage: int) -> Shard:
+        plan, seat = self.assignment.plan, self.assignment.plan.seats[self.rank]
+        assert self.transport is not None
+        group = ShardGroup(
+            self.transport,
+            [plan.rank(stage, seat.replica, shard) for shard in range(plan.stages[stage].shards)],
+            channel=CHANNEL + stage,
+            sequence=self.spec.sequence_parallel,
+            timeout_s=self.step_timeout_s,
+        )
+        return Shard(group, self.layout(group.size))
+
+    @property
+    def blocks(self) -> bool:
+        """Whether its steps wait for other shards in the middle of a layer: no plain routine then (see `comm.blocking`)."""
+        return any(stage.shard is not None for stage in self.stages.values())
 
     def dataset(self, spec: DataSpec) -> Any:
         """The user's data set, made once per worker and data specification."""

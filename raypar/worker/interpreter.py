@@ -59,10 +59,13 @@ class Links:
     out_of: dict[int, tuple[Edge, ...]]
     counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
     """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
+    receivers: dict[tuple[int, int], int]
+    """(maker's stage, user's stage) -> how many of the user's shards get a bundle from this worker's."""
 
     @staticmethod
-    def of(graph: Graph, plan: ParallelPlan, crossing: Crossing) -> Links:
-        """Links of all stages."""
+    def of(graph: Graph, plan: ParallelPlan, crossing: Crossing, *, shard: int = 0) -> Links:
+        """Links of all stages, for a worker with this shard of its stages. What crosses is whole on every shard of its maker:
+        shard t of S serves the shards t, t + S, ... of the user."""
         stages = range(len(plan.stages))
         return Links(
             {s: crossing.into(s) for s in stages},
@@ -71,6 +74,11 @@ class Links:
                 (e.src, e.dst): tuple((v, gradient_counts(graph, plan, v, e.dst)) for v in e.values)
                 for e in crossing.edges
                 if e.differentiable
+            },
+            {
+                (maker, user): len(range(shard, plan.stages[user].shards, plan.stages[maker].shards))
+                for e in crossing.edges
+                for maker, user in ((e.src, e.dst), (e.dst, e.src))
             },
         )
 
@@ -95,11 +103,15 @@ class Interpreter:
     """Called with (step, instruction) before each compute instruction: breakpoints of `raypar debug`."""
 
     _local: dict[Key, list[Tensor]] = field(default_factory=dict)
-    _outgoing: dict[Key, list[Tensor]] = field(default_factory=dict)
+    _outgoing: dict[Key, tuple[list[Tensor], int]] = field(default_factory=dict)
+    """bundle -> (its tensors, to how many it is still to be sent)"""
     _incoming: dict[Key, list[Handle]] = field(default_factory=dict)
     _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
     spans: list[Span] = field(default_factory=list)
     busy_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self._replica = self.routing.plan.seats[self.rank].replica
 
     def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
         """One training step. Leaves the outcome in `self.end`. Raises what stages, transports or the vote raise."""
@@ -181,7 +193,10 @@ class Interpreter:
 
     def _post_send(self, instruction: Send, step: int, *, validation: bool = False) -> None:
         key = self._key(instruction)
-        for index, tensor in enumerate(self._outgoing.pop(key)):
+        tensors, receivers = self._outgoing.pop(key)
+        if receivers > 1:
+            self._outgoing[key] = tensors, receivers - 1
+        for index, tensor in enumerate(tensors):
             tag = bundle_tag(step, *key, index, validation=validation)
             self._sending.append((self.transport.send(tensor, to=instruction.peer, tag=tag), [tensor]))
         while self._sending and self._sending[0][0].done():
@@ -259,17 +274,20 @@ class Interpreter:
 
     def _hand_on(self, stage: int, microbatch: int, outputs: Mapping[str, Tensor]) -> None:
         for edge in self.links.out_of[stage]:
-            self._route(("activation", stage, edge.dst, microbatch), edge.dst, [outputs[v] for v in edge.values])
+            self._route(("activation", stage, edge.dst, microbatch), stage, edge.dst, [outputs[v] for v in edge.values])
 
     def _hand_back(self, stage: int, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]) -> None:
         for edge in self.links.into[stage]:
             if edge.differentiable:
                 tensors = [_sendable(g) for v, _ in self.links.counts[edge.src, stage] for g in gradients[v]]
-                self._route(("gradient", edge.src, stage, microbatch), edge.src, tensors)
+                self._route(("gradient", edge.src, stage, microbatch), stage, edge.src, tensors)
 
-    def _route(self, key: Key, consumer: int, tensors: list[Tensor]) -> None:
-        own = self.routing.rank(consumer, key[3], self.routing.plan.seats[self.rank].shard) == self.rank
-        (self._local if own else self._outgoing)[key] = tensors
+    def _route(self, key: Key, maker: int, user: int, tensors: list[Tensor]) -> None:
+        """Another replica of this position's own stages is another worker."""
+        if user in self.stages and self.routing.replica(user, key[3]) == self._replica:
+            self._local[key] = tensors
+        elif receivers := self.links.receivers[maker, user]:
+            self._outgoing[key] = tensors, receivers
 
 
 _UNDEFINED = torch.empty(0)

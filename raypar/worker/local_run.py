@@ -6,12 +6,16 @@ The executable specification of a run: `raypar debug` steps through it, the pari
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from raypar.comm import blocking
+from raypar.comm.blocking import as_routine
 from raypar.comm.local import Cooperative, LocalMesh
+from raypar.comm.transport import Routine
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
@@ -20,6 +24,8 @@ from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.core import StepReport, WorkerCore, whole_loss
 from raypar.worker.optimizer import state_of
 from raypar.worker.spec import JobSpec
+
+T = TypeVar("T")
 
 
 class LocalJob:
@@ -54,14 +60,24 @@ class LocalJob:
 
     def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
         """One step on every worker; their reports by rank."""
-        return self.scheduler.run([core.routine(step, trace=trace) for core in self.cores], self.mesh)
+        return self._run([core.routine(step, trace=trace) for core in self.cores])
 
     def validate(self, step: int) -> float:
         """The validation loss."""
-        return whole_loss(self.scheduler.run([core.validation_routine(step) for core in self.cores], self.mesh))
+        return whole_loss(self._run([core.validation_routine(step) for core in self.cores]))
+
+    def _run(self, routines: list[Routine[T]]) -> list[T]:
+        """One routine a worker. Layers on shards wait in the middle: their workers run in threads that take turns."""
+        return self.scheduler.run(
+            [
+                as_routine(partial(blocking.run, routine)) if core.blocks else routine
+                for core, routine in zip(self.cores, routines, strict=True)
+            ],
+            self.mesh,
+        )
 
     def parameters(self) -> dict[str, list[Tensor]]:
-        """Every holder's copy of every parameter."""
+        """Every holder's copy of every parameter; of what is cut over shards, its slice."""
         return self._collect(lambda parameter: parameter.detach())
 
     def gradients(self) -> dict[str, list[Tensor | None]]:

@@ -24,10 +24,8 @@ from raypar.comm.transport import Handle, Routine, Transport, Wait
 from raypar.elastic.holdings import Digest, Piece
 from raypar.errors import CommError
 from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.holding import Holding, Kept, Place
 from raypar.worker.tags import mirror_tag
-
-Kept = dict[str, Any]
-"""Of one parameter: PARAMETER -> tensor, optimizer's key -> tensor or number."""
 
 CHUNKS = 64
 """A copy travels in about so many messages: a step has that many moments at which the next one can be sent."""
@@ -35,12 +33,13 @@ CHUNK_BYTES = (256 << 10, 8 << 20)
 """Least and most."""
 WINDOW = 2
 """Chunks on their way at once."""
+WHOLE = Place()
 OWN = -1
 """Whose copy it is: this worker's, or that of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Room:
     """Where a tensor lies in a copy's memory: `shape`, and bytes from `start`."""
 
     dtype: torch.dtype
@@ -53,21 +52,23 @@ class Copy:
     """Some parameters and their optimizer state in one block of memory [bytes], without gaps; numbers lie in the list."""
 
     lines: tuple[tuple[str, str, Any], ...]
-    """(parameter, key, `Place` or number)"""
+    """(parameter, key, `Room` or number)"""
     memory: Tensor
+    slices: Mapping[str, Place] = field(default_factory=dict)
+    """Which part it is of parameters that are cut over shards."""
 
     @staticmethod
-    def of(state: Mapping[str, Kept], pool: Pool) -> Copy:
+    def of(state: Mapping[str, Kept], pool: Pool, slices: Mapping[str, Place] | None = None) -> Copy:
         """A copy in memory of `pool`. Wide elements come first, so that all are aligned; the order is that of names."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
         lines: list[tuple[str, str, Any]] = []
         at = 0
         for name, key, tensor in tensors:
-            lines.append((name, key, Place(tensor.dtype, tuple(tensor.shape), at)))
+            lines.append((name, key, Room(tensor.dtype, tuple(tensor.shape), at)))
             at += tensor.nbytes
         lines += [(n, k, v) for n, kept in state.items() for k, v in kept.items() if not isinstance(v, Tensor)]
-        copy = Copy(tuple(lines), pool.empty((at,), torch.uint8))
+        copy = Copy(tuple(lines), pool.empty((at,), torch.uint8), slices or {})
         with torch.no_grad():
             for (_, _, tensor), (_, _, view) in zip(tensors, copy.values(), strict=False):
                 view.copy_(tensor)
@@ -76,29 +77,38 @@ class Copy:
     def values(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter, key, tensor that lies in the memory, or number)"""
         for name, key, value in self.lines:
-            if isinstance(value, Place):
+            if isinstance(value, Room):
                 stop = value.start + math.prod(value.shape) * value.dtype.itemsize
                 yield name, key, self.memory[value.start : stop].view(value.dtype).view(value.shape)
             else:
                 yield name, key, value
 
     def pieces(self) -> Iterator[Piece]:
-        """The parameters it holds."""
+        """The elements of parameters that it holds."""
         for name, key, value in self.lines:
             if key == PARAMETER:
-                yield Piece(name, 0, math.prod(value.shape))
+                place = self.slices.get(name, WHOLE)
+                for start, stop in place.spans(place.size(value.shape)):
+                    yield Piece(name, start, stop)
+
+    def holdings(self) -> dict[str, Holding]:
+        """By parameter; the tensors lie in the memory."""
+        found: dict[str, Kept] = {}
+        for name, key, value in self.values():
+            found.setdefault(name, {})[key] = value
+        return {name: Holding(kept, self.slices.get(name, WHOLE)) for name, kept in found.items()}
 
     def digest(self) -> Digest:
         """32 bits each; the second depend on every bit and its place."""
-        places = [line for line in self.lines if isinstance(line[2], Place)]
-        numbers = self.lines[len(places) :]
+        rooms = [line for line in self.lines if isinstance(line[2], Room)]
+        numbers = self.lines[len(rooms) :]
         bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
-        return zlib.crc32(repr(places).encode()), bits
+        return zlib.crc32(repr((rooms, sorted(self.slices.items()))).encode()), bits
 
     @property
     def header(self) -> Tensor:
-        """The list and the number of bytes, as bytes."""
-        return torch.frombuffer(bytearray(pickle.dumps((self.lines, self.memory.nbytes))), dtype=torch.uint8)
+        """The list, the number of bytes and which slices it is, as bytes."""
+        return torch.frombuffer(bytearray(pickle.dumps((self.lines, self.memory.nbytes, self.slices))), dtype=torch.uint8)
 
 
 def chunks(memory: Tensor) -> list[Tensor]:
@@ -153,15 +163,18 @@ class Mirror:
 
     # -- while a generation runs ---------------------------------------------------------------------------------------------
 
-    def take(self, done: int, state: Mapping[str, Kept], transport: Transport | None) -> None:
+    def take(
+        self, done: int, state: Mapping[str, Kept], transport: Transport | None, slices: Mapping[str, Place] | None = None
+    ) -> None:
         """Copy `state`, that after `done` steps, and begin to exchange copies; without a transport there is only the own one.
+        `slices`: which part it is of parameters that are cut over shards.
 
         Cuts older than the last complete one go: the vote before this said that it is complete everywhere.
         """
         start = time.perf_counter()
         self._exchange = []
         self._cuts = {step: copies for step, copies in self._cuts.items() if step == self._complete}
-        own = Copy.of(state, self._pool)
+        own = Copy.of(state, self._pool, slices)
         self.digests = {step: digest for step, digest in self.digests.items() if step in self._cuts}
         if self.compared:
             self.digests[done] = own.digest()
@@ -226,8 +239,8 @@ class Mirror:
     def _keep(self, done: int, ward: int, transport: Transport) -> Routine[None]:
         header = transport.recv(None, source=ward, tag=mirror_tag(done, 0))
         yield Wait(header, f"the list of the mirror's copy of rank {ward}")
-        lines, nbytes = pickle.loads(header.tensor().numpy().tobytes())
-        copy = Copy(lines, self._pool.empty((nbytes,), torch.uint8))
+        lines, nbytes, slices = pickle.loads(header.tensor().numpy().tobytes())
+        copy = Copy(lines, self._pool.empty((nbytes,), torch.uint8), slices)
         parts = enumerate(chunks(copy.memory), 1)
         for handle in [transport.recv(out, source=ward, tag=mirror_tag(done, index)) for index, out in parts]:
             yield Wait(handle, f"the mirror's copy of rank {ward}")
@@ -248,11 +261,11 @@ class Mirror:
             for step, copies in self._cuts.items()
         }
 
-    def at(self, done: int) -> dict[str, Kept]:
+    def at(self, done: int) -> dict[str, list[Holding]]:
         """All that is held of one cut, by parameter; the tensors lie in the copies."""
         self.poll()
-        found: dict[str, Kept] = {}
+        found: dict[str, list[Holding]] = {}
         for copy in self._cuts.get(done, {}).values():
-            for name, key, value in copy.values():
-                found.setdefault(name, {})[key] = value
+            for name, holding in copy.holdings().items():
+                found.setdefault(name, []).append(holding)
         return found

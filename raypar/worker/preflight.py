@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, ModelError, RayparError
+from raypar.errors import ConfigError, DataError, ModelError, PlanError, RayparError
 from raypar.model.build import on_meta, parameter_shapes
 from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.by_shape import check_by_shape
+from raypar.model.tensor_parallel.styles import layout_of
+from raypar.plan import ParallelPlan
 from raypar.worker.assignment import make_graph
 from raypar.worker.data import make_dataset
-from raypar.worker.optimizer import check_groups
+from raypar.worker.optimizer import check_elementwise, check_groups
 from raypar.worker.profile import first_batch
 from raypar.worker.spec import JobSpec, Ref
 from raypar.worker.stage import inputs_unwritten
@@ -28,6 +31,8 @@ class Checked:
     graph: Graph
     samples: int
     validation_samples: int
+    batch: Mapping[str, Tensor]
+    """The first microbatch."""
 
 
 def preflight(spec: JobSpec) -> Checked:
@@ -43,12 +48,36 @@ def preflight(spec: JobSpec) -> Checked:
     samples = len(make_dataset(spec.data))
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
-    by_shape(spec, graph, first_batch(spec, graph))
+    batch = first_batch(spec, graph)
+    by_shape(spec, graph, batch)
     validation = 0
     if spec.validation is not None:
         size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
-    return Checked(graph, samples, validation)
+    return Checked(graph, samples, validation, batch)
+
+
+def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
+    """Whether the model can be cut over the plan's shards as `spec.styles` say, and run so; also that the optimizer can.
+
+    Raises `PlanError` for styles and numbers that do not fit, `ModelError` for layers that need other shards' parts,
+    `ConfigError` for an optimizer that does not take each element by itself.
+    """
+    counts = {stage.shards for stage in plan.stages}
+    if max(counts) > 1:
+        check_elementwise(spec.optimizer)
+    for shards in sorted(counts):
+        if shards > 1 or spec.styles:
+            layout = layout_of(checked.graph, shards, dict(spec.styles))
+        if shards > 1:
+            if not layout.cuts:
+                raise PlanError(
+                    f"plan.shards is {shards}, but none of the model's layers has a style: every shard would compute all of it",
+                    cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
+                )
+            target, sequence = spec.data.target or "y", spec.sequence_parallel
+            loss = spec.loss.partial()
+            check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
 
 
 def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:

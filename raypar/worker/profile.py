@@ -6,7 +6,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from raypar.comm.cpu import CpuMesh
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.styles import held_elements, layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.worker.assignment import make_graph
@@ -32,8 +33,9 @@ BULK_BYTES = 4 << 20
 LINK_TIMEOUT_S = 20.0
 
 
-def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None) -> ModelProfile:
-    """Everything the planner needs to know of a job on this machine. Reads the first microbatch of the data set.
+def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shards: Collection[int] = ()) -> ModelProfile:
+    """Everything the planner needs to know of a job on this machine. Reads the first microbatch of the data set. `shards`: how
+    many a stage may have, for what each of them will hold.
 
     `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
     this process can be profiled.
@@ -50,7 +52,16 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None) -> M
         step_ms=2 * link.latency_ms,
         outputs=outputs,
         processors=max(1, processors() // spec.threads),
+        held={count: held_bytes(spec, graph, count) for count in shards if count > 1},
     )
+
+
+def held_bytes(spec: JobSpec, graph: Graph, shards: int) -> tuple[int, ...]:
+    """By layer: bytes of parameters on the shard that holds most of it; ties count at their first use."""
+    layout = layout_of(graph, shards, dict(spec.styles))
+    by_shard = [held_elements(graph, layout, shard) for shard in range(shards)]
+    width = getattr(torch, spec.dtype).itemsize
+    return tuple(width * max(same) for same in zip(*by_shard, strict=True))
 
 
 def first_batch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
@@ -272,4 +283,4 @@ def agree(profiles: Sequence[ModelProfile]) -> ModelProfile:
     )
     link = LinkProfile(max(p.link.latency_ms for p in profiles), min(p.link.bandwidth for p in profiles))
     memory = min((p.memory_bytes for p in profiles if p.memory_bytes is not None), default=None)
-    return ModelProfile(layers, link, memory, max(p.step_ms for p in profiles), profiles[0].outputs, None)
+    return ModelProfile(layers, link, memory, max(p.step_ms for p in profiles), profiles[0].outputs, None, profiles[0].held)

@@ -86,7 +86,11 @@ class ValidationSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything the bits of the result may depend on (DESIGN 4.5), and nothing about the cluster."""
+    """Everything the bits of the result may depend on (DESIGN 4.5), and nothing about the cluster.
+
+    `styles`: (pattern of layer names, style), the first match counts (`model.tensor_parallel.styles`); `sequence_parallel`:
+    between layers values are cut over the sequence. Both matter to stages with several shards only.
+    """
 
     name: str
     seed: int
@@ -105,6 +109,8 @@ class JobSpec:
     threads: int = 1
     reduction: Literal["canonical", "fast"] = "canonical"
     non_finite: Literal["stop", "skip"] = "stop"
+    styles: tuple[tuple[str, str], ...] = ()
+    sequence_parallel: bool = False
 
     @property
     def cut(self) -> Microbatches:

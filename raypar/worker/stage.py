@@ -17,9 +17,12 @@ from raypar.errors import RayparError, UserCodeError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear import Stash, split_linears
+from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
+from raypar.model.tensor_parallel.linear import split_sharded_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.worker.accumulate import Accumulator, Ready
+from raypar.worker.shard import Shard
 from raypar.worker.spec import JobSpec
 
 Batch = Mapping[str, Tensor]
@@ -159,6 +162,7 @@ class Stage:
     `uses`: (qualified name, shape, dtype) of every trainable use of a parameter, in layer order. `parameters`: canonical
     name -> parameter, frozen ones too. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
     `values`: the parameters' tensors (canonical names), which the stage makes its own; without them they are initialised.
+    `shard`: of which shard this is all meant, where the stage has several.
     """
 
     def __init__(
@@ -173,22 +177,27 @@ class Stage:
         loss_fn: Callable[..., Any],
         split: bool = False,
         values: Mapping[str, Tensor] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         here = plan.stages[index]
+        self.shard = shard
         self.graph, self.index, self.spec = graph, index, spec
         self.layers: tuple[Layer, ...] = graph.layers[here.first : here.last]
         self.first = here.first
         self.computes_loss = here.last == len(graph.layers)
-        self._loss_fn = loss_fn
+        self._loss_fn = loss_fn if shard is None else sharded_loss(loss_fn, shard.group)
         self._target = spec.data.target or "y"
-        self._coordinate = f"stage {index}, replica {replica}"
+        self._coordinate = f"stage {index}, replica {replica}" + (f", shard {shard.group.shard}" if shard is not None else "")
         self.step = -1
         self.losses: dict[int, tuple[Tensor | float, Tensor | float]] = {}
         self._live: dict[int, _Live] = {}
         self._stash: Stash = []
 
         dtype = getattr(torch, spec.dtype)
-        self.modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
+        build = materialise
+        if shard is not None:
+            build = partial(materialise_shard, layout=shard.layout, group=shard.group)
+        self.modules = build(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
         self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         """What a constructor has put into evaluation mode stays in it."""
         self._training = True
@@ -209,8 +218,9 @@ class Stage:
         put_off: set[int] = set()
         if split:
             for layer in self.layers:
-                for linear in split_linears(self.modules[layer.name], lambda: self._stash):
-                    put_off |= {id(p) for p in linear.parameters(recurse=False)}
+                for find in (split_linears, split_sharded_linears) if shard is not None else (split_linears,):
+                    for linear in find(self.modules[layer.name], lambda: self._stash):
+                        put_off |= {id(p) for p in linear.parameters(recurse=False)}
         self._splits = bool(put_off)
         self._complete_at: list[list[int]] = [[] for _ in self.layers]
         """By layer, last first: uses whose gradient autograd itself completes (it is not put off) in a whole backward."""
@@ -249,6 +259,21 @@ class Stage:
     @on_ready.setter
     def on_ready(self, call: Ready | None) -> None:
         self.gradients.on_ready = call
+
+    def partial_uses(self) -> tuple[int, ...]:
+        """Uses of parameters that are whole on every shard but have met parts of values: their gradients are parts of a sum."""
+        if self.shard is None:
+            return ()
+        return tuple(self._use_of[leaf] for leaf in self.shard.group.partial if leaf in self._use_of)
+
+    def let_go(self) -> None:
+        """Nothing of this is used any more: breaks the circles in which its modules, their forwards and their hooks hold each
+        other."""
+        for module in self.modules.values():
+            for part in module.modules():
+                vars(part).pop("forward", None)
+                vars(part).pop("stash", None)
+        vars(self).clear()
 
     def begin_step(self, step: int) -> None:
         """Forget the last step. Gradients of parameters (`.grad`) are no longer valid."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypar.errors import CheckpointError
 from raypar.plan import Crossing, ParallelPlan
-from raypar.worker.checkpoint import BUFFER, PARAMETER, Name, Scalar, ShardRecord, read_tensors, write_shard
+from raypar.worker.checkpoint import BUFFER, PARAMETER, Name, Scalar, ShardRecord, Slices, read_tensors, write_shard
 from raypar.worker.optimizer import load_state, state_of
 from raypar.worker.stage import Stage
 
@@ -22,22 +22,31 @@ WRITE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of parameters, optimizer state and buffers at one committed step. `ties`: first name -> the other names."""
+    """Copies of parameters, optimizer state and buffers at one committed step. `ties`: first name -> the other names; `slices`:
+    which part of an unsharded tensor it is, where not the whole."""
 
     tensors: Mapping[Name, Tensor]
     scalars: Mapping[Name, Scalar]
+    slices: Mapping[Name, Slices] = field(default_factory=dict)
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def written_by(plan: ParallelPlan, crossing: Crossing, rank: int, stages: Mapping[int, Stage]) -> dict[int, tuple[str, ...]]:
-    """stage -> parameters (and buffers) that this rank writes: replicas take turns, a tied parameter is its first stage's."""
+    """stage -> parameters (and buffers) that this rank writes: replicas take turns, a tied parameter is its first stage's.
+    Of a parameter that is cut every shard writes what it owns; of what all shards hold whole they take turns too."""
     seat = plan.seats[rank]
     first = {tie.name: tie.stages[0] for tie in crossing.ties}
+
+    def mine(stage: Stage, turn: int, name: str) -> bool:
+        replicas, shards = plan.stages[stage.index].replicas, plan.stages[stage.index].shards
+        cut = stage.shard is not None and name in stage.shard.layout.cuts
+        return turn % replicas == seat.replica and (cut or turn // replicas % shards == seat.shard)
+
     return {
         index: tuple(
             name
             for turn, name in enumerate([*stage.parameters, *buffers_of(stage)])
-            if turn % plan.stages[index].replicas == seat.replica and first.get(name, index) == index
+            if first.get(name, index) == index and mine(stage, turn, name)
         )
         for index, stage in stages.items()
     }
@@ -49,6 +58,7 @@ def snapshot(
     """Copies on the CPU of what `names` (stage -> parameters and buffers) says. Takes one pass over that memory."""
     tensors: dict[Name, Tensor] = {}
     scalars: dict[Name, Scalar] = {}
+    slices: dict[Name, Slices] = {}
     with torch.no_grad():
         for index, mine in names.items():
             state = state_of(optimizers[index]) if index in optimizers else {}
@@ -57,8 +67,17 @@ def snapshot(
                 if name in buffers:
                     tensors[name, BUFFER] = _copy(buffers[name])
                     continue
-                tensors[name, PARAMETER] = _copy(stages[index].parameters[name])
-                for key, value in state.get(name, {}).items():
+                shard, parameter = stages[index].shard, stages[index].parameters[name]
+                cut = shard.layout.cuts.get(name) if shard is not None else None
+                for key, value in {PARAMETER: parameter, **state.get(name, {})}.items():
+                    if shard is not None and cut is not None:
+                        if isinstance(value, Tensor) and value.shape == parameter.shape:
+                            owned = shard.owned(name, value)
+                            if owned.numel():
+                                tensors[name, key], slices[name, key] = _copy(owned), shard.slices(name, value)
+                            continue
+                        if shard.group.shard > 0:
+                            continue  # a step count, which is every shard's
                     if isinstance(value, Tensor):
                         tensors[name, key] = _copy(value)
                     elif value is None or isinstance(value, (bool, int, float)):
@@ -69,7 +88,7 @@ def snapshot(
                             cure="use an optimizer with plain state, or set checkpoint.every: 0 and checkpoint.at_end: false",
                         )
     ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.ties}
-    return Snapshot(tensors, scalars, ties)
+    return Snapshot(tensors, scalars, slices, ties)
 
 
 def buffers_of(stage: Stage) -> dict[str, Tensor]:
@@ -90,7 +109,8 @@ def _copy(tensor: Tensor) -> Tensor:
 def restore(path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]) -> None:
     """Put a checkpoint's state into these stages and optimizers, reading only what they hold. Raises `CheckpointError`."""
     names = {name for stage in stages.values() for name in stage.parameters}
-    found = read_tensors(path, names)
+    shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
+    found = read_tensors(path, names, shards[0].part if shards and shards[0] is not None else None)
     with torch.no_grad():
         for index, stage in stages.items():
             for name, parameter in stage.parameters.items():
@@ -124,7 +144,7 @@ class Writer:
 
         def write() -> None:
             try:
-                self._record = write_shard(folder, file_name, state.tensors, state.scalars, ties=state.ties)
+                self._record = write_shard(folder, file_name, state.tensors, state.scalars, state.slices, state.ties)
             except Exception as error:
                 self._error = error
 

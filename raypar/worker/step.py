@@ -1,12 +1,12 @@
-"""How a step ends on one worker: reduce, add ties, vote, scale once, apply (DESIGN 4.5 and 4.7)."""
+"""How a step ends on one worker: reduce, complete over shards, add ties, vote, scale once, apply (DESIGN 4.5 and 4.7)."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,13 +16,15 @@ from raypar.comm.transport import Routine, Transport, Wait
 from raypar.elastic.outcome import Outcome
 from raypar.errors import NonFiniteError
 from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.styles import Layout
 from raypar.plan import Routing, Tie
 from raypar.plan.tree import Node
 from raypar.worker.numerics import norm_and_factor, parameter_squares
 from raypar.worker.optimizer import set_lr
 from raypar.worker.spec import JobSpec
 from raypar.worker.stage import Stage
-from raypar.worker.tags import tie_tag, vote_tag
+from raypar.worker.tags import vote_tag
+from raypar.worker.ties import TieExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,11 @@ class Span:
 
 class Reduction(Protocol):
     """`comm.reduction.CanonicalReduction` or `FastReduction`."""
+
+    note: Callable[[], Collection[int]]
+    """Uses of which the replicas without microbatches are to know what this one knows."""
+    noted: frozenset[int]
+    """After `finish`: those that any replica has noted."""
 
     def start(self) -> None:
         """A new step."""
@@ -64,6 +71,8 @@ class StepEnd:
     transport: Transport
     spec: JobSpec
     lr_factor: Callable[[int], float]
+    layout: Callable[[int], Layout]
+    """How the model is cut over so many shards."""
 
     meanwhile: Callable[[int], None] | None = None
     """What of the next step can be done while the others' votes are on their way."""
@@ -77,10 +86,9 @@ class StepEnd:
     """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do it."""
     step: int = -1
     _uses: dict[int, list[Tensor | None]] | None = None
-    _foreign: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
-    """Reduced gradients of tied parameters' uses in stages of other workers: (canonical name, stage) -> uses in layer order."""
 
     def __post_init__(self) -> None:
+        self._exchange = TieExchange(self.rank, self.graph, self.routing, self.ties, self.transport, self.layout)
         canonical = {name: names[0] for names in self.graph.ties for name in names}
         self._places: dict[int, dict[str, list[int]]] = {}
         for index, stage in self.stages.items():
@@ -92,10 +100,11 @@ class StepEnd:
         """Forget the last step; nothing of it is needed any more."""
         self.step, self.outcome, self.applied, self._uses = step, None, False, None
         self.votable = False
-        self._foreign.clear()
+        self._exchange.found.clear()
         for index, stage in self.stages.items():
             self.reductions[index].start()
             stage.on_ready = self.reductions[index].ready
+            self.reductions[index].note = stage.partial_uses
             if stage.gradients.has_only_empty_blocks:
                 self.reductions[index].ready(range(len(stage.uses)), {})
 
@@ -108,6 +117,10 @@ class StepEnd:
             found = {}
             for index in sorted(self.stages):
                 found[index] = yield from self.reductions[index].finish()
+                shard = self.stages[index].shard
+                if shard is not None:
+                    names = [name for name, _, _ in self.stages[index].uses]
+                    yield from shard.complete(names, found[index], self.reductions[index].noted)
             self._uses = found
         return self._uses
 
@@ -120,47 +133,7 @@ class StepEnd:
     def exchange_ties(self) -> Routine[None]:
         """Every worker that holds a tied parameter gets the reduced gradients of its uses in all other stages."""
         reduced = yield from self._reduced()
-        plan = self.routing.plan
-        seat = plan.seats[self.rank]
-        sends: list[tuple[Tensor, int, int]] = []
-        recvs: list[tuple[str, int, int]] = []
-        requests: list[tuple[Tensor | None, int, int]] = []
-        number = {layer.name: i for i, layer in enumerate(self.graph.layers)}
-        for index, tie in enumerate(self.ties):
-            names = next(names for names in self.graph.ties if names[0] == tie.name)
-            mine = [s for s in tie.stages if s in self.stages]
-            if not mine:
-                continue
-            holders = sorted({plan.stages[s].position for s in tie.stages})
-            for src in mine:
-                for position in holders:
-                    if position == seat.position:
-                        continue
-                    stage = next(s for s in tie.stages if plan.stages[s].position == position)
-                    for replica in range(plan.stages[stage].replicas):
-                        if replica % plan.stages[src].replicas == seat.replica:
-                            peer = plan.rank(stage, replica, seat.shard)
-                            for use, gradient in enumerate(reduced[src][i] for i in self._uses_of(src, tie.name)):
-                                sent = torch.empty(0) if gradient is None else gradient
-                                sends.append((sent, peer, tie_tag(self.step, src, stage, index, use)))
-            receiver = next(s for s in tie.stages if plan.stages[s].position == seat.position)
-            for src in tie.stages:
-                if src in self.stages:
-                    continue
-                first, last = plan.stages[src].first, plan.stages[src].last
-                count = sum(first <= number[self.graph.layer_of(name)] < last for name in names)
-                peer = plan.rank(src, seat.replica % plan.stages[src].replicas, seat.shard)
-                for use in range(count):
-                    recvs.append((tie.name, src, use))
-                    requests.append((None, peer, tie_tag(self.step, src, receiver, index, use)))
-        sent_handles = [self.transport.send(t, to=to, tag=tag) for t, to, tag in sends]
-        handles = [self.transport.recv(out, source=source, tag=tag) for out, source, tag in requests]
-        for (name, src, _), handle in zip(recvs, handles, strict=True):
-            yield Wait(handle, f"the gradient of tied parameter {name} from stage {src}")
-            got = handle.tensor()
-            self._foreign.setdefault((name, src), []).append(None if got.dim() == 1 and got.numel() == 0 else got)
-        for handle in sent_handles:
-            yield Wait(handle, "the gradients of tied parameters to be taken")
+        yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
 
     def _settle(self) -> Routine[dict[int, dict[str, Tensor | None]]]:
         """Stage -> canonical parameter name -> gradient, unscaled, uses added in layer order."""
@@ -175,7 +148,7 @@ class StepEnd:
                     if src in self.stages:
                         uses += [reduced[src][i] for i in self._uses_of(src, name)]
                     else:
-                        uses += self._foreign[name, src]
+                        uses += self._exchange.found.get((name, src), ())
                 gradients[name] = _sum_in_order(uses)
             settled[stage] = gradients
         return settled
@@ -209,26 +182,33 @@ class StepEnd:
     def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
         """float64 [2 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P, squares).
 
-        The replicas of a stage have the same gradients: each squares a share of the parameters.
+        The replicas of a stage have the same gradients: each squares a share of the parameters. Of each parameter every shard
+        squares what it counts; all have the same losses, which the first tells.
         """
         losses: list[float] = []
-        for stage in self.stages.values():
+        plan = self.routing.plan
+        seat = plan.seats[self.rank]
+        for stage in self.stages.values() if seat.shard == 0 else ():
             for microbatch, (total, count) in stage.losses.items():
                 losses += [float(microbatch), float(total), float(count)]
         ballot = [1.0, len(losses) / 3, *losses, len(settled)]
         first_of = {tie.name: tie.stages[0] for tie in self.ties}
-        plan = self.routing.plan
         for index, gradients in settled.items():
-            own = [g for name, g in gradients.items() if g is not None and first_of.get(name, index) == index]
-            share = _share([g.numel() for g in own], plan.seats[self.rank].replica, plan.stages[index].replicas)
+            shard = self.stages[index].shard
+            own = [
+                gradient if shard is None else shard.counted(name, gradient)
+                for name, gradient in gradients.items()
+                if gradient is not None and first_of.get(name, index) == index
+            ]
+            share = _share([g.numel() for g in own], seat.replica, plan.stages[index].replicas)
             squares = parameter_squares(own[share])
             ballot += [index, len(squares), *squares]
         return torch.tensor(ballot, dtype=torch.float64)
 
     def _count(self, ballots: list[list[float]]) -> None:
         losses: dict[int, tuple[float, float]] = {}
-        squares: dict[int, list[float]] = {}
-        for ballot in ballots:
+        squares: dict[int, dict[int, list[float]]] = {}
+        for seat, ballot in zip(self.routing.plan.seats, ballots, strict=True):
             numbers: Iterator[float] = iter(ballot)
             ready, loss_count = next(numbers), int(next(numbers))
             assert ready == 1.0
@@ -237,12 +217,13 @@ class StepEnd:
                 losses[int(microbatch)] = (total, count)
             for _ in range(int(next(numbers))):
                 stage, size = int(next(numbers)), int(next(numbers))
-                squares.setdefault(stage, []).extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
+                mine = squares.setdefault(stage, {}).setdefault(seat.shard, [])
+                mine.extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
         total = count = 0.0
         for microbatch in sorted(losses):
             total += losses[microbatch][0]
             count += losses[microbatch][1]
-        in_order = [s for stage in sorted(squares) for s in squares[stage]]
+        in_order = [s for stage in sorted(squares) for s in _over_shards(squares[stage])]
         norm, factor = norm_and_factor(in_order, count, self.spec.clip_norm)
         loss = total / count if count else math.nan
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -293,11 +274,19 @@ class StepEnd:
         self.apply()
 
 
+def _over_shards(squares: Mapping[int, Sequence[float]]) -> Sequence[float]:
+    """Each parameter's square, ((t0 + t1) + t2) over shards."""
+    total, *others = (squares[shard] for shard in sorted(squares))
+    for more in others:
+        total = [a + b for a, b in zip(total, more, strict=True)]
+    return total
+
+
 def _share(sizes: Sequence[int], part: int, parts: int) -> slice:
     """A contiguous part of things of these sizes; all parts together are everything, in order, and about equally large."""
     total = max(1, sum(sizes))
     before = itertools.accumulate(sizes[:-1], initial=0) if sizes else ()
-    owners = [parts * start // total for start in before]
+    owners = [min(parts - 1, parts * start // total) for start in before]
     return slice(bisect.bisect_left(owners, part), bisect.bisect_right(owners, part))
 
 

@@ -88,6 +88,33 @@ def test_every_number_of_replicas_has_the_bits_of_one_process(replicas, blocks):
         assert all(t is None or t.data_ptr() % 64 == 0 or t.numel() == 0 for t in results)
 
 
+@pytest.mark.parametrize("kind", [CanonicalReduction, FastReduction])
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+def test_what_one_replica_notes_of_a_parameter_all_know_also_those_without_blocks(kind, replicas):
+    """In this step alone; it is no gradient."""
+    blocks = 3
+    mesh, runs = LocalMesh(replicas), [part(r, replicas, blocks) for r in range(replicas)]
+    gradients = block_gradients(blocks)
+
+    def routine(transport):
+        made = kind(transport, group=range(replicas), runs=runs, blocks=blocks, parameters=parameters())
+        busy, told = bool(runs[transport.rank]), []
+        for notes in ((UNUSED, 1), (), (transport.rank, 7)):
+            made.note = lambda notes=notes: notes if busy else ()
+            made.start()
+            for index in range(len(SHAPES)) if busy else ():
+                leaves = {(b, b + 1): gradients[b][index] for b in runs[transport.rank]}
+                made.ready([index], {n: {index: fold(leaves, n, torch.add)} for n in cover(runs[transport.rank], blocks)})
+            results = yield from made.finish()
+            assert results[UNUSED] is None and results[0] is not None
+            told.append(made.noted)
+        return told
+
+    working = {rank for rank in range(replicas) if runs[rank]}
+    for told in Cooperative().run([routine(t) for t in mesh.transports], mesh):
+        assert told == [{UNUSED, 1}, set(), working | {7}]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_too(dtype):
     gradients = block_gradients(5, dtype)

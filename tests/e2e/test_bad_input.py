@@ -21,7 +21,13 @@ CASES = {
     "loss that is not a scalar": (["loss=helpers.tiny_job:vector_loss"], "not a scalar"),
     "loss that raises": (["loss=helpers.tiny_job:picky_loss"], "ArithmeticError: not these numbers"),
     "unknown schedule": (["plan.schedule=1f1c"], "did you mean 1f1b"),
-    "shards": (["plan.shards=2"], "tensor parallelism is not available yet"),
+    "style of no layer": (["plan.shards=2", "plan.styles={layer9.linear: column}"], "matches no layer (nearest: layer3.linear"),
+    "shards of nothing": (["plan.shards=2"], "plan.shards is 2, but none of the model's layers has a style"),
+    "more shards than features": (["plan.shards=9", "plan.styles={'*': gathered}"], "8 output features for 9 shards"),
+    "optimizer of whole parameters": (
+        ["plan.shards=2", "plan.styles={'*': gathered}", "optimizer.function=torch.optim:Adafactor"],
+        "half of a parameter",
+    ),
     "optimizer argument": (["optimizer.args.lrr=1.0"], "lrr"),
 }
 

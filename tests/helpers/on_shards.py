@@ -16,7 +16,7 @@ from raypar.comm.local import Cooperative, LocalMesh
 from raypar.model.build import canonical_names, materialise
 from raypar.model.capture import capture
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.build import materialise_shard, partial_names, sharded_loss, slice_of
+from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
 from raypar.model.tensor_parallel.gradients import complete
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout, layout_of
@@ -53,6 +53,16 @@ class Run:
     parameters: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     partial: set[str]
+
+
+def partial_names(modules: Mapping[str, nn.Module], group: ShardGroup, canonical: Mapping[str, str]) -> set[str]:
+    """Canonical names of the parameters in `group.partial`."""
+    return {
+        canonical.get(f"{layer}.{path}", f"{layer}.{path}")
+        for layer, module in modules.items()
+        for path, parameter in module.named_parameters()
+        if id(parameter) in group.partial
+    }
 
 
 def train_once(

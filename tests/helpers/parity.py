@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from helpers import reference, ugly_models
 
+from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.assignment import make_graph
@@ -41,11 +42,16 @@ class Layout:
         return ugly_models.job(self.model, microbatches=self.microbatches, steps=STEPS, virtual_replicas=self.blocks)
 
     @property
+    def graph(self) -> Graph:
+        """The model."""
+        return make_graph(self.job)
+
+    @property
     def plan(self) -> ParallelPlan:
         """The plan of this cell for this model."""
         return ParallelPlan.of(
             self.replicas,
-            layers=len(make_graph(self.job).layers),
+            layers=len(self.graph.layers),
             chunks=registry.default_chunks(self.schedule, self.chunks),
             placement=registry.placement(self.schedule),
         )

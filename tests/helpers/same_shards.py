@@ -6,6 +6,9 @@ No raypar in here. A list has one entry a shard. Weights of the whole model are 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,69 +70,232 @@ class VocabularyLoss(torch.autograd.Function):
 
 
 def gpt_on_shards(
-    state: dict[str, Tensor], tokens: Tensor, targets: Tensor, *, depth: int, heads: int, shards: int, sequence: bool
+    slices: list[dict[str, Tensor]],
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    depth: int,
+    heads: int,
+    shards: int | dict[str, int],
+    sequence: bool,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Loss, and by shard the gradients of its slices. `state`: parameters of the whole model by name."""
-    width, vocab = state["block0.project.weight"].shape[0], state["head.logits.weight"].shape[0]
-    hidden, each = state["block0.up.weight"].shape[0], width // heads
-    batch, seq = tokens.shape
-    every = range(shards)
-    leaves: list[dict[str, Tensor]] = [{} for _ in every]
-    shared: dict[str, Tensor] = {}
+    """Loss, and by shard the gradients of its `slices` (as `gpt_slices` makes them; of layers with fewer shards, in the first).
 
-    def part(name: str, i: int, index: Any) -> Tensor:
-        return leaves[i].setdefault(name, state[name][index].clone().requires_grad_())
+    `shards`: of all layers, or by layer. With `sequence` the norms' gradients are parts of a sum over shards; else all are
+    whole, and those of what every shard holds whole are equal.
+    """
+    width, vocab = slices[0]["block0.project.bias"].shape[0], sum(len(s.get("head.logits.weight", ())) for s in slices)
+    each = width // heads
+    batch, seq = tokens.shape
+    leaves: list[dict[str, Tensor]] = [{} for _ in slices]
+
+    def of(layer: str) -> int:
+        return shards if isinstance(shards, int) else shards[layer]
+
+    def part(name: str, i: int) -> Tensor:
+        return leaves[i].setdefault(name, slices[i][name].detach().requires_grad_())
 
     def whole(name: str) -> Tensor:
-        return shared.setdefault(name, state[name].clone().requires_grad_())
+        """Held by every shard, used once: all of them compute the same."""
+        leaf = part(name, 0)
+        for i in range(1, of(name.split(".")[0])):
+            leaves[i][name] = leaf
+        return leaf
 
     def norm(name: str, x: list[Tensor]) -> list[Tensor]:
         """On rows of a value: by sequence each shard norms its own, else the one value is normed once."""
-        weights, biases = Fan.apply(whole(f"{name}.weight"), len(x)), Fan.apply(whole(f"{name}.bias"), len(x))
-        return [F.layer_norm(v, (width,), w, b) for v, w, b in zip(x, weights, biases, strict=True)]
+        if len(x) == 1:
+            return [F.layer_norm(x[0], (width,), whole(f"{name}.weight"), whole(f"{name}.bias"))]
+        return [F.layer_norm(v, (width,), part(f"{name}.weight", i), part(f"{name}.bias", i)) for i, v in enumerate(x)]
 
-    def gathered(x: list[Tensor]) -> tuple[Tensor, ...]:
-        return Fan.apply(torch.cat(x, 1) if len(x) > 1 else x[0], shards)
-
-    def summed(parts: list[Tensor], bias: Tensor | None) -> list[Tensor]:
-        total = in_order(parts)
-        if bias is not None:
-            total = total + bias
+    def between(x: list[Tensor], count: int) -> list[Tensor]:
+        """As the layers of a stage with `count` shards hold a value."""
+        if not sequence or len(x) == count:
+            return x
+        whole = torch.cat(x, 1)
         return (
-            list(total.split([s.stop - s.start for s in (run_of(seq, shards, i) for i in every)], 1)) if sequence else [total]
+            [whole]
+            if count == 1
+            else [*whole.split([s.stop - s.start for s in (run_of(seq, count, i) for i in range(count))], 1)]
         )
 
-    start = [run_of(vocab, shards, i) for i in every]
-    looked_up = []
-    for i in every:
-        absent = (tokens < start[i].start) | (tokens >= start[i].stop)
-        rows = F.embedding((tokens - start[i].start).masked_fill(absent, 0), part("embed.token.weight", i, start[i]))
-        looked_up.append(rows.masked_fill(absent[..., None], 0.0))
+    def gathered(x: list[Tensor], count: int) -> tuple[Tensor, ...]:
+        return Fan.apply(torch.cat(x, 1) if len(x) > 1 else x[0], count)
+
+    def row(inputs: list[Tensor], name: str) -> list[Tensor]:
+        bias = whole(f"{name}.bias")
+        if len(inputs) == 1:
+            return [F.linear(inputs[0], part(f"{name}.weight", 0), bias)]
+        total = in_order([F.linear(h, part(f"{name}.weight", i)) for i, h in enumerate(inputs)]) + bias
+        return between([total], len(inputs))
+
+    count = of("embed")
+    looked_up, start = [], 0
+    for i in range(count):
+        table = part("embed.token.weight", i)
+        absent = (tokens < start) | (tokens >= start + len(table))
+        looked_up.append(F.embedding((tokens - start).masked_fill(absent, 0), table).masked_fill(absent[..., None], 0.0))
+        start += len(table)
+    x = between([in_order(looked_up)], count)
     positions = F.embedding(torch.arange(seq), whole("embed.position.weight"))
-    x = summed(looked_up, None)
     x = [v + p for v, p in zip(x, positions.split([v.shape[1] for v in x]), strict=True)]
     for n in range(depth):
         block = f"block{n}"
+        count = of(block)
+        x = between(x, count)
         out = []
-        for i, h in enumerate(gathered(norm(f"{block}.norm1", x))):
-            mine = run_of(heads, shards, i)
-            features = torch.arange(3 * width).view(3, heads, each)[:, mine].flatten()
-            qkv = F.linear(h, part(f"{block}.qkv.weight", i, features), part(f"{block}.qkv.bias", i, features))
+        for i, h in enumerate(gathered(norm(f"{block}.norm1", x), count)):
+            mine = run_of(heads, count, i)
+            qkv = F.linear(h, part(f"{block}.qkv.weight", i), part(f"{block}.qkv.bias", i))
             q, k, v = qkv.view(batch, seq, 3, mine.stop - mine.start, each).permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, seq, -1)
-            columns = torch.arange(width).view(heads, each)[mine].flatten()
-            out.append(F.linear(attended, part(f"{block}.project.weight", i, (slice(None), columns))))
-        x = [a + b for a, b in zip(x, summed(out, whole(f"{block}.project.bias")), strict=True)]
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            out.append(attended.transpose(1, 2).reshape(batch, seq, -1))
+        x = [a + b for a, b in zip(x, row(out, f"{block}.project"), strict=True)]
         out = []
-        for i, h in enumerate(gathered(norm(f"{block}.norm2", x))):
-            mine = run_of(hidden, shards, i)
-            up = F.linear(h, part(f"{block}.up.weight", i, mine), part(f"{block}.up.bias", i, mine))
-            out.append(F.linear(F.gelu(up, approximate="tanh"), part(f"{block}.down.weight", i, (slice(None), mine))))
-        x = [a + b for a, b in zip(x, summed(out, whole(f"{block}.down.bias")), strict=True)]
-    logits = [
-        F.linear(h, part("head.logits.weight", i, start[i])).flatten(0, 1) for i, h in enumerate(gathered(norm("head.norm", x)))
-    ]
-    loss = VocabularyLoss.apply(targets.flatten(), *logits)
+        for i, h in enumerate(gathered(norm(f"{block}.norm2", x), count)):
+            out.append(F.gelu(F.linear(h, part(f"{block}.up.weight", i), part(f"{block}.up.bias", i)), approximate="tanh"))
+        x = [a + b for a, b in zip(x, row(out, f"{block}.down"), strict=True)]
+    count = of("head")
+    x = norm("head.norm", between(x, count))
+    logits = [F.linear(h, part("head.logits.weight", i)).flatten(0, 1) for i, h in enumerate(gathered(x, count))]
+    if count == 1:
+        loss = F.cross_entropy(logits[0], targets.flatten(), reduction="sum")
+    else:
+        loss = VocabularyLoss.apply(targets.flatten(), *logits)
+    assert sum(part.shape[1] for part in logits) == vocab
     loss.backward()
-    gradients = [{name: leaf.grad for name, leaf in {**mine, **shared}.items()} for mine in leaves]
-    return loss.detach(), gradients
+    return loss.detach(), [{name: leaf.grad for name, leaf in mine.items()} for mine in leaves]
+
+
+def index_of(name: str, shape: Sequence[int], heads: int, count: int, i: int) -> Any:
+    """Which part of a parameter of the example GPT, by its name, shard i of `count` has."""
+    _, module, kind = name.split(".")
+    mine = run_of(heads, count, i)
+    if module == "qkv":
+        return torch.arange(shape[0]).view(3, heads, shape[0] // 3 // heads)[:, mine].flatten()
+    if module in ("up", "token", "logits"):
+        return run_of(shape[0], count, i)
+    if module == "project" and kind == "weight":
+        return slice(None), torch.arange(shape[1]).view(heads, shape[1] // heads)[mine].flatten()
+    if module == "down" and kind == "weight":
+        return slice(None), run_of(shape[1], count, i)
+    return slice(None)
+
+
+def gpt_slices(state: dict[str, Tensor], heads: int, shards: int | dict[str, int]) -> list[dict[str, Tensor]]:
+    """What every shard holds of the whole model's parameters; a layer with fewer shards is in the first ones only."""
+    most = shards if isinstance(shards, int) else max(shards.values())
+    held: list[dict[str, Tensor]] = [{} for _ in range(most)]
+    for name, whole in state.items():
+        count = shards if isinstance(shards, int) else shards[name.split(".")[0]]
+        for i in range(count):
+            held[i][name] = whole[index_of(name, whole.shape, heads, count, i)].clone().contiguous()
+    return held
+
+
+def gpt_whole(held: list[dict[str, Tensor]], like: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """The opposite of `gpt_slices`; all layers have as many shards. `like`: tensors of the whole model's shapes."""
+    whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in like.items()}
+    for i, mine in enumerate(held):
+        for name, part in mine.items():
+            whole[name][index_of(name, whole[name].shape, heads, len(held), i)] = part
+    return whole
+
+
+@dataclass
+class Trained:
+    """Of `train`: after each step loss, norm and scaled gradients by shard; at the end slices and optimizer state by shard."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[list[dict[str, Tensor]]] = field(default_factory=list)
+    slices: list[dict[str, Tensor]] = field(default_factory=list)
+    state: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
+
+
+def train(
+    slices: list[dict[str, Tensor]],
+    batches: list[list[tuple[Tensor, Tensor]]],
+    *,
+    blocks: int,
+    depth: int,
+    heads: int,
+    shards: int | dict[str, int],
+    sequence: bool,
+    lr: float,
+    eps: float,
+    clip_norm: float,
+    state: Sequence[dict[str, dict[str, Tensor]]] = (),
+) -> Trained:
+    """AdamW steps on `batches[step][microbatch]` by the numerics contract. `state`: the optimizers', by shard."""
+    slices = [{name: tensor.clone() for name, tensor in mine.items()} for mine in slices]
+    optimizers = [torch.optim.AdamW(list(mine.values()), lr=lr, eps=eps) for mine in slices]
+    for mine, optimizer, kept in zip(slices, optimizers, state, strict=False):
+        for name, parameter in mine.items():
+            optimizer.state[parameter] = {key: value.clone() for key, value in kept[name].items()}
+    found = Trained(slices=slices)
+    cut = ("qkv", "up", "token", "logits")
+
+    def held_by_all(name: str) -> bool:
+        _, module, kind = name.split(".")
+        return module not in cut and (kind == "bias" or module not in ("project", "down"))
+
+    for microbatches in batches:
+        m = len(microbatches)
+        sums: list[Any] = []
+        losses = []
+        for block in range(blocks):
+            total: Any = None
+            for microbatch in range(block * m // blocks, (block + 1) * m // blocks):
+                loss, gradients = gpt_on_shards(
+                    slices, *microbatches[microbatch], depth=depth, heads=heads, shards=shards, sequence=sequence
+                )
+                losses.append(float(loss))
+                total = add(total, gradients)
+            sums.append(total)
+        gradients = tree(sums)
+        if sequence:
+            for name in slices[0]:
+                if ".norm" in name:
+                    holders = [i for i, mine in enumerate(gradients) if name in mine]
+                    whole = in_order([gradients[i][name] for i in holders])
+                    for i in holders:
+                        gradients[i][name] = whole.clone()
+        count = float(sum(targets.numel() for _, targets in microbatches))
+        squares = 0.0
+        for name in slices[0]:
+            parts = [mine[name] for mine in gradients if name in mine][: 1 if held_by_all(name) else None]
+            squares += in_order([sum(float(torch.dot(p, p)) for p in part.flatten().split(32768)) for part in parts])
+        norm = math.sqrt(squares) / count
+        factor = min(1.0, clip_norm / (norm + 1e-6)) / count
+        scaled = []
+        for mine, tensors, optimizer in zip(slices, gradients, optimizers, strict=True):
+            scaled.append({name: tensor * factor for name, tensor in tensors.items()})
+            for name, parameter in mine.items():
+                parameter.grad = scaled[-1][name]
+            optimizer.step()
+        found.losses.append(sum(losses) / count)
+        found.norms.append(norm)
+        found.gradients.append([{name: tensor.clone() for name, tensor in mine.items()} for mine in scaled])
+    found.state = [
+        {name: dict(optimizer.state[parameter]) for name, parameter in mine.items()}
+        for mine, optimizer in zip(slices, optimizers, strict=True)
+    ]
+    return found
+
+
+def add(a: Any, b: Any) -> Any:
+    """By shard and name; an empty block is skipped."""
+    if a is None or b is None:
+        return b if a is None else a
+    return [{name: one[name] + other[name] for name in one} for one, other in zip(a, b, strict=True)]
+
+
+def tree(sums: list[Any]) -> Any:
+    """Over blocks: the left subtree is the largest power of two below their number."""
+    if len(sums) == 1:
+        return sums[0]
+    left = 1
+    while left * 2 < len(sums):
+        left *= 2
+    return add(tree(sums[:left]), tree(sums[left:]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from helpers import standin
-from helpers.parity import STEPS, Layout
+from helpers.parity import Layout
+from helpers.shard_grid import Cell
 
 from raypar.comm.cpu import CpuMesh
 from raypar.comm.nccl_connect import connect as connect_nccl
 from raypar.comm.nccl_lane import Wire
 from raypar.plan import ParallelPlan
-from raypar.worker.assignment import assignments, make_graph
+from raypar.worker.assignment import assignments
 from raypar.worker.core import WorkerCore
 from raypar.worker.optimizer import state_of
 
@@ -33,13 +34,12 @@ def wires_of(plan: ParallelPlan) -> list[Wire]:
     return wires
 
 
-def train(state: dict[str, Any], index: int, layout: Layout, addresses: list[str], run: str) -> dict[str, Any]:
-    """Five steps as one rank; returns losses, norms, and this rank's gradients, parameters and state as numpy arrays."""
+def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: list[str], run: str) -> dict[str, Any]:
+    """All steps as one rank; returns losses, norms, and this rank's gradients, parameters and state as numpy arrays."""
     from raypar.plan import Routing
     from raypar.schedule import registry
 
-    job, plan = layout.job, layout.plan
-    graph = make_graph(job)
+    job, plan, graph = layout.job, layout.plan, layout.graph
     part = assignments(job, graph, plan, registry.build(layout.schedule, Routing(plan, job.cut)))[index]
     transport = state["mesh"].connect(rank=index, size=plan.world, addresses=addresses, run=run, generation=0, deadline_s=20.0)
     if state["nccl"]:
@@ -49,7 +49,7 @@ def train(state: dict[str, Any], index: int, layout: Layout, addresses: list[str
     try:
         core.adopt(part, transport)
         losses, norms, gradients = [], [], []
-        for step in range(STEPS):
+        for step in range(job.steps):
             report = core.step(step)
             losses.append(report.loss)
             norms.append(report.norm)

@@ -6,18 +6,22 @@ import hashlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from raypar.comm import blocking
+from raypar.comm.blocking import as_routine
 from raypar.comm.local import LocalMesh
 from raypar.elastic import actions as do
 from raypar.elastic.buddies import buddies
-from raypar.elastic.holdings import WholeParameters
 from raypar.elastic.part import Part
-from raypar.model.build import elements_by_layer
+from raypar.elastic.sliced import SlicedParameters
+from raypar.model.build import elements_by_layer, parameter_shapes
 from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker import checkpoint
@@ -25,6 +29,7 @@ from raypar.worker.assignment import Assignment, assignments
 from raypar.worker.body import WorkerBody
 from raypar.worker.checkpoint import PARAMETER
 from raypar.worker.core import WorkerCore
+from raypar.worker.holding import Holding, Kept, Place, run_of
 from raypar.worker.spec import JobSpec
 
 
@@ -39,6 +44,13 @@ class TorchJob:
     lowered: dict[Any, tuple[Assignment, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Of all simulations: lowering takes longer than a step."""
     mirror_every: int = 0
+    shards: tuple[int, ...] = ()
+    """How many a stage may have, where there may be several."""
+
+    @property
+    def layout(self) -> SlicedParameters:
+        cuts = {count: layout_of(self.graph, count, dict(self.spec.styles)).cuts for count in self.shards}
+        return SlicedParameters(elements_by_layer(self.graph), cuts)
 
     @property
     def steps(self) -> int:
@@ -53,12 +65,22 @@ class TorchJob:
         return self.spec.cut
 
 
+class InTurns(WorkerBody):
+    """Layers on shards wait in the middle: the body's steps run in a thread that takes turns with all others."""
+
+    def step(self, step: int, cut: bool = False) -> Any:
+        return as_routine(partial(blocking.run, super().step(step, cut)))
+
+    def validate(self) -> Any:
+        return as_routine(partial(blocking.run, super().validate()))
+
+
 class TorchFlesh:
     """See `helpers.protocol.Hashes`."""
 
     def __init__(self, world: Any) -> None:
         self.world, self.job = world, world.job
-        self.layout = WholeParameters(elements_by_layer(self.job.graph))
+        self.layout = self.job.layout
         self.meshes: list[tuple[LocalMesh, tuple[int, ...]]] = []
         self.bodies: list[WorkerBody] = []
         self.folder = tempfile.TemporaryDirectory(prefix="raypar-")
@@ -71,7 +93,8 @@ class TorchFlesh:
         return body
 
     def make_body(self, number: int) -> WorkerBody:
-        return WorkerBody(WorkerCore(self.job.spec, graph=self.job.graph), number)
+        kind = InTurns if self.job.shards else WorkerBody
+        return kind(WorkerCore(self.job.spec, graph=self.job.graph), number)
 
     def connect(self, order: do.Adopt, dead: set[int]) -> tuple[LocalMesh, tuple[int, ...]]:
         workers = (*order.members, *order.sources)
@@ -136,15 +159,19 @@ class TorchFlesh:
 
     def final(self, bodies: Sequence[WorkerBody]) -> int:
         """Of parameters and optimizer state; every holder must have the same."""
-        found: dict[str, bytes] = {}
+        slices: dict[str, dict[Any, Holding]] = {}
         for body in bodies:
             for name, kept in body._held().items():
-                digest = hashlib.sha256()
-                for key in sorted(kept):
-                    value = kept[key]
-                    digest.update(value.contiguous().numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
+                holding = Holding(kept, body._slices().get(name, Place()))
+                same = slices.setdefault(name, {}).setdefault(holding.spans, holding)
                 assert PARAMETER in kept
-                assert found.setdefault(name, digest.digest()) == digest.digest(), self.world.tell(f"holders of {name} differ")
+                assert _digest(same.kept) == _digest(kept), self.world.tell(f"holders of {name} differ")
+        found: dict[str, bytes] = {}
+        cuts = layout_of(self.job.graph, 1, dict(self.job.spec.styles)).cuts if self.job.shards else {}
+        for name, shape in parameter_shapes(self.job.graph).items():
+            parts = list(slices[name].values())
+            whole = run_of(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].kept
+            found[name] = _digest(whole)
         total = hashlib.sha256(b"".join(name.encode() + found[name] for name in sorted(found))).digest()
         return int.from_bytes(total[:8], "little") >> 1
 
@@ -154,11 +181,21 @@ class TorchFlesh:
         self.folder.cleanup()
 
 
-def simulate(job: TorchJob, plan: ParallelPlan, faults: Sequence[Any] = (), **course: Any) -> tuple[Any, int | None]:
+def _digest(kept: Kept) -> bytes:
+    digest = hashlib.sha256()
+    for key in sorted(kept):
+        value = kept[key]
+        digest.update(value.contiguous().numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
+    return digest.digest()
+
+
+def simulate(
+    job: TorchJob, plan: ParallelPlan, faults: Sequence[Any] = (), plans: Any = None, **course: Any
+) -> tuple[Any, int | None]:
     """As `helpers.protocol.simulate`."""
     from helpers.protocol import World
 
-    world = World(job, plan, faults, flesh=TorchFlesh, **course)
+    world = World(job, plan, faults, flesh=TorchFlesh, plans=plans, **course)
     try:
         over = world.run()
         return world, world.final_hash() if over.end == "done" else None

@@ -205,9 +205,10 @@ class WatchedFlesh(TorchFlesh):
                 held[process.number] = body.pieces()
             else:
                 continue
-            for name, kept in (body._old | body._held()).items():
-                nbytes = sum(value.nbytes for value in kept.values() if isinstance(value, Tensor))
-                size_of[name] = max(nbytes, size_of.get(name, 0))
+            for name, holdings in body._standing().items():
+                for holding in holdings:
+                    nbytes = sum(value.nbytes for value in holding.kept.values() if isinstance(value, Tensor))
+                    size_of[name] = max(nbytes, size_of.get(name, 0))
         for worker, need in zip(order.members, self.layout(order.plan), strict=True):
             for piece in without(need, held.get(worker, ())):
                 weighed.lacked_elements += piece.size

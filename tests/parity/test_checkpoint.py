@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from raypar.errors import CheckpointError
 from raypar.plan import ParallelPlan
 from raypar.worker import checkpoint
-from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.checkpoint import PARAMETER, Slices
 from raypar.worker.local_run import LocalJob
 from raypar.worker.numerics import weights_hash
 from raypar.worker.state import snapshot, written_by
@@ -137,7 +137,7 @@ def test_every_dtype_and_odd_shapes_come_back(dtype: torch.dtype, tmp_path: Path
 
 def test_slices_are_joined_and_a_missing_slice_is_said(tmp_path: Path):
     whole = torch.arange(12.0).view(4, 3)
-    parts = [((4, 3), ((0, 3), (0, 3))), ((4, 3), ((3, 4), (0, 3)))]
+    parts = [Slices((4, 3), 0, ((0, 3),)), Slices((4, 3), 0, ((3, 4),))]
     folder = checkpoint.begin(tmp_path, 1)
     records = [
         checkpoint.write_shard(folder, f"{i}", {("w", PARAMETER): whole[a:b]}, slices={("w", PARAMETER): parts[i]})

@@ -7,10 +7,11 @@ from raypar.comm.memory import Pool
 from raypar.comm.transport import drive
 from raypar.worker import mirror
 from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.holding import Kept
 from raypar.worker.mirror import Copy, Mirror, chunks
 
 
-def state(seed: int) -> dict[str, mirror.Kept]:
+def state(seed: int) -> dict[str, Kept]:
     dice = torch.Generator().manual_seed(seed)
     return {
         "a": {PARAMETER: torch.randn(300, 1001, generator=dice), "exp_avg": torch.randn(300, 1001, generator=dice), "step": 3},
@@ -47,15 +48,8 @@ def test_the_buddy_holds_the_same_bits_and_the_last_complete_cut_stays_until_the
         for step in kept:
             own = Copy.of(state(10 * step + 1), Pool())
             assert set(mirrors[1]._cuts[step]) == {mirror.OWN, 0}
-            assert same({n: dict(k) for n, k in _by_name(mirrors[1]._cuts[step][0]).items()}, state(10 * step))
+            assert same({n: h.kept for n, h in mirrors[1]._cuts[step][0].holdings().items()}, state(10 * step))
             assert mirrors[1]._cuts[step][mirror.OWN].digest() == own.digest()
-
-
-def _by_name(copy: Copy) -> dict[str, mirror.Kept]:
-    found: dict[str, mirror.Kept] = {}
-    for name, key, value in copy.values():
-        found.setdefault(name, {})[key] = value
-    return found
 
 
 def test_memory_is_used_again():

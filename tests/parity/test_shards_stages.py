@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import sharded_models as models
-from helpers.on_shards import SEED, check, error, graph_of, on_shards, sharded, whole
+from helpers.on_shards import SEED, check, error, graph_of, on_shards, partial_names, sharded, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +17,7 @@ from raypar.comm.local import LocalMesh
 from raypar.errors import GroupAborted, ModelError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
-from raypar.model.tensor_parallel.build import materialise_shard, partial_names, sharded_loss, slice_of
+from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
 from raypar.model.tensor_parallel.gradients import complete
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import layout_of

@@ -7,6 +7,7 @@ import torch
 from helpers import tcp_calls
 from helpers.parity import STEPS, Layout, expected
 from helpers.processes import Workers
+from helpers.shard_grid import Cell, run
 from helpers.standin import needs_cupy
 
 LAYOUTS = [
@@ -67,6 +68,45 @@ def test_a_layout_over_tcp_gives_the_bits_of_one_process(workers, layout):
 @pytest.mark.parametrize("layout", LAYOUTS[len(QUICK) :], ids=str)
 def test_the_other_layouts_over_tcp_give_the_bits_of_one_process(workers, layout):
     check(workers, layout, "tcp")
+
+
+CELLS = [
+    Cell("gpt", "1f1b", (1, 1), (2, 2), 5),
+    Cell("llama", "zb-h1", (1, 1), (1, 3), 5, sequence=True),
+    Cell("gpt", "zb-v", (1,), (4,), 4, sequence=True),
+    Cell("gpt", "gpipe", (2,), (2,), 3, sequence=True),
+    Cell("llama", "interleaved", (1,), (4,), 5),
+    Cell("dropped", "1f1b", (1, 1), (3, 1), 4),
+    Cell("gpt", "naive", (2, 1), (1, 2), 2, dtype="float32"),
+    Cell("dropped", "zb-h1", (1, 1), (2, 2), 4, sequence=True),
+]
+
+
+def check_shards(workers, cell, kind):
+    on = list(range(cell.plan.world))
+    addresses = workers.each(tcp_calls.listen, kind, on=on)
+    found = workers.each(tcp_calls.train, cell, addresses, f"shards-{os.getpid()}", on=on, timeout_s=60.0)
+    want = run(cell, cell.plan)
+    for seat, got in zip(cell.plan.seats, found, strict=True):
+        assert got["losses"] == want.losses and got["norms"] == want.norms
+        for name, copy in got["parameters"].items():
+            key = (name, cell.shards[seat.position], seat.shard)
+            assert torch.equal(torch.from_numpy(copy), want.parameters[key][0]), key
+            for step, gradients in enumerate(got["gradients"]):
+                assert torch.equal(torch.from_numpy(gradients[name]), want.gradients[step][key][0]), (key, step)
+            for kind_of, value in got["state"][name].items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(want.state[key][0][kind_of])), (key, kind_of)
+
+
+@pytest.mark.parametrize("cell", CELLS[:3], ids=str)
+def test_shards_over_tcp_give_the_bits_of_the_local_transport(workers, cell):
+    check_shards(workers, cell, "tcp")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", CELLS[3:], ids=str)
+def test_other_shards_over_tcp_give_the_bits_of_the_local_transport(workers, cell):
+    check_shards(workers, cell, "tcp")
 
 
 @pytest.mark.parametrize("layout", [needs_cupy(layout) for layout in LAYOUTS[:8]], ids=str)

@@ -132,7 +132,11 @@ BAD = {
     "elastic={min_worker: 2}": (ConfigError, "did you mean elastic.min_workers?"),
     "elastic={min_workers: 9, max_workers: 2}": (ConfigError, "elastic.min_workers is 9 and elastic.max_workers is 2"),
     "microbatches=9": (PlanError, "9 microbatches cannot be cut from a batch of 8 samples"),
-    "plan.shards=2": (PlanError, "tensor parallelism is not available yet"),
+    "plan.shards=0": (ConfigError, "plan.shards: expected a number >= 1, or a list with one per stage, got 0 (int)"),
+    "plan.shards=[2, 1]": (PlanError, "plan.shards has 2 entries for 1 stages"),
+    "plan.style={up: column}": (ConfigError, "unknown key plan.style: did you mean plan.styles?"),
+    "plan.styles={up: 3}": (ConfigError, "plan.styles.up: expected a valid string, got 3 (int)"),
+    "plan.sequence_paralel=true": (ConfigError, "did you mean plan.sequence_parallel?"),
     "plan.replicas=[1, 2]": (PlanError, "plan.replicas has 2 entries for 1 stages"),
     "plan.cuts=[1, 2]": (PlanError, "plan.cuts has 2 cuts for 1 stages"),
     "plan.schedule=1f1c": (ScheduleError, "unknown schedule '1f1c'"),
@@ -171,6 +175,16 @@ def test_a_plan_alone_is_checked_like_that_of_a_job_file():
         parse_plan({"stges": 2})
     with pytest.raises(ConfigError, match=r"plan\.stages: expected a valid integer, got 'two'"):
         parse_plan({"stages": "two"})
+
+
+def test_shards_multiply_the_workers_and_their_styles_belong_to_the_job():
+    sets = ["plan.stages=2", "plan.replicas=[2, 1]", "plan.shards=[2, 4]", "plan.styles={'*.up': column}"]
+    job = parse_job(SMALL, [*sets, "plan.sequence_parallel=true"])
+    plan = job.to_plan(4)
+    assert job.workers == plan.world == 8 and [stage.shards for stage in plan.stages] == [2, 4]
+    assert plan.describe() == "2 stages x 2/1 replicas x 2/4 shards"
+    assert job.to_spec().styles == (("*.up", "column"),) and job.to_spec().sequence_parallel
+    assert parse_job(job.to_yaml()) == job
 
 
 def test_a_missing_job_file(tmp_path: Path):

@@ -10,7 +10,7 @@ from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.candidates import candidates
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.report import as_dict, report
-from raypar.planner.search import costs, judge, predict, search
+from raypar.planner.search import costs, judge, possible_shards, predict, search
 
 MIB = 1 << 20
 
@@ -106,3 +106,31 @@ def test_workers_that_share_processors_take_turns():
     assert predict(shared, plan, "1f1b", cut)[0].makespan_ms == 8 * 8 * 3 / 2
     choice = search(shared, 4, cut)
     assert (choice.best.candidate.replicas, choice.best.candidate.stages) == (2, 1)
+
+
+def test_every_plan_that_is_considered_has_the_shards_that_were_asked_for():
+    profile, cut = model(), Microbatches(8)
+    assert {(c.replicas * c.stages, c.plan.world) for c in candidates(profile, 7, cut, 2)} == {(n, 2 * n) for n in (1, 2, 3)}
+    choice = search(profile, 7, cut, 2)
+    assert choice.plan.world == 6 and {stage.shards for stage in choice.plan.stages} == {2}
+    for candidate in candidates(profile, 8, cut, 4):
+        assert candidate.bound_ms <= judge(profile, candidate, cut).predicted_ms
+
+
+def test_shards_compute_their_part_hold_their_part_and_sum_four_times_a_layer():
+    cut, link = Microbatches(4), LinkProfile(0.5, 1000.0)
+    profile = replace(model(2, link=link, parameter_bytes=800), held={2: (500, 500)})
+    plan = ParallelPlan.mesh(tp=2, layers=2)
+    sums_ms = 2 * 2 * (0.5 + 2 * 1 / 2 * 100 / 1000)
+    found = costs(profile, plan, split=False)
+    assert found.forward_ms == (2 / 2 + sums_ms,) and found.input_ms == (4 / 2 + sums_ms,)
+    timeline, memory = predict(profile, plan, "1f1b", cut)
+    assert timeline.makespan_ms == pytest.approx(4 * (3 + 2 * sums_ms))
+    # Parameters, gradients (4 blocks: 3 open sums), and optimizer state as parameters' part of 1600.
+    assert memory == (1000 * (1 + 3) + 2500 + 2 * 1000 // 2,) * 2
+
+
+def test_a_job_may_come_to_have_the_shards_it_has_and_what_divides_the_most():
+    assert possible_shards(ParallelPlan.mesh(tp=4, layers=2)) == (4, 2, 1)
+    assert possible_shards(ParallelPlan.of((1, 1), (6, 4), layers=2)) == (6, 4, 3, 2, 1)
+    assert possible_shards(ParallelPlan.mesh(layers=2)) == (1,)

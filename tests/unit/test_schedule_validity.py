@@ -123,6 +123,15 @@ def test_a_broken_schedule_is_refused_with_the_rule_the_worker_and_a_cure(rule):
     assert error.value.cure
 
 
+def test_shards_of_a_replica_compute_in_one_order():
+    routing = Routing(ParallelPlan.of([1, 1], [2, 1]), Microbatches(2))
+    schedule = registry.build("gpipe", routing)
+    validate(lower(schedule, routing, Crossing.chain(2)), routing, Crossing.chain(2))
+    swapped = (schedule[0], (Forward(0, 1), Forward(0, 0), *schedule[1][2:]), schedule[2])
+    with pytest.raises(ScheduleError, match=r"together: worker 1 .*0F1 is instruction 0 here, 0F0 on shard 0"):
+        validate(swapped, routing, Crossing.chain(2))
+
+
 @pytest.mark.parametrize(
     "order, first_wrong",
     [

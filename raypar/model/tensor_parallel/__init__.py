@@ -8,8 +8,8 @@ whether the sequence is cut. Exactly (`tests/helpers/same_shards.py` is a readin
 2. Sums over shards are ((p0 + p1) + p2) + ... A row layer's bias is added after the sum. The gradient of a value that several
    layers of a module read (q, k, v; gate and up) is summed over them on each shard as autograd does, then over shards.
 3. Dropout on a part multiplies by that part of the mask of the whole value, drawn from the generator as for the whole value.
-4. Gradients that are parts of a sum over shards (`gradients.py`) are summed over shards once a step, after the addition over
-   blocks, replicas and uses.
+4. Gradients that are parts of a sum over shards (`gradients.py`) are summed over shards once a step, each use of a parameter
+   by itself: after the addition over blocks and replicas, before that over uses.
 5. Cross-entropy on parts of the vocabulary: `cross_entropy.py`.
 """
 

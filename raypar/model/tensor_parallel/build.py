@@ -190,13 +190,3 @@ def sharded_loss(loss: Callable[..., Any], group: ShardGroup) -> Callable[..., A
         return found
 
     return run
-
-
-def partial_names(modules: Mapping[str, nn.Module], group: ShardGroup, canonical: Mapping[str, str]) -> set[str]:
-    """Canonical names of the parameters in `group.partial`."""
-    return {
-        canonical.get(f"{layer}.{path}", f"{layer}.{path}")
-        for layer, module in modules.items()
-        for path, parameter in module.named_parameters()
-        if id(parameter) in group.partial
-    }

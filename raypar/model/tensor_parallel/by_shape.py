@@ -10,29 +10,40 @@ from torch import Tensor
 
 from raypar.comm.ledger import Ledger
 from raypar.errors import CommError, RayparError
-from raypar.model.build import canonical_names, on_meta
+from raypar.model.build import on_meta
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.build import layers_of_shard, partial_names, sharded_loss
+from raypar.model.tensor_parallel.build import layers_of_shard, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout
 
 
 def check_by_shape(
-    graph: Graph, layout: Layout, loss: Callable[..., Any], batch: Mapping[str, Tensor], target: str, *, sequence: bool = False
-) -> frozenset[str] | None:
+    graph: Graph,
+    layout: Layout,
+    loss: Callable[..., Any],
+    batch: Mapping[str, Tensor],
+    target: str,
+    *,
+    sequence: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> bool:
     """Send a microbatch through the layers of the first and of the last shard, and the loss, on the meta device.
 
-    Returns the names of the parameters whose gradients will be parts of a sum over shards (`ShardGroup.partial`), as a replica
-    must know them that has no microbatch of its own. Raises the `ModelError` of what cannot be computed on a part. Code that
-    reads numbers cannot be run this way: then what goes wrong is left to the first step, and None is returned.
+    Raises the `ModelError` of what cannot be computed on a part. Code that reads numbers cannot be run this way: then what goes
+    wrong is left to the first step, and False is returned.
     """
-    partial: set[str] = set()
     for shard in sorted({0, layout.shards - 1}):
         group = ShardGroup(_Nobody(shard, layout.shards), range(layout.shards), sequence=sequence)
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
         with torch.enable_grad(), torch.device("meta"):
             modules = layers_of_shard(
-                graph, 0, len(graph.layers), lambda i: on_meta(graph.layers[i]), layout=layout, group=group, whole=True
+                graph,
+                0,
+                len(graph.layers),
+                lambda i: on_meta(graph.layers[i]).to(dtype),
+                layout=layout,
+                group=group,
+                whole=True,
             )
             try:
                 for layer in graph.layers:
@@ -42,9 +53,8 @@ def check_by_shape(
             except RayparError:
                 raise
             except Exception:
-                return None
-        partial |= partial_names(modules, group, canonical_names(graph))
-    return frozenset(partial)
+                return False
+    return True
 
 
 class _Done:

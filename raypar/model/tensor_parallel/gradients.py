@@ -22,8 +22,8 @@ def complete(
 ) -> Routine[None]:
     """Add up, in place, what shards have of the gradients `name -> tensor` (names in the same order on every shard).
 
-    `partial`: names of parameters in `group.partial`. One message in all for each dtype; bytes as an all-reduce of those
-    parameters' elements. An undefined gradient of one shard is undefined on all.
+    `partial`: names of parameters in `group.partial`, of any replica. One message in all for each dtype; bytes as an all-reduce
+    of those parameters' elements. An undefined gradient of one shard is undefined on all.
     """
     if group.size == 1:
         return

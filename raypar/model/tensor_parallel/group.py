@@ -18,9 +18,8 @@ class ShardGroup:
 
     `sequence`: between the layers of the stage values are cut over dim 1 (sequence parallelism).
     `partial`: parameters that every shard holds whole but sees through its part of a value only: what a backward pass adds to
-    their gradients are parts of a sum over shards (`gradients.complete`). Known after the first forward pass with gradients, or
-    before it from `by_shape.check_by_shape`. A parameter must not meet parts and whole values in one model: its gradients would
-    be of both kinds.
+    their gradients are parts of a sum over shards (`gradients.complete`). Known after the step's last forward pass. A use of a
+    parameter must not meet parts and whole values in one layer: its gradient would be of both kinds.
     """
 
     def __init__(

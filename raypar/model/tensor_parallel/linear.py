@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
-from raypar.model.split_linear import Deferred, Stash
+from raypar.model.split_linear import Deferred, Stash, splittable
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.value import Held, Sharded, part_of
@@ -40,6 +40,16 @@ class ShardedLinear(nn.Module):
 
     def _stash(self) -> Stash | None:
         return self.stash() if self.stash is not None and torch.is_grad_enabled() else None
+
+
+def split_sharded_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
+    """As `split_linear.split_linears`, of the linear layers that are cut."""
+    chosen = []
+    for part in splittable(module, ShardedLinear):
+        assert isinstance(part, ShardedLinear)
+        part.stash = stash
+        chosen.append(part)
+    return chosen
 
 
 class ColumnLinear(ShardedLinear):
@@ -132,7 +142,7 @@ def _weight_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Of weight and bias; nothing where they are put off. `ctx.needs_input_grad` of places 1 and 2."""
     if stash is not None and ctx.needs_input_grad[1]:
-        stash.append(Deferred(layer, rows, flat))  # type: ignore[arg-type]
+        stash.append(Deferred(layer, rows, flat))
         return None, None
     weight = rows.t().mm(flat) if ctx.needs_input_grad[1] else None
     return weight, rows.sum(0) if ctx.needs_input_grad[2] else None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.build import on_meta
+from raypar.model.build import on_meta, outline_of, parameter_shapes
 from raypar.model.graph import Graph
+from raypar.plan import Outline
 from raypar.plan.spans import Cut, Spans, count, even, joined, repeated, scaled, shifted
 
 KINDS = {
@@ -102,6 +104,11 @@ def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None
         cuts |= cuts_of(name, modules[name][0], style, shards)
     _check_ties(graph, found, cuts)
     return Layout(shards, found, cuts, _sharing(found))
+
+
+def outline_of_shards(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> Outline:
+    """The graph without the model, and how it is cut over these numbers of shards."""
+    return replace(outline_of(graph), cuts={count: layout_of(graph, count, styles).cuts for count in shards if count > 1})
 
 
 def _modules(graph: Graph) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
@@ -377,6 +384,18 @@ def _sharing(styles: Mapping[str, Style]) -> frozenset[str]:
         if style.kind in ("heads", "kv-heads", "column", "gathered"):
             groups.setdefault((name.rpartition(".")[0], style.kind in _BY_HEADS), []).append(name)
     return frozenset(name for names in groups.values() if len(names) > 1 for name in names)
+
+
+def held_elements(graph: Graph, layout: Layout, shard: int) -> tuple[int, ...]:
+    """By layer: how many elements of its parameters a shard holds (ties counted at their first use)."""
+    counted: set[str] = set()
+    found = []
+    for index in range(len(graph.layers)):
+        fresh = {name: shape for name, shape in parameter_shapes(graph, index, index + 1).items() if name not in counted}
+        counted |= fresh.keys()
+        cuts = layout.cuts
+        found.append(sum(prod(elements(cuts[n], s, shard)) if n in cuts else s.numel() for n, s in fresh.items()))
+    return tuple(found)
 
 
 def elements(cut: Cut, shape: Sequence[int], shard: int) -> tuple[int, ...]:

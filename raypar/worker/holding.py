@@ -1,0 +1,117 @@
+"""State of a parameter as one worker has it: of all of it, of a shard's slice, or of a run of elements that has travelled.
+
+Elements are numbered as `elastic.holdings.Piece` does it, alike under every number of shards (`model.tensor_parallel.slices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.model.tensor_parallel.slices import put, taken
+from raypar.model.tensor_parallel.styles import elements
+from raypar.plan.spans import Cut, Spans, common, joined, without
+from raypar.worker.checkpoint import PARAMETER
+
+Kept = dict[str, Any]
+"""Of one parameter: PARAMETER -> tensor, optimizer's key -> tensor or number."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of a parameter: shard `shard` of `cut`; without a cut all of it."""
+
+    cut: Cut | None = None
+    shard: int = 0
+
+    def spans(self, size: int) -> Spans:
+        """Elements of the `size` that the whole has."""
+        return ((0, size),) if self.cut is None else self.cut.pieces(self.cut.held[self.shard], size)
+
+    def size(self, local: Sequence[int]) -> int:
+        """How many elements the whole has, of which a slice has the shape `local`."""
+        count = 1
+        for dim, n in enumerate(local):
+            count *= self.cut.size if self.cut is not None and dim == self.cut.dim else n
+        return count
+
+
+@dataclass(frozen=True)
+class Holding:
+    """`kept` of one parameter. `start` None: tensors in their shape, at `place`; else flat runs that begin at that element.
+
+    What the optimizer keeps in the parameter's shape is sliced with it; all else (step counts) belongs to every slice.
+    """
+
+    kept: Kept
+    place: Place = Place()
+    start: int | None = None
+
+    @property
+    def spans(self) -> Spans:
+        """The elements that it has."""
+        parameter = self.kept[PARAMETER]
+        if self.start is not None:
+            return ((self.start, self.start + parameter.numel()),)
+        return self.place.spans(self.place.size(parameter.shape))
+
+    def sliced(self, key: str) -> bool:
+        """Whether `kept[key]` has an element for each of the parameter's."""
+        value = self.kept[key]
+        return isinstance(value, Tensor) and value.shape == self.kept[PARAMETER].shape
+
+    def take(self, key: str, start: int, stop: int, whole: Cut | None) -> Tensor:
+        """Elements [start, stop), flat; they lie in one of `spans`. `whole`: how shards would cut what this has whole."""
+        value: Tensor = self.kept[key]
+        if self.start is not None:
+            return value[start - self.start : stop - self.start]
+        if self.place.cut is None:
+            return taken(value, whole, 0, start, stop)
+        return taken(value, self.place.cut, self.place.shard, start, stop)
+
+
+def run_of(holdings: Iterable[Holding], start: int, stop: int, whole: Cut | None) -> Kept:
+    """Elements [start, stop) of a parameter, all of which these have together: flat tensors, and what is not sliced."""
+    found: Kept = {}
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    left: Spans = ((start, stop),)
+    for holding in holdings:
+        for a, b in common(left, holding.spans):
+            for key, value in holding.kept.items():
+                if holding.sliced(key):
+                    parts.setdefault(key, []).append((a, holding.take(key, a, b, whole)))
+                else:
+                    found[key] = value
+            left = without(left, ((a, b),))
+    assert not left, f"elements {left} are not here"
+    return {key: torch.cat([part for _, part in sorted(runs, key=lambda run: run[0])]) for key, runs in parts.items()} | found
+
+
+def assembled(
+    holdings: Sequence[Holding], place: Place, shape: Sequence[int], whole: Callable[[], Cut | None]
+) -> tuple[Kept, bool] | None:
+    """What these have of a parameter of the unsharded `shape`, at `place`: as it lies in one of them (False), or in memory of
+    its own (True). None: some of it is not there."""
+    size = torch.Size(shape).numel()
+    wanted = place.spans(size)
+    for holding in holdings:
+        if holding.start is None and holding.spans == wanted:
+            return holding.kept, False
+    if not holdings or joined(s for h in holdings for s in common(wanted, h.spans)) != wanted:
+        return None
+    cut = place.cut if place.cut is not None else whole()
+    local = tuple(shape) if place.cut is None else elements(place.cut, shape, place.shard)
+    kept: Kept = {}
+    for key, value in holdings[0].kept.items():
+        if not holdings[0].sliced(key):
+            kept[key] = value
+            continue
+        kept[key] = torch.empty(local, dtype=value.dtype)
+        for holding in holdings:
+            for start, stop in common(wanted, holding.spans):
+                put(kept[key], cut, place.shard, start, holding.take(key, start, stop, whole()))
+    return kept, True

@@ -1,0 +1,335 @@
+"""Cells of replicas x stages x shards x schedules, and their comparison with the same shards in one process and with none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from helpers import reference, same_shards
+from helpers import sharded_models as models
+from helpers.on_shards import error, graph_of
+from torch import Tensor
+
+from examples import gpt
+from raypar.model.build import materialise
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.build import slice_of
+from raypar.model.tensor_parallel.styles import Layout, layout_of
+from raypar.plan import ParallelPlan
+from raypar.schedule import registry
+from raypar.worker.local_run import LocalJob
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+
+STEPS, BATCH, VOCAB, SEQ = 3, 10, 23, 7
+DEPTH, HEADS, WIDTH = 6, 5, 20
+LR, CLIP = 1e-2, 0.5
+EPS = 1e-5
+"""Of AdamW. Attention does not see the bias of its keys: that gradient is rounding alone, 1e-17, of which the default of 1e-8
+would make differences of 1e-10 between runs that round differently."""
+TOLERANCE = 1e-12
+"""max error / max value of a tensor, float64, against the model without shards."""
+
+
+class Tokens:
+    """Sample i: random ids and the ids that follow."""
+
+    raypar_thread_safe = True
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        window = torch.randint(0, VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(index))
+        return window[:-1], window[1:]
+
+
+def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Token-weighted, as `gpt.loss`, for models that end in any logits."""
+    return gpt.loss(logits, targets)
+
+
+@functools.cache
+def graph(model: str) -> Graph:
+    """`gpt`: the example; `llama`: fewer key heads than shards, norms of heads, tied ends; `dropped`: three dropouts."""
+    if model == "gpt":
+        return graph_of(lambda: gpt.layers(VOCAB, WIDTH, DEPTH, HEADS, SEQ + 1))
+    if model == "llama":
+        return graph_of(models.llama, ties=(("model.embed_tokens.weight", "head.lm_head.weight"),))
+    return graph_of(models.dropped)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`replicas` and `shards`: one number per position."""
+
+    model: str
+    schedule: str
+    replicas: tuple[int, ...]
+    shards: tuple[int, ...]
+    microbatches: int
+    sequence: bool = False
+    dtype: str = "float64"
+    blocks: int = 0
+
+    def __str__(self) -> str:
+        each = ["-".join(map(str, counts)) for counts in (self.replicas, self.shards)]
+        extra = " sequence" * self.sequence + (f" V={self.blocks}" if self.blocks else "")
+        return f"{self.model} {self.schedule} replicas {each[0]} shards {each[1]} m={self.microbatches}{extra} {self.dtype}"
+
+    @property
+    def job(self) -> JobSpec:
+        """Three AdamW steps with clipping on a ragged batch."""
+        return JobSpec(
+            name="grid",
+            seed=3,
+            steps=STEPS,
+            batch_size=BATCH,
+            microbatches=self.microbatches,
+            virtual_replicas=self.blocks,
+            model=Ref(lambda: None),
+            loss=Ref(summed),
+            data=DataSpec(Ref(Tokens)),
+            optimizer=OptimizerSpec(Ref(torch.optim.AdamW, {"lr": LR, "eps": EPS})),
+            clip_norm=CLIP,
+            dtype=self.dtype,  # type: ignore[arg-type]
+            sequence_parallel=self.sequence,
+        )
+
+    @property
+    def graph(self) -> Graph:
+        """The model."""
+        return graph(self.model)
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan of this cell."""
+        return ParallelPlan.of(
+            self.replicas,
+            self.shards,
+            layers=len(self.graph.layers),
+            chunks=registry.default_chunks(self.schedule, None),
+            placement=registry.placement(self.schedule),
+        )
+
+
+def cells() -> list[Cell]:
+    """Replicas x stages x shards, 1 to 4 each, at most 8 workers, at least 2 shards, under every schedule; then uneven shards,
+    uneven replicas, spares, and models with ties, dropout and key heads that shards share."""
+    found = []
+    counts = (1, 2, 3, 4, 5, 7, 10)
+    for schedule in registry.NAMES:
+        for replicas, stages, shards in product(range(1, 5), range(1, 5), range(2, 5)):
+            if replicas * stages * shards <= 8:
+                n = len(found)
+                cell = Cell("gpt", schedule, (replicas,) * stages, (shards,) * stages, counts[n % 7], n % 3 == 0)
+                found.append(replace(cell, dtype="float32") if n % 5 == 0 else cell)
+        for shards in ((1, 2), (2, 1), (2, 4), (4, 2), (2, 3), (3, 1), (1, 2, 1), (2, 1, 3)):
+            n = len(found)
+            found.append(Cell("gpt", schedule, (1,) * len(shards), shards, counts[n % 7], n % 2 == 0))
+        found.append(Cell("gpt", schedule, (1, 2, 1), (2, 1, 2), 5))
+        found.append(Cell("gpt", schedule, (2, 1), (1, 2), 4, sequence=True))
+        found.append(Cell("gpt", schedule, (3,), (2,), 2, sequence=True))  # one replica has no microbatches
+        found.append(Cell("gpt", schedule, (2, 2), (2, 2), 3, sequence=True, blocks=1))
+    for schedule, sequence in product(("1f1b", "gpipe", "zb-h1"), (False, True)):
+        for replicas, shards in (
+            ((1, 1), (2, 2)),
+            ((2,), (4,)),
+            ((1, 1), (1, 3)),
+            ((1, 1), (4, 2)),
+            ((3, 1), (2, 2)),
+            ((1,), (3,)),
+        ):
+            found.append(Cell("llama", schedule, replicas, shards, 5, sequence))
+        for replicas, shards in (((2, 1), (2, 2)), ((1, 1), (3, 2)), ((1, 1, 1), (2, 2, 2))):
+            found.append(Cell("dropped", schedule, replicas, shards, 4, sequence))
+    return found
+
+
+def check(cell: Cell, order_seed: int = 0) -> None:
+    """Run the cell: the bits of the same shards in one process, and the numbers of no shards at all."""
+    plan, got = cell.plan, run(cell, cell.plan, order_seed)
+    assert len(set(got.losses)) == STEPS
+    layers = graph(cell.model).layers
+    shards = tuple(next(s.shards for s in plan.stages if s.first <= i < s.last) for i in range(len(layers)))
+    alike = one_process(replace(cell, schedule="gpipe", replicas=(1,), shards=()), shards)
+    bad = list(different(got, alike))
+    assert not bad, f"{cell}, against the same shards in one process: {bad[:8]} and {len(bad) - 8} more"
+    if cell.dtype == "float64":
+        job = replace(cell.job, sequence_parallel=False)
+        worst = errors(got, whole(cell.model, job.microbatches, job.virtual_replicas), cell.model)
+        wrong = {name: value for name, value in worst.items() if not value <= TOLERANCE}
+        assert not wrong, f"{cell}, against no shards: {wrong}"
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------------
+
+Key = tuple[str, int, int]
+"""(parameter, number of shards, shard)"""
+
+
+@dataclass
+class Run:
+    """After each step loss, norm and scaled gradients; at the end parameters and optimizer state; lists have all holders."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[Key, list[Tensor | None]]]
+    parameters: dict[Key, list[Tensor]]
+    state: dict[Key, list[dict[str, Any]]]
+
+
+def held(local: LocalJob) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
+    """Every holder's (what it is, parameter, optimizer state)."""
+    for core in local.cores:
+        seat = local.plan.seats[core.rank]
+        for index, stage in core.stages.items():
+            for name, parameter in stage.parameters.items():
+                state = core.end.optimizers[index].state[parameter]
+                yield (name, local.plan.stages[index].shards, seat.shard), parameter, state
+
+
+def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0) -> Run:
+    """In one process, by the engine."""
+    found = Run([], [], [], {}, {})
+    with LocalJob(cell.job, plan, cell.schedule, graph=graph(cell.model), seed=order_seed) as local:
+        for step in range(STEPS):
+            reports = local.step(step)
+            assert len({(r.loss, r.norm) for r in reports}) == 1
+            found.losses.append(reports[0].loss)
+            found.norms.append(reports[0].norm)
+            gradients: dict[Key, list[Tensor | None]] = {}
+            for key, parameter, _ in held(local):
+                gradients.setdefault(key, []).append(None if parameter.grad is None else parameter.grad.clone())
+            found.gradients.append(gradients)
+        for key, parameter, state in held(local):
+            found.parameters.setdefault(key, []).append(parameter.detach())
+            found.state.setdefault(key, []).append(state)
+    return found
+
+
+@functools.cache
+def one_process(cell: Cell, shards: tuple[int, ...]) -> Run:
+    """The same shards of every layer, one replica: plain PyTorch for the example GPT, else one stage after the other."""
+    if cell.model == "gpt":
+        return plain(cell, shards)
+    stages = [i for i in range(1, len(shards)) if shards[i] != shards[i - 1]]
+    counts = [shards[0], *(shards[i] for i in stages)]
+    return run(cell, ParallelPlan.of([1] * len(counts), counts, layers=len(shards), cuts=stages))
+
+
+def initial(job: JobSpec) -> dict[str, Tensor]:
+    """The whole GPT's parameters before the first step."""
+    modules = materialise(graph("gpt"), 0, len(graph("gpt").layers), seed=job.seed, dtype=getattr(torch, job.dtype))
+    return {f"{layer}.{path}": p.detach() for layer, m in modules.items() for path, p in m.named_parameters()}
+
+
+def steps_of(job: JobSpec, steps: range, counts: int | dict[str, int], slices: Any, state: Any = ()) -> same_shards.Trained:
+    """`helpers.same_shards` on the grid's data."""
+    torch.set_num_threads(1)
+    m, data = job.microbatches, Tokens()
+    batches = []
+    for step in steps:
+        each = [
+            reference.samples(data, job, step * BATCH + i * BATCH // m, step * BATCH + (i + 1) * BATCH // m) for i in range(m)
+        ]
+        batches.append([(fields["x"], fields["y"]) for fields in each])
+    return same_shards.train(
+        slices,
+        batches,
+        blocks=job.cut.blocks,
+        depth=DEPTH,
+        heads=HEADS,
+        shards=counts,
+        sequence=job.sequence_parallel,
+        lr=LR,
+        eps=EPS,
+        clip_norm=CLIP,
+        state=state,
+    )
+
+
+def plain(cell: Cell, shards: tuple[int, ...]) -> Run:
+    """The cell's steps in plain PyTorch."""
+    job = cell.job
+    counts = {layer.name: count for layer, count in zip(graph("gpt").layers, shards, strict=True)}
+    made = steps_of(job, range(STEPS), counts, same_shards.gpt_slices(initial(job), HEADS, counts))
+
+    def keyed(by_shard: list[dict[str, Any]]) -> dict[Key, list[Any]]:
+        return {(n, counts[n.split(".")[0]], i): [value] for i, mine in enumerate(by_shard) for n, value in mine.items()}
+
+    return Run(made.losses, made.norms, [keyed(g) for g in made.gradients], keyed(made.slices), keyed(made.state))
+
+
+@functools.cache
+def whole(model: str, microbatches: int, blocks: int) -> reference.Result:
+    """Without shards, in one plain process."""
+    job = Cell(model, "gpipe", (1,), (1,), microbatches, blocks=blocks).job
+    return reference.train(graph(model), job)
+
+
+# -- comparisons ---------------------------------------------------------------------------------------------------------------
+
+
+def same(got: Any, want: Any) -> bool:
+    if got is None or want is None:
+        return got is want
+    return torch.equal(torch.as_tensor(got), torch.as_tensor(want))
+
+
+def different(got: Run, want: Run) -> Iterator[str]:
+    """What is not bit for bit equal."""
+    if got.losses != want.losses:
+        yield f"losses {got.losses}, {want.losses}"
+    if got.norms != want.norms:
+        yield f"norms {got.norms}, {want.norms}"
+    for step, (mine, wanted) in enumerate(zip(got.gradients, want.gradients, strict=True)):
+        assert mine.keys() == wanted.keys()
+        for key, copies in mine.items():
+            if not all(same(copy, wanted[key][0]) for copy in copies):
+                yield f"gradient of {key} in step {step}"
+    for key, copies in got.parameters.items():
+        if not all(same(copy, want.parameters[key][0]) for copy in copies):
+            yield f"parameter {key}"
+        for kind, value in want.state[key][0].items():
+            if not all(same(copy[kind], value) for copy in got.state[key]):
+                yield f"{kind} of {key}"
+
+
+@functools.cache
+def layout_for(model: str, shards: int) -> Layout:
+    return layout_of(graph(model), shards)
+
+
+def errors(got: Run, want: reference.Result, model: str) -> dict[str, float]:
+    """max error / max value of every tensor, the largest over steps, shards and holders."""
+    worst: dict[str, float] = {}
+
+    def note(label: str, key: Key, value: Tensor | None, whole: Tensor | None) -> None:
+        name, shards, shard = key
+        assert (value is None) == (whole is None), (label, key)
+        if value is not None and whole is not None:
+            layout = layout_for(model, shards)
+            top = whole.abs().max().item() or 1.0
+            part = slice_of(layout, name, whole, shard)
+            assert value.shape == part.shape
+            found = (value - part).abs().max().item() / top if part.numel() else 0.0
+            worst[f"{label} {name}"] = max(worst.get(f"{label} {name}", 0.0), found)
+
+    for step in range(STEPS):
+        worst[f"loss {step}"] = error(torch.tensor(got.losses[step]), torch.tensor(want.losses[step]))
+        worst[f"norm {step}"] = error(torch.tensor(got.norms[step]), torch.tensor(want.norms[step]))
+        for key, copies in got.gradients[step].items():
+            for copy in copies:
+                note("gradient", key, copy, want.gradients[step][key[0]])
+    for key, parameters in got.parameters.items():
+        for parameter in parameters:
+            note("parameter", key, parameter, want.parameters[key[0]])
+        for state in got.state[key]:
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    note(kind, key, value, want.state[key[0]][kind])
+    return worst

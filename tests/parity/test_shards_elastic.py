@@ -1,0 +1,223 @@
+"""State of shards moves by name and slice when workers come and go: what moves is what is lacking, the bits stay."""
+
+import gc
+import weakref
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import torch_flesh
+from helpers.protocol import Fault
+from helpers.shard_grid import Cell, graph
+
+from raypar.comm import blocking
+from raypar.comm.blocking import as_routine
+from raypar.comm.local import Cooperative, LocalMesh
+from raypar.elastic.holdings import moves, without
+from raypar.elastic.part import Part
+from raypar.model.tensor_parallel.styles import layout_of
+from raypar.plan import ParallelPlan, Routing
+from raypar.schedule import registry
+from raypar.worker import checkpoint
+from raypar.worker.assignment import assignments
+from raypar.worker.body import WorkerBody
+from raypar.worker.core import WorkerCore
+from raypar.worker.local_run import LocalJob
+
+SHARDS = (2, 3, 4)
+
+
+def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
+    return ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=len(graph(model).layers))
+
+
+class Generations:
+    """Bodies 0, 1, ... that go from one plan to the next over the local transport."""
+
+    def __init__(self, job: torch_flesh.TorchJob) -> None:
+        self.job, self.number, self.bodies = job, 0, dict[int, WorkerBody]()
+
+    def adopt(self, plan: ParallelPlan, members: list[int], done: int) -> int:
+        """Everybody takes over what the plan asks for. Returns how many elements moved."""
+        for worker in members:
+            if worker not in self.bodies:
+                self.bodies[worker] = WorkerBody(WorkerCore(self.job.spec, graph=self.job.graph), worker)
+        layout = self.job.layout
+        need = dict(zip(members, layout(plan), strict=True))
+        have = {worker: body.pieces() for worker, body in self.bodies.items()} if done else {}
+        moved = moves(have, need) if done else ()
+        sources = sorted({move.source for move in moved} - set(members))
+        workers = [*members, *sources]
+        mesh, ranks = LocalMesh(len(workers), self.number), {w: rank for rank, w in enumerate(workers)}
+        self.number += 1
+        parts = assignments(self.job.spec, self.job.graph, plan, registry.build("1f1b", Routing(plan, self.job.cut)))
+        orders = [
+            (Part(parts[i] if i < len(members) else None, ranks, done, moved, fresh=not done), lambda i=i: mesh.transports[i])
+            for i in range(len(workers))
+        ]
+        Cooperative().run([self.bodies[w].adopt(order) for w, order in zip(workers, orders, strict=True)], mesh)
+        if done:
+            lacking = sum(p.size for w in members for p in without(need[w], have.get(w, ())))
+            assert sum(move.piece.size for move in moved) == lacking
+        self.bodies = {worker: self.bodies[worker] for worker in members}
+        self.members, self.mesh = members, mesh
+        return sum(move.piece.size for move in moved)
+
+    def step(self, step: int) -> None:
+        routines = [as_routine(partial(blocking.run, self.bodies[w].step(step))) for w in self.members]
+        Cooperative().run(routines, self.mesh)
+
+    def save(self, root: Path, done: int) -> Path:
+        folder = checkpoint.begin(root, done)
+        for worker in self.members:
+            self.bodies[worker].core.save(folder, done)
+        records = [self.bodies[worker].core.save_result() for worker in self.members]
+        return checkpoint.commit(folder, records, steps_done=done, contract={})
+
+
+PATHS = [
+    [(1, 1, 2), (1, 2, 2), (2, 1, 2)],
+    [(1, 1, 1), (1, 1, 4), (1, 2, 3)],
+    [(2, 2, 2), (1, 1, 1), (1, 1, 2)],
+    [(1, 2, 4), (2, 1, 3), (1, 1, 4)],
+]
+
+
+MODELS = ["llama", "gpt", "dropped"]
+CASES = [
+    pytest.param(model, path, marks=[] if number % 3 == 0 else pytest.mark.full)
+    for number, (model, path) in enumerate(product(MODELS, PATHS))
+]
+"""The default suite takes every path once."""
+
+
+@pytest.mark.parametrize("model, path", CASES, ids=str)
+def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path, tmp_path):
+    """replicas x stages x shards; two steps under each. Every second generation has new workers in half of its seats."""
+    spec = Cell(model, "1f1b", (1,), (1,), 5, True).job
+    job = torch_flesh.TorchJob(spec, graph(model), shards=SHARDS)
+    live = Generations(job)
+    there: Path | None = None
+    for number, shape in enumerate(path):
+        plan, done = mesh(model, *shape), 2 * number
+        first = plan.world // 2 if number == 2 else 0
+        live.adopt(plan, list(range(first, first + plan.world)), done)
+        with LocalJob(spec, plan, "1f1b", graph=graph(model)) as local:
+            for core in local.cores if there is not None else ():
+                core.load(there)
+            for step in (done, done + 1):
+                live.step(step)
+                local.step(step)
+            folder = checkpoint.begin(tmp_path / "local", done + 2)
+            for core in local.cores:
+                core.save(folder, done + 2)
+            records = [core.save_result() for core in local.cores]
+            there = checkpoint.commit(folder, records, steps_done=done + 2, contract={})
+        found, want = checkpoint.read_tensors(live.save(tmp_path / "live", done + 2)), checkpoint.read_tensors(there)
+        assert found.keys() == want.keys()
+        for name, kinds in want.items():
+            for kind, value in kinds.items():
+                assert torch.equal(torch.as_tensor(found[name][kind]), torch.as_tensor(value)), (shape, name, kind)
+
+
+def test_a_new_worker_in_the_seat_of_a_shard_gets_its_slices_and_nobody_else_anything():
+    job = torch_flesh.TorchJob(Cell("gpt", "1f1b", (1,), (1,), 5).job, graph("gpt"), shards=SHARDS)
+    live = Generations(job)
+    plan = mesh("gpt", 2, 1, 2)
+    live.adopt(plan, [0, 1, 2, 3], 0)
+    live.step(0)
+    sizes = [sum(p.size for p in pieces) for pieces in job.layout(plan)]
+    del live.bodies[1]
+    assert live.adopt(plan, [0, 7, 2, 3], 1) == sizes[1]
+    live.step(1)
+
+
+QUICK = {
+    "validates": False,
+    "step_deadline_s": 0.5,
+    "start_deadline_s": 1.0,
+    "stand_s": 0.5,
+    "adopt_s": 2.0,
+    "capacity_s": 5.0,
+}
+
+
+def plans_of(model: str, shards: int):
+    """The planner: as many workers as make whole seats, with so many shards each."""
+
+    def chosen(generation: int, workers: int) -> ParallelPlan:
+        seats = max(1, workers // shards)
+        stages = 2 if seats > 1 else 1
+        return mesh(model, seats // stages, stages, shards)
+
+    return chosen
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("model, sequence", [("gpt", False), ("llama", True)])
+def test_whatever_befalls_a_worker_the_bits_of_so_many_shards_stay(model, sequence, whole):
+    """Killed, stopped, joined: the real run machine and real bodies; 2 shards before and after."""
+    from helpers.protocol import random_faults
+
+    spec = Cell(model, "1f1b", (1,), (1,), 4, sequence).job
+    job = torch_flesh.TorchJob(spec, graph(model), shards=SHARDS)
+    plan = mesh(model, 2, 1, 2)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of(model, 2), **QUICK)
+    assert reference is not None
+    kinds = ("kill", "zombie", "stop", "late_answer", "kill_driver", "join", "drain")
+    for seed in range(30 if whole else 3):
+        faults = random_faults(seed, 2, plain, workers=4, kinds=kinds)
+        world, found = torch_flesh.simulate(job, plan, faults, plans=plans_of(model, 2), **QUICK)
+        assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
+        assert found in (reference, None), world.tell(f"{faults}: other bits")
+
+
+def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
+    spec = Cell("llama", "1f1b", (1,), (1,), 4).job
+    job = torch_flesh.TorchJob(spec, graph("llama"), shards=SHARDS, mirror_every=1)
+    plan = mesh("llama", 1, 1, 4)
+    course = QUICK | {"hires": True, "min_workers": 4}
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of("llama", 4), **course)
+    cured = 0
+    for at in range(plain.points // 3, plain.points, plain.points // 4):
+        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans_of("llama", 4), **course)
+        assert found in (reference, None), world.tell(f"{at}: other bits")
+        cured += found == reference
+    assert cured
+
+
+@pytest.mark.parametrize("schedule, shards", [("1f1b", 1), ("zb-h1", 1), ("1f1b", 2), ("zb-h1", 2)])
+def test_the_stages_of_a_former_plan_are_freed_without_pythons_collector(schedule, shards):
+    """Workers freeze what there is after every adoption: the collector does not look at it again."""
+    job = Cell("gpt", schedule, (1,), (1,), 4, True).job
+    plan = mesh("gpt", 1, 1, shards)
+    with LocalJob(job, plan, schedule, graph=graph("gpt")) as local:
+        local.step(0)
+        former = [weakref.ref(p) for core in local.cores for stage in core.stages.values() for p in stage.parameters.values()]
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            parts = assignments(job, graph("gpt"), plan, registry.build("1f1b", Routing(plan, job.cut)))
+            for core, part, transport in zip(local.cores, parts, LocalMesh(plan.world).transports, strict=True):
+                core.adopt(part, transport)
+            assert [reference() for reference in former] == [None] * len(former)
+        finally:
+            gc.enable()
+            gc.unfreeze()
+
+
+def test_digests_of_two_shards_are_of_different_things():
+    job = torch_flesh.TorchJob(Cell("gpt", "1f1b", (1,), (1,), 4).job, graph("gpt"), shards=SHARDS)
+    live = Generations(job)
+    live.adopt(mesh("gpt", 2, 1, 2), [0, 1, 2, 3], 0)
+    for body in live.bodies.values():
+        body._take_cut(None)
+    digests = [live.bodies[w].mirror.digests[0] for w in range(4)]
+    assert digests[0] == digests[2] and digests[1] == digests[3]
+    assert digests[0][0] != digests[1][0], "shards are not compared with each other"
+    for worker, (one, other) in enumerate(pairwise([live.bodies[0], live.bodies[2]])):
+        assert one.mirror.pieces() == other.mirror.pieces(), worker
+    assert layout_of(graph("gpt"), 2).cuts

@@ -1,0 +1,179 @@
+"""What cannot be cut over shards is said before anything starts, in one error with its cure."""
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.shard_grid import VOCAB, WIDTH, Cell, graph
+from torch import nn
+
+from examples import gpt
+from raypar.config import parse_job
+from raypar.errors import ConfigError, InputError, ModelError, PlanError
+from raypar.launch import choose
+from raypar.plan import ParallelPlan
+from raypar.worker.optimizer import check_elementwise
+from raypar.worker.preflight import preflight
+from raypar.worker.spec import JobSpec, OptimizerSpec, Ref
+
+ARGS = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 5, "context": 8}
+
+
+def spec_of(model: Ref | None = None, **changes) -> JobSpec:
+    job = Cell("gpt", "1f1b", (1,), (1,), 5).job
+    return replace(job, model=model or Ref(gpt.layers, ARGS), **changes)
+
+
+def check(spec: JobSpec, *shards: int) -> None:
+    """As far as `raypar train` comes before it starts workers."""
+    checked = preflight(spec)
+    choose(spec, checked, lambda layers: ParallelPlan.of([1] * len(shards), shards, layers=layers), "1f1b", 1)
+
+
+class NoHeads(nn.Module):
+    """Does not say how many heads it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.project(self.qkv(x).chunk(3, -1)[0])
+
+
+class Normed(nn.Module):
+    """Norms what a column layer returns over all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.softmax(self.up(x), -1))
+
+
+class Tied(nn.Sequential):
+    """The output layer's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        parts = gpt.layers(**ARGS)
+        super().__init__(OrderedDict(parts.named_children()))
+        self.head.logits.weight = self.embed.token.weight
+
+
+def between(middle: type[nn.Module]):
+    def make() -> nn.Sequential:
+        parts = OrderedDict(gpt.layers(**ARGS).named_children())
+        return nn.Sequential(OrderedDict(embed=parts["embed"], middle=middle(), head=parts["head"]))
+
+    return Ref(make)
+
+
+BAD = {
+    "a pattern that matches nothing": (
+        {"styles": (("block0.upp", "column"),)},
+        (2,),
+        PlanError,
+        r"the pattern 'block0.upp' of plan.styles matches no layer \(nearest: block0.up",
+    ),
+    "also without shards": ({"styles": (("blok*", "column"),)}, (1,), PlanError, "matches no layer"),
+    "a style there is not": ({"styles": (("*.up", "colum"),)}, (2,), PlanError, r"'colum' is no style \(nearest: column\)"),
+    "more shards than heads": ({}, (6,), PlanError, "block0.qkv has 5 heads for 6 shards: some would have none"),
+    "in one stage only": ({}, (1, 6), PlanError, "has 5 heads for 6 shards"),
+    "nothing that is cut": ({"styles": (("*", "whole"),)}, (2,), PlanError, "none of the model's layers has a style"),
+    "heads that nobody knows": (
+        {"model": between(NoHeads), "styles": (("middle.qkv", "qkv"),)},
+        (2,),
+        PlanError,
+        "the style qkv of middle.qkv goes by heads, and the module it is in does not say how many",
+    ),
+    "a style on a layer that it does not fit": (
+        {"styles": (("block0.norm1", "column"),)},
+        (2,),
+        PlanError,
+        "the style column does not fit block0.norm1, a LayerNorm",
+    ),
+    "heads that the features are no multiple of": (
+        {"styles": (("block0.qkv", "qkv:7"),)},
+        (2,),
+        PlanError,
+        "60 output features are no multiple of 21",
+    ),
+    "a tie cut by unequal styles": (
+        {"model": Ref(Tied), "styles": (("head.logits", "gathered"), ("embed.token", "whole"))},
+        (2,),
+        PlanError,
+        "the tie embed.token.weight = head.logits.weight is cut by unequal styles: whole and gathered",
+    ),
+    "an operation that needs all parts": (
+        {"model": between(Normed)},
+        (2,),
+        ModelError,
+        r"softmax of a value \[2, 7, 80\] that is cut along dim 2 over 2 shards needs the parts of other shards",
+    ),
+    "neighbours that are cut otherwise": (
+        {"styles": (("block0.down", "row"), ("block0.up", "column/2"))},
+        (3,),
+        ModelError,
+        "block0.down has the features",
+    ),
+    "an optimizer of whole parameters": (
+        {"optimizer": OptimizerSpec(Ref(torch.optim.Adafactor))},
+        (2,),
+        ConfigError,
+        "trains half of a parameter otherwise than that half of the whole one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_shards_are_one_error_with_its_cure_before_anything_starts(case):
+    changes, shards, kind, said = BAD[case]
+    with pytest.raises(kind, match=said) as found:
+        check(spec_of(**changes), *shards)
+    assert isinstance(found.value, InputError) and found.value.exit_code == 2
+    assert found.value.cure
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("shards", [(2,), (5,), (2, 1), (1, 3)])
+def test_good_shards_pass(shards, sequence):
+    check(spec_of(sequence_parallel=sequence), *shards)
+    check(spec_of(Ref(Tied), sequence_parallel=sequence), *shards)
+
+
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax"]
+)
+def test_optimizers_that_take_each_element_by_itself_may_have_slices(name):
+    check_elementwise(OptimizerSpec(Ref(getattr(torch.optim, name), {"lr": 0.1}), groups=(("none*", {"lr": 1.0}),)))
+
+
+def test_a_profile_knows_what_shards_hold_and_that_they_talk():
+    spec = spec_of()
+    checked = preflight(spec)
+    plans = [ParallelPlan.mesh(tp=shards, layers=4) for shards in (1, 2, 4)]
+    planned = [choose(spec, checked, lambda layers, plan=plan: plan, "1f1b", 1) for plan in plans]
+    from raypar.planner.memory import sheet
+    from raypar.worker.local_run import LocalJob
+
+    for plan, made in zip(plans[1:], planned[1:], strict=True):
+        with LocalJob(spec, plan, "1f1b") as local:
+            held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
+        assert sheet(made.profile, plan, "1f1b", spec.cut, 0).parameters == max(held)
+        assert made.predicted.makespan_ms > 0 and len(made.orders) == plan.world
+
+
+def test_a_job_file_with_shards_makes_the_plan_and_the_job():
+    job = parse_job(
+        "name: x\nsteps: 3\nbatch_size: 10\nmicrobatches: 5\nmodel: {function: examples.gpt:layers, args: "
+        "{vocab: 23, width: 20, depth: 2, heads: 5, context: 8}}\nloss: examples.gpt:loss\n"
+        "data: helpers.shard_grid:Tokens\noptimizer: torch.optim:AdamW\nplan: {stages: 2, shards: 2, styles: {'*.up': whole, "
+        "'*.down': whole}, sequence_parallel: true}\n"
+    )
+    spec = job.to_spec()
+    checked = preflight(spec)
+    planned = choose(spec, checked, job.to_plan, "1f1b", job.workers)
+    assert planned.plan.world == job.workers == 4 and planned.plan.describe() == "2 stages x 1 replica x 2 shards"
+    assert len(graph("gpt").layers) == 8 and len(checked.graph.layers) == 4

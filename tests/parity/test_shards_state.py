@@ -1,0 +1,129 @@
+"""Checkpoints of runs with shards: by name and slice, read under any other number of shards, and by one process."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import same_shards
+from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, steps_of
+
+from raypar.errors import CheckpointError
+from raypar.model.build import parameter_shapes
+from raypar.model.tensor_parallel.build import slice_of
+from raypar.plan import ParallelPlan
+from raypar.worker import checkpoint
+from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.local_run import LocalJob
+from raypar.worker.numerics import weights_hash
+
+BEFORE, AFTER = 2, 4
+"""Steps."""
+
+
+def save(local: LocalJob, root: Path, done: int) -> Path:
+    """What the driver does: all workers write, one commits."""
+    folder = checkpoint.begin(root, done)
+    for core in local.cores:
+        core.save(folder, done)
+    records = [core.save_result() for core in local.cores]
+    return checkpoint.commit(folder, records, steps_done=done, contract=checkpoint.contract_of(local.spec))
+
+
+def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
+    return ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=len(graph(model).layers))
+
+
+def trained(spec, plan, steps: range, root: Path, resume: Path | None = None, *, model: str = "gpt") -> Path:
+    """The checkpoint after these steps."""
+    with LocalJob(spec, plan, "1f1b", graph=graph(model)) as local:
+        for core in local.cores if resume is not None else ():
+            core.load(resume)
+        for step in steps:
+            local.step(step)
+        return save(local, root, steps.stop)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize(
+    "before, after",
+    [((1, 2, 2), (2, 1, 3)), ((2, 1, 3), (1, 2, 1)), ((1, 1, 1), (1, 2, 4)), ((1, 1, 4), (2, 2, 2))],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_them_at_the_same_step(
+    before, after, sequence, tmp_path
+):
+    """replicas x stages x shards"""
+    job = Cell("gpt", "1f1b", (1,), (1,), 5, sequence).job
+    path = trained(job, mesh("gpt", *before), range(BEFORE), tmp_path)
+    checkpoint.check_model(checkpoint.verify(path), parameter_shapes(graph("gpt")))
+    last = trained(job, mesh("gpt", *after), range(BEFORE, AFTER), tmp_path, path)
+
+    like, (first, second) = initial(job), (before[2], after[2])
+    made = steps_of(job, range(BEFORE), first, same_shards.gpt_slices(like, HEADS, first))
+    whole = same_shards.gpt_whole(made.slices, like, HEADS)
+    assert checkpoint.hash_of(path) == weights_hash(whole)
+    kinds = {
+        kind: same_shards.gpt_slices(
+            same_shards.gpt_whole([{n: s[kind] for n, s in mine.items()} for mine in made.state], like, HEADS), HEADS, second
+        )
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    state = [
+        {name: {"step": torch.tensor(float(BEFORE)), **{kind: kinds[kind][i][name] for kind in kinds}} for name in like}
+        for i in range(second)
+    ]
+    end = steps_of(job, range(BEFORE, AFTER), second, same_shards.gpt_slices(whole, HEADS, second), state)
+    assert checkpoint.hash_of(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_every_plan_of_as_many_shards_writes_the_same_weights(shards, tmp_path):
+    job = Cell("llama", "1f1b", (1,), (1,), 4, True).job
+    hashes = set()
+    for number, (replicas, stages) in enumerate([(1, 1), (2, 1), (1, 2), (2, 2)]):
+        if replicas * stages * shards <= 8:
+            path = trained(job, mesh("llama", replicas, stages, shards), range(2), tmp_path / str(number), model="llama")
+            hashes.add(checkpoint.hash_of(path))
+    assert len(hashes) == 1
+
+
+def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_path):
+    """Two key heads on four shards; tied ends; what all hold is written by one of them, in turn."""
+    job = Cell("llama", "1f1b", (1,), (1,), 4).job
+    with LocalJob(job, mesh("llama", 2, 1, 4), "1f1b", graph=graph("llama")) as local:
+        local.step(0)
+        path = save(local, tmp_path, 1)
+        found = checkpoint.read_tensors(path)
+        for (name, shards, shard), parameter, state in held(local):
+            layout = layout_for("llama", shards)
+            for kind, value in {PARAMETER: parameter.detach(), **state}.items():
+                whole = found[name][kind]
+                assert torch.equal(slice_of(layout, name, whole, shard) if value.dim() else whole, value), (name, kind)
+    manifest = checkpoint.verify(path)
+    sizes = {name: shape.numel() for name, shape in parameter_shapes(graph("llama")).items()}
+    written = dict.fromkeys(sizes, 0)
+    files = set()
+    for entry in manifest.entries:
+        if entry.kind == PARAMETER:
+            written[entry.name] += torch.empty([b - a for a, b in entry.slice], device="meta").numel()
+            if entry.name not in layout_for("llama", 4).cuts:
+                files.add(entry.file)
+    assert written == sizes and len(files) > 4
+    assert manifest.ties == {"head.lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_styles_are_part_of_what_a_resumed_run_must_not_change(tmp_path):
+    job = Cell("gpt", "1f1b", (1,), (1,), 4).job
+    path = trained(job, mesh("gpt", 1, 1, 2), range(1), tmp_path)
+    manifest = checkpoint.load_manifest(path)
+    assert not {"styles", "sequence_parallel"} & manifest.contract.keys()
+    checkpoint.check_contract(manifest, job)
+    for other, said in (
+        (replace(job, styles=(("*.qkv", "whole"),)), r"styles was None, is \[\['\*.qkv', 'whole'\]\]"),
+        (replace(job, sequence_parallel=True), "sequence_parallel was None, is True"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.check_contract(manifest, other)
+        with pytest.raises(CheckpointError, match="is None"):
+            checkpoint.check_contract(replace(manifest, contract=checkpoint.contract_of(other)), job)
