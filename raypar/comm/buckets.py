@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypar.comm.collectives import ALIGN, slices
 from raypar.comm.transport import Handle, Transport
+from raypar.comm.wire import FAST
 from raypar.plan.tree import Node, children, fold
 
 Rows = Mapping[Node, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
@@ -242,7 +243,7 @@ class FastBucket(Bucket):
     def post_first(self) -> Handle:
         """See `Bucket.post_first`."""
         r = self.replicas
-        return r.transport.all_reduce(self.result, group=r.group, channel=r.channel + (1 << 32))
+        return r.transport.all_reduce(self.result, group=r.group, channel=FAST + r.channel)
 
     def post_second(self) -> Handle | None:
         """See `Bucket.post_second`: nothing is left to do."""

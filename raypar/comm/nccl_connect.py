@@ -20,9 +20,10 @@ import torch
 from raypar.comm import nccl
 from raypar.comm.cpu import CpuTransport
 from raypar.comm.nccl_device import WORKER_ENVIRONMENT, Device
-from raypar.comm.nccl_lane import COLLECTIVES, Lane, Wire
+from raypar.comm.nccl_lane import Lane
 from raypar.comm.nccl_transport import NcclTransport
 from raypar.comm.transport import Handle
+from raypar.comm.wire import COLLECTIVES, Wire
 from raypar.errors import ClusterError, CommError, CommTimeout
 
 HELLO, READY = 1, 2

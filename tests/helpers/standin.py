@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from raypar.comm.nccl_lane import COLLECTIVES, Wire
+from raypar.comm.wire import COLLECTIVES, Wire
 
 SOURCE = Path(__file__).parents[1] / "standin" / "nccl.c"
 BUILD_S = 120

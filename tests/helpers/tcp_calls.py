@@ -9,7 +9,7 @@ from helpers.parity import STEPS, Layout
 
 from raypar.comm.cpu import CpuMesh
 from raypar.comm.nccl_connect import connect as connect_nccl
-from raypar.comm.nccl_lane import Wire
+from raypar.comm.wire import Wire
 from raypar.plan import ParallelPlan
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.core import WorkerCore

@@ -1,0 +1,89 @@
+"""Which wires a worker's part of a plan needs: known before anything is built, because NCCL's communicators are made first.
+
+Only what moves memory of the device is counted. Host memory (votes, counts of gradients, the mirror, lists of state) and
+barriers travel over the control transport's sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from raypar.comm.wire import FAST, SHARDS, Wire
+from raypar.elastic.holdings import Move
+from raypar.plan import Microbatches, ParallelPlan, Routing, Tie
+from raypar.plan.tree import cover
+from raypar.schedule.assignment import Assignment
+from raypar.schedule.instructions import Recv, Send
+
+
+def wires_of(
+    assignment: Assignment | None,
+    rank: int,
+    cut: Microbatches,
+    *,
+    fast: bool = False,
+    sequence: bool = False,
+    moves: Iterable[Move] = (),
+    ranks: Mapping[int, int] | None = None,
+) -> frozenset[Wire]:
+    """All of one rank; the members of a wire all name it. Without an assignment: of one that only hands state over.
+
+    `cut`: of a training step; `fast`: `reduction: fast`; `sequence`: sequence parallelism between the layers of a stage;
+    `moves`: state that changes hands when the generation begins, `ranks`: worker -> rank in it.
+    """
+    found = set(_moves(moves, ranks or {}, rank))
+    if assignment is not None:
+        plan = assignment.plan
+        for instruction in (*assignment.program, *assignment.validation_program):
+            if isinstance(instruction, Send):
+                found.add(Wire((rank, instruction.peer), "message"))
+            elif isinstance(instruction, Recv):
+                found.add(Wire((instruction.peer, rank), "message"))
+        found |= {wire for wire in _ties(plan, assignment.crossing.ties) if rank in wire.members}
+        for stage in plan.stages_of(rank):
+            found |= set(_reduction(Routing(plan, cut), stage, plan.seats[rank].shard, fast))
+            found |= set(_shards(plan, stage, plan.seats[rank].replica, sequence))
+    return frozenset(found)
+
+
+def _moves(moves: Iterable[Move], ranks: Mapping[int, int], rank: int) -> Iterator[Wire]:
+    for move in moves:
+        pair = (ranks[move.source], ranks[move.dest])
+        if rank in pair and pair[0] != pair[1]:
+            yield Wire(pair, "message")
+
+
+def _ties(plan: ParallelPlan, ties: Iterable[Tie]) -> Iterator[Wire]:
+    """Every worker with a tied parameter gets its gradients in other workers' stages, from one replica of those
+    (`StepEnd.exchange_ties`)."""
+    for tie in ties:
+        for source in tie.stages:
+            for stage in tie.stages:
+                if plan.stages[source].position == plan.stages[stage].position:
+                    continue
+                for replica in range(plan.stages[stage].replicas):
+                    sender = replica % plan.stages[source].replicas
+                    for shard in range(plan.stages[stage].shards):
+                        yield Wire((plan.rank(source, sender, shard), plan.rank(stage, replica, shard)), "message")
+
+
+def _reduction(routing: Routing, stage: int, shard: int, fast: bool) -> Iterator[Wire]:
+    """Gradients over the replicas of a stage (`comm.reduction`)."""
+    group = routing.plan.replica_ranks(stage, shard)
+    if len(group) == 1:
+        return
+    if fast:
+        yield Wire(group, "all_reduce", FAST + stage)
+        return
+    subtrees = [len(cover(routing.run(stage, r), routing.microbatches.blocks)) for r in range(len(group))]
+    if subtrees != [1, 1]:  # two with one subtree each swap them whole
+        yield Wire(group, "all_to_all", stage)
+    yield Wire(group, "all_gather", stage)
+
+
+def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool) -> Iterator[Wire]:
+    """What the layers of one replica do together (`model.tensor_parallel.group.ShardGroup`)."""
+    group = tuple(plan.rank(stage, replica, shard) for shard in range(plan.stages[stage].shards))
+    if len(group) > 1:
+        for operation in ("all_reduce", "all_gather", *(["reduce_scatter"] if sequence else [])):
+            yield Wire(group, operation, SHARDS + stage)

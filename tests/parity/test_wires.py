@@ -1,0 +1,138 @@
+"""The wires that a plan needs are known before anything is built: those that its workers then use, and no others, but for
+what turns out to be undefined, and reductions of stages without parameters."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.parity import Layout, layouts
+
+from raypar.comm.wire import COLLECTIVES, FAST, SHARDS, Wire
+from raypar.elastic.holdings import Move, Piece
+from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.schedule import registry
+from raypar.schedule.assignment import assign
+from raypar.worker.local_run import LocalJob
+from raypar.worker.spec import ValidationSpec
+from raypar.worker.wires import wires_of
+
+GRID = [layout for layout in layouts() if layout.plan.world > 1]
+CORNERS = [
+    Layout("tangled", "1f1b", (2, 2), 4),
+    Layout("plain", "interleaved", (2, 2), 5, chunks=4),
+    Layout("tangled", "zb-v", (2, 2), 7),
+    Layout("tangled", "gpipe", (1, 2, 3, 1), 8),
+    Layout("tangled", "1f1b", (3, 3), 7, blocks=5),
+    Layout("tangled", "1f1b", (2, 2), 5, blocks=1),
+]
+
+
+@contextlib.contextmanager
+def overheard(transport, used, undefined):
+    """What the rank would have a GPU's memory moved by is added to `used`. In these jobs that is fp32 and what stages hand on;
+    votes are fp64. Gradients that are undefined, which is known too late, are empty vectors of the host's."""
+
+    def send(tensor, *, to, tag, call=transport.send):
+        if tensor.dtype != torch.float64:
+            (undefined if tensor.shape == (0,) else used).add(Wire((transport.rank, to), "message"))
+        return call(tensor, to=to, tag=tag)
+
+    def collective(name):
+        call = getattr(transport, name)
+
+        def listened(first, *rest, group, channel=0, **more):
+            tensors = [first] if isinstance(first, torch.Tensor) else first
+            if len(group) > 1 and tensors[0].dtype == torch.float32:
+                used.add(Wire(tuple(group), name, channel))
+            return call(first, *rest, group=group, channel=channel, **more)
+
+        return listened
+
+    transport.send = send
+    for name in COLLECTIVES:
+        setattr(transport, name, collective(name))
+    yield
+
+
+def check(layout, **changes):
+    job = replace(layout.job, steps=1, **changes)
+    with LocalJob(job, layout.plan, layout.schedule) as run, contextlib.ExitStack() as stack:
+        wanted = {
+            wire
+            for rank, core in enumerate(run.cores)
+            for wire in wires_of(core.assignment, rank, job.cut, fast=job.reduction == "fast")
+        }
+        used, undefined = set(), set()
+        for transport in run.mesh.transports:
+            stack.enter_context(overheard(transport, used, undefined))
+        run.step(0)
+        if job.validation is not None:
+            run.validate(0)
+        untrained = {index for core in run.cores for index, stage in core.stages.items() if not stage.uses}
+    assert used <= wanted
+    assert not {w for w in wanted - used - undefined if w.operation == "message" or w.channel % FAST not in untrained}
+
+
+@pytest.mark.parametrize("layout", CORNERS, ids=str)
+def test_a_step_uses_exactly_the_wires_of_its_plan(layout):
+    check(layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", GRID, ids=str)
+def test_a_step_of_each_layout_uses_exactly_the_wires_of_its_plan(layout):
+    check(layout)
+
+
+def test_a_plain_all_reduce_of_gradients_has_other_wires():
+    check(Layout("tangled", "1f1b", (2, 2), 4), reduction="fast")
+
+
+@pytest.mark.parametrize("layout", CORNERS[:3], ids=str)
+def test_validation_needs_no_pair_of_workers_that_was_not_connected(layout):
+    """Its microbatches are cut otherwise, so that other replicas meet."""
+    check(layout, validation=ValidationSpec(layout.job.data, samples=13))
+
+
+def programs(plan, *, schedule="1f1b", microbatches=6):
+    cut = Microbatches(microbatches, 0, 2 * microbatches)
+    order = registry.build(schedule, Routing(plan, cut))
+    return cut, assign(order, plan, Crossing.chain(len(plan.stages)), cut)
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (2, 2), (2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (1, 2), (3, 1)])
+def test_all_members_of_a_wire_name_it(replicas, shards):
+    plan = ParallelPlan.of(replicas, shards=shards, layers=4)
+    cut, parts = programs(plan)
+    named = [wires_of(part, rank, cut, sequence=True) for rank, part in enumerate(parts)]
+    for wires in named:
+        for wire in wires:
+            assert all(wire in named[member] for member in wire.members), wire
+    for rank, wires in enumerate(named):
+        assert all(rank in wire.members for wire in wires)
+
+
+def test_shards_have_wires_of_their_own_and_reduce_with_the_same_shard_of_other_replicas():
+    plan = ParallelPlan.of((3,), shards=(2,), layers=2)
+    cut, parts = programs(plan)
+    assert wires_of(parts[2], 2, cut) == {  # replica 1, shard 0
+        Wire((2, 3), "all_reduce", SHARDS),
+        Wire((2, 3), "all_gather", SHARDS),
+        Wire((0, 2, 4), "all_to_all", 0),
+        Wire((0, 2, 4), "all_gather", 0),
+    }
+    assert Wire((2, 3), "reduce_scatter", SHARDS) in wires_of(parts[2], 2, cut, sequence=True)
+    assert Wire((0, 2, 4), "all_reduce", FAST) in wires_of(parts[2], 2, cut, fast=True)
+
+
+def test_state_that_changes_hands_has_wires_and_who_has_no_seat_has_no_others():
+    plan = ParallelPlan.of((1, 1), layers=2)
+    cut, parts = programs(plan)
+    ranks = {5: 0, 8: 1, 3: 2}
+    moves = (Move(3, 8, Piece("a", 0, 4)), Move(3, 8, Piece("b", 0, 4)), Move(8, 8, Piece("c", 0, 4)))
+    assert wires_of(None, 2, cut, moves=moves, ranks=ranks) == {Wire((2, 1), "message")}
+    alone = wires_of(parts[1], 1, cut)
+    assert wires_of(parts[1], 1, cut, moves=moves, ranks=ranks) == alone | {Wire((2, 1), "message")}
+    assert wires_of(parts[0], 0, cut, moves=moves, ranks=ranks) == wires_of(parts[0], 0, cut)
