@@ -61,6 +61,8 @@ class Device(Protocol):
 
     name: str
     """For messages."""
+    device: torch.device
+    """Where PyTorch puts tensors that `owns` is true of."""
     identity: str
     """Differs between any two ranks that do not share a device."""
     most_lanes: int

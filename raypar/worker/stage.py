@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.comm.memory import CPU
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
@@ -20,6 +21,7 @@ from raypar.model.split_linear import Stash, split_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.worker.accumulate import Accumulator, Ready
+from raypar.worker.device import seeder
 from raypar.worker.spec import JobSpec
 
 Batch = Mapping[str, Tensor]
@@ -159,6 +161,7 @@ class Stage:
     `uses`: (qualified name, shape, dtype) of every trainable use of a parameter, in layer order. `parameters`: canonical
     name -> parameter, frozen ones too. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
     `values`: the parameters' tensors (canonical names), which the stage makes its own; without them they are initialised.
+    `device`: where it computes; values given lie there.
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class Stage:
         loss_fn: Callable[..., Any],
         split: bool = False,
         values: Mapping[str, Tensor] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         here = plan.stages[index]
         self.graph, self.index, self.spec = graph, index, spec
@@ -189,6 +193,10 @@ class Stage:
 
         dtype = getattr(torch, spec.dtype)
         self.modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
+        if device != CPU:
+            for module in self.modules.values():
+                module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
+        self._seed = seeder(device)
         self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         """What a constructor has put into evaluation mode stays in it."""
         self._training = True
@@ -303,7 +311,7 @@ class Stage:
                     value = value.detach().requires_grad_()
                     live.received.setdefault(name, []).append(value)
                 inputs.append(value)
-            torch.default_generator.manual_seed(own_seed)
+            self._seed(own_seed)
             outputs = self._run(call, microbatch, inputs if call.order is None else [inputs[place] for place in call.order])
             if len(outputs) == 1:
                 values[call.layer.outputs[0]] = outputs[0]

@@ -212,6 +212,7 @@ class HostDevice:
 
     def __init__(self, identity: str, most_lanes: int = 1000, only: frozenset[torch.dtype] | None = None) -> None:
         self.name = "cpu"
+        self.device = torch.device("cpu")
         self.only = only
         self.identity = identity
         self.most_lanes = most_lanes

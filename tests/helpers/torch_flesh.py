@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from raypar.comm.local import LocalMesh
+from raypar.comm.memory import CPU
 from raypar.elastic import actions as do
 from raypar.elastic.buddies import buddies
 from raypar.elastic.holdings import WholeParameters
@@ -39,6 +40,7 @@ class TorchJob:
     lowered: dict[Any, tuple[Assignment, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Of all simulations: lowering takes longer than a step."""
     mirror_every: int = 0
+    device: torch.device = CPU
 
     @property
     def steps(self) -> int:
@@ -71,7 +73,7 @@ class TorchFlesh:
         return body
 
     def make_body(self, number: int) -> WorkerBody:
-        return WorkerBody(WorkerCore(self.job.spec, graph=self.job.graph), number)
+        return WorkerBody(WorkerCore(self.job.spec, graph=self.job.graph, device=self.job.device), number)
 
     def connect(self, order: do.Adopt, dead: set[int]) -> tuple[LocalMesh, tuple[int, ...]]:
         workers = (*order.members, *order.sources)
@@ -142,7 +144,8 @@ class TorchFlesh:
                 digest = hashlib.sha256()
                 for key in sorted(kept):
                     value = kept[key]
-                    digest.update(value.contiguous().numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
+                    whole = value.contiguous().cpu() if hasattr(value, "numpy") else None
+                    digest.update(repr(value).encode() if whole is None else whole.numpy().tobytes())
                 assert PARAMETER in kept
                 assert found.setdefault(name, digest.digest()) == digest.digest(), self.world.tell(f"holders of {name} differ")
         total = hashlib.sha256(b"".join(name.encode() + found[name] for name in sorted(found))).digest()
