@@ -85,7 +85,7 @@ class DriverActor:
         self.request = request
         self.machine = machine = RunMachine(request.course, plan=request.plan, layout=WholeParameters(request.outline.elements))
         self.plans = plans = Plans(request)
-        self.pool = pool = Pool(request.run)
+        self.pool = pool = Pool(request.run, request.gpus, request.environment)
         self.recorder = recorder = Recorder(request)
         self.status = Status(request)
         self.effects = effects = Effects(recorder, machine, news, tasks)

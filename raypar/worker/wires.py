@@ -6,32 +6,20 @@ barriers travel over the control transport's sockets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from raypar.comm.wire import FAST, SHARDS, Wire
-from raypar.elastic.holdings import Move
-from raypar.plan import Microbatches, ParallelPlan, Routing, Tie
+from raypar.elastic.part import Part
+from raypar.plan import ParallelPlan, Routing, Tie
 from raypar.plan.tree import cover
-from raypar.schedule.assignment import Assignment
 from raypar.schedule.instructions import Recv, Send
+from raypar.worker.spec import JobSpec
 
 
-def wires_of(
-    assignment: Assignment | None,
-    rank: int,
-    cut: Microbatches,
-    *,
-    fast: bool = False,
-    sequence: bool = False,
-    moves: Iterable[Move] = (),
-    ranks: Mapping[int, int] | None = None,
-) -> frozenset[Wire]:
-    """All of one rank; the members of a wire all name it. Without an assignment: of one that only hands state over.
-
-    `cut`: of a training step; `fast`: `reduction: fast`; `sequence`: sequence parallelism between the layers of a stage;
-    `moves`: state that changes hands when the generation begins, `ranks`: worker -> rank in it.
-    """
-    found = set(_moves(moves, ranks or {}, rank))
+def wires_of(part: Part, rank: int, spec: JobSpec, *, sequence: bool = False) -> frozenset[Wire]:
+    """All that one rank needs in a generation; the members of a wire all name it. `sequence`: of the shards' layers
+    (sequence parallelism)."""
+    assignment, found = part.assignment, set(_moves(part, rank))
     if assignment is not None:
         plan = assignment.plan
         for instruction in (*assignment.program, *assignment.validation_program):
@@ -41,14 +29,16 @@ def wires_of(
                 found.add(Wire((instruction.peer, rank), "message"))
         found |= {wire for wire in _ties(plan, assignment.crossing.ties) if rank in wire.members}
         for stage in plan.stages_of(rank):
-            found |= set(_reduction(Routing(plan, cut), stage, plan.seats[rank].shard, fast))
+            fast = spec.reduction == "fast"
+            found |= set(_reduction(Routing(plan, spec.cut), stage, plan.seats[rank].shard, fast))
             found |= set(_shards(plan, stage, plan.seats[rank].replica, sequence))
     return frozenset(found)
 
 
-def _moves(moves: Iterable[Move], ranks: Mapping[int, int], rank: int) -> Iterator[Wire]:
-    for move in moves:
-        pair = (ranks[move.source], ranks[move.dest])
+def _moves(part: Part, rank: int) -> Iterator[Wire]:
+    """State that changes hands when the generation begins; also from who has no seat in it."""
+    for move in part.moves:
+        pair = (part.ranks[move.source], part.ranks[move.dest])
         if rank in pair and pair[0] != pair[1]:
             yield Wire(pair, "message")
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import ugly_models
 from helpers.parity import Layout, layouts
 
 from raypar.comm.wire import COLLECTIVES, FAST, SHARDS, Wire
 from raypar.elastic.holdings import Move, Piece
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.elastic.part import Part
+from raypar.plan import Crossing, ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.schedule.assignment import assign
 from raypar.worker.local_run import LocalJob
@@ -58,11 +60,7 @@ def overheard(transport, used, undefined):
 def check(layout, **changes):
     job = replace(layout.job, steps=1, **changes)
     with LocalJob(job, layout.plan, layout.schedule) as run, contextlib.ExitStack() as stack:
-        wanted = {
-            wire
-            for rank, core in enumerate(run.cores)
-            for wire in wires_of(core.assignment, rank, job.cut, fast=job.reduction == "fast")
-        }
+        wanted = {w for rank, core in enumerate(run.cores) for w in wires_of(Part(core.assignment, {}, 0), rank, job)}
         used, undefined = set(), set()
         for transport in run.mesh.transports:
             stack.enter_context(overheard(transport, used, undefined))
@@ -95,18 +93,20 @@ def test_validation_needs_no_pair_of_workers_that_was_not_connected(layout):
     check(layout, validation=ValidationSpec(layout.job.data, samples=13))
 
 
-def programs(plan, *, schedule="1f1b", microbatches=6):
-    cut = Microbatches(microbatches, 0, 2 * microbatches)
-    order = registry.build(schedule, Routing(plan, cut))
-    return cut, assign(order, plan, Crossing.chain(len(plan.stages)), cut)
+JOB = ugly_models.job(microbatches=6)
+
+
+def parts_of(plan, ranks=None, moves=()):
+    order = registry.build("1f1b", Routing(plan, JOB.cut))
+    made = assign(order, plan, Crossing.chain(len(plan.stages)), JOB.cut)
+    return [Part(assignment, ranks or {}, 0, moves) for assignment in made]
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2), (2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (1, 2), (3, 1)])
 def test_all_members_of_a_wire_name_it(replicas, shards):
     plan = ParallelPlan.of(replicas, shards=shards, layers=4)
-    cut, parts = programs(plan)
-    named = [wires_of(part, rank, cut, sequence=True) for rank, part in enumerate(parts)]
+    named = [wires_of(part, rank, JOB, sequence=True) for rank, part in enumerate(parts_of(plan))]
     for wires in named:
         for wire in wires:
             assert all(wire in named[member] for member in wire.members), wire
@@ -116,23 +116,23 @@ def test_all_members_of_a_wire_name_it(replicas, shards):
 
 def test_shards_have_wires_of_their_own_and_reduce_with_the_same_shard_of_other_replicas():
     plan = ParallelPlan.of((3,), shards=(2,), layers=2)
-    cut, parts = programs(plan)
-    assert wires_of(parts[2], 2, cut) == {  # replica 1, shard 0
+    part = parts_of(plan)[2]
+    assert wires_of(part, 2, JOB) == {  # replica 1, shard 0
         Wire((2, 3), "all_reduce", SHARDS),
         Wire((2, 3), "all_gather", SHARDS),
         Wire((0, 2, 4), "all_to_all", 0),
         Wire((0, 2, 4), "all_gather", 0),
     }
-    assert Wire((2, 3), "reduce_scatter", SHARDS) in wires_of(parts[2], 2, cut, sequence=True)
-    assert Wire((0, 2, 4), "all_reduce", FAST) in wires_of(parts[2], 2, cut, fast=True)
+    assert Wire((2, 3), "reduce_scatter", SHARDS) in wires_of(part, 2, JOB, sequence=True)
+    assert Wire((0, 2, 4), "all_reduce", FAST) in wires_of(part, 2, replace(JOB, reduction="fast"))
 
 
 def test_state_that_changes_hands_has_wires_and_who_has_no_seat_has_no_others():
     plan = ParallelPlan.of((1, 1), layers=2)
-    cut, parts = programs(plan)
     ranks = {5: 0, 8: 1, 3: 2}
     moves = (Move(3, 8, Piece("a", 0, 4)), Move(3, 8, Piece("b", 0, 4)), Move(8, 8, Piece("c", 0, 4)))
-    assert wires_of(None, 2, cut, moves=moves, ranks=ranks) == {Wire((2, 1), "message")}
-    alone = wires_of(parts[1], 1, cut)
-    assert wires_of(parts[1], 1, cut, moves=moves, ranks=ranks) == alone | {Wire((2, 1), "message")}
-    assert wires_of(parts[0], 0, cut, moves=moves, ranks=ranks) == wires_of(parts[0], 0, cut)
+    handed = Wire((2, 1), "message")
+    assert wires_of(Part(None, ranks, 0, moves), 2, JOB) == {handed}
+    alone, parts = parts_of(plan), parts_of(plan, ranks, moves)
+    assert wires_of(parts[1], 1, JOB) == wires_of(alone[1], 1, JOB) | {handed}
+    assert wires_of(parts[0], 0, JOB) == wires_of(alone[0], 0, JOB)
