@@ -133,14 +133,14 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
         request = _request(spec, checked, planned, options)
     except UserCodeError as error:
         raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
-    say("planned", describe(planned))
+    gpus = int(spec.device == "gpu")
+    say("planned", describe(planned) + "\ntimes are of this machine's processors, not of GPUs" * gpus)
     from raypar.actors.cluster_watch import capacity, require
     from raypar.actors.local_ray import connected
 
     most, elastic = planned.plan.world, options.elastic
     if elastic is not None:
         most = max(most, elastic.max_workers or 0) + elastic.standbys
-    gpus = int(spec.device == "gpu")
     with connected(options.address, most, Path.cwd(), options.local_nodes, bool(gpus)) as connection:
         require(planned.plan.world, capacity(), gpus)
         folder = options.folder(planned)

@@ -91,7 +91,7 @@ class WorkerActor:
 
             gpu = CudaDevice()
             device = gpu.device
-            settle(device)
+            settle(device, exact=self.spec.reduction == "canonical")
             self.mesh = NcclMesh.listen(host, gpu)
         else:
             self.mesh = CpuMesh.listen(host)

@@ -26,6 +26,7 @@ from raypar.worker.core import StepReport, ValidationReport, WorkerCore
 from raypar.worker.mirror import Kept, Mirror
 from raypar.worker.optimizer import load_state, state_of
 from raypar.worker.tags import state_tag
+from raypar.worker.wires import direct_moves
 
 
 class WorkerBody:
@@ -161,14 +162,15 @@ class WorkerBody:
             if move.dest == self.worker:
                 incoming.setdefault(move.source, []).append(move.piece.name)
         headers = {w: transport.recv(None, source=part.ranks[w], tag=state_tag(0)) for w in incoming}
-        sent = []
+        sent, direct = [], direct_moves(part)
         for dest, names in outgoing.items():
             tensors: list[Tensor] = []
             lines: list[tuple[str, str, Any]] = []
             for name in names:
                 for key, value in base[name].items():
                     if isinstance(value, Tensor):
-                        tensors.append(value.detach().contiguous())
+                        value = value.detach().contiguous()
+                        tensors.append(value if (transport.rank, part.ranks[dest]) in direct else value.cpu())
                         lines.append((name, key, None))
                     else:
                         lines.append((name, key, (value,)))

@@ -15,11 +15,12 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What a GPU worker's process is to be started with, or cuBLAS may take a sum's order from what else the GPU is doing."""
 
 
-def settle(device: torch.device) -> None:
-    """Once per process: the same numbers again, whatever the hour (DESIGN 4.5). Operations that have no such way warn."""
-    if device == CPU:
+def settle(device: torch.device, *, exact: bool) -> None:
+    """Once per process. `exact`: the same numbers again, whatever the hour (DESIGN 4.5); operations that cannot promise that
+    raise, because a warning would leave those that can as they are (memory-efficient attention)."""
+    if device == CPU or not exact:
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would write all memory once more
     torch.backends.cudnn.benchmark = False
 

@@ -6,6 +6,7 @@ barriers travel over the control transport's sockets.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from raypar.comm.wire import FAST, SHARDS, Wire
@@ -15,11 +16,16 @@ from raypar.plan.tree import cover
 from raypar.schedule.instructions import Recv, Send
 from raypar.worker.spec import JobSpec
 
+MOST_DIRECT = 8
+"""A communicator each, beside those of the steps, of which there are some tens at most; and making one takes time in which
+everybody waits."""
+
 
 def wires_of(part: Part, rank: int, spec: JobSpec, *, sequence: bool = False) -> frozenset[Wire]:
     """All that one rank needs in a generation; the members of a wire all name it. `sequence`: of the shards' layers
     (sequence parallelism)."""
-    assignment, found = part.assignment, set(_moves(part, rank))
+    assignment = part.assignment
+    found = {Wire(pair, "message") for pair in direct_moves(part) if rank in pair}
     if assignment is not None:
         plan = assignment.plan
         for instruction in (*assignment.program, *assignment.validation_program):
@@ -35,12 +41,13 @@ def wires_of(part: Part, rank: int, spec: JobSpec, *, sequence: bool = False) ->
     return frozenset(found)
 
 
-def _moves(part: Part, rank: int) -> Iterator[Wire]:
-    """State that changes hands when the generation begins; also from who has no seat in it."""
-    for move in part.moves:
-        pair = (part.ranks[move.source], part.ranks[move.dest])
-        if rank in pair and pair[0] != pair[1]:
-            yield Wire(pair, "message")
+def direct_moves(part: Part) -> frozenset[tuple[int, int]]:
+    """(source, dest) of state that changes hands from device to device when the generation begins; also from who has no seat in
+    it. None where somebody had more than `MOST_DIRECT` neighbours: then it all travels through host memory."""
+    pairs = {(part.ranks[move.source], part.ranks[move.dest]) for move in part.moves}
+    pairs = {pair for pair in pairs if pair[0] != pair[1]}
+    neighbours = Counter(rank for pair in pairs for rank in pair)
+    return frozenset(pairs) if max(neighbours.values(), default=0) <= MOST_DIRECT else frozenset()
 
 
 def _ties(plan: ParallelPlan, ties: Iterable[Tie]) -> Iterator[Wire]:
@@ -54,7 +61,8 @@ def _ties(plan: ParallelPlan, ties: Iterable[Tie]) -> Iterator[Wire]:
                 for replica in range(plan.stages[stage].replicas):
                     sender = replica % plan.stages[source].replicas
                     for shard in range(plan.stages[stage].shards):
-                        yield Wire((plan.rank(source, sender, shard), plan.rank(stage, replica, shard)), "message")
+                        served = shard % plan.stages[source].shards
+                        yield Wire((plan.rank(source, sender, served), plan.rank(stage, replica, shard)), "message")
 
 
 def _reduction(routing: Routing, stage: int, shard: int, fast: bool) -> Iterator[Wire]:

@@ -13,9 +13,12 @@ import torch
 from helpers import pretend, torch_flesh, ugly_models
 from helpers.parity import STEPS, Layout, expected
 
+from raypar.elastic.holdings import Move
+from raypar.elastic.part import Part
 from raypar.plan import ParallelPlan
 from raypar.worker import checkpoint
 from raypar.worker.assignment import make_graph
+from raypar.worker.body import WorkerBody
 from raypar.worker.local_run import LocalJob
 from raypar.worker.numerics import weights_hash
 from raypar.worker.optimizer import build_optimizer, load_state, state_of
@@ -119,6 +122,29 @@ def keeps(state: State, fused: bool) -> None:
             there = target is made[1]
             assert on_device(found["exp_avg"]) == there and on_device(found["step"]) == (there and fused)
             target.step()
+
+
+def hands_over(state: State, dests: int) -> set[str]:
+    """The kinds of memory from which a worker's state leaves, when so many others want it."""
+    spec = ugly_models.job("tangled", steps=1)
+    left: set[str] = set()
+
+    class Post:
+        """A transport that takes everything."""
+
+        rank = 0
+
+        def send(self, tensor: torch.Tensor, *, to: int, tag: int) -> Any:
+            if tensor.dtype == torch.float32 and tensor.dim():
+                left.add(tensor.device.type)
+
+    with LocalJob(spec, ParallelPlan.mesh(layers=len(make_graph(spec).layers)), "1f1b", device=pretend.device()) as run:
+        run.step(0)
+        body = WorkerBody(run.cores[0], 0)
+        ways = tuple(Move(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
+        part = Part(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
+        next(body._exchange(part, Post(), body._held()), None)  # type: ignore[arg-type]
+    return left
 
 
 def survives(state: State, replicas: int, stages: int, whole: bool) -> set[str]:

@@ -20,6 +20,12 @@ ON_DEVICE = frozenset({torch.float32})
 """What the jobs compute with; all else is the host's, as it would be beside a GPU."""
 
 
+def host_device() -> standin.HostDevice:
+    """For `jobs/bench/gpu.py`: what stands for this process's GPU."""
+    standin.load()
+    return standin.HostDevice(f"GPU of process {os.getpid()}", only=ON_DEVICE)
+
+
 def start(state: State, index: int, run: str, spec: bytes, gpu: str = "") -> Any:
     """As the actor is created and asked for its first call; its address. `gpu`: the one it has, if not one of its own."""
     from raypar.comm import nccl_device

@@ -19,7 +19,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from raypar.comm.wire import COLLECTIVES, Wire
@@ -34,6 +33,8 @@ SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
 
 def needs_cupy(*values: object) -> Any:
     """A parameter of tests that use the stand-in: left out where there is no wheel of CuPy; elsewhere CuPy must be there."""
+    import pytest
+
     return pytest.param(*values, marks=pytest.mark.skipif(not SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only"))
 
 

@@ -59,6 +59,11 @@ def test_an_optimizer_gets_its_state_back_where_it_keeps_it(run, fused):
     run(device_calls.keeps, fused)
 
 
+@pytest.mark.parametrize("dests, memory", [(1, pretend.NAME), (8, pretend.NAME), (9, "cpu")])
+def test_state_leaves_the_device_through_host_memory_where_too_many_want_it(run, dests, memory):
+    assert run(device_calls.hands_over, dests) == {memory}
+
+
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sample", "whole"])
 @pytest.mark.parametrize("replicas, stages", [(2, 2), (1, 4)])
 def test_state_on_a_device_survives_faults_with_the_bits_of_the_cpu(run, replicas, stages, whole):

@@ -17,7 +17,7 @@ from raypar.schedule import registry
 from raypar.schedule.assignment import assign
 from raypar.worker.local_run import LocalJob
 from raypar.worker.spec import ValidationSpec
-from raypar.worker.wires import wires_of
+from raypar.worker.wires import MOST_DIRECT, wires_of
 
 GRID = [layout for layout in layouts() if layout.plan.world > 1]
 CORNERS = [
@@ -136,3 +136,10 @@ def test_state_that_changes_hands_has_wires_and_who_has_no_seat_has_no_others():
     alone, parts = parts_of(plan), parts_of(plan, ranks, moves)
     assert wires_of(parts[1], 1, JOB) == wires_of(alone[1], 1, JOB) | {handed}
     assert wires_of(parts[0], 0, JOB) == wires_of(alone[0], 0, JOB)
+
+
+def test_state_from_more_workers_than_there_can_be_communicators_for_travels_through_host_memory():
+    for sources in (MOST_DIRECT, MOST_DIRECT + 1):
+        ranks = {worker: worker for worker in range(sources + 1)}
+        part = Part(None, ranks, 0, tuple(Move(worker, 0, Piece("a", worker, worker + 1)) for worker in range(1, sources + 1)))
+        assert len(wires_of(part, 0, JOB)) == (sources if sources <= MOST_DIRECT else 0)
