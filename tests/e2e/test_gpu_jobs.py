@@ -48,7 +48,7 @@ def joined(monkeypatch, cluster):
 )
 def test_a_plan_for_more_gpus_than_there_can_be_ends_before_anything_is_started(cluster, said, tmp_path, monkeypatch, capfd):
     asked = joined(monkeypatch, cluster)
-    status = main(["train", str(write_job(tmp_path)), "--set", "device=gpu", "--set", "plan.stages=2"])
+    status = main(["train", str(write_job(tmp_path)), "--set", "device=gpu", "--set", "plan.replicas=1"])
     err = capfd.readouterr().err
     assert status == 1 and asked == [True]
     assert said in err and "cure: " in err and err.count("error: ") == 1
@@ -66,7 +66,7 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
     monkeypatch.setattr("raypar.actors.client.follow", follow)
     for device, gpus in (("gpu", 2), ("cpu", 0)):
         joined(monkeypatch, Capacity(1, 8, 8, None, gpus=gpus))
-        sets = [f"device={device}", "plan.stages=2", "elastic=true"]
+        sets = [f"device={device}", "plan.replicas=1", "elastic=true"]
         assert main(["train", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) == 1
     on_gpu, on_cpu = seen
     assert on_gpu.gpus == 1 and on_gpu.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
