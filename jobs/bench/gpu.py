@@ -49,9 +49,14 @@ PLANS = {
 
 def lacking() -> str:
     """What this machine lacks, in a sentence; nothing if it has a GPU, and NCCL for it."""
+    import torch
+
     from raypar.comm.nccl_device import CudaDevice
     from raypar.errors import RayparError
 
+    if not torch.cuda.is_available():
+        built = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
+        return f"PyTorch {torch.__version__} sees no GPU here (it {built})."
     try:
         CudaDevice()
     except RayparError as error:
