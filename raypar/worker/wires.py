@@ -52,7 +52,7 @@ def direct_moves(part: Part) -> frozenset[tuple[int, int]]:
 
 def _ties(plan: ParallelPlan, ties: Iterable[Tie]) -> Iterator[Wire]:
     """Every worker with a tied parameter gets its gradients in other workers' stages, from one replica of those
-    (`StepEnd.exchange_ties`)."""
+    (`StepEnd.exchange_ties`); from every shard of that one, where there are not as many shards."""
     for tie in ties:
         for source in tie.stages:
             for stage in tie.stages:
@@ -61,8 +61,9 @@ def _ties(plan: ParallelPlan, ties: Iterable[Tie]) -> Iterator[Wire]:
                 for replica in range(plan.stages[stage].replicas):
                     sender = replica % plan.stages[source].replicas
                     for shard in range(plan.stages[stage].shards):
-                        served = shard % plan.stages[source].shards
-                        yield Wire((plan.rank(source, sender, served), plan.rank(stage, replica, shard)), "message")
+                        alike = plan.stages[source].shards == plan.stages[stage].shards
+                        for giver in (shard,) if alike else range(plan.stages[source].shards):
+                            yield Wire((plan.rank(source, sender, giver), plan.rank(stage, replica, shard)), "message")
 
 
 def _reduction(routing: Routing, stage: int, shard: int, fast: bool) -> Iterator[Wire]:
