@@ -269,7 +269,8 @@ class TrackerConfig(_Section):
 
 
 class Job(_Section):
-    """A whole job file. `max_time_s`, `wait_for_workers_s`: seconds; `trace_every`: steps between kept traces, 0: a few."""
+    """A whole job file. `device`: what every worker has one of; the bits of one kind are not those of the other. `max_time_s`,
+    `wait_for_workers_s`: seconds; `trace_every`: steps between kept traces, 0: a few."""
 
     name: str
     seed: int = 0
@@ -293,6 +294,7 @@ class Job(_Section):
     run_dir: str = "runs/"
     reduction: Literal["canonical", "fast"] = "canonical"
     dtype: Literal["float32", "float64"] = "float32"
+    device: Literal["cpu", "gpu"] = "cpu"
     threads: PositiveInt = 1
     non_finite: Literal["stop", "skip"] = "stop"
     max_time_s: PositiveFloat | None = None
@@ -373,6 +375,7 @@ class Job(_Section):
             clip_norm=self.clip_norm,
             validation=ValidationSpec(validation.to_data(), validation.every, validation.samples) if validation else None,
             dtype=self.dtype,
+            device=self.device,
             threads=self.threads,
             reduction=self.reduction,
             non_finite=self.non_finite,

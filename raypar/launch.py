@@ -30,6 +30,11 @@ MIRROR_COST = 0.02
 """Of the steps' time, when `elastic.mirror` is auto."""
 
 
+GPU_COURSE = {"adopt_s": 90.0, "stand_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
+"""Seconds: a generation's communicators have to be made (`nccl_mesh.MAKING_S`), and the last one's aborted
+(`nccl_transport.ABORT_S`). Nobody has measured how long that takes on a GPU."""
+
+
 @dataclass(frozen=True)
 class Planned:
     """A plan with its schedule, and why it was chosen (one or more lines, may be empty)."""
@@ -128,15 +133,16 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
         request = _request(spec, checked, planned, options)
     except UserCodeError as error:
         raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
-    say("planned", describe(planned))
+    gpus = int(spec.device == "gpu")
+    say("planned", describe(planned) + "\ntimes are of this machine's processors, not of GPUs" * gpus)
     from raypar.actors.cluster_watch import capacity, require
     from raypar.actors.local_ray import connected
 
     most, elastic = planned.plan.world, options.elastic
     if elastic is not None:
         most = max(most, elastic.max_workers or 0) + elastic.standbys
-    with connected(options.address, most, Path.cwd(), options.local_nodes) as connection:
-        require(planned.plan.world, capacity())
+    with connected(options.address, most, Path.cwd(), options.local_nodes, bool(gpus)) as connection:
+        require(planned.plan.world, capacity(), gpus)
         folder = options.folder(planned)
         done = options.first
         try:
@@ -256,7 +262,14 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
         **(elastic_course(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
+        **(GPU_COURSE if spec.device == "gpu" else {}),
     )
+    environment: dict[str, str] = {}
+    if spec.device == "gpu":
+        from raypar.comm.nccl_device import WORKER_ENVIRONMENT
+        from raypar.worker.device import ENVIRONMENT
+
+        environment = {**WORKER_ENVIRONMENT, **ENVIRONMENT}
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
@@ -282,6 +295,8 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             max_time_s=options.max_time_s,
             wait_for_workers_s=options.wait_for_workers_s,
             orphan_timeout_s=options.orphan_timeout_s,
+            gpus=int(spec.device == "gpu"),
+            environment=environment,
         )
 
     return request

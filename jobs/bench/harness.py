@@ -221,7 +221,8 @@ def environment() -> dict[str, Any]:
         [
             sys.executable,
             "-c",
-            "import importlib.metadata as m; print(*[f'{p} {m.version(p)}' for p in ('torch', 'ray', 'numpy')], sep=', ')",
+            "import importlib.metadata as m; there = {d.metadata['Name']: d.version for d in m.distributions()};"
+            "print(*[f'{p} {there[p]}' for p in ('torch', 'ray', 'numpy') if p in there], sep=', ')",
         ],
         capture_output=True,
         text=True,

@@ -20,39 +20,49 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Capacity:
-    """Logical CPUs. `ever`: what an autoscaler may bring the cluster to; None without an autoscaler."""
+    """Logical CPUs, and GPUs. `ever`: what an autoscaler may bring the cluster to; None without an autoscaler."""
 
     nodes: int
     total: int
     free: int
     ever: int | None
+    gpus: int = 0
+    gpus_ever: int | None = None
 
 
 def capacity() -> Capacity:
     """Ask Ray. `free` lags a little behind."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     total = sum(node["Resources"].get("CPU", 0.0) for node in alive)
-    return Capacity(len(alive), int(total), int(ray.available_resources().get("CPU", 0.0)), autoscaled_cpus())
+    gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive)
+    free = int(ray.available_resources().get("CPU", 0.0))
+    return Capacity(len(alive), int(total), free, autoscaled("CPU"), int(gpus), autoscaled("GPU"))
 
 
-def largest_node() -> int:
-    """CPUs of the node that has most."""
-    return max((int(node["Resources"].get("CPU", 0.0)) for node in ray.nodes() if node["Alive"]), default=0)
+def most_on_a_node(gpus: int = 0) -> int:
+    """Workers of 1 CPU, and of `gpus` GPUs, for which the node that can take most has the hardware."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    each = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
+    return max((min(int(has.get(kind, 0.0) // needed) for kind, needed in each.items()) for has in alive), default=0)
 
 
-def autoscaled_cpus() -> int | None:
-    """CPUs an autoscaler may bring, from the cluster configuration it publishes; Ray offers this in a private place only."""
+def autoscaled(resource: str) -> int | None:
+    """What an autoscaler may bring, from the cluster configuration it publishes; Ray offers this in a private place only."""
     try:
         from ray._private.state import state
 
         most = state.get_max_resources_from_cluster_config()
     except (ImportError, AttributeError):
         return None
-    return int(most["CPU"]) if most and "CPU" in most else None
+    return int(most[resource]) if most and resource in most else None
 
 
-def require(workers: int, cluster: Capacity) -> None:
-    """Raise `ClusterError` when the cluster can never have `workers` logical CPUs."""
+def require(workers: int, cluster: Capacity, gpus: int = 0) -> None:
+    """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one."""
+    if gpus:
+        from raypar.comm.nccl import judge_gpus
+
+        judge_gpus(workers, max(cluster.gpus, cluster.gpus_ever or 0))
     most = cluster.total if cluster.ever is None else max(cluster.total, cluster.ever)
     if workers > most:
         scaler = "no autoscaler adds any" if cluster.ever is None else f"its autoscaler stops at {cluster.ever}"

@@ -86,7 +86,7 @@ class DriverActor:
         layout = SlicedParameters(request.outline.elements, request.outline.cuts)
         self.machine = machine = RunMachine(request.course, plan=request.plan, layout=layout)
         self.plans = plans = Plans(request)
-        self.pool = pool = Pool(request.run)
+        self.pool = pool = Pool(request.run, request.gpus, request.environment)
         self.recorder = recorder = Recorder(request)
         self.status = Status(request)
         self.effects = effects = Effects(recorder, machine, news, tasks)

@@ -1,21 +1,29 @@
-"""What a worker computes with: versions, processor, threads, and the digest of a tiny set of kernels (DESIGN 4.5)."""
+"""What a worker computes with: versions, processor or GPU, threads, the digest of a tiny set of kernels (DESIGN 4.5)."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import raypar
+
+if TYPE_CHECKING:
+    import torch
 
 Fingerprint = Mapping[str, str]
 
 
-def fingerprint(threads: int) -> dict[str, str]:
-    """Of this process, with `threads` threads set. Takes a few milliseconds."""
+def fingerprint(threads: int, device: torch.device) -> dict[str, str]:
+    """Of this process, with `threads` threads set. Takes a few milliseconds, on a GPU its first kernels too."""
     import numpy
     import torch
 
+    on_gpu: dict[str, str] = {}
+    if device.type == "cuda":
+        on_gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+        on_gpu["cudnn"] = str(torch.backends.cudnn.version())
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # its own class: who unpickles one loads torch (1.6 s in a new driver)
@@ -24,20 +32,21 @@ def fingerprint(threads: int) -> dict[str, str]:
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads),
-        "kernels": kernels(),
+        "kernels": kernels(device),
+        **on_gpu,
     }
 
 
-def kernels() -> str:
+def kernels(device: torch.device) -> str:
     """Digest of what matrix product, exponential, normalisation and sum give for fixed numbers."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    a = torch.randn(33, 65, generator=generator)
-    b = torch.randn(65, 47, generator=generator)
+    a = torch.randn(33, 65, generator=generator).to(device)
+    b = torch.randn(65, 47, generator=generator).to(device)
     x = a @ b
     y = torch.nn.functional.layer_norm(torch.softmax(x, -1) + torch.nn.functional.gelu(x), (47,))
-    return hashlib.sha256(y.numpy().tobytes() + y.sum().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(y.cpu().numpy().tobytes() + y.sum().cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def differences(prints: Sequence[Fingerprint]) -> list[str]:

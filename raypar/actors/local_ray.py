@@ -60,7 +60,7 @@ class Connection:
 
 
 @contextlib.contextmanager
-def connected(address: str | None, workers: int, working_dir: Path, nodes: int = 1) -> Iterator[Connection]:
+def connected(address: str | None, workers: int, working_dir: Path, nodes: int = 1, gpus: bool = False) -> Iterator[Connection]:
     """Connect for the length of a run. Raises `ClusterError` when `address` does not answer.
 
     With an address (or `RAY_ADDRESS`) that cluster is joined. In a process that has called `ray.init` its cluster is used and
@@ -68,8 +68,14 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
     that ends, and leaves nothing behind. A Ray that happens to run on the machine is never attached to.
 
     `nodes`: of a Ray of our own; more than one share out the CPUs. Raises `ConfigError` when they are not `possible`.
+    `gpus`: workers need the machine's GPUs, which a Ray of our own offers only then.
     """
     possible(address, nodes)
+    if gpus and nodes > 1:
+        raise ConfigError(
+            f"{nodes} local nodes would each offer all GPUs of this machine",
+            cure="leave --local-nodes out for workers on GPUs, or set device: cpu",
+        )
     address = address or os.environ.get("RAY_ADDRESS")
     # Workers are all that our own Ray is for: other processes of the machine do not come before them, as Ray has it.
     ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir), "RAY_worker_niceness": "0"}
@@ -87,7 +93,7 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
             with without_obituaries(), joined(address, working_dir) as connection:
                 yield connection
         else:
-            with without_obituaries(), own(workers, nodes) as connection:
+            with without_obituaries(), own(workers, nodes, gpus) as connection:
                 yield connection
 
 
@@ -141,7 +147,7 @@ def answers(address: str) -> None:
 
 
 @contextlib.contextmanager
-def own(workers: int, nodes: int = 1) -> Iterator[Connection]:
+def own(workers: int, nodes: int = 1, gpus: bool = False) -> Iterator[Connection]:
     """A Ray of our own with so many raylets, in a folder of its own.
 
     Ray's processes die with this one (Ray asks the kernel for that); `cleared` sees to what is left of them, also if we are
@@ -157,7 +163,7 @@ def own(workers: int, nodes: int = 1) -> Iterator[Connection]:
                 ray.init(
                     address="local",
                     num_cpus=cpus,
-                    num_gpus=0,
+                    num_gpus=None if gpus else 0,  # None: as many as there are
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     logging_level=logging.ERROR,

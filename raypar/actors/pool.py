@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypar.actors.cluster_watch import capacity, largest_node
+from raypar.actors.cluster_watch import capacity, most_on_a_node
 from raypar.actors.worker_actor import worker_class
 from raypar.elastic.naming import named, verb
 from raypar.errors import ClusterError
@@ -32,10 +32,13 @@ def namespace(run: str) -> str:
 
 
 class Pool:
-    """Placement groups and workers by number. All detached: they outlive whoever made them, until they are removed."""
+    """Placement groups and workers by number. All detached: they outlive whoever made them, until they are removed.
 
-    def __init__(self, run: str) -> None:
-        self.run = run
+    `gpus`: of each worker; `environment`: of its process, where the job's own runtime environment does not say otherwise.
+    """
+
+    def __init__(self, run: str, gpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
+        self.run, self.gpus, self.environment = run, gpus, dict(environment or {})
         self.groups: dict[int, PlacementGroup] = {}
         """By worker number; the shards of one seat share theirs."""
         self.bundles: dict[int, int] = {}
@@ -67,7 +70,7 @@ class Pool:
                 cluster = capacity()
                 raise ClusterError(
                     f"only {there} of {plan.world} workers could be placed within {wait_s:.0f} s; the cluster has "
-                    f"{cluster.total} CPUs, {cluster.free} of them free",
+                    f"{cluster.total} CPUs, {cluster.free} of them free" + f", and {cluster.gpus} GPUs" * bool(self.gpus),
                     cure="wait for other jobs to end, add nodes, choose a smaller plan, or raise wait_for_workers_s",
                 )
             if waited - told_s > 2.0:
@@ -98,8 +101,8 @@ class Pool:
     def _group(self, number: int, bundles: int, avoid: Collection[str] = ()) -> PlacementGroup:
         selector = [{NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * bundles if avoid else None
         return placement_group(
-            [{"CPU": 1}] * bundles,
-            strategy="STRICT_PACK" if bundles == 1 or bundles <= largest_node() else "PACK",
+            [{"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}] * bundles,
+            strategy="STRICT_PACK" if bundles == 1 or bundles <= most_on_a_node(self.gpus) else "PACK",
             name=f"{namespace(self.run)}-{number}",
             lifetime="detached",
             bundle_label_selector=selector,
@@ -124,9 +127,17 @@ class Pool:
             lifetime="detached",
             num_cpus=1,
             scheduling_strategy=strategy,
+            **self._of_its_own(),
         )
         self.workers[number] = made.remote(self.run, number, spec, host, orphan_timeout_s)
         return self.workers[number]
+
+    def _of_its_own(self) -> dict[str, Any]:
+        """Of a worker with GPUs: they, and a process that is started for it."""
+        if not self.gpus:
+            return {}
+        given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+        return {"num_gpus": self.gpus, "runtime_env": {"env_vars": {**self.environment, **given}}}
 
     def find(self) -> None:
         """Take over what an earlier driver has made: all workers of the run that Ray knows, and their groups."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.elastic.machine import Course
@@ -14,7 +14,8 @@ from raypar.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run. `spec` and `assignments` are pickled for the workers; the driver passes them on unopened.
+    """One run. `gpus`: of each worker; `environment`: of its process, where the job's own runtime environment does not say
+    otherwise. `spec` and `assignments` are pickled for the workers; the driver passes them on unopened.
 
     `folder`: absolute path of the run folder; `resume`: checkpoint that workers load, None for a new run; `host`: what workers
     listen on, None for their node's address; `trace`: steps whose spans are kept for the picture; `callbacks`: pickled, they
@@ -46,3 +47,5 @@ class RunRequest:
     start_deadline_s: float = 300.0
     orphan_timeout_s: float = 60.0
     silent_s: float = 10.0
+    gpus: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)

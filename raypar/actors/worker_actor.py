@@ -73,24 +73,36 @@ class WorkerActor:
 
         from raypar.actors.fingerprint import fingerprint
         from raypar.comm.cpu import CpuMesh
+        from raypar.comm.memory import CPU
         from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
         from raypar.worker.body import WorkerBody
         from raypar.worker.core import WorkerCore
+        from raypar.worker.device import settle
         from raypar.worker.state import Writer
         from raypar.worker.warm_up import warm_up
 
         keep_freed_memory()
         self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
-        self.mesh = CpuMesh.listen(self.host or ray.util.get_node_ip_address())
-        self.core = WorkerCore(self.spec)
+        host, device = self.host or ray.util.get_node_ip_address(), CPU
+        if self.spec.device == "gpu":
+            from raypar.comm.nccl_device import CudaDevice
+            from raypar.comm.nccl_mesh import NcclMesh
+
+            gpu = CudaDevice()
+            device = gpu.device
+            settle(device, exact=self.spec.reduction == "canonical")
+            self.mesh = NcclMesh.listen(host, gpu)
+        else:
+            self.mesh = CpuMesh.listen(host)
+        self.core = WorkerCore(self.spec, device=device)
         self.body = WorkerBody(self.core, self.number)
         self.member = Member(self.number, self.body)
         self.writer = Writer()
         warm_up(self.core, data=joining)
         freeze_what_stays(collect=True)
         node = ray.get_runtime_context().get_node_id()
-        self.said = Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads))
+        self.said = Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads, device))
         return self.said
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
@@ -104,19 +116,24 @@ class WorkerActor:
 
             from raypar.comm.transport import drive
             from raypar.worker.allocator import freeze_what_stays
+            from raypar.worker.wires import wires_of
 
             torch.set_num_threads(self.spec.threads)
             self.member.hear(generation, f"generation {generation} begins")
             made = pickle.loads(part)
 
             def connect() -> Any:
+                rank, wires = made.ranks[self.number], {}
+                if self.spec.device == "gpu":
+                    wires["wires"] = wires_of(made, rank, self.spec, self.core.layout)
                 return self.mesh.connect(
-                    rank=made.ranks[self.number],
+                    rank=rank,
                     size=len(addresses),
                     addresses=addresses,
                     run=self.run,
                     generation=generation,
                     deadline_s=deadline_s,
+                    **wires,
                 )
 
             drive(self.member.adopt(generation, (made, connect)), deadline_s)
@@ -208,6 +225,7 @@ class WorkerActor:
         except Fenced as error:
             return Failed("aborted", error)
         self.mesh.abort_connect(reason)
+        self._end_if_stuck()
         return None
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
@@ -218,6 +236,7 @@ class WorkerActor:
             self.mesh.abort_connect(reason)
         if self.core is not None:
             self.core.abort(reason)
+            self._end_if_stuck()
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def stacks(self) -> str:
@@ -285,6 +304,15 @@ class WorkerActor:
         """Peers that wait for this worker learn it from the closed connection."""
         with contextlib.suppress(Exception):
             self.core.abort(f"{self.coordinate} has failed")
+        self._end_if_stuck()
+
+    def _end_if_stuck(self) -> None:
+        """What NCCL does not let go of would keep this process's GPU busy in the next generation too. Its end is heard at once,
+        and another worker can be hired."""
+        stuck = getattr(self.core.transport, "stuck", ()) if self.core is not None else ()
+        if stuck:
+            print(f"{self.coordinate}: NCCL has not ended {', '.join(stuck)}; this process ends", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _leave_when_orphaned(self) -> None:
         """Without a driver nobody would ever remove this worker: it removes its own placement group, which ends it. Where Ray

@@ -113,7 +113,9 @@ class _Fiber:
         _RUNNING.fiber = self
         torch.set_num_threads(self._threads)  # OpenMP counts by thread; the bits of a dot product depend on it
         try:
-            self.result = self._work()
+            # Else autograd would compute what is on a device in a thread of its own, which cannot take turns.
+            with torch.autograd.set_multithreading_enabled(False):
+                self.result = self._work()
         except BaseException as error:
             self.error = error
         finally:

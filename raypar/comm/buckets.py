@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import ALIGN, slices
+from raypar.comm.memory import CPU
 from raypar.comm.transport import Handle, Transport
+from raypar.comm.wire import FAST
 from raypar.plan.tree import Node, children, fold
 
 Rows = Mapping[Node, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
@@ -64,7 +66,7 @@ def layouts(parameters: Sequence[Parameter], bucket_bytes: int) -> list[Layout]:
 @dataclass(frozen=True)
 class Replicas:
     """Who reduces: `group` of ranks, ascending, `me` its index of this one; `nodes[r]`: complete subtrees of each replica's run
-    of the `blocks`, left to right; `channel` as in `Reduction`."""
+    of the `blocks`, left to right; `channel` as in `Reduction`; `device`: where the gradients are."""
 
     transport: Transport
     group: tuple[int, ...]
@@ -72,6 +74,11 @@ class Replicas:
     channel: int
     blocks: int
     nodes: tuple[tuple[Node, ...], ...]
+    device: torch.device = CPU
+
+    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        """A buffer [length] there."""
+        return torch.zeros(length, dtype=dtype, device=self.device)
 
 
 class Bucket(ABC):
@@ -133,13 +140,12 @@ class CanonicalBucket(Bucket):
         own = len(nodes[me])
         cut = slices(layout.length, len(nodes))
         start, stop = cut[me]
-        outgoing = torch.zeros(own * layout.length, dtype=layout.dtype)
-        super().__init__(layout, outgoing if own == 1 else torch.zeros(layout.length, dtype=layout.dtype))
+        outgoing = replicas.zeros(own * layout.length, layout.dtype)
+        super().__init__(layout, outgoing if own == 1 else replicas.zeros(layout.length, layout.dtype))
         self.replicas = replicas
         self.pieces = [outgoing[own * a : own * b] for a, b in cut]
         self.parts = [
-            self.pieces[me] if r == me else torch.zeros(len(n) * (stop - start), dtype=layout.dtype)
-            for r, n in enumerate(nodes)
+            self.pieces[me] if r == me else replicas.zeros(len(n) * (stop - start), layout.dtype) for r, n in enumerate(nodes)
         ]
         self.totals = [self.result[a:b] for a, b in cut]
         self.mine = self.totals[me]
@@ -232,7 +238,7 @@ class FastBucket(Bucket):
     """One buffer [length], reduced in place."""
 
     def __init__(self, replicas: Replicas, layout: Layout) -> None:
-        super().__init__(layout, torch.zeros(layout.length, dtype=layout.dtype))
+        super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
         self.replicas = replicas
 
     def fill(self, rows: Sequence[Rows]) -> None:
@@ -242,7 +248,7 @@ class FastBucket(Bucket):
     def post_first(self) -> Handle:
         """See `Bucket.post_first`."""
         r = self.replicas
-        return r.transport.all_reduce(self.result, group=r.group, channel=r.channel + (1 << 32))
+        return r.transport.all_reduce(self.result, group=r.group, channel=FAST + r.channel)
 
     def post_second(self) -> Handle | None:
         """See `Bucket.post_second`: nothing is left to do."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.ledger import Ledger
-from raypar.comm.memory import Pool
+from raypar.comm.memory import CPU, Pool
 from raypar.comm.operation import Exchange, Message, Operation, Phases
 from raypar.errors import CommError, GroupAborted
 
@@ -59,6 +59,8 @@ class MessageTransport(ABC):
     """Everything of `Transport` but how one message travels (`post_send`, `post_recv`) and how one waits."""
 
     carries_shapes = True
+    host_only = True
+    """Tensors must be in host memory."""
 
     def __init__(self, rank: int, size: int, generation: int) -> None:
         self.rank = rank
@@ -145,7 +147,7 @@ class MessageTransport(ABC):
         self._check_count("reduce_scatter", group, pieces)
 
         def phases() -> Phases:
-            parts = [out if i == me else self.pool.empty(out.shape, out.dtype) for i in range(len(group))]
+            parts = [out if i == me else self._scratch(out) for i in range(len(group))]
             parts[me] = pieces[me]
             yield self._exchange("reduce_scatter", group, me, tag, pieces, parts)
             add_in_order(parts, me, out)
@@ -209,14 +211,14 @@ class MessageTransport(ABC):
     # -- parts of the above
 
     def _all_reduce_whole(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
-        parts = [flat if i == me else self.pool.empty(flat.shape, flat.dtype) for i in range(len(group))]
+        parts = [flat if i == me else self._scratch(flat) for i in range(len(group))]
         yield self._exchange("all_reduce", group, me, tag, [flat] * len(group), parts)
         add_in_order(parts, me, flat)
 
     def _all_reduce_slices(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
         whole = flat.view(-1)
         cut = [whole[a:b] for a, b in slices(whole.numel(), len(group))]
-        parts = [cut[me] if i == me else self.pool.empty(cut[me].shape, flat.dtype) for i in range(len(group))]
+        parts = [cut[me] if i == me else self._scratch(cut[me]) for i in range(len(group))]
         first = self._exchange("all_reduce", group, me, tag, cut, parts)
         # A finished slice of a peer can only come after the peer has got our part of it, so its place is free by then.
         finished = [(cut[i], r, tag + 1) for i, r in enumerate(group) if i != me and cut[i].numel()]
@@ -265,12 +267,15 @@ class MessageTransport(ABC):
     def _check(self, tensor: Tensor | None, peer: int) -> None:
         if not 0 <= peer < self.size:
             raise CommError(f"rank {peer} is not in a mesh of {self.size}", cure=f"use a rank from 0 to {self.size - 1}")
-        if tensor is not None and (not tensor.is_contiguous() or tensor.device.type != "cpu"):
+        if tensor is not None and (not tensor.is_contiguous() or (self.host_only and tensor.device != CPU)):
             strides, device = tuple(tensor.stride()), tensor.device
             raise CommError(
                 f"a tensor of shape {tuple(tensor.shape)} with strides {strides} on {device} cannot be moved",
                 cure="pass a contiguous CPU tensor (tensor.contiguous())",
             )
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        return self.pool.empty(like.shape, like.dtype) if like.device == CPU else torch.empty_like(like)
 
     def _check_count(self, name: str, group: Sequence[int], pieces: Sequence[Tensor]) -> None:
         if len(pieces) != len(group):

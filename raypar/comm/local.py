@@ -96,7 +96,7 @@ def deliver(send: Message, recv: Message) -> None:
     source = send.tensor
     assert source is not None
     if recv.tensor is None:
-        recv.tensor = torch.empty(source.shape, dtype=source.dtype)
+        recv.tensor = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     elif recv.tensor.dtype != source.dtype or recv.tensor.shape != source.shape:
         recv.fail(mismatch(recv, source.dtype, source.shape))
         send.complete()
@@ -111,6 +111,8 @@ def deliver(send: Message, recv: Message) -> None:
 
 class LocalTransport(MessageTransport):
     """One rank's end of a `LocalMesh`."""
+
+    host_only = False
 
     def __init__(self, mesh: LocalMesh, rank: int) -> None:
         super().__init__(rank, mesh.size, mesh.generation)

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 SMALL_BYTES = 32 << 10
 """Below this the C library keeps blocks by itself."""
 

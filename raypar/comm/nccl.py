@@ -167,7 +167,7 @@ def judge_gpus(wanted: int, there: int) -> None:
         )
     if there < wanted:
         raise ClusterError(
-            f"the plan has {wanted} GPU workers, and there are {there} GPUs",
+            f"the plan has {wanted} GPU workers, and there {'is' if there == 1 else 'are'} {there} GPU{'s' * (there > 1)}",
             cure=f"set plan.stages, plan.replicas and plan.shards so that they multiply to at most {there}, or add nodes",
         )
 

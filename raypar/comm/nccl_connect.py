@@ -8,6 +8,7 @@ make their communicators in one order, so that none waits for a rank that waits 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -20,10 +21,11 @@ import torch
 from raypar.comm import nccl
 from raypar.comm.cpu import CpuTransport
 from raypar.comm.nccl_device import WORKER_ENVIRONMENT, Device
-from raypar.comm.nccl_lane import COLLECTIVES, Lane, Wire
+from raypar.comm.nccl_lane import Lane
 from raypar.comm.nccl_transport import NcclTransport
 from raypar.comm.transport import Handle
-from raypar.errors import ClusterError, CommError, CommTimeout
+from raypar.comm.wire import COLLECTIVES, Wire
+from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 HELLO, READY = 1, 2
 """Tags on the control transport."""
@@ -54,11 +56,14 @@ def connect(control: CpuTransport, *, device: Device, wires: Iterable[Wire], dea
     others = [rank for rank in range(control.size) if rank != control.rank]
     try:
         ready = {rank: control.recv(None, source=rank, tag=READY) for rank in others}
-        making.wait(ready.values(), deadline, deadline_s)
-        for rank in others:
-            control.send(torch.zeros(1, dtype=torch.uint8), to=rank, tag=READY)
+        making.wait(ready, deadline, deadline_s)
+        tell(control, {})
         await_all(ready, deadline, deadline_s, "made all communicators")
+        refused(ready)
     except BaseException as error:
+        if isinstance(error, CommError) and not isinstance(error, GroupAborted):
+            with contextlib.suppress(CommError):
+                tell(control, {"what": error.what, "cure": error.cure})
         transport = NcclTransport(control, device, making.give_up())
         transport.abort(f"rank {control.rank} gave up connecting: {error}")
         transport.close()
@@ -99,15 +104,11 @@ def greet(
         "wires": [[list(wire.members), wire.operation, wire.channel] for wire in wires],
         "ids": {str(wire): nccl.new_id().hex() for wire in wires if wire.members[0] == control.rank},
     }
-    text = torch.frombuffer(bytearray(json.dumps(hello).encode()), dtype=torch.uint8)
+    tell(control, hello, HELLO)
     others = [rank for rank in range(control.size) if rank != control.rank]
-    for rank in others:
-        control.send(text, to=rank, tag=HELLO)
     handles = {rank: control.recv(None, source=rank, tag=HELLO) for rank in others}
     await_all(handles, deadline, deadline_s, "said what NCCL and device it has")
-    return [
-        hello if rank == control.rank else json.loads(bytes(handles[rank].tensor().numpy())) for rank in range(control.size)
-    ]
+    return [hello if rank == control.rank else heard(handles[rank]) for rank in range(control.size)]
 
 
 def compare(hellos: Sequence[Mapping[str, Any]], wires: Sequence[Wire], rank: int) -> None:
@@ -189,11 +190,10 @@ class Making(threading.Thread):
             self._given_up = True
             return dict(self.lanes)
 
-    def wait(self, others: Iterable[Handle], deadline: float, deadline_s: float) -> None:
-        """Until all are made. `others`: handles that fail when a rank is lost."""
+    def wait(self, others: Mapping[int, Handle], deadline: float, deadline_s: float) -> None:
+        """Until all are made. `others`: what they will say, which fails when a rank is lost."""
         while not self._over.wait(LOOK_S):
-            for handle in others:
-                handle.done()
+            refused(others)
             if time.monotonic() > deadline:
                 raise CommTimeout(
                     f"rank {self._rank} could not make the NCCL communicator for {self._under_way} within {deadline_s:g} s",
@@ -202,6 +202,27 @@ class Making(threading.Thread):
                 )
         if self._error is not None:
             raise self._error
+
+
+def tell(control: CpuTransport, words: Mapping[str, Any], tag: int = READY) -> None:
+    """To all other ranks."""
+    text = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
+    for rank in range(control.size):
+        if rank != control.rank:
+            control.send(text, to=rank, tag=tag)
+
+
+def heard(handle: Handle) -> dict[str, Any]:
+    """What a rank has told."""
+    found: dict[str, Any] = json.loads(bytes(handle.tensor().numpy()))
+    return found
+
+
+def refused(ready: Mapping[int, Handle]) -> None:
+    """Raise what another rank has given up with: all say the same, whoever was the first. Raises when one is lost, too."""
+    for rank, handle in ready.items():
+        if handle.done() and (words := heard(handle)):
+            raise CommError(f"rank {rank} gave up connecting: {words['what']}", cure=words["cure"])
 
 
 def await_all(handles: Mapping[int, Handle], deadline: float, deadline_s: float, what: str) -> None:

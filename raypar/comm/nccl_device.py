@@ -61,6 +61,8 @@ class Device(Protocol):
 
     name: str
     """For messages."""
+    device: torch.device
+    """Where PyTorch puts tensors that `owns` is true of."""
     identity: str
     """Differs between any two ranks that do not share a device."""
     most_lanes: int
@@ -135,10 +137,12 @@ class CudaStream:
 
 
 class CudaDevice:
-    """GPU number `index` of those this process sees. Raises `ClusterError` when there is none, or no CuPy for it."""
+    """GPU number `index` of those this process sees. Raises `ClusterError` when there is none, or no CuPy or NCCL for it."""
 
     def __init__(self, index: int = 0) -> None:
-        nccl.judge_cuda(nccl.library())
+        found = nccl.library()
+        nccl.judge(found)
+        nccl.judge_cuda(found)
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             raise ClusterError(

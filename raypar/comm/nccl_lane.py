@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,23 +17,7 @@ from torch import Tensor
 from raypar.comm.collectives import ONE_PHASE_BYTES, add_in_order, slices
 from raypar.comm.nccl import NUMBERS, Communicator
 from raypar.comm.nccl_device import Device, Stream
-
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-"""Those of the protocol that move memory."""
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Wire:
-    """What a lane is for: messages of one rank to another (`operation` "message"), or one kind of collective of a group."""
-
-    members: tuple[int, ...]
-    operation: str
-    channel: int = 0
-
-    def __str__(self) -> str:
-        if self.operation == "message":
-            return f"messages {self.members[0]} -> {self.members[1]}"
-        return f"{self.operation} of {','.join(map(str, self.members))} channel {self.channel}"
+from raypar.comm.wire import Wire
 
 
 class Lane:

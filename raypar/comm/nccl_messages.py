@@ -20,9 +20,10 @@ from torch import Tensor
 
 from raypar.comm.cpu import CpuTransport
 from raypar.comm.nccl_flight import Flight
-from raypar.comm.nccl_lane import Lane, Wire
+from raypar.comm.nccl_lane import Lane
 from raypar.comm.operation import Exchange, Operation, Phases
 from raypar.comm.tcp_wire import CODES, DTYPES
+from raypar.comm.wire import Wire
 from raypar.errors import CommError
 
 if TYPE_CHECKING:

@@ -27,9 +27,10 @@ from raypar.comm.cpu import CpuTransport
 from raypar.comm.ledger import Ledger
 from raypar.comm.nccl_device import Device
 from raypar.comm.nccl_flight import Batch, Flight
-from raypar.comm.nccl_lane import Lane, Wire
+from raypar.comm.nccl_lane import Lane
 from raypar.comm.nccl_messages import Mailbox
 from raypar.comm.transport import Handle
+from raypar.comm.wire import Wire
 from raypar.errors import CommError, GroupAborted
 
 log = logging.getLogger("raypar")

@@ -31,6 +31,7 @@ from raypar.comm.buckets import (
     Together,
     layouts,
 )
+from raypar.comm.memory import CPU
 from raypar.comm.transport import Handle, Routine, Transport, Wait
 from raypar.comm.window import NO_CARD, Window, opened
 from raypar.errors import CommError
@@ -47,7 +48,8 @@ class Reduction(ABC):
     """What `CanonicalReduction` and `FastReduction` share: buckets posted in one fixed order as their gradients get ready.
 
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
-    use of a parameter, in layer order; `channel`: apart from all other reductions of the group (the stage's number).
+    use of a parameter, in layer order; `channel`: apart from all other reductions of the group (the stage's number);
+    `device`: where the gradients are.
 
     `note()`: parameters that this replica has something to say about, asked when all gradients are ready; after `finish`,
     `noted` has those that any replica has noted in this step.
@@ -63,6 +65,7 @@ class Reduction(ABC):
         parameters: Sequence[Parameter],
         bucket_bytes: int = BUCKET_BYTES,
         channel: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         if len(runs) != len(group):
             raise CommError(f"{len(runs)} runs of blocks for {len(group)} replicas", cure="give one run per replica")
@@ -74,7 +77,7 @@ class Reduction(ABC):
         self.me = self.group.index(transport.rank)
         self.nodes = [cover(run, blocks) for run in runs]
         """Subtrees of each replica, left to right."""
-        self.replicas = Replicas(transport, self.group, self.me, channel, blocks, tuple(map(tuple, self.nodes)))
+        self.replicas = Replicas(transport, self.group, self.me, channel, blocks, tuple(map(tuple, self.nodes)), device)
         self._rows: list[Rows | None] = [None] * len(self.parameters)
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
         self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
@@ -215,7 +218,8 @@ class CanonicalReduction(Reduction):
 
     def _better_buckets(self) -> Routine[list[Bucket] | None]:
         """Two replicas on one machine read each other's memory, if both find that they can; else messages do as well."""
-        near = all(isinstance(bucket, PairBucket) for bucket in self.buckets) and self.transport.near(self.group[1 - self.me])
+        pairs = all(isinstance(bucket, PairBucket) for bucket in self.buckets) and self.replicas.device == CPU
+        near = pairs and self.transport.near(self.group[1 - self.me])
         turn_bytes = sum(_paged(bucket.result.nbytes) for bucket in self.buckets)
         if not near or not turn_bytes:
             return None

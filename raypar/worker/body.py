@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from raypar.worker.holding import Holding, Kept, Place, assembled, run_of
 from raypar.worker.mirror import Mirror
 from raypar.worker.optimizer import load_state, state_of
 from raypar.worker.tags import state_tag
+from raypar.worker.wires import direct_moves
 
 
 class WorkerBody:
@@ -173,7 +174,8 @@ class WorkerBody:
         found: dict[str, Kept] = {}
         for name in self.layout.of(plan, rank):
             place = Place(cuts[name], shard) if name in cuts else Place()
-            made = assembled(base.get(name, ()), place, self._shapes[name], lambda name=name: self._whole(name))  # type: ignore[misc]
+            whole = partial(self._whole, name)
+            made = assembled(base.get(name, ()), place, self._shapes[name], whole, self.core.device)
             if made is None:
                 raise RayparError(f"worker {self.worker} lacks elements of {name} of the state after {part.done} steps")
             kept, own = made
@@ -211,15 +213,18 @@ class WorkerBody:
             if move.dest == self.worker and move.source not in sources:
                 sources.append(move.source)
         headers = {w: transport.recv(None, source=part.ranks[w], tag=state_tag(0)) for w in sources}
-        sent = []
+        sent, direct = [], direct_moves(part)
         for dest, pieces in outgoing.items():
             tensors: list[Tensor] = []
             lines: list[tuple[str, int | None, dict[str, Any]]] = []
             for piece in pieces:
                 start, kept = self._moved(piece, base[piece.name])
-                tensors += [value.detach().contiguous() for value in kept.values() if isinstance(value, Tensor)]
                 numbers = {key: None if isinstance(value, Tensor) else (value,) for key, value in kept.items()}
                 lines.append((piece.name, start, numbers))
+                for value in kept.values():
+                    if isinstance(value, Tensor):
+                        value = value.detach().contiguous()
+                        tensors.append(value if (transport.rank, part.ranks[dest]) in direct else value.cpu())
             header = torch.frombuffer(bytearray(pickle.dumps(lines)), dtype=torch.uint8)
             for index, tensor in enumerate([header, *tensors]):
                 sent.append(transport.send(tensor, to=part.ranks[dest], tag=state_tag(index)))

@@ -440,6 +440,7 @@ def contract_of(spec: JobSpec) -> dict[str, Any]:
         "microbatches": spec.microbatches,
         "virtual_replicas": spec.cut.blocks,
         "dtype": spec.dtype,
+        "device": spec.device,
         "threads": spec.threads,
         "reduction": spec.reduction,
         "non_finite": spec.non_finite,
@@ -464,7 +465,7 @@ def _ref(ref: Ref) -> dict[str, Any]:
 
 def contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
     """One line per thing the bits depend on that is not as it was when the checkpoint was written."""
-    then, now = manifest.contract, contract_of(spec)
+    then, now = {"device": "cpu", **manifest.contract}, contract_of(spec)  # there was nothing else once
     keys = [*now, *(key for key in ("styles", "sequence_parallel") if key in then and key not in now)]
     return [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in keys if then.get(key) != now.get(key)]
 

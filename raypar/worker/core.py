@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.comm.memory import CPU
 from raypar.comm.reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Routine, Transport, drive
+from raypar.comm.wire import SHARDS
 from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
 from raypar.model.graph import Graph
@@ -24,9 +26,10 @@ from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
 from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.data import Loader, SampleOrder, make_dataset
+from raypar.worker.device import Brought
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
 from raypar.worker.optimizer import build_optimizer
-from raypar.worker.shard import CHANNEL, Shard
+from raypar.worker.shard import Shard
 from raypar.worker.spec import DataSpec, JobSpec
 from raypar.worker.stage import Stage
 from raypar.worker.state import Writer, restore, snapshot, written_by
@@ -67,11 +70,15 @@ class ValidationReport:
 
 
 class WorkerCore:
-    """Everything one worker owns. `adopt` may be called again with another assignment (a new plan, a new generation)."""
+    """Everything one worker owns; it computes on `device`. `adopt` may be called again with another assignment (a new plan, a
+    new generation)."""
 
-    def __init__(self, spec: JobSpec, *, graph: Graph | None = None, step_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, spec: JobSpec, *, graph: Graph | None = None, step_timeout_s: float = 300.0, device: torch.device = CPU
+    ) -> None:
         self.spec = spec
         self.step_timeout_s = step_timeout_s
+        self.device = device
         self.graph = graph if graph is not None else make_graph(spec)
         self.stages: dict[int, Stage] = {}
         self.transport: Transport | None = None
@@ -104,6 +111,8 @@ class WorkerCore:
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
         loss = spec.loss.partial()
+        if values is not None:
+            values = {name: value.to(self.device) for name, value in values.items()}
         stages: dict[int, Stage] = {}
         shards = plan.stages[plan.stages_of(rank)[0]].shards
         for index in plan.stages_of(rank):
@@ -120,6 +129,7 @@ class WorkerCore:
                 split=assignment.splits_backward,
                 values=values and {name: value.clone() if name in taken else value for name, value in values.items()},
                 shard=self._shard(index) if shards > 1 else None,
+                device=self.device,
             )
         self.stages = stages
         factor = spec.lr_schedule.partial() if spec.lr_schedule is not None else _constant
@@ -138,6 +148,7 @@ class WorkerCore:
                     blocks=spec.cut.blocks,
                     parameters=[(shape, dtype) for _, shape, dtype in stage.uses],
                     channel=index,
+                    device=self.device,
                 )
                 for index, stage in self.stages.items()
             },
@@ -203,7 +214,7 @@ class WorkerCore:
         group = ShardGroup(
             self.transport,
             [plan.rank(stage, seat.replica, shard) for shard in range(plan.stages[stage].shards)],
-            channel=CHANNEL + stage,
+            channel=SHARDS + stage,
             sequence=self.spec.sequence_parallel,
             timeout_s=self.step_timeout_s,
         )
@@ -240,7 +251,8 @@ class WorkerCore:
             self.loader.read_ahead(step, self._mine)
 
     def _feeds(self, loader: Loader | None) -> dict[int, BatchSource | None]:
-        return {index: loader if self._fields(stage) else None for index, stage in self.stages.items()}
+        source = Brought(loader, self.device) if loader is not None and self.device != CPU else loader
+        return {index: source if self._fields(stage) else None for index, stage in self.stages.items()}
 
     # -- running -------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.comm.memory import CPU
 from raypar.model.tensor_parallel.slices import put, taken
 from raypar.model.tensor_parallel.styles import elements
 from raypar.plan.spans import Cut, Spans, common, joined, without
@@ -88,14 +89,23 @@ def run_of(holdings: Iterable[Holding], start: int, stop: int, whole: Cut | None
                     found[key] = value
             left = without(left, ((a, b),))
     assert not left, f"elements {left} are not here"
-    return {key: torch.cat([part for _, part in sorted(runs, key=lambda run: run[0])]) for key, runs in parts.items()} | found
+    return {key: _joined([part for _, part in sorted(runs, key=lambda run: run[0])]) for key, runs in parts.items()} | found
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One after the other, where the first lies: some are on the worker's device, some (the mirror's) in host memory."""
+    return torch.cat([part.to(parts[0].device) for part in parts])
 
 
 def assembled(
-    holdings: Sequence[Holding], place: Place, shape: Sequence[int], whole: Callable[[], Cut | None]
+    holdings: Sequence[Holding],
+    place: Place,
+    shape: Sequence[int],
+    whole: Callable[[], Cut | None],
+    device: torch.device = CPU,
 ) -> tuple[Kept, bool] | None:
     """What these have of a parameter of the unsharded `shape`, at `place`: as it lies in one of them (False), or in memory of
-    its own (True). None: some of it is not there."""
+    its own on `device` (True). None: some of it is not there."""
     size = torch.Size(shape).numel()
     wanted = place.spans(size)
     for holding in holdings:
@@ -110,7 +120,7 @@ def assembled(
         if not holdings[0].sliced(key):
             kept[key] = value
             continue
-        kept[key] = torch.empty(local, dtype=value.dtype)
+        kept[key] = torch.empty(local, dtype=value.dtype, device=device)
         for holding in holdings:
             for start, stop in common(wanted, holding.spans):
                 put(kept[key], cut, place.shard, start, holding.take(key, start, stop, whole()))

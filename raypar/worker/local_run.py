@@ -10,11 +10,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from raypar.comm import blocking
 from raypar.comm.blocking import as_routine
 from raypar.comm.local import Cooperative, LocalMesh
+from raypar.comm.memory import CPU
 from raypar.comm.transport import Routine
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan, Routing
@@ -44,6 +46,7 @@ class LocalJob:
         seed: int | None = None,
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
         before: Callable[[int, Instruction], None] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.spec, self.plan = spec, plan
         self.graph = graph if graph is not None else make_graph(spec)
@@ -53,7 +56,7 @@ class LocalJob:
         samples = 0
         if spec.validation is not None:
             samples = spec.validation.samples or len(spec.validation.data.dataset.call())
-        self.cores = [WorkerCore(spec, graph=self.graph) for _ in range(plan.world)]
+        self.cores = [WorkerCore(spec, graph=self.graph, device=device) for _ in range(plan.world)]
         parts = assignments(spec, self.graph, plan, order, validation_samples=samples)
         for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):
             core.adopt(part, transport, cost_ms=cost_ms, before=before)

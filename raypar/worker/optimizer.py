@@ -127,9 +127,15 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor | f
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Tensor | float | int | bool]]) -> None:
-    """Put back what `state_of` gave; tensors are copied. A parameter that is missing starts without state."""
-    for name, parameter in named(optimizer).items():
-        if name in state:
-            optimizer.state[parameter] = {
-                key: value.clone() if isinstance(value, Tensor) else value for key, value in state[name].items()
-            }
+    """Put back what `state_of` gave; tensors are copied, to where the optimizer would have them. A parameter that is missing
+    starts without state."""
+    for group in optimizer.param_groups:
+        counts_on_host = not (group.get("fused") or group.get("capturable"))  # as `Optimizer.load_state_dict` has it
+        for name, parameter in zip(group["raypar_names"], group["params"], strict=True):
+            if name in state:
+                optimizer.state[parameter] = {
+                    key: value.to("cpu" if key == "step" and counts_on_host else parameter.device, copy=True)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in state[name].items()
+                }

@@ -17,9 +17,6 @@ from raypar.model.tensor_parallel.styles import Layout
 from raypar.plan.spans import Cut, places
 from raypar.worker.checkpoint import Slices
 
-CHANNEL = 1 << 34
-"""Shards' collectives of stage s are on channel CHANNEL + s."""
-
 
 @dataclass(frozen=True)
 class Shard:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.comm.memory import CPU
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
@@ -22,6 +23,7 @@ from raypar.model.tensor_parallel.linear import split_sharded_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.worker.accumulate import Accumulator, Ready
+from raypar.worker.device import seeder
 from raypar.worker.shard import Shard
 from raypar.worker.spec import JobSpec
 
@@ -162,7 +164,7 @@ class Stage:
     `uses`: (qualified name, shape, dtype) of every trainable use of a parameter, in layer order. `parameters`: canonical
     name -> parameter, frozen ones too. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
     `values`: the parameters' tensors (canonical names), which the stage makes its own; without them they are initialised.
-    `shard`: of which shard this is all meant, where the stage has several.
+    `shard`: of which shard this is all meant, where the stage has several; `device`: where it computes; values given lie there.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class Stage:
         split: bool = False,
         values: Mapping[str, Tensor] | None = None,
         shard: Shard | None = None,
+        device: torch.device = CPU,
     ) -> None:
         here = plan.stages[index]
         self.shard = shard
@@ -198,6 +201,10 @@ class Stage:
         if shard is not None:
             build = partial(materialise_shard, layout=shard.layout, group=shard.group)
         self.modules = build(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
+        if device != CPU:
+            for module in self.modules.values():
+                module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
+        self._seed = seeder(device)
         self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         """What a constructor has put into evaluation mode stays in it."""
         self._training = True
@@ -328,7 +335,7 @@ class Stage:
                     value = value.detach().requires_grad_()
                     live.received.setdefault(name, []).append(value)
                 inputs.append(value)
-            torch.default_generator.manual_seed(own_seed)
+            self._seed(own_seed)
             outputs = self._run(call, microbatch, inputs if call.order is None else [inputs[place] for place in call.order])
             if len(outputs) == 1:
                 values[call.layer.outputs[0]] = outputs[0]

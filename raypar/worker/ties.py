@@ -12,7 +12,7 @@ from raypar.comm.transport import Handle, Routine, Transport, Wait
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.functions import select
 from raypar.model.tensor_parallel.styles import Layout
-from raypar.plan import Routing, Tie
+from raypar.plan import ParallelPlan, Routing, Tie
 from raypar.plan.spans import Spans, common, count, places
 from raypar.worker.tags import tie_tag
 
@@ -20,6 +20,23 @@ Uses = Callable[[int, str], Sequence[Tensor | None]]
 """(stage, parameter) -> reduced gradients of its uses there, in layer order; none if it is frozen."""
 Source = tuple[int, Spans | None]
 """A shard that sends, and which indices of the cut dim; None: all that it has."""
+
+
+def sources(plan: ParallelPlan, name: str, src: int, dst: int, shard: int, layout: Callable[[int], Layout]) -> list[Source]:
+    """Who sends what of a parameter's gradient in stage `src` to one shard of `dst`: one that has all of it, if there is such
+    a shard."""
+    givers, takers = plan.stages[src].shards, plan.stages[dst].shards
+    near = shard % givers
+    if givers == takers:
+        return [(near, None)]
+    there, here = layout(givers).cuts.get(name), layout(takers).cuts.get(name)
+    if there is None or here is None:
+        return [(near, None)]
+    needed = here.held[shard]
+    if common(there.held[near], needed) == needed:
+        return [(near, needed)]
+    shared = [(giver, common(there.owned(giver), needed)) for giver in range(givers)]
+    return [(giver, spans) for giver, spans in shared if spans]
 
 
 @dataclass
@@ -69,7 +86,8 @@ class TieExchange:
             for stage in (stage for stage in self._receivers(tie) if not self._here(stage)):
                 replicas = range(seat.replica, plan.stages[stage].replicas, plan.stages[src].replicas)
                 for shard in range(plan.stages[stage].shards):
-                    for spans in (spans for giver, spans in self._sources(tie.name, src, stage, shard) if giver == seat.shard):
+                    givers = sources(plan, tie.name, src, stage, shard, self.layout)
+                    for spans in (spans for giver, spans in givers if giver == seat.shard):
                         for use, gradient in enumerate(uses(src, tie.name)):
                             part = torch.empty(0) if gradient is None else self._part(tie.name, src, gradient, spans)
                             tag = tie_tag(step, src, stage, index, use)
@@ -90,28 +108,13 @@ class TieExchange:
             there = plan.stages[src]
             for use in range(sum(there.first <= number[self.graph.layer_of(name)] < there.last for name in names)):
                 handles: list[tuple[Source, Handle]] = []
-                for source in self._sources(tie.name, src, receiver, seat.shard):
+                for source in sources(plan, tie.name, src, receiver, seat.shard, self.layout):
                     peer = plan.rank(src, seat.replica % there.replicas, source[0])
                     tag = tie_tag(step, src, receiver, index, use)
                     handles.append((source, self.transport.recv(None, source=peer, tag=tag)))
                 yield tie.name, src, receiver, handles
 
     # -- pieces --------------------------------------------------------------------------------------------------------
-
-    def _sources(self, name: str, src: int, dst: int, shard: int) -> list[Source]:
-        """Who sends what of a parameter's gradient to one shard of `dst`: one that has all of it, if there is such a shard."""
-        givers, takers = self.routing.plan.stages[src].shards, self.routing.plan.stages[dst].shards
-        near = shard % givers
-        if givers == takers:
-            return [(near, None)]
-        there, here = self.layout(givers).cuts.get(name), self.layout(takers).cuts.get(name)
-        if there is None or here is None:
-            return [(near, None)]
-        needed = here.held[shard]
-        if common(there.held[near], needed) == needed:
-            return [(near, needed)]
-        shared = [(giver, common(there.owned(giver), needed)) for giver in range(givers)]
-        return [(giver, spans) for giver, spans in shared if spans]
 
     def _part(self, name: str, src: int, gradient: Tensor, spans: Spans | None) -> Tensor:
         if spans is None:

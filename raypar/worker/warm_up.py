@@ -16,7 +16,7 @@ def warm_up(core: WorkerCore, *, data: bool) -> None:
 
     `data`: make the data sets too, for a worker that joins others in the middle of a run and may get any seat.
     """
-    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter = nn.Parameter(torch.zeros(2, 2, device=core.device))
     with contextlib.suppress(Exception):  # an optimizer that does not like this parameter is as warm as can be
         optimizer = build_optimizer(core.spec.optimizer, {"warm.up": parameter})
         (parameter * 2).sum().backward()

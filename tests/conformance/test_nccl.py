@@ -23,7 +23,7 @@ from raypar.comm import nccl, nccl_transport
 from raypar.comm.cpu import CpuMesh
 from raypar.comm.nccl_connect import compare, connect
 from raypar.comm.nccl_device import CudaDevice
-from raypar.comm.nccl_lane import Wire
+from raypar.comm.wire import Wire
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")

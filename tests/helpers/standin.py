@@ -19,10 +19,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from raypar.comm.nccl_lane import COLLECTIVES, Wire
+from raypar.comm.wire import COLLECTIVES, Wire
 
 SOURCE = Path(__file__).parents[1] / "standin" / "nccl.c"
 BUILD_S = 120
@@ -34,6 +33,8 @@ SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
 
 def needs_cupy(*values: object) -> Any:
     """A parameter of tests that use the stand-in: left out where there is no wheel of CuPy; elsewhere CuPy must be there."""
+    import pytest
+
     return pytest.param(*values, marks=pytest.mark.skipif(not SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only"))
 
 
@@ -212,6 +213,7 @@ class HostDevice:
 
     def __init__(self, identity: str, most_lanes: int = 1000, only: frozenset[torch.dtype] | None = None) -> None:
         self.name = "cpu"
+        self.device = torch.device("cpu")
         self.only = only
         self.identity = identity
         self.most_lanes = most_lanes

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from helpers import standin
 from helpers.parity import Layout
 from helpers.shard_grid import Cell
 
 from raypar.comm.cpu import CpuMesh
-from raypar.comm.nccl_connect import connect as connect_nccl
-from raypar.comm.nccl_lane import Wire
-from raypar.plan import ParallelPlan
+from raypar.comm.nccl_mesh import NcclMesh
+from raypar.elastic.part import Part
 from raypar.worker.assignment import assignments
 from raypar.worker.core import WorkerCore
 from raypar.worker.optimizer import state_of
+from raypar.worker.wires import wires_of
 
 
 def listen(state: dict[str, Any], index: int, kind: str) -> str:
@@ -22,16 +23,11 @@ def listen(state: dict[str, Any], index: int, kind: str) -> str:
     state["nccl"] = kind == "nccl"
     if state["nccl"]:
         standin.load()
-    state["mesh"] = CpuMesh.listen("127.0.0.1", near=False)
+        device = standin.HostDevice(f"worker {index}", only=frozenset({torch.float32}))
+        state["mesh"] = NcclMesh.listen("127.0.0.1", device, near=False)
+    else:
+        state["mesh"] = CpuMesh.listen("127.0.0.1", near=False)
     return state["mesh"].address
-
-
-def wires_of(plan: ParallelPlan) -> list[Wire]:
-    """What a plan's workers do together: messages (the vote is one from each to each), and each stage's reduction."""
-    wires = [Wire((a, b), "message") for a in range(plan.world) for b in range(plan.world) if a != b]
-    for stage in range(len(plan.stages)):
-        wires += [Wire(plan.replica_ranks(stage), name, stage) for name in ("all_reduce", "all_to_all", "all_gather")]
-    return wires
 
 
 def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: list[str], run: str) -> dict[str, Any]:
@@ -41,11 +37,11 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
 
     job, plan, graph = layout.job, layout.plan, layout.graph
     part = assignments(job, graph, plan, registry.build(layout.schedule, Routing(plan, job.cut)))[index]
-    transport = state["mesh"].connect(rank=index, size=plan.world, addresses=addresses, run=run, generation=0, deadline_s=20.0)
-    if state["nccl"]:
-        device = standin.HostDevice(f"worker {index}")
-        transport = connect_nccl(transport, device=device, wires=wires_of(plan), deadline_s=20.0)
     core = WorkerCore(job, graph=graph, step_timeout_s=30.0)
+    wires = {"wires": wires_of(Part(part, {}, 0), index, job, core.layout)} if state["nccl"] else {}
+    transport = state["mesh"].connect(
+        rank=index, size=plan.world, addresses=addresses, run=run, generation=0, deadline_s=20.0, **wires
+    )
     try:
         core.adopt(part, transport)
         losses, norms, gradients = [], [], []

@@ -15,6 +15,7 @@ import torch
 from raypar.comm import blocking
 from raypar.comm.blocking import as_routine
 from raypar.comm.local import LocalMesh
+from raypar.comm.memory import CPU
 from raypar.elastic import actions as do
 from raypar.elastic.buddies import buddies
 from raypar.elastic.part import Part
@@ -46,6 +47,7 @@ class TorchJob:
     mirror_every: int = 0
     shards: tuple[int, ...] = ()
     """How many a stage may have, where there may be several."""
+    device: torch.device = CPU
 
     @property
     def layout(self) -> SlicedParameters:
@@ -94,7 +96,7 @@ class TorchFlesh:
 
     def make_body(self, number: int) -> WorkerBody:
         kind = InTurns if self.job.shards else WorkerBody
-        return kind(WorkerCore(self.job.spec, graph=self.job.graph), number)
+        return kind(WorkerCore(self.job.spec, graph=self.job.graph, device=self.job.device), number)
 
     def connect(self, order: do.Adopt, dead: set[int]) -> tuple[LocalMesh, tuple[int, ...]]:
         workers = (*order.members, *order.sources)
@@ -185,7 +187,7 @@ def _digest(kept: Kept) -> bytes:
     digest = hashlib.sha256()
     for key in sorted(kept):
         value = kept[key]
-        digest.update(value.contiguous().numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
+        digest.update(value.cpu().contiguous().numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
     return digest.digest()
 
 

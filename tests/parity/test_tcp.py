@@ -1,6 +1,7 @@
 """The same bits over real processes: over real sockets, and over CuPy and the stand-in for NCCL."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,3 +113,31 @@ def test_other_shards_over_tcp_give_the_bits_of_the_local_transport(workers, cel
 @pytest.mark.parametrize("layout", [needs_cupy(layout) for layout in LAYOUTS[:8]], ids=str)
 def test_a_layout_over_nccl_gives_the_bits_of_one_process(workers, layout):
     check(workers, layout, "nccl")
+
+
+ON_DEVICE = [
+    Cell("gpt", "1f1b", (2, 1), (1, 2), 5),
+    Cell("llama", "1f1b", (1, 1), (2, 2), 5, sequence=True),
+    Cell("llama", "zb-h1", (1, 1), (1, 3), 4),
+    Cell("gpt", "gpipe", (2,), (2,), 3, sequence=True),
+    Cell("gpt", "zb-v", (1,), (4,), 4, sequence=True),
+    Cell("gpt", "interleaved", (1, 1), (2, 2), 4),
+    Cell("dropped", "zb-h1", (1, 1), (2, 2), 4, sequence=True),
+    Cell("llama", "1f1b", (1, 1), (3, 1), 5, sequence=True),
+    Cell("dropped", "1f1b", (1, 1), (1, 2), 4),
+    Cell("gpt", "1f1b", (2, 1), (1, 2), 2, sequence=True),
+    Cell("gpt", "naive", (1, 1, 1), (1, 2, 1), 2),
+]
+ON_DEVICE = [replace(cell, dtype="float32") for cell in ON_DEVICE]
+"""What is fp32 counts as memory of a device."""
+
+
+@pytest.mark.parametrize("cell", [needs_cupy(cell) for cell in ON_DEVICE[:3]], ids=str)
+def test_shards_over_nccl_give_the_bits_of_the_local_transport(workers, cell):
+    check_shards(workers, cell, "nccl")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", [needs_cupy(cell) for cell in ON_DEVICE[3:]], ids=str)
+def test_other_shards_over_nccl_give_the_bits_of_the_local_transport(workers, cell):
+    check_shards(workers, cell, "nccl")

@@ -1,0 +1,139 @@
+"""What each rank of `gpu.py` does, in a process of its own (`helpers.processes`): calls with the process's own `state`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gpu_memory import OnDevice
+from helpers import standin
+from helpers.transport_cases import CASES, LIMIT_S
+from models import Workload
+from ours import gpt_job
+
+from raypar.comm import nccl
+from raypar.comm.ledger import Ledger
+from raypar.comm.nccl_mesh import NcclMesh
+from raypar.comm.transport import drive
+from raypar.comm.wire import Wire
+from raypar.elastic.part import Part
+from raypar.errors import RayparError
+from raypar.plan import ParallelPlan, Routing
+from raypar.schedule import registry
+from raypar.worker.assignment import assignments, make_graph
+from raypar.worker.core import WorkerCore
+from raypar.worker.device import settle
+from raypar.worker.local_run import LocalJob
+from raypar.worker.spec import JobSpec
+from raypar.worker.wires import wires_of
+
+State = dict[str, Any]
+CONNECT_S = 60.0
+STEPS = 5
+SMALL = Workload(depth=6, width=64, heads=4, context=64, batch_size=16)
+"""Of the parity runs."""
+
+
+def begin(state: State, index: int, environment: Mapping[str, str], device: str) -> dict[str, str]:
+    """Set up this process; what it has. `device`: module:name of what makes it."""
+    os.environ.update(environment)
+    os.environ["NCCL_HOSTID"] = f"raypar-bench-{index}"  # else NCCL refuses several ranks on one GPU
+    module, _, name = device.partition(":")
+    state["device"] = getattr(importlib.import_module(module), name)()
+    settle(state["device"].device, exact=True)
+    state["mesh"] = NcclMesh.listen("127.0.0.1", state["device"])
+    return {"address": state["mesh"].address, "device": state["device"].name, "library": str(nccl.library())}
+
+
+def connect(state: State, index: int, addresses: list[str], generation: int, wires: list[Wire] | None = None) -> float:
+    """A generation of as many ranks as there are addresses, by default with all that the cases use. Seconds."""
+    close(state, index)
+    start = time.perf_counter()
+    state["transport"] = state["mesh"].connect(
+        rank=index,
+        size=len(addresses),
+        addresses=addresses,
+        run="bench",
+        generation=generation,
+        deadline_s=CONNECT_S,
+        wires=standin.all_wires(len(addresses)) if wires is None else wires,
+    )
+    return time.perf_counter() - start
+
+
+def close(state: State, index: int) -> None:
+    """Leave the generation."""
+    if state.get("transport") is not None:
+        state.pop("transport").close()
+
+
+def case(state: State, index: int, name: str) -> str:
+    """One case of the conformance suite; what went wrong, if anything."""
+    transport = state["transport"]
+    transport.ledger = transport.control.ledger = Ledger()  # the cases count from the beginning
+    try:
+        drive(CASES[name](OnDevice(transport, state["device"].device)), LIMIT_S)
+    except (AssertionError, RayparError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def small_job() -> JobSpec:
+    """Of the parity runs."""
+    return replace(gpt_job(SMALL, 8, "canonical"), device="gpu", steps=STEPS)
+
+
+def train(state: State, index: int, plan: ParallelPlan, schedule: str, addresses: list[str], generation: int) -> dict[str, str]:
+    """Some steps as one rank of a plan: digests of the parameters held."""
+    spec = small_job()
+    graph = make_graph(spec)
+    part = assignments(spec, graph, plan, registry.build(schedule, Routing(plan, spec.cut)))[index]
+    core = WorkerCore(spec, graph=graph, step_timeout_s=60.0, device=state["device"].device)
+    connect(state, index, addresses, generation, sorted(wires_of(Part(part, {}, 0), index, spec, core.layout)))
+    core.adopt(part, state.pop("transport"))
+    try:
+        for step in range(STEPS):
+            core.step(step)
+        return {name: digest(p) for stage in core.stages.values() for name, p in stage.parameters.items()}
+    finally:
+        core.close()
+
+
+def reference(state: State, index: int) -> dict[str, str]:
+    """The same job in this process alone."""
+    spec = small_job()
+    plan = ParallelPlan.mesh(layers=len(make_graph(spec).layers))
+    with LocalJob(spec, plan, "1f1b", device=state["device"].device) as run:
+        for step in range(STEPS):
+            run.step(step)
+        return {name: digest(copies[0]) for name, copies in run.parameters().items()}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of its bits."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def wait_in_vain(state: State, index: int) -> tuple[str, float]:
+    """An all-reduce that the last rank takes no part in; how it ends, and when."""
+    transport = state["transport"]
+    flat = torch.ones(1 << 20, device=state["device"].device)
+    group = range(transport.size)
+    try:
+        transport.all_reduce(flat, group=group).wait(LIMIT_S)
+    except RayparError as error:
+        return type(error).__name__, time.monotonic()
+    return "nothing went wrong", time.monotonic()
+
+
+def abort(state: State) -> tuple[float, float, tuple[str, ...]]:
+    """Control thread: when it began, how long until NCCL had ended everything, and what it has not."""
+    start = time.monotonic()
+    state["transport"].abort("the bench says so")
+    return start, time.monotonic() - start, state["transport"].stuck

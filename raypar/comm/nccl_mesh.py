@@ -1,0 +1,87 @@
+"""One GPU worker's address for all its generations: as `CpuMesh`, whose transports it hands over to NCCL."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from raypar.comm import nccl_connect
+from raypar.comm.cpu import CpuMesh, CpuTransport
+from raypar.comm.nccl_device import Device
+from raypar.comm.nccl_transport import NcclTransport
+from raypar.comm.wire import Wire
+from raypar.errors import GroupAborted
+
+MAKING_S = 60.0
+"""How long the communicators of a generation may take, some tens of them; whoever waits for this worker waits longer."""
+
+
+class NcclMesh:
+    """`listen`, tell the address to everybody, `connect` each generation with what this rank will do in it."""
+
+    def __init__(self, mesh: CpuMesh, device: Device) -> None:
+        self._mesh, self._device = mesh, device
+        self._changing = threading.Lock()
+        self._aborts = 0
+        self._reason = ""
+        self._control: CpuTransport | None = None
+        """Connected, while NCCL's communicators are being made over it."""
+
+    @classmethod
+    def listen(cls, host: str, device: Device, *, near: bool = True) -> NcclMesh:
+        """See `CpuMesh.listen`; tensors that are moved lie on `device`, or in host memory."""
+        return cls(CpuMesh.listen(host, near=near), device)
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return self._mesh.address
+
+    def connect(
+        self,
+        *,
+        rank: int,
+        size: int,
+        addresses: Sequence[str],
+        run: str,
+        generation: int,
+        deadline_s: float,
+        wires: Iterable[Wire],
+    ) -> NcclTransport:
+        """Meet all other ranks of `generation` and make a communicator for each of `wires` (`worker.wires`).
+
+        Raises what `CpuMesh.connect` and `nccl_connect.connect` raise, and `GroupAborted` after `abort_connect`.
+        """
+        until = time.monotonic() + deadline_s
+        with self._changing:
+            before = self._aborts
+        control = self._mesh.connect(
+            rank=rank, size=size, addresses=addresses, run=run, generation=generation, deadline_s=deadline_s
+        )
+        with self._changing:
+            aborted = self._aborts != before
+            self._control = None if aborted else control
+        if aborted:
+            control.close()
+            raise GroupAborted(self._reason, cure="connect the next generation")
+        try:
+            left = max(0.0, until - time.monotonic())
+            return nccl_connect.connect(control, device=self._device, wires=wires, deadline_s=min(left, MAKING_S))
+        finally:
+            with self._changing:
+                self._control = None
+
+    def abort_connect(self, reason: str) -> None:
+        """From any thread: a `connect` that is under way raises `GroupAborted(reason)`, also while NCCL itself is waiting."""
+        with self._changing:
+            self._aborts += 1
+            self._reason = reason
+            control = self._control
+        self._mesh.abort_connect(reason)
+        if control is not None:
+            control.abort(reason)
+
+    def close(self) -> None:
+        """See `CpuMesh.close`."""
+        self._mesh.close()

@@ -1,0 +1,57 @@
+"""What differs where a worker computes on a GPU: settings of its process, the generator of its masks, batches from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from raypar.comm.memory import CPU
+
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What a GPU worker's process is to be started with, or cuBLAS may take a sum's order from what else the GPU is doing."""
+
+
+def settle(device: torch.device, *, exact: bool) -> None:
+    """Once per process. `exact`: the same numbers again, whatever the hour (DESIGN 4.5); operations that cannot promise that
+    raise, because a warning would leave those that can as they are (memory-efficient attention)."""
+    if device == CPU or not exact:
+        return
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write all memory once more
+    torch.backends.cudnn.benchmark = False
+
+
+def seeder(device: torch.device) -> Callable[[int], Any]:
+    """Seeds what layers draw from. Cheaper than `torch.manual_seed`, which visits every kind of device (65 us)."""
+    if device.type != "cuda":
+        return torch.default_generator.manual_seed
+    of_device = torch.cuda.default_generators[device.index or 0]
+
+    def seed(number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        of_device.manual_seed(number)
+
+    return seed
+
+
+class Source(Protocol):
+    """See `interpreter.BatchSource`."""
+
+    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
+        """The fields of one microbatch."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A source of batches, whose tensors are brought to a device."""
+
+    source: Source
+    device: torch.device
+
+    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
+        """See `Source.get`."""
+        return {name: tensor.to(self.device) for name, tensor in self.source.get(step, microbatch).items()}

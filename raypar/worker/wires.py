@@ -1,0 +1,89 @@
+"""Which wires a worker's part of a plan needs: known before anything is built, because NCCL's communicators are made first.
+
+Only what moves memory of the device is counted. Host memory (votes, counts of gradients, the mirror, lists of state) and
+barriers travel over the control transport's sockets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+
+from raypar.comm.wire import FAST, SHARDS, Wire
+from raypar.elastic.part import Part
+from raypar.model.tensor_parallel.styles import Layout
+from raypar.plan import ParallelPlan, Routing, Tie
+from raypar.plan.tree import cover
+from raypar.schedule.instructions import Recv, Send
+from raypar.worker.spec import JobSpec
+from raypar.worker.ties import sources
+
+MOST_DIRECT = 8
+"""A communicator each, beside those of the steps, of which there are some tens at most; and making one takes time in which
+everybody waits."""
+
+
+def wires_of(part: Part, rank: int, spec: JobSpec, layout: Callable[[int], Layout]) -> frozenset[Wire]:
+    """All that one rank needs in a generation; the members of a wire all name it. `layout(shards)`: how the model is cut over so
+    many (`WorkerCore.layout`)."""
+    assignment = part.assignment
+    found = {Wire(pair, "message") for pair in direct_moves(part) if rank in pair}
+    if assignment is not None:
+        plan = assignment.plan
+        for instruction in (*assignment.program, *assignment.validation_program):
+            if isinstance(instruction, Send):
+                found.add(Wire((rank, instruction.peer), "message"))
+            elif isinstance(instruction, Recv):
+                found.add(Wire((instruction.peer, rank), "message"))
+        found |= {wire for wire in _ties(plan, assignment.crossing.ties, layout) if rank in wire.members}
+        for stage in plan.stages_of(rank):
+            fast = spec.reduction == "fast"
+            found |= set(_reduction(Routing(plan, spec.cut), stage, plan.seats[rank].shard, fast))
+            found |= set(_shards(plan, stage, plan.seats[rank].replica, spec.sequence_parallel))
+    return frozenset(found)
+
+
+def direct_moves(part: Part) -> frozenset[tuple[int, int]]:
+    """(source, dest) of state that changes hands from device to device when the generation begins; also from who has no seat in
+    it. None where somebody had more than `MOST_DIRECT` neighbours: then it all travels through host memory."""
+    pairs = {(part.ranks[move.source], part.ranks[move.dest]) for move in part.moves}
+    pairs = {pair for pair in pairs if pair[0] != pair[1]}
+    neighbours = Counter(rank for pair in pairs for rank in pair)
+    return frozenset(pairs) if max(neighbours.values(), default=0) <= MOST_DIRECT else frozenset()
+
+
+def _ties(plan: ParallelPlan, ties: Iterable[Tie], layout: Callable[[int], Layout]) -> Iterator[Wire]:
+    """Every worker with a tied parameter gets its gradients in other workers' stages, from one replica of those
+    (`worker.ties`)."""
+    for tie in ties:
+        for source in tie.stages:
+            for stage in tie.stages:
+                if plan.stages[source].position == plan.stages[stage].position:
+                    continue
+                for replica, shard in product(range(plan.stages[stage].replicas), range(plan.stages[stage].shards)):
+                    sender, receiver = replica % plan.stages[source].replicas, plan.rank(stage, replica, shard)
+                    for giver, _ in sources(plan, tie.name, source, stage, shard, layout):
+                        yield Wire((plan.rank(source, sender, giver), receiver), "message")
+
+
+def _reduction(routing: Routing, stage: int, shard: int, fast: bool) -> Iterator[Wire]:
+    """Gradients over the replicas of a stage (`comm.reduction`)."""
+    group = routing.plan.replica_ranks(stage, shard)
+    if len(group) == 1:
+        return
+    if fast:
+        yield Wire(group, "all_reduce", FAST + stage)
+        return
+    subtrees = [len(cover(routing.run(stage, r), routing.microbatches.blocks)) for r in range(len(group))]
+    if subtrees != [1, 1]:  # two with one subtree each swap them whole
+        yield Wire(group, "all_to_all", stage)
+    yield Wire(group, "all_gather", stage)
+
+
+def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool) -> Iterator[Wire]:
+    """What the layers of one replica do together (`model.tensor_parallel.group.ShardGroup`)."""
+    group = tuple(plan.rank(stage, replica, shard) for shard in range(plan.stages[stage].shards))
+    if len(group) > 1:
+        for operation in ("all_reduce", "all_gather", *(["reduce_scatter"] if sequence else [])):
+            yield Wire(group, operation, SHARDS + stage)

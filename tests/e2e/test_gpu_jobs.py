@@ -1,0 +1,134 @@
+"""Jobs for GPUs, as far as the client and the pool go, without a cluster."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ugly_models
+from helpers.tiny_job import write_job
+
+from raypar.actors import pool as pool_module
+from raypar.actors.cluster_watch import Capacity
+from raypar.actors.fingerprint import differences, fingerprint
+from raypar.actors.local_ray import Connection, connected
+from raypar.actors.pool import Pool
+from raypar.cli import main
+from raypar.errors import CheckpointError, ClusterError, ConfigError
+from raypar.launch import GPU_COURSE
+from raypar.plan import ParallelPlan
+from raypar.worker.checkpoint import Manifest, check_contract, contract_of
+
+
+def joined(monkeypatch, cluster):
+    """A cluster with so much, which nobody may ask for anything more; what was asked of it."""
+    asked = []
+
+    @contextlib.contextmanager
+    def connected(address, workers, folder, nodes, gpus):
+        asked.append(gpus)
+        yield Connection("joined", "joined", "nowhere:0")
+
+    monkeypatch.setattr("raypar.actors.local_ray.connected", connected)
+    monkeypatch.setattr("raypar.actors.cluster_watch.capacity", lambda: cluster)
+    monkeypatch.chdir(Path(__file__).parents[1])
+    return asked
+
+
+@pytest.mark.parametrize(
+    "cluster, said",
+    [
+        (Capacity(1, 8, 8, None), "the plan has 2 GPU workers, and there is no GPU"),
+        (Capacity(1, 8, 8, None, gpus=1), "the plan has 2 GPU workers, and there is 1 GPU"),
+        (Capacity(1, 8, 8, 8, gpus=0, gpus_ever=1), "the plan has 2 GPU workers, and there is 1 GPU"),
+    ],
+)
+def test_a_plan_for_more_gpus_than_there_can_be_ends_before_anything_is_started(cluster, said, tmp_path, monkeypatch, capfd):
+    asked = joined(monkeypatch, cluster)
+    status = main(["train", str(write_job(tmp_path)), "--set", "device=gpu", "--set", "plan.replicas=1"])
+    err = capfd.readouterr().err
+    assert status == 1 and asked == [True]
+    assert said in err and "cure: " in err and err.count("error: ") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tmp_path, monkeypatch):
+    """And a job for CPUs asks for nothing of the kind."""
+    seen = []
+
+    def follow(request, tell):
+        seen.append(request)
+        raise ClusterError("enough")
+
+    monkeypatch.setattr("raypar.actors.client.follow", follow)
+    for device, gpus in (("gpu", 2), ("cpu", 0)):
+        joined(monkeypatch, Capacity(1, 8, 8, None, gpus=gpus))
+        sets = [f"device={device}", "plan.replicas=1", "elastic=true"]
+        assert main(["train", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) == 1
+    on_gpu, on_cpu = seen
+    assert on_gpu.gpus == 1 and on_gpu.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert on_gpu.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and on_gpu.contract["device"] == "gpu"
+    assert {key: getattr(on_gpu.course, key) for key in GPU_COURSE} == GPU_COURSE
+    assert on_cpu.gpus == 0 and not on_cpu.environment and on_cpu.course.adopt_s < GPU_COURSE["adopt_s"]
+
+
+def test_several_local_nodes_cannot_share_the_gpus_of_a_machine(tmp_path):
+    with pytest.raises(ConfigError, match="would each offer all GPUs"), connected(None, 4, tmp_path, nodes=2, gpus=True):
+        pass
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """What the pool asks Ray for."""
+    asked = []
+
+    def group(bundles, **more):
+        asked.append(bundles)
+        return SimpleNamespace(id=SimpleNamespace(hex=lambda: str(len(asked))))
+
+    made = SimpleNamespace(options=lambda **options: asked.append(options) or SimpleNamespace(remote=lambda *args: "worker"))
+    context = SimpleNamespace(runtime_env={"env_vars": {"NCCL_MAX_CTAS": "16"}})
+    monkeypatch.setattr(pool_module, "placement_group", group)
+    monkeypatch.setattr(pool_module, "worker_class", lambda: made)
+    monkeypatch.setattr(pool_module, "PlacementGroupSchedulingStrategy", lambda *args, **more: "there")
+    monkeypatch.setattr(pool_module, "placement_group_table", lambda: {str(n): {"state": "CREATED"} for n in range(99)})
+    monkeypatch.setattr(pool_module.ray, "get_runtime_context", lambda: context)
+    return asked
+
+
+def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed):
+    pool = Pool("run", 1, {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    asyncio.run(pool.reserve(ParallelPlan.of((1,), shards=(2,), layers=2), 1.0, print))
+    assert placed == [[{"CPU": 1, "GPU": 1}] * 2], "the shards of a seat together"
+    pool.hire(0, b"", None, 60.0)
+    options = placed[-1]
+    assert options["num_gpus"] == 1 and options["num_cpus"] == 1
+    assert options["runtime_env"] == {"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_CTAS": "16"}}
+
+
+def test_a_worker_on_a_cpu_asks_for_nothing_more(placed):
+    pool = Pool("run")
+    asyncio.run(pool.reserve(ParallelPlan.mesh(layers=2), 1.0, print))
+    pool.hire(0, b"", None, 60.0)
+    assert placed[0] == [{"CPU": 1}] and not {"num_gpus", "runtime_env"} & set(placed[1])
+
+
+def test_a_checkpoint_of_another_kind_of_device_is_refused():
+    job = ugly_models.job()
+    plain = contract_of(job)
+    old = {key: value for key, value in plain.items() if key != "device"}
+    for contract in (plain, old):
+        manifest = Manifest(Path("step_1"), 1, contract, (), {}, {})
+        check_contract(manifest, job)
+        with pytest.raises(CheckpointError, match="device was 'cpu', is 'gpu'"):
+            check_contract(manifest, replace(job, device="gpu"))
+
+
+def test_a_gpu_is_part_of_what_a_worker_computes_with():
+    here = fingerprint(1, torch.device("cpu"))
+    assert "gpu" not in here and not differences([here, here])
+    there = here | {"gpu": "NVIDIA A", "kernels": "1"}
+    assert differences([there, there | {"gpu": "NVIDIA B"}]) == ["gpu: worker 0 NVIDIA A, worker 1 NVIDIA B"]

@@ -1,0 +1,170 @@
+"""What a process with the pretended device runs for `tests/parity/test_device.py`: checks that fail with an assertion.
+
+A process of its own, because autograd counts the devices when it is first used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import pretend, torch_flesh, ugly_models
+from helpers.parity import STEPS, Layout, expected
+
+from raypar.elastic.holdings import Move
+from raypar.elastic.part import Part
+from raypar.plan import ParallelPlan
+from raypar.worker import checkpoint
+from raypar.worker.assignment import make_graph
+from raypar.worker.body import WorkerBody
+from raypar.worker.local_run import LocalJob
+from raypar.worker.numerics import weights_hash
+from raypar.worker.optimizer import build_optimizer, load_state, state_of
+from raypar.worker.spec import OptimizerSpec, Ref, ValidationSpec
+
+State = dict[str, Any]
+KINDS = ("kill", "zombie", "late_answer", "join", "drain")
+LIMITS = {"step_deadline_s": 0.5, "start_deadline_s": 1.0, "pass_deadline_s": 2.0, "stand_s": 0.5, "adopt_s": 2.0}
+
+
+def begin(state: State) -> None:
+    """Before the first backward pass."""
+    pretend.device()
+
+
+def on_device(value: Any) -> bool:
+    """Whether it lies there."""
+    return isinstance(value, torch.Tensor) and value.device == pretend.device() and type(value.detach()) is pretend.OnDevice
+
+
+def refuses(state: State) -> int:
+    """How many of the mistakes that a GPU would find it finds."""
+    x = torch.ones(3, 4).to(pretend.device())
+    assert (x + 1).sum().item() == 24 and x.cpu().device.type == "cpu" and on_device(x.view(-1))
+    found = 0
+    for call in (
+        lambda: x + torch.ones(4),
+        lambda: x.numpy(),
+        lambda: torch.stack([x, torch.ones(3, 4)]),
+        lambda: torch.add(torch.ones(3, 4), 1, out=x),
+        lambda: torch.nn.functional.linear(torch.ones(3, 4), x),
+    ):
+        try:
+            call()
+        except (RuntimeError, TypeError):
+            found += 1
+    return found
+
+
+def trains(state: State, layout: Layout) -> None:
+    """Five steps and a validation on the device: losses, norms, parameters and optimizer state as in one plain process."""
+    want = expected(layout.model, layout.microbatches, layout.blocks)
+    job = replace(layout.job, validation=ValidationSpec(layout.job.data, samples=11))
+    with LocalJob(job, layout.plan, layout.schedule, device=pretend.device()) as run:
+        for step in range(STEPS):
+            reports = run.step(step)
+            assert {r.loss for r in reports} == {want.losses[step]}, step
+            assert {r.norm for r in reports} == {want.norms[step]}, step
+        validated = run.validate(STEPS)
+        for name, copies in run.parameters().items():
+            assert all(on_device(copy) and torch.equal(copy.cpu(), want.parameters[name]) for copy in copies), name
+        for name, found in run.optimizer_state().items():
+            for kept in found:
+                assert on_device(kept["exp_avg"]) and not on_device(kept["step"])
+                assert all(torch.equal(value.cpu(), want.state[name][key]) for key, value in kept.items()), name
+    with LocalJob(job, layout.plan, layout.schedule) as plain:
+        for step in range(STEPS):
+            plain.step(step)
+        assert plain.validate(STEPS) == validated
+
+
+def resumes(state: State, folder: str) -> None:
+    """What is saved on either device is gone on with on the other one."""
+    spec = ugly_models.job("tangled", steps=4)
+    plan = ParallelPlan.mesh(pp=2, dp=2, layers=len(make_graph(spec).layers))
+    places = (torch.device("cpu"), pretend.device())
+    ends = set()
+    for first in places:
+        for second in places:
+            with LocalJob(spec, plan, "1f1b", device=first) as run:
+                run.step(0), run.step(1)
+                part = checkpoint.begin(Path(folder), 2)
+                for core in run.cores:
+                    core.save(part, 2)
+                records = [core.save_result() for core in run.cores]
+                path = checkpoint.commit(part, records, steps_done=2, contract=checkpoint.contract_of(spec))
+            with LocalJob(spec, plan, "zb-h1", device=second) as run:
+                for core in run.cores:
+                    core.load(path)
+                run.step(2), run.step(3)
+                assert all(on_device(copies[0]) == (second == pretend.device()) for copies in run.parameters().values())
+                ends.add(weights_hash({name: copies[0] for name, copies in run.parameters().items()}))
+    assert len(ends) == 1
+
+
+def keeps(state: State, fused: bool) -> None:
+    """An optimizer's state goes where the optimizer itself would have it."""
+    spec = OptimizerSpec(Ref("torch.optim:AdamW", {"fused": fused}))
+    made = []
+    for where in (torch.device("cpu"), pretend.device()):
+        parameter = torch.nn.Parameter(torch.ones(4, device=where))
+        parameter.grad = torch.ones(4, device=where)
+        optimizer = build_optimizer(spec, {"a": parameter})
+        optimizer.step()
+        made.append(optimizer)
+    for source in made:
+        kept = {name: dict(kinds) for name, kinds in state_of(source).items()}
+        for target in made:
+            load_state(target, kept)
+            found = state_of(target)["a"]
+            there = target is made[1]
+            assert on_device(found["exp_avg"]) == there and on_device(found["step"]) == (there and fused)
+            target.step()
+
+
+def hands_over(state: State, dests: int) -> set[str]:
+    """The kinds of memory from which a worker's state leaves, when so many others want it."""
+    spec = ugly_models.job("tangled", steps=1)
+    left: set[str] = set()
+
+    class Post:
+        """A transport that takes everything."""
+
+        rank = 0
+
+        def send(self, tensor: torch.Tensor, *, to: int, tag: int) -> Any:
+            if tensor.dtype == torch.float32 and tensor.dim():
+                left.add(tensor.device.type)
+
+    with LocalJob(spec, ParallelPlan.mesh(layers=len(make_graph(spec).layers)), "1f1b", device=pretend.device()) as run:
+        run.step(0)
+        body = WorkerBody(run.cores[0], 0)
+        ways = tuple(Move(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
+        part = Part(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
+        next(body._exchange(part, Post(), body._held()), None)  # type: ignore[arg-type]
+    return left
+
+
+def survives(state: State, replicas: int, stages: int, whole: bool) -> set[str]:
+    """Faults of all kinds, on the device (`helpers.protocol`): the end is that of a quiet run on the CPU. In which ways state
+    came back."""
+    from helpers.protocol import Fault, random_faults
+
+    spec = ugly_models.job("tangled", microbatches=4, steps=5)
+    work = torch_flesh.TorchJob(spec, make_graph(spec), mirror_every=0 if replicas > 1 else 1)
+    plan = ParallelPlan.mesh(dp=replicas, pp=stages, layers=work.layers)
+    quiet = LIMITS | {"capacity_s": 5.0, "save_every": 0 if replicas == 1 else 2}
+    plain, reference = torch_flesh.simulate(work, plan, **quiet)
+    there = replace(work, device=pretend.device())
+    assert torch_flesh.simulate(there, plan, **quiet)[1] == reference
+    ways: set[str] = set()
+    histories = [[Fault(at, "kill")] for at in range(plain.points // 6, plain.points, 11 if whole else 160)]
+    histories += [random_faults(seed, 3, plain, workers=4, kinds=KINDS) for seed in range(30 if whole else 1)]
+    for faults in histories:
+        world, found = torch_flesh.simulate(there, plan, faults, **quiet)
+        assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
+        assert found in (reference, None), world.tell(f"{faults}: other bits")
+        ways |= {way for line in world.story if "Adopt(" in line for way in ("cut=True", "load=True", "Move(") if way in line}
+    return ways

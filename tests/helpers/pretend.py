@@ -1,0 +1,98 @@
+"""A device that only pretends to be one: its numbers are computed on the CPU, but it will not be mixed with the CPU.
+
+PyTorch lets a backend be written in Python under the name it keeps for other people's devices. Code that runs on it with the
+bits of the CPU has put every tensor where it belongs, and asks the device for numbers only in the ways that a GPU allows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+NAME = "pretend"
+POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+BOTH = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize")
+"""Operations that take tensors of several devices."""
+
+
+class OnDevice(Tensor):
+    """A tensor "on the device"; `raw` has its numbers."""
+
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> OnDevice:
+        made: OnDevice = Tensor._make_wrapper_subclass(
+            cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=device()
+        )
+        made.raw = raw
+        return made
+
+    def tolist(self) -> Any:
+        """As a GPU's tensor: it is waited for."""
+        return self.raw.tolist()
+
+    def data_ptr(self) -> int:
+        """Where it lies."""
+        return self.raw.data_ptr()
+
+    @property
+    def data(self) -> Tensor:
+        """The same memory, without history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: OnDevice) -> None:
+        self.raw = other.raw
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return computed(op, *args, **(kwargs or {}))
+
+
+def computed(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the device does: as the CPU, or an error where a GPU would have one."""
+    leaves, spec = tree_flatten((args, kwargs))
+    own = {id(leaf.raw): leaf for leaf in leaves if isinstance(leaf, OnDevice)}
+    name = op._schema.name.partition("::")[2]
+    to_host = name == "_to_copy" and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, OnDevice) and leaf.dim() and own and name not in BOTH:
+            raise RuntimeError(f"{op}: expected all tensors to be on the same device, but found cpu and {NAME}")
+
+    def lowered(leaf: Any) -> Any:
+        if isinstance(leaf, OnDevice):
+            return leaf.raw
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = tree_unflatten([lowered(leaf) for leaf in leaves], spec)
+    kwargs.pop("pin_memory", None)
+    on_host = name == "_copy_from" or (name == "copy_" and not isinstance(leaves[0], OnDevice)) or to_host
+
+    def raised(value: Any) -> Any:
+        if not isinstance(value, Tensor) or on_host:
+            return value
+        return own[id(value)] if id(value) in own else OnDevice(value)
+
+    return tree_map(raised, op(*args, **kwargs))
+
+
+@functools.cache
+def device() -> torch.device:
+    """The device; it exists from the first call on."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME)
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(computed, "PrivateUse1")
+    _kept.append(library)
+    return torch.device(NAME, 0)
+
+
+_kept: list[Any] = []
+"""A library ends with its last reference."""

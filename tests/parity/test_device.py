@@ -1,0 +1,72 @@
+"""Workers on a device: every tensor is where it belongs, and a new run, its checkpoints and its hand-overs have the CPU's bits.
+
+The device is `helpers.pretend`, which computes as the CPU does and refuses what a GPU would refuse."""
+
+import pytest
+from helpers import device_calls, pretend
+from helpers.parity import Layout
+from helpers.processes import Worker
+
+LAYOUTS = [
+    Layout("tangled", "1f1b", (2, 2), 4),
+    Layout("tangled", "zb-v", (1, 1), 5),
+    Layout("plain", "interleaved", (2, 2), 7),
+    Layout("tangled", "gpipe", (4,), 7, blocks=5),
+    Layout("tangled", "zb-h1", (1, 2, 1), 8),
+    Layout("plain", "1f1b", (3, 2), 7, blocks=5),
+    Layout("tangled", "1f1b", (2, 2), 5, blocks=1),
+    Layout("tangled", "interleaved", (1, 1, 1), 7, chunks=3),
+]
+QUICK = 3
+
+pytestmark = pytest.mark.skipif(not pretend.POSSIBLE, reason="this PyTorch has no devices written in Python")
+
+
+@pytest.fixture(scope="module")
+def run():
+    worker = Worker()
+
+    def call(function, *args, timeout_s=60.0):
+        worker.call(function, *args)
+        return worker.result(timeout_s)
+
+    call(device_calls.begin)
+    yield call
+    worker.end()
+
+
+def test_the_device_refuses_what_a_gpu_would(run):
+    assert run(device_calls.refuses) == 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:QUICK], ids=str)
+def test_a_run_on_a_device_has_the_bits_of_one_process(run, layout):
+    run(device_calls.trains, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS[QUICK:], ids=str)
+def test_the_other_layouts_on_a_device_have_the_bits_of_one_process(run, layout):
+    run(device_calls.trains, layout)
+
+
+def test_a_checkpoint_is_gone_on_with_on_either_device(run, tmp_path):
+    run(device_calls.resumes, str(tmp_path))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
+def test_an_optimizer_gets_its_state_back_where_it_keeps_it(run, fused):
+    run(device_calls.keeps, fused)
+
+
+@pytest.mark.parametrize("dests, memory", [(1, pretend.NAME), (8, pretend.NAME), (9, "cpu")])
+def test_state_leaves_the_device_through_host_memory_where_too_many_want_it(run, dests, memory):
+    assert run(device_calls.hands_over, dests) == {memory}
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sample", "whole"])
+@pytest.mark.parametrize("replicas, stages", [(2, 2), (1, 4)])
+def test_state_on_a_device_survives_faults_with_the_bits_of_the_cpu(run, replicas, stages, whole):
+    """Handed over between workers, copied into the mirror and back."""
+    ways = run(device_calls.survives, replicas, stages, whole, timeout_s=400.0)
+    assert ways >= ({"Move("} if replicas > 1 else {"Move(", "cut=True"}), ways

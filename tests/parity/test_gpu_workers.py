@@ -1,0 +1,259 @@
+"""Workers on GPUs as the driver sees them: the actor's code, real CuPy over the stand-in for NCCL, in processes without Ray.
+
+A rank is killed inside a collective; the others abort, form a smaller generation, and end with the bits of one process."""
+
+import os
+import pickle
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import gpu_calls, standin, ugly_models
+from helpers.parity import expected
+from helpers.processes import Workers
+from helpers.standin import Setting
+
+from raypar.elastic.holdings import WholeParameters, moves
+from raypar.elastic.part import Part
+from raypar.model.build import elements_by_layer
+from raypar.plan import ParallelPlan, Routing
+from raypar.schedule import registry
+from raypar.worker.assignment import assignments, make_graph
+
+pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
+
+STEPS, LIMIT_S = 5, 20.0
+SPEC = replace(ugly_models.job("tangled", microbatches=4, steps=STEPS), device="gpu")
+GRAPH = make_graph(SPEC)
+LAYOUT = WholeParameters(elements_by_layer(GRAPH))
+runs = (f"gpu-{os.getpid()}-{number}" for number in range(10**6))
+
+
+def plan_of(*replicas):
+    return ParallelPlan.of(replicas, layers=len(GRAPH.layers))
+
+
+@pytest.fixture(scope="module")
+def workers():
+    made = Workers(4)
+    yield made
+    made.end()
+
+
+class Run:
+    """What a driver does, by hand. `plan` and `members` of the present generation."""
+
+    def __init__(self, workers, plan):
+        self.workers, self.generation, self.done = workers, 0, 0
+        on = list(range(plan.world))
+        self.addresses = dict(
+            zip(on, workers.each(gpu_calls.start, next(runs), pickle.dumps(SPEC), on=on, timeout_s=60.0), strict=True)
+        )
+        self.adopt(plan, on)
+
+    def ask(self, method, *args, timeout_s=LIMIT_S):
+        """All members' answers."""
+        return self.workers.each(gpu_calls.call, method, *args, on=self.members, timeout_s=timeout_s)
+
+    def parts(self, plan, members, stands=None):
+        """`stands`: of those that hold state; None at the beginning."""
+        made = assignments(SPEC, GRAPH, plan, registry.build("1f1b", Routing(plan, SPEC.cut)))
+        ways, ranks = (), {worker: rank for rank, worker in enumerate(members)}
+        if stands is not None:
+            have = {stand.worker: stand.pieces for stand in stands}
+            ways = moves(have, dict(zip(members, LAYOUT(plan), strict=True)))
+            assert {way.source for way in ways} <= set(members)
+        fresh = stands is None
+        return {w: Part(made[rank], ranks, self.done, ways, fresh=fresh) for w, rank in ranks.items()}, ways
+
+    def adopt(self, plan, members, stands=None):
+        """A new generation of these workers."""
+        self.generation += 1
+        self.plan, self.members = plan, list(members)
+        parts, ways = self.parts(plan, self.members, stands)
+        addresses = [self.addresses[worker] for worker in self.members]
+        found = self.workers.each(
+            gpu_calls.adopt, self.generation, parts, addresses, LIMIT_S, on=self.members, timeout_s=2 * LIMIT_S
+        )
+        assert all(isinstance(answer, dict) for answer in found), found
+        return ways
+
+    def step(self):
+        """All answers."""
+        answers = self.ask("step", self.generation, self.done, False, False, timeout_s=30.0)
+        assert all(isinstance(answer, dict) for answer in answers), answers
+        self.done += 1
+        return answers
+
+    def recover(self, left, plan):
+        """The others leave what they do and form the next generation; what moved, and how long it took."""
+        start = time.monotonic()
+        for worker in left:
+            self.workers.workers[worker].control(gpu_calls.ctl, "hear", self.generation + 1, "a worker was lost")
+        self.members = list(left)
+        stands = self.ask("stand", self.generation + 1)
+        assert {stand.done for stand in stands} == {self.done}
+        return self.adopt(plan, left, stands), time.monotonic() - start
+
+    def check(self, left_inside=0):
+        """The bits of one process, and no communicator of earlier generations, but those that NCCL was still making."""
+        while self.done < STEPS:
+            losses = {answer["loss"] for answer in self.step()}
+            assert losses == {WANT.losses[self.done - 1]}
+        for found in self.workers.each(gpu_calls.parameters, on=self.members):
+            for name, copy in found.items():
+                assert torch.equal(torch.from_numpy(copy), WANT.parameters[name]), name
+        lanes = self.workers.each(gpu_calls.lanes, on=self.members)
+        alive = self.workers.each(gpu_calls.alive, on=self.members)
+        assert all(len(own) <= there <= len(own) + left_inside for own, there in zip(lanes, alive, strict=True))
+
+
+WANT = expected("tangled", 4, 0)
+
+
+def test_a_run_makes_the_communicators_of_its_plan_and_uses_them(workers):
+    run = Run(workers, plan_of(2, 2))
+    run.check()
+    lanes = run.workers.each(gpu_calls.lanes, on=run.members)
+    assert set(lanes[0]) == {"all_gather of 0,1 channel 0", "messages 0 -> 2", "messages 2 -> 0"}
+    assert all(calls for own in lanes for calls in own.values())
+
+
+REROUTED, ANEW = (2, 1), (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "operation, smaller",
+    [
+        ("all_gather", REROUTED),
+        ("send", ANEW),
+        pytest.param("all_gather", ANEW, marks=pytest.mark.full),
+        pytest.param("send", REROUTED, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_killed_inside_an_operation_costs_no_bit(workers, operation, smaller):
+    run = Run(workers, plan_of(2, 2))
+    run.step(), run.step()
+    victim = 3
+    workers.each(gpu_calls.die_inside, operation, on=[victim])
+    for worker in run.members:
+        workers.workers[worker].call(gpu_calls.call, worker, "step", run.generation, run.done, False, False)
+    failed = [workers.workers[worker].result() for worker in (0, 1, 2)]
+    assert all(answer[0] == "aborted" for answer in failed), failed
+    assert any("rank 3" in answer[2] for answer in failed)
+    workers.replace(victim)
+    ways, seconds = run.recover([0, 1, 2], plan_of(*smaller))
+    assert bool(ways) == (smaller == ANEW) and seconds < LIMIT_S
+    run.check()
+
+
+def test_a_stopped_rank_holds_nobody_up_once_the_others_are_told(workers):
+    run = Run(workers, plan_of(2, 2))
+    run.step()
+    victim = workers.workers[3]
+    victim.signal(signal.SIGSTOP)
+    for worker in run.members:
+        workers.workers[worker].call(gpu_calls.call, worker, "step", run.generation, run.done, False, False)
+    time.sleep(0.3)  # inside
+    for worker in (0, 1, 2):
+        workers.workers[worker].control(gpu_calls.ctl, "hear", run.generation + 1, "worker 3 does not answer")
+    failed = [workers.workers[worker].result() for worker in (0, 1, 2)]
+    assert all(answer[0] == "aborted" for answer in failed), failed
+    run.recover([0, 1, 2], plan_of(2, 1))
+    run.check()
+    victim.signal(signal.SIGKILL)
+    workers.replace(3)
+
+
+def test_who_hangs_inside_nccl_while_it_connects_is_left_behind(workers):
+    """The others are told, and connect again without it."""
+    run = Run(workers, plan_of(2, 2))
+    run.step()
+    workers.each(gpu_calls.fault, Setting.INIT_HANGS, 1, on=[3])
+    stands = run.ask("stand", run.generation + 1)
+    parts, _ = run.parts(plan_of(2, 2), run.members, stands)
+    addresses = [run.addresses[worker] for worker in run.members]
+    for worker in run.members:
+        workers.workers[worker].call(gpu_calls.adopt, worker, run.generation + 1, parts, addresses, 60.0)
+    time.sleep(0.5)  # inside
+    run.generation += 1
+    for worker in (0, 1, 2):
+        workers.workers[worker].control(gpu_calls.ctl, "hear", run.generation + 1, "worker 3 does not answer")
+    failed = [workers.workers[worker].result() for worker in (0, 1, 2)]
+    assert all(answer[0] == "aborted" for answer in failed), failed
+    ways, seconds = run.recover([0, 1, 2], plan_of(2, 1))
+    assert not ways and seconds < LIMIT_S
+    run.check(left_inside=1)
+    workers.workers[3].signal(signal.SIGKILL)
+    workers.replace(3)
+
+
+@pytest.fixture
+def fresh():
+    """Processes that have loaded no library yet."""
+    made = Workers(2)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(
+    "there, said, cure",
+    [
+        ({"version": 21700}, "NCCL 2.17.0", "newer PyTorch"),
+        ({}, "was built without CUDA", "install a CUDA build of PyTorch"),
+        ({"torch_cuda": 13}, "wants GPU 0 and sees 0", "nvidia-smi"),
+        ({"torch_cuda": 12}, "PyTorch is for CUDA 12, CuPy", "pip install 'raypar[cuda12]'"),
+        ({"cupy": False}, "needs CuPy, which cannot be imported", "pip install 'raypar[cuda1"),
+        ({"environment": {"NCCL_COMM_BLOCKING": "0"}}, "which CuPy does not understand", "unset NCCL_COMM_BLOCKING"),
+    ],
+    ids=["old NCCL", "no CUDA", "no GPU", "other CUDA", "no CuPy", "setting"],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_worker_that_cannot_use_a_gpu_says_why_when_it_is_asked_to_start(fresh, there, said, cure):
+    (answer,) = fresh.each(gpu_calls.start_without, next(runs), pickle.dumps(SPEC), there, on=[0], timeout_s=60.0)
+    kind, name, text = answer
+    assert (kind, name) == ("error", "ClusterError") and said in text and cure in text, text
+
+
+def test_two_workers_on_one_gpu_are_refused_before_anything_is_built(workers):
+    addresses = workers.each(gpu_calls.start, next(runs), pickle.dumps(SPEC), "the only one", on=[0, 1], timeout_s=60.0)
+    run = Run.__new__(Run)
+    run.workers, run.generation, run.done = workers, 0, 0
+    parts, _ = run.parts(plan_of(2), [0, 1])
+    for kind, name, text in workers.each(gpu_calls.adopt, 1, parts, addresses, LIMIT_S, on=[0, 1], timeout_s=2 * LIMIT_S):
+        assert (kind, name) == ("error", "ClusterError")
+        assert "ranks [0, 1] are on one device, the only one" in text and "NCCL_HOSTID" in text
+
+
+def test_communicators_that_are_never_made_end_in_an_error_that_names_one(workers):
+    addresses = workers.each(gpu_calls.start, next(runs), pickle.dumps(SPEC), on=[0, 1], timeout_s=60.0)
+    workers.each(gpu_calls.fault, Setting.INIT_HANGS, 1, on=[0, 1])
+    run = Run.__new__(Run)
+    run.workers, run.generation, run.done = workers, 0, 0
+    parts, _ = run.parts(plan_of(1, 1), [0, 1])
+    answers = workers.each(gpu_calls.adopt, 1, parts, addresses, 2.0, on=[0, 1], timeout_s=LIMIT_S)
+    for index in (0, 1):
+        workers.replace(index)
+    assert "CommTimeout" in {name for _, name, _ in answers}
+    for kind, _, text in answers:
+        assert kind == "aborted"
+        assert "could not make the NCCL communicator for messages 0 -> 1 within" in text and "NCCL_SOCKET_IFNAME" in text
+
+
+def test_a_process_that_nccl_does_not_let_go_of_ends(workers):
+    """Its driver hears of it at once, and goes on with the others."""
+    run = Run(workers, plan_of(2, 2))
+    run.step()
+    workers.each(gpu_calls.fault, Setting.ABORT_TAKES_MS, 60_000, on=[3])
+    workers.each(gpu_calls.patience, 0.5, on=[3])
+    start = time.monotonic()
+    with pytest.raises((EOFError, TimeoutError)):
+        workers.workers[3].control(gpu_calls.ctl, "hear", run.generation + 1, "a test", timeout_s=LIMIT_S)
+    assert time.monotonic() - start < LIMIT_S
+    workers.workers[3].process.join(5.0)
+    assert workers.workers[3].process.exitcode == 1
+    workers.replace(3)
+    run.recover([0, 1, 2], plan_of(2, 1))
+    run.check()
