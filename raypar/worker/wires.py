@@ -25,8 +25,8 @@ everybody waits."""
 
 
 def wires_of(part: Part, rank: int, spec: JobSpec, layout: Callable[[int], Layout]) -> frozenset[Wire]:
-    """All that one rank needs in a generation; the members of a wire all name it. `layout(shards)`: how the model is cut over so
-    many (`WorkerCore.layout`)."""
+    """All that one rank needs in a generation; the members of a wire all name it. `layout(shards)`: how the model is cut over
+    so many (`WorkerCore.layout`)."""
     assignment = part.assignment
     found = {Wire(pair, "message") for pair in direct_moves(part) if rank in pair}
     if assignment is not None:

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from helpers import pretend, torch_flesh, ugly_models
+from helpers.generations import SHARDS, Generations, mesh
 from helpers.parity import STEPS, Layout, expected
+from helpers.shard_grid import Cell, different, graph
+from helpers.shard_grid import run as run_cell
 
 from raypar.elastic.holdings import Move
 from raypar.elastic.part import Part
@@ -32,6 +35,7 @@ LIMITS = {"step_deadline_s": 0.5, "start_deadline_s": 1.0, "pass_deadline_s": 2.
 def begin(state: State) -> None:
     """Before the first backward pass."""
     pretend.device()
+    torch.backends.cuda.enable_flash_sdp(False)  # of the CPU too: the device has no attention in one piece
 
 
 def on_device(value: Any) -> bool:
@@ -143,7 +147,7 @@ def hands_over(state: State, dests: int) -> set[str]:
         body = WorkerBody(run.cores[0], 0)
         ways = tuple(Move(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
         part = Part(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
-        next(body._exchange(part, Post(), body._held()), None)  # type: ignore[arg-type]
+        next(body._exchange(part, Post(), body._standing()), None)  # type: ignore[arg-type]
     return left
 
 
@@ -167,4 +171,83 @@ def survives(state: State, replicas: int, stages: int, whole: bool) -> set[str]:
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
         ways |= {way for line in world.story if "Adopt(" in line for way in ("cut=True", "load=True", "Move(") if way in line}
+    return ways
+
+
+# -- shards --------------------------------------------------------------------------------------------------------------------
+
+
+def trains_on_shards(state: State, cell: Cell) -> None:
+    """Three steps on the device: losses, norms, gradients, parameters and optimizer state as on the CPU."""
+    found = run_cell(cell, cell.plan, device=pretend.device())
+    assert list(different(found, run_cell(cell, cell.plan))) == []
+
+
+def changes_shards(state: State, model: str, path: list[tuple[int, int, int]], folder: str) -> None:
+    """Bodies that go from plan to plan (replicas x stages x shards), two steps under each, half of them new in the third: every
+    checkpoint is that of the same path on the CPU, and those that load it on the other device end alike."""
+    spec = Cell(model, "1f1b", (1,), (1,), 5, True).job
+    there = torch_flesh.TorchJob(spec, graph(model), shards=SHARDS, device=pretend.device())
+    live = {work.device.type: Generations(work) for work in (there, replace(there, device=torch.device("cpu")))}
+    for number, shape in enumerate(path):
+        plan, done = mesh(model, *shape), 2 * number
+        first = plan.world // 2 if number == 2 else 0
+        saved = []
+        for kind, run in live.items():
+            run.adopt(plan, list(range(first, first + plan.world)), done)
+            run.step(done), run.step(done + 1)
+            for body in run.bodies.values():
+                assert all(on_device(kept[checkpoint.PARAMETER]) == (kind == pretend.NAME) for kept in body._held().values())
+            saved.append(run.save(Path(folder) / kind, done + 2))
+        same_tensors(*saved)
+    last = []
+    for device, path_saved in zip((torch.device("cpu"), pretend.device()), saved, strict=True):
+        with LocalJob(spec, mesh(model, 1, 2, 2), "1f1b", graph=graph(model), device=device) as local:
+            for core in local.cores:
+                core.load(path_saved)
+            local.step(2 * len(path))
+            part = checkpoint.begin(Path(folder) / f"last-{device.type}", 1)
+            for core in local.cores:
+                core.save(part, 1)
+            records = [core.save_result() for core in local.cores]
+            last.append(checkpoint.commit(part, records, steps_done=1, contract={}))
+    same_tensors(*last)
+
+
+def same_tensors(one: Path, other: Path) -> None:
+    """Two checkpoints."""
+    found, want = checkpoint.read_tensors(one), checkpoint.read_tensors(other)
+    assert found.keys() == want.keys()
+    for name, kinds in want.items():
+        for kind, value in kinds.items():
+            assert torch.equal(torch.as_tensor(found[name][kind]), torch.as_tensor(value)), (name, kind)
+
+
+def survives_on_shards(state: State, replicas: int, shards: int, whole: bool) -> set[str]:
+    """As `survives`, with workers that hold slices."""
+    from helpers.protocol import Fault, random_faults
+
+    spec = Cell("llama", "1f1b", (1,), (1,), 4, True).job
+    there = torch_flesh.TorchJob(
+        spec, graph("llama"), shards=SHARDS, mirror_every=0 if replicas > 1 else 1, device=pretend.device()
+    )
+
+    def plans(generation: int, workers: int) -> ParallelPlan:
+        seats = max(1, workers // shards)
+        return mesh("llama", 1 if seats > 1 else seats, 2 if seats > 1 else 1, shards)
+
+    course = LIMITS | {"capacity_s": 5.0, "validates": False, "plans": plans}
+    course |= {} if replicas > 1 else {"hires": True, "min_workers": shards}
+    plan = mesh("llama", replicas, 1, shards)
+    plain, reference = torch_flesh.simulate(replace(there, device=torch.device("cpu")), plan, **course)
+    assert reference is not None
+    ways: set[str] = set()
+    histories = [[Fault(at, "kill")] for at in range(plain.points // 3, plain.points, 29 if whole else 160)]
+    if replicas > 1:
+        histories += [random_faults(seed, 2, plain, workers=4, kinds=KINDS) for seed in range(20 if whole else 1)]
+    for faults in histories:
+        world, found = torch_flesh.simulate(there, plan, faults, **course)
+        assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
+        assert found in (reference, None), world.tell(f"{faults}: other bits")
+        ways |= {way for line in world.story if "Adopt(" in line for way in ("cut=True", "Move(") if way in line}
     return ways

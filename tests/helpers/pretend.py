@@ -91,7 +91,14 @@ def device() -> torch.device:
     library = torch.library.Library("_", "IMPL")
     library.fallback(computed, "PrivateUse1")
     _kept.append(library)
+    torch.tensor = functools.partial(_made, torch.tensor)  # type: ignore[assignment]
     return torch.device(NAME, 0)
+
+
+def _made(make: Any, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+    """`torch.tensor`, which fills a tensor of a device by a call that no backend in Python gets."""
+    made: Tensor = make(data, **kwargs)
+    return made if device is None else made.to(device)
 
 
 _kept: list[Any] = []

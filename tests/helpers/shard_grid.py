@@ -15,6 +15,7 @@ from helpers.on_shards import error, graph_of
 from torch import Tensor
 
 from examples import gpt
+from raypar.comm.memory import CPU
 from raypar.model.build import materialise
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build import slice_of
@@ -192,10 +193,10 @@ def held(local: LocalJob) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
                 yield (name, local.plan.stages[index].shards, seat.shard), parameter, state
 
 
-def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0) -> Run:
-    """In one process, by the engine."""
+def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0, device: torch.device = CPU) -> Run:
+    """In one process, by the engine; what is found is on the CPU."""
     found = Run([], [], [], {}, {})
-    with LocalJob(cell.job, plan, cell.schedule, graph=graph(cell.model), seed=order_seed) as local:
+    with LocalJob(cell.job, plan, cell.schedule, graph=graph(cell.model), seed=order_seed, device=device) as local:
         for step in range(STEPS):
             reports = local.step(step)
             assert len({(r.loss, r.norm) for r in reports}) == 1
@@ -203,11 +204,12 @@ def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0) -> Run:
             found.norms.append(reports[0].norm)
             gradients: dict[Key, list[Tensor | None]] = {}
             for key, parameter, _ in held(local):
-                gradients.setdefault(key, []).append(None if parameter.grad is None else parameter.grad.clone())
+                gradients.setdefault(key, []).append(None if parameter.grad is None else parameter.grad.cpu().clone())
             found.gradients.append(gradients)
         for key, parameter, state in held(local):
-            found.parameters.setdefault(key, []).append(parameter.detach())
-            found.state.setdefault(key, []).append(state)
+            assert parameter.device == device and all(value.device == device for value in state.values() if value.dim())
+            found.parameters.setdefault(key, []).append(parameter.detach().cpu())
+            found.state.setdefault(key, []).append({kind: value.cpu() for kind, value in state.items()})
     return found
 
 

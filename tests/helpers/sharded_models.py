@@ -54,7 +54,8 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(batch, seq, -1, self.head_dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(batch, seq, -1, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        angle = torch.outer(torch.arange(seq, dtype=v.dtype), torch.tensor([1.0, 0.1], dtype=v.dtype)).repeat(1, 2)
+        speed = torch.tensor([1.0, 0.1], dtype=v.dtype, device=v.device)
+        angle = torch.outer(torch.arange(seq, dtype=v.dtype, device=v.device), speed).repeat(1, 2)
         q, k = rotate(q, angle.cos(), angle.sin()), rotate(k, angle.cos(), angle.sin())
         each = self.num_heads // self.num_key_value_heads
         if self.form == "expand":
@@ -62,7 +63,7 @@ class Attention(nn.Module):
         elif self.form in ("interleave", "manual"):
             k, v = k.repeat_interleave(each, dim=1), torch.repeat_interleave(v, each, dim=1)
         if self.form == "manual":
-            later = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+            later = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1)
             scores = torch.matmul(q, k.transpose(-2, -1)) / self.head_dim**0.5
             out = F.softmax(scores.masked_fill(later, float("-inf")), dim=-1) @ v
         else:
@@ -173,7 +174,7 @@ class DroppedTokens(nn.Module):
         self.wte, self.wpe, self.drop = Embedding(vocab, width), Embedding(context, width), nn.Dropout(p)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.drop(self.wte(ids) + self.wpe(torch.arange(ids.shape[1])))
+        return self.drop(self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device)))
 
 
 def dropped(vocab: int = 23, width: int = 20, heads: int = 5, p: float = 0.3) -> nn.Sequential:

@@ -6,6 +6,7 @@ import pytest
 from helpers import device_calls, pretend
 from helpers.parity import Layout
 from helpers.processes import Worker
+from helpers.shard_grid import Cell
 
 LAYOUTS = [
     Layout("tangled", "1f1b", (2, 2), 4),
@@ -70,3 +71,50 @@ def test_state_on_a_device_survives_faults_with_the_bits_of_the_cpu(run, replica
     """Handed over between workers, copied into the mirror and back."""
     ways = run(device_calls.survives, replicas, stages, whole, timeout_s=400.0)
     assert ways >= ({"Move("} if replicas > 1 else {"Move(", "cut=True"}), ways
+
+
+CELLS = [
+    Cell("gpt", "1f1b", (2, 1), (2, 2), 5),
+    Cell("llama", "zb-h1", (1, 1), (4, 2), 5, sequence=True),
+    Cell("dropped", "1f1b", (2, 1), (2, 2), 4, sequence=True),
+    Cell("llama", "1f1b", (1, 1), (1, 3), 5),
+    Cell("gpt", "zb-v", (1,), (4,), 4, sequence=True),
+    Cell("gpt", "interleaved", (1, 2), (3, 1), 5, sequence=True, dtype="float32"),
+    Cell("llama", "gpipe", (3, 1), (2, 2), 5, sequence=True),
+    Cell("gpt", "1f1b", (2, 2), (2, 2), 3, sequence=True, blocks=1),
+    Cell("dropped", "gpipe", (1, 1), (3, 2), 4),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS[:QUICK], ids=str)
+def test_shards_on_a_device_have_the_bits_of_the_cpu(run, cell):
+    run(device_calls.trains_on_shards, cell)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", CELLS[QUICK:], ids=str)
+def test_other_shards_on_a_device_have_the_bits_of_the_cpu(run, cell):
+    run(device_calls.trains_on_shards, cell)
+
+
+PATHS = [
+    ("llama", [(1, 1, 2), (1, 2, 3), (2, 1, 2)]),
+    ("gpt", [(1, 1, 1), (1, 1, 4), (1, 2, 3)]),
+    ("llama", [(2, 2, 2), (1, 1, 1), (1, 1, 4)]),
+    ("dropped", [(1, 2, 4), (2, 1, 3), (1, 1, 2)]),
+]
+
+
+@pytest.mark.parametrize(
+    "model, path", [PATHS[0], *(pytest.param(*path, marks=pytest.mark.full) for path in PATHS[1:])], ids=str
+)
+def test_slices_are_handed_over_and_saved_on_a_device_as_on_the_cpu(run, model, path, tmp_path):
+    """replicas x stages x shards; two steps under each."""
+    run(device_calls.changes_shards, model, path, str(tmp_path))
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sample", "whole"])
+@pytest.mark.parametrize("replicas, shards", [(2, 2), (1, 4)])
+def test_slices_on_a_device_survive_faults_with_the_bits_of_the_cpu(run, replicas, shards, whole):
+    ways = run(device_calls.survives_on_shards, replicas, shards, whole, timeout_s=400.0)
+    assert ways >= ({"Move("} if replicas > 1 else {"cut=True"}), ways

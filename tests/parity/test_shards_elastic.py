@@ -2,80 +2,23 @@
 
 import gc
 import weakref
-from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import torch_flesh
+from helpers.generations import SHARDS, Generations, mesh
 from helpers.protocol import Fault
 from helpers.shard_grid import Cell, graph
 
-from raypar.comm import blocking
-from raypar.comm.blocking import as_routine
-from raypar.comm.local import Cooperative, LocalMesh
-from raypar.elastic.holdings import moves, without
-from raypar.elastic.part import Part
+from raypar.comm.local import LocalMesh
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker import checkpoint
 from raypar.worker.assignment import assignments
-from raypar.worker.body import WorkerBody
-from raypar.worker.core import WorkerCore
 from raypar.worker.local_run import LocalJob
-
-SHARDS = (2, 3, 4)
-
-
-def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
-    return ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=len(graph(model).layers))
-
-
-class Generations:
-    """Bodies 0, 1, ... that go from one plan to the next over the local transport."""
-
-    def __init__(self, job: torch_flesh.TorchJob) -> None:
-        self.job, self.number, self.bodies = job, 0, dict[int, WorkerBody]()
-
-    def adopt(self, plan: ParallelPlan, members: list[int], done: int) -> int:
-        """Everybody takes over what the plan asks for. Returns how many elements moved."""
-        for worker in members:
-            if worker not in self.bodies:
-                self.bodies[worker] = WorkerBody(WorkerCore(self.job.spec, graph=self.job.graph), worker)
-        layout = self.job.layout
-        need = dict(zip(members, layout(plan), strict=True))
-        have = {worker: body.pieces() for worker, body in self.bodies.items()} if done else {}
-        moved = moves(have, need) if done else ()
-        sources = sorted({move.source for move in moved} - set(members))
-        workers = [*members, *sources]
-        mesh, ranks = LocalMesh(len(workers), self.number), {w: rank for rank, w in enumerate(workers)}
-        self.number += 1
-        parts = assignments(self.job.spec, self.job.graph, plan, registry.build("1f1b", Routing(plan, self.job.cut)))
-        orders = [
-            (Part(parts[i] if i < len(members) else None, ranks, done, moved, fresh=not done), lambda i=i: mesh.transports[i])
-            for i in range(len(workers))
-        ]
-        Cooperative().run([self.bodies[w].adopt(order) for w, order in zip(workers, orders, strict=True)], mesh)
-        if done:
-            lacking = sum(p.size for w in members for p in without(need[w], have.get(w, ())))
-            assert sum(move.piece.size for move in moved) == lacking
-        self.bodies = {worker: self.bodies[worker] for worker in members}
-        self.members, self.mesh = members, mesh
-        return sum(move.piece.size for move in moved)
-
-    def step(self, step: int) -> None:
-        routines = [as_routine(partial(blocking.run, self.bodies[w].step(step))) for w in self.members]
-        Cooperative().run(routines, self.mesh)
-
-    def save(self, root: Path, done: int) -> Path:
-        folder = checkpoint.begin(root, done)
-        for worker in self.members:
-            self.bodies[worker].core.save(folder, done)
-        records = [self.bodies[worker].core.save_result() for worker in self.members]
-        return checkpoint.commit(folder, records, steps_done=done, contract={})
-
 
 PATHS = [
     [(1, 1, 2), (1, 2, 2), (2, 1, 2)],

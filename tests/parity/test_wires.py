@@ -64,7 +64,9 @@ def overheard(transport, used, undefined):
 def check(layout, **changes):
     job = replace(layout.job, steps=1, **changes)
     with LocalJob(job, layout.plan, layout.schedule, graph=layout.graph) as run, contextlib.ExitStack() as stack:
-        wanted = {w for rank, core in enumerate(run.cores) for w in wires_of(Part(core.assignment, {}, 0), rank, job, core.layout)}
+        wanted = {
+            w for rank, core in enumerate(run.cores) for w in wires_of(Part(core.assignment, {}, 0), rank, job, core.layout)
+        }
         used, undefined = set(), set()
         for transport in run.mesh.transports:
             stack.enter_context(overheard(transport, used, undefined))
