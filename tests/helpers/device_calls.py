@@ -227,7 +227,7 @@ def survives_on_shards(state: State, replicas: int, shards: int, whole: bool) ->
     """As `survives`, with workers that hold slices."""
     from helpers.protocol import Fault, random_faults
 
-    spec = Cell("llama", "1f1b", (1,), (1,), 4, True).job
+    spec = replace(Cell("llama", "1f1b", (1,), (1,), 4, True).job, steps=5 if replicas > 1 else 3)
     there = torch_flesh.TorchJob(
         spec, graph("llama"), shards=SHARDS, mirror_every=0 if replicas > 1 else 1, device=pretend.device()
     )
@@ -236,15 +236,15 @@ def survives_on_shards(state: State, replicas: int, shards: int, whole: bool) ->
         seats = max(1, workers // shards)
         return mesh("llama", 1 if seats > 1 else seats, 2 if seats > 1 else 1, shards)
 
-    course = LIMITS | {"capacity_s": 5.0, "validates": False, "plans": plans}
-    course |= {} if replicas > 1 else {"hires": True, "min_workers": shards}
+    course = LIMITS | {"capacity_s": 5.0, "validates": False, "plans": plans, "hires": True, "min_workers": shards}
     plan = mesh("llama", replicas, 1, shards)
     plain, reference = torch_flesh.simulate(replace(there, device=torch.device("cpu")), plan, **course)
     assert reference is not None
     ways: set[str] = set()
-    histories = [[Fault(at, "kill")] for at in range(plain.points // 3, plain.points, 29 if whole else 160)]
-    if replicas > 1:
-        histories += [random_faults(seed, 2, plain, workers=4, kinds=KINDS) for seed in range(20 if whole else 1)]
+    at = range(plain.points // 3, plain.points, plain.points // 12) if whole else [plain.points // 4]
+    histories = [[Fault(point, "kill")] for point in at]
+    if whole and replicas > 1:
+        histories += [random_faults(seed, 2, plain, workers=4, kinds=KINDS) for seed in range(10)]
     for faults in histories:
         world, found = torch_flesh.simulate(there, plan, faults, **course)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")

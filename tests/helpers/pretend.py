@@ -90,14 +90,17 @@ def device() -> torch.device:
     backend_registration._setup_privateuseone_for_python_backend(NAME)
     library = torch.library.Library("_", "IMPL")
     library.fallback(computed, "PrivateUse1")
-    _kept.append(library)
-    torch.tensor = functools.partial(_made, torch.tensor)  # type: ignore[assignment]
+    own = torch.library.Library("aten", "IMPL")
+    own.impl("silu_backward", functools.partial(computed, torch.ops.aten.silu_backward.default), "PrivateUse1")  # else in parts
+    _kept.extend((library, own))
+    for make in (torch.tensor, torch.arange):
+        setattr(torch, make.__name__, functools.partial(_made, make))
     return torch.device(NAME, 0)
 
 
-def _made(make: Any, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """`torch.tensor`, which fills a tensor of a device by a call that no backend in Python gets."""
-    made: Tensor = make(data, **kwargs)
+def _made(make: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    """`torch.tensor`, which fills a tensor by a call that no backend in Python gets, and `torch.arange`, which resizes one."""
+    made: Tensor = make(*args, **kwargs)
     return made if device is None else made.to(device)
 
 
