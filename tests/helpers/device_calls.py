@@ -227,7 +227,7 @@ def survives_on_shards(state: State, replicas: int, shards: int, whole: bool) ->
     """As `survives`, with workers that hold slices."""
     from helpers.protocol import Fault, random_faults
 
-    spec = replace(Cell("llama", "1f1b", (1,), (1,), 4, True).job, steps=5 if replicas > 1 else 3)
+    spec = Cell("llama", "1f1b", (1,), (1,), 4, True).job
     there = torch_flesh.TorchJob(
         spec, graph("llama"), shards=SHARDS, mirror_every=0 if replicas > 1 else 1, device=pretend.device()
     )
@@ -241,7 +241,7 @@ def survives_on_shards(state: State, replicas: int, shards: int, whole: bool) ->
     plain, reference = torch_flesh.simulate(replace(there, device=torch.device("cpu")), plan, **course)
     assert reference is not None
     ways: set[str] = set()
-    at = range(plain.points // 3, plain.points, plain.points // 12) if whole else [plain.points // 4]
+    at = range(plain.points // 3, plain.points, plain.points // 12) if whole else [plain.points // 2]
     histories = [[Fault(point, "kill")] for point in at]
     if whole and replicas > 1:
         histories += [random_faults(seed, 2, plain, workers=4, kinds=KINDS) for seed in range(10)]

