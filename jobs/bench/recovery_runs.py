@@ -422,6 +422,7 @@ def torchft_python(folder: Path, packages: Iterable[str] = ("torchft",)) -> str:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-        command = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), "torch"]
-        subprocess.run([*command, *packages], check=True, timeout=900)
+        command = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
+        # Who comes back gets its state through numpy, which torchft does not ask for.
+        subprocess.run([*command, "torch", "numpy", *packages], check=True, timeout=900)
     return str(python)
