@@ -55,6 +55,14 @@ class ClusterError(RayparError):
     """The cluster cannot give, or no longer gives, what the plan needs."""
 
 
+class ActiveError(ClusterError):
+    """Another driver on the cluster trains the run."""
+
+
+class OutlivedError(ActiveError):
+    """It had outlived its client: now it has saved and ended, and the same again goes on from there."""
+
+
 class CommError(RayparError):
     """A transport operation failed."""
 

@@ -50,6 +50,7 @@ class Trainer:
     `elastic`: True, or a dict with the keys of a job file's `elastic`: workers may die, hang, join or be drained.
     `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
     `local_nodes`: of the Ray that is started when there is no `address`.
+    `run_dir`: where the run folder is made; in a submitted job of Ray's, where it is not absolute, below `~/raypar`.
     `resume_from_checkpoint`: a result's `checkpoint`, or the path of a checkpoint or of a run, whose last one is taken.
     Training goes on after its steps, in a run folder of its own, under the plan given here.
     """
@@ -90,6 +91,7 @@ class Trainer:
         resume_from_checkpoint: Any = None,
         **rest: Any,
     ) -> None:
+        from raypar.commands._submitted import lasting
         from raypar.config import parse_elastic
 
         known = {f.name for f in fields(JobSpec)}
@@ -128,7 +130,7 @@ class Trainer:
         self.plan, self.schedule, self.workers = plan, schedule, workers
         self.elastic = parse_elastic(elastic)
         self.callbacks = tuple(checked_callback(c, type(c).__name__) for c in callbacks)
-        self.address, self.local_nodes, self.run_dir = address, local_nodes, Path(run_dir)
+        self.address, self.local_nodes, self.run_dir = address, local_nodes, lasting(run_dir)
         self.save_every, self.keep, self.stop_at_step = checkpoint_every, keep, stop_at_step
         self.max_time_s, self.wait_for_workers_s = max_time_s, wait_for_workers_s
         self.resume_from_checkpoint = resume_from_checkpoint

@@ -21,7 +21,7 @@ from raypar.actors.journal import Journal
 from raypar.actors.pool import namespace, sweep
 from raypar.actors.request import RunRequest
 from raypar.elastic.actions import End
-from raypar.errors import ClusterError, WorkerLost
+from raypar.errors import ActiveError, OutlivedError, WorkerLost
 
 GRACE_S = 1.5
 """How long the steps in flight may take after Ctrl-C before they are made void."""
@@ -52,7 +52,7 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
     """Run a request on the Ray this process is connected to; every event is given to `tell`. Blocks until the run is over.
 
     The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
-    Raises `ClusterError` when a run of this name is active already, `WorkerLost` when the driver itself dies.
+    Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself dies.
     """
     place = namespace(request.run)
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -90,8 +90,8 @@ def remove(driver: Any, run: str) -> None:
 
 
 def unclaimed(run: str) -> None:
-    """Raises `ClusterError` when a driver of this run lives on the Ray this process is connected to. Who has lost its client
-    saves and ends first, so that the next attempt finds a newer checkpoint and nobody else."""
+    """Raises `ActiveError` when a driver of this run lives on the Ray this process is connected to. Who has lost its client
+    saves and ends first (`OutlivedError`), so that the next attempt finds a newer checkpoint and nobody else."""
     try:
         driver = ray.get_actor("driver", namespace=namespace(run))
     except ValueError:
@@ -111,18 +111,18 @@ def unclaimed(run: str) -> None:
     if not ends:
         raise active(run)
     remove(driver, run)
-    raise ClusterError(
+    raise OutlivedError(
         f"run {run!r} was still active on this cluster, without a client for {alone_s:.0f} s; now it has ended, "
         f"after {ends[0]['done']} steps",
         cure="the same command again goes on from its last checkpoint",
     )
 
 
-def active(run: str) -> ClusterError:
+def active(run: str) -> ActiveError:
     """There can be only one of a name."""
     minutes = (ABANDONED_S + CLIENT_GONE_S) / 60
     ends = f"one whose client is gone saves its state and ends by itself within {minutes:.0f} minutes"
-    return ClusterError(
+    return ActiveError(
         f"a run called {run!r} is active on this cluster",
         cure=f"end that one with Ctrl-C where it was started ({ends}), or choose another name",
     )

@@ -28,12 +28,13 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.monotonic()
     from raypar.commands._console import Console
+    from raypar.commands._submitted import lasting
     from raypar.commands._toll import COUNTED
     from raypar.config import load_job
     from raypar.launch import raise_failure, resume_job
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.find(args.run, args.run_dir)
+    folder = RunFolder.find(args.run, lasting(args.run_dir))
     job = load_job(folder.job, args.overrides)
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
     console.befell += [event for event in folder.read(folder.events) if event["kind"] in COUNTED]

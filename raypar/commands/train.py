@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raypar.commands._console import Console
+    from raypar.config import Job
+    from raypar.launch import Result
+    from raypar.run_folder import RunFolder
+
+FORMER_S = 20.0
+"""How long a client may be silent until it is known to be gone (`actors.client.ALONE_S`), and some more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar train`."""
     parser.add_argument("job", help="job file (YAML)")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="go on with the last run of this name if it is the same job and has steps left, else begin a new one (the default "
+        "where `ray job submit` has started this)",
+    )
     add_run_arguments(parser)
 
 
@@ -32,12 +49,45 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.monotonic()
     from raypar.commands._console import Console
+    from raypar.commands._submitted import lasting, submitted, unfinished
     from raypar.config import load_job
     from raypar.launch import raise_failure, run_job
 
     job = load_job(args.job, args.overrides)
+    job = job.model_copy(update={"run_dir": str(lasting(job.run_dir))})
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
     console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
-    result = run_job(job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes)
+    former = None
+    if submitted() if args.resume is None else args.resume:
+        former, why = unfinished(job)
+        if why:
+            console({"kind": "note", "text": why})
+    if former is not None:
+        result = again(job, former, console, args)
+    else:
+        result = run_job(job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes)
     raise_failure(result)
     return console.finish(result)
+
+
+def again(job: Job, former: RunFolder, console: Console, args: argparse.Namespace) -> Result:
+    """Go on with a run of this job. Whoever stopped it may have killed its client before its driver was done: that is waited
+    for. Raises `ActiveError` when it has a client that lives."""
+    import time
+
+    from raypar.commands._toll import COUNTED
+    from raypar.errors import ActiveError, OutlivedError
+    from raypar.launch import resume_job
+
+    console.befell += [event for event in former.read(former.events) if event["kind"] in COUNTED]
+    until_s = time.monotonic() + FORMER_S
+    while True:
+        try:
+            return resume_job(
+                job, former, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
+            )
+        except ActiveError as error:
+            if not isinstance(error, OutlivedError) and time.monotonic() > until_s:
+                raise
+            console({"kind": "warning", "text": error.what})
+            time.sleep(1.0)

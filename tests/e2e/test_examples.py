@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
+
+from raypar.actors.local_ray import connected
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -16,3 +19,25 @@ def test_a_run_that_loses_a_node_ends_with_the_weights_of_one_that_does_not(tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "equal"
     assert (tmp_path / "throughput.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weights_of_one_that_is_not(nodes, tmp_path):
+    """Stages and shards on one node; stages and replicas on a head and another node."""
+    shards = ["--set", "plan.shards=2", "--set", "plan.replicas=1"] if nodes == 1 else []
+    command = [sys.executable, str(EXAMPLES / "submit_and_stop.py"), str(tmp_path), "--nodes", str(nodes), *shards]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "equal"
+
+
+@pytest.mark.chaos
+def test_a_ray_program_trains_on_its_own_cluster_with_stages_replicas_and_shards(tmp_path):
+    with connected(None, 8, EXAMPLES.parent):
+        address = ray.get_runtime_context().gcs_address
+        command = [sys.executable, str(EXAMPLES / "drive_a_cluster.py"), "--address", address, "--run-dir", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 stages x 2 replicas x 2 shards" in done.stdout
+    assert "80 steps, the last 20 with one worker" in done.stdout

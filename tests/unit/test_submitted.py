@@ -1,0 +1,129 @@
+"""A job of Ray's job server: its runs outlast it, and the same command again goes on with what was stopped."""
+
+from pathlib import Path
+
+import pytest
+
+from raypar.cli import main
+from raypar.commands import train
+from raypar.commands._submitted import MARK, lasting, unfinished
+from raypar.config import load_job
+from raypar.errors import ActiveError, OutlivedError
+from raypar.launch import Result
+from raypar.run_folder import RunFolder
+from raypar.worker import checkpoint
+
+JOB = """
+name: small
+steps: 8
+batch_size: 8
+microbatches: 4
+model: m:layers
+loss: m:loss
+data: m:text
+optimizer: torch.optim:SGD
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """Of somebody whose job stands in a folder that will be gone."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/small.yaml").write_text(JOB)
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setenv(MARK, '{"metadata": {"job_submission_id": "raysubmit_1"}}')
+    return tmp_path / "home"
+
+
+def stopped(run_dir: Path, done: int, *words: str) -> RunFolder:
+    """A run of the job in `run_dir` with a checkpoint after so many steps."""
+    job = load_job("small.yaml", words)
+    folder = RunFolder.create(run_dir, job.name)
+    folder.job.write_text(job.to_yaml())
+    aside = checkpoint.begin(folder.checkpoints, done)
+    checkpoint.commit(aside, [], steps_done=done, contract=checkpoint.contract_of(job.to_spec()))
+    return folder
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list:
+    """What `raypar train` begins or goes on with, instead of doing it."""
+    made: list = []
+    done = Result({}, "runs/small", "done", 8)
+    monkeypatch.setattr("raypar.launch.run_job", lambda job, tell, **rest: made.append(("new", job.run_dir)) or done)
+    monkeypatch.setattr(
+        "raypar.launch.resume_job", lambda job, folder, tell, **rest: made.append(("again", folder.path)) or done
+    )
+    return made
+
+
+def test_runs_of_a_submitted_job_lie_where_nobody_removes_them(home, monkeypatch):
+    assert lasting("runs/") == home / "raypar/runs"
+    assert lasting("/shared/runs") == Path("/shared/runs")
+    monkeypatch.delenv(MARK)
+    assert lasting("runs/") == Path("runs")
+
+
+def test_the_same_command_again_goes_on_with_the_run_that_was_stopped(home, launched):
+    assert main(["train", "small.yaml"]) == 0
+    folder = stopped(home / "raypar/runs", 5)
+    assert main(["train", "small.yaml"]) == 0
+    assert main(["train", "small.yaml", "--no-resume"]) == 0
+    assert launched == [("new", str(home / "raypar/runs")), ("again", folder.path), ("new", str(home / "raypar/runs"))]
+
+
+def test_outside_of_the_job_server_a_new_run_begins_unless_the_last_one_is_asked_for(home, launched, monkeypatch):
+    monkeypatch.delenv(MARK)
+    folder = stopped(Path("runs"), 5)
+    assert main(["train", "small.yaml"]) == 0 and main(["train", "small.yaml", "--resume"]) == 0
+    assert launched == [("new", "runs"), ("again", folder.path)]
+
+
+def test_the_last_run_of_the_name_is_the_one_to_go_on_with(home):
+    runs = home / "raypar/runs"
+    job = load_job("small.yaml", [f"run_dir={runs}"])
+    assert unfinished(job) == (None, "")
+    stopped(runs, 5, "name=smaller")
+    assert unfinished(job) == (None, ""), "another name"
+    stopped(runs, 5)
+    second = stopped(runs, 6)
+    assert unfinished(job) == (second, "") and second.name == "small-2"
+    assert unfinished(load_job("small.yaml", [f"run_dir={runs}", "steps=6"])) == (None, ""), "it has done them all"
+
+
+def test_a_run_of_another_job_is_left_alone_and_why_is_said(home, launched, capsys):
+    stopped(home / "raypar/runs", 5, "seed=4")
+    assert main(["train", "small.yaml"]) == 0
+    assert [kind for kind, _ in launched] == ["new"]
+    assert "was another job (seed was 4, is 0): a new run begins" in capsys.readouterr().out
+
+
+def test_a_run_without_a_checkpoint_is_begun_again_and_that_is_said(home, launched, capsys):
+    folder = RunFolder.create(home / "raypar/runs", "small")
+    folder.job.write_text(JOB)
+    assert main(["train", "small.yaml"]) == 0
+    assert [kind for kind, _ in launched] == ["new"]
+    assert f"run small in {folder.path} has no checkpoint: a new run begins" in capsys.readouterr().out
+
+
+def test_a_driver_that_outlived_its_client_is_waited_for(home, launched, monkeypatch, capsys):
+    """Ray's job server kills who has not ended after 3 s; the driver saves all the same."""
+    stopped(home / "raypar/runs", 5)
+    answers = [ActiveError("active", "wait"), OutlivedError("it has ended", "again"), Result({}, "runs/small", "done", 8)]
+    slept: list[float] = []
+
+    def resume_job(*given, **more):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("raypar.launch.resume_job", resume_job)
+    monkeypatch.setattr("time.sleep", slept.append)
+    assert main(["train", "small.yaml"]) == 0 and not answers and len(slept) == 2
+    assert "warning: it has ended" in capsys.readouterr().out
+    monkeypatch.setattr(train, "FORMER_S", -1.0)
+    answers[:] = [ActiveError("a run called 'small' is active", "end that one")]
+    assert main(["train", "small.yaml"]) == 1
+    assert "is active" in capsys.readouterr().err
