@@ -1,8 +1,8 @@
 """A Ray program of your own that trains with `raypar.Trainer` on the cluster that it has joined, and uses what comes out.
 
-`python examples/drive_a_cluster.py [--address auto] [--stages 2] [--replicas 2] [--shards 2] [--steps 60]`, where a cluster runs
-that has a CPU for each worker (`ray start --head --num-cpus 8`). It trains a small GPT on stages x replicas x shards workers,
-and then goes on from the checkpoint with one.
+`python examples/drive_a_cluster.py [--address auto] [--stages 2] [--replicas 2] [--shards 2] [--steps 60]`, where a cluster
+runs that has a CPU for each worker (`ray start --head --num-cpus 8`). It trains a small GPT on stages x replicas x shards
+workers, and then goes on from the checkpoint with one.
 """
 
 import argparse

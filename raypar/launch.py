@@ -134,7 +134,8 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     except UserCodeError as error:
         raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
     gpus = int(spec.device == "gpu")
-    say("planned", describe(planned) + "\ntimes are of this machine's processors, not of GPUs" * gpus)
+    notes = ["times are of this machine's processors, not of GPUs"] * gpus + fewer_shards(planned.plan, options.elastic)
+    say("planned", "\n".join([describe(planned), *notes]))
     from raypar.actors.cluster_watch import capacity, require
     from raypar.actors.local_ray import connected
 
@@ -142,7 +143,7 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     if elastic is not None:
         most = max(most, elastic.max_workers or 0) + elastic.standbys
     with connected(options.address, most, Path.cwd(), options.local_nodes, bool(gpus)) as connection:
-        require(planned.plan.world, capacity(), gpus)
+        require(planned.plan.world, capacity(), gpus, planned.plan.describe())
         folder = options.folder(planned)
         done = options.first
         try:
@@ -250,6 +251,8 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             f"elastic.max_workers is {options.elastic.max_workers}, but the plan has {planned.plan.world} workers",
             cure=f"set it to {planned.plan.world} or more, or leave it out",
         )
+    if options.elastic is not None:
+        check_fewer_shards(spec, checked, planned.plan)
     outline = outline_of_shards(checked.graph, possible_shards(planned.plan), dict(spec.styles))
     lowered = assignments(spec, checked.graph, planned.plan, planned.orders, validation_samples=checked.validation_samples)
     course = Course(
@@ -300,6 +303,20 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         )
 
     return request
+
+
+def check_fewer_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
+    """Whether the model can be run on the other numbers of shards too that an elastic run may come to have. Raises as
+    `check_shards` does."""
+    from raypar.planner.search import possible_shards
+    from raypar.worker.preflight import check_shards
+
+    for shards in set(possible_shards(plan)) - {stage.shards for stage in plan.stages} - {1}:
+        try:
+            check_shards(spec, checked, ParallelPlan.mesh(tp=shards, layers=len(checked.graph.layers)))
+        except InputError as error:
+            what = f"with {shards} shards, to which an elastic run comes when workers are lost: {error.what}"
+            raise type(error)(what, error.cure) from error
 
 
 def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
@@ -365,6 +382,20 @@ def describe(planned: Planned) -> str:
         f"predicted step {planned.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     )
     return f"{text}\n{planned.why}" if planned.why else text
+
+
+def fewer_shards(plan: ParallelPlan, elastic: ElasticConfig | None) -> list[str]:
+    """What is said before an elastic run that may come to other numbers of shards: the bits depend on them."""
+    counts = {stage.shards for stage in plan.stages}
+    most = max(counts)
+    if elastic is None or most == 1:
+        return []
+    if len(counts) > 1:
+        return [f"with fewer workers all its layers are cut over {most} shards or fewer, which changes the bits from there on"]
+    if elastic.min_workers >= most:
+        return []
+    waits = f"elastic.min_workers={most} waits for others instead"
+    return [f"with fewer than {most} workers it goes on with fewer shards, which changes the bits from there on; {waits}"]
 
 
 def run_job(

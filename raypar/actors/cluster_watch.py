@@ -57,8 +57,11 @@ def autoscaled(resource: str) -> int | None:
     return int(most[resource]) if most and resource in most else None
 
 
-def require(workers: int, cluster: Capacity, gpus: int = 0) -> None:
-    """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one."""
+def require(workers: int, cluster: Capacity, gpus: int = 0, plan: str = "") -> None:
+    """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one.
+
+    `plan`: how it comes to so many, for the message.
+    """
     if gpus:
         from raypar.comm.nccl import judge_gpus
 
@@ -67,9 +70,10 @@ def require(workers: int, cluster: Capacity, gpus: int = 0) -> None:
     if workers > most:
         scaler = "no autoscaler adds any" if cluster.ever is None else f"its autoscaler stops at {cluster.ever}"
         raise ClusterError(
-            f"the plan needs {workers} workers of 1 CPU each, but the cluster has {cluster.total} CPUs on "
-            f"{cluster.nodes} node(s) and {scaler}",
-            cure=f"set plan.stages x plan.replicas <= {most}, add nodes, or leave the address out to run on this machine",
+            f"the plan needs {workers} workers of 1 CPU each{f' ({plan})' if plan else ''}, but the cluster has "
+            f"{cluster.total} CPUs on {cluster.nodes} node(s) and {scaler}",
+            cure=f"set plan.stages x plan.replicas x plan.shards <= {most}, add nodes, or leave the address out to run on "
+            "this machine",
         )
 
 

@@ -24,6 +24,7 @@ from raypar.elastic.buddies import buddies
 from raypar.elastic.machine import RunMachine
 from raypar.elastic.part import Part
 from raypar.errors import WorkerLost
+from raypar.plan import ParallelPlan
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Generations:
     """The first step of the present generation."""
     schedule: str | None = None
     """That of the last generation that people have been told of."""
+    plan: ParallelPlan | None = None
+    """Likewise."""
 
     async def claim(self, generation: int) -> None:
         """Not behind the callbacks: they may take long."""
@@ -81,8 +84,9 @@ class Generations:
         self.reports.forget()
         assignments = await asyncio.to_thread(self.plans.assignments, plan)
         schedule = self.plans.schedule(plan)
-        if self.schedule is None:
-            self.schedule = self.plans.schedule(self.machine.plan or request.plan)
+        if self.schedule is None or self.plan is None:
+            self.plan = self.machine.plan or request.plan
+            self.schedule = self.plans.schedule(self.plan)
         await asyncio.to_thread(self.journal.record, Record(order.generation, plan, order.members, schedule))
         workers = (*order.members, *order.sources)
         for number in workers:
@@ -130,6 +134,9 @@ class Generations:
         if schedule != self.schedule:
             told |= {"schedule_was": self.schedule, "schedule_why": self.plans.why(order.plan)}
             self.schedule = schedule
+        if self.plan is not None and words.by_layer(self.plan) != words.by_layer(order.plan):
+            told["shards_was"] = words.shards(self.plan)
+        self.plan = order.plan
         self.effects.note("generation", **told, **words.facts(order, schedule))
         self.effects.aside(self.recorder.plan_changed, order.plan, schedule)
         self.tasks.spawn(self._prepare(len(order.members)))

@@ -24,7 +24,8 @@ def draw(request: RunRequest, step: int, spans: Rows, nodes: Sequence[str]) -> N
     panels = [("predicted before the run", predicted), (f"measured: step {step}", measured)]
     edges = [(e.src, e.dst) for e in request.crossing.edges]
     folder = Path(request.folder)
-    title = f"{request.run}: {request.plan.world} workers, schedule {request.schedule_name}, {request.cut.count} microbatches"
+    workers = f"{request.plan.world} workers = {request.plan.describe()}"
+    title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.cut.count} microbatches"
     (folder / "swimlane.svg").write_text(swimlanes(panels, title=title, edges=edges))
     (folder / "trace.json").write_text(json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run)))
 

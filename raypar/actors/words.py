@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from raypar.elastic.actions import Adopt, Straggles
+from raypar.plan import ParallelPlan
 
 
 def described(order: Adopt) -> str:
@@ -30,11 +32,22 @@ def facts(order: Adopt, schedule: str) -> dict[str, Any]:
         "generation": order.generation,
         "workers": list(order.members),
         "plan": order.plan.describe(),
+        "shards": shards(order.plan),
         "schedule": schedule,
         "step": order.done,
         "moved_elements": sum(move.piece.size for move in order.moves),
         "state": state,
     }
+
+
+def shards(plan: ParallelPlan) -> str:
+    """Over how many shards its layers are cut: `2`, or `2/1` where stages differ."""
+    return "/".join(str(count) for count, _ in groupby(by_layer(plan)))
+
+
+def by_layer(plan: ParallelPlan) -> tuple[int, ...]:
+    """Number of shards of every layer: the only thing of a plan on which the bits depend."""
+    return tuple(stage.shards for stage in plan.stages for _ in range(stage.first, stage.last))
 
 
 def resumed(order: Adopt, seconds: float, again: int) -> str:

@@ -70,8 +70,11 @@ class Console:
 
     def membership(self, event: dict[str, Any]) -> None:
         """From now on other workers train, at another speed."""
+        shards = f", {event['plan'].rpartition(' x ')[2]}" if "shard" in event.get("plan", "") else ""
         self.members = (
-            f"  gen {event['generation']}, {counted(len(event['workers']), 'worker')}" if event["generation"] > 1 else ""
+            f"  gen {event['generation']}, {counted(len(event['workers']), 'worker')}{shards}"
+            if event["generation"] > 1
+            else ""
         )
         self.recent.clear()
 

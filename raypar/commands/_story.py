@@ -82,6 +82,9 @@ def generation(event: Event) -> str:
     if event.get("schedule"):
         was = f" ({event['schedule_was']} before; {event['schedule_why']})" if event.get("schedule_was") else ""
         facts.append(f"schedule {event['schedule']}{was}")
+    if event.get("shards_was"):
+        now = f"{event['shards']} shard{'s' * (event['shards'] != '1')} instead of {event['shards_was']}"
+        facts.append(f"layers cut over {now}, which changes the bits from here on")
     missed = f" ({', '.join(map(str, event['missed']))} came to nothing)" if event.get("missed") else ""
     text = f"generation {event['generation']}{missed}: {', '.join(facts)}"
     if event.get("step") is not None:

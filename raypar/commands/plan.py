@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
     parser.add_argument("--workers", type=int, help="choose a plan for so many workers, whatever the job's plan says")
     parser.add_argument("--no-profile", action="store_true", help="do not time the layers: sizes only, at once")
+    parser.add_argument("--svg", metavar="F", type=Path, help="draw the predicted step as a swimlane")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "a plan cannot be chosen without a profile", cure="leave out --no-profile, or name stages and replicas"
         )
+    if args.svg is not None and args.no_profile:
+        raise ConfigError("a step cannot be predicted without a profile", cure="leave out --no-profile, or --svg")
     import torch
 
     sizes = describe(graph, getattr(torch, spec.dtype))
@@ -58,32 +62,84 @@ def run(args: argparse.Namespace) -> int:
     if choose:
         from raypar.planner.search import search
 
-        workers = args.workers or job.workers
-        profile = profile_job(spec, workers=workers, graph=graph)
-        choice = search(profile, workers, spec.cut)
+        workers, shards = args.workers or job.workers, _shards_of(job)
+        if workers < shards:
+            raise ConfigError(
+                f"{workers} workers for a job whose layers are cut over {shards} shards",
+                cure=f"give --workers {shards} or more",
+            )
+        profile = profile_job(spec, workers=workers, graph=graph, shards={shards})
+        choice = search(profile, workers, spec.cut, shards)
         plan, name, schedule = choice.plan, choice.schedule, None
     else:
-        plan, name, schedule = job.to_plan(len(graph.layers)), job.schedule_name, _from_file(job)
+        plan, name, schedule = job.to_plan(len(graph.layers)), job.schedule_name, orders(job)
+        counts = {stage.shards for stage in plan.stages}
         if not args.no_profile:
-            shards = {stage.shards for stage in plan.stages}
-            profile = profile_job(spec, workers=plan.world, graph=graph, shards=shards)
-    found = description(plan, name, spec.cut, sizes, profile, schedule, held_by_shards(graph, spec, plan, sizes))
+            if max(counts) > 1 or spec.styles:
+                from raypar.worker.preflight import check_shards, preflight
+
+                check_shards(spec, preflight(spec), plan)
+            profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
+    made = schedule(Routing(plan, spec.cut)) if schedule is not None else None
+    found = description(plan, name, spec.cut, sizes, profile, made, held_by_shards(graph, spec, plan, sizes))
+    found["cut"] = cut_layers(graph, spec, plan)
     if choice is not None:
         from raypar.planner.report import as_dict, report
 
         found["choice"] = as_dict(choice)
         why = report(choice)
+    if args.svg is not None and profile is not None:
+        draw(args.svg, f"{job.name}: {found['plan']}, schedule {name}", profile, plan, made or name, spec.cut)
     print(json.dumps(found) if args.json else text(found) + (f"\n\n{why}" if choice is not None else ""), flush=True)
+    if args.svg is not None and not args.json:
+        print(f"wrote {args.svg}")
     return 0
 
 
-def _from_file(job: Job) -> Schedule | None:
+def orders(job: Job) -> Callable[[Routing], Schedule] | None:
+    """What makes the schedule, where its name alone does not say it (a file, a warmup)."""
     from raypar.config import PlanConfig
-    from raypar.schedule.file import read_csv
+    from raypar.launch import orders_of
 
-    if not isinstance(job.plan, PlanConfig) or job.plan.schedule_file is None:
+    if not isinstance(job.plan, PlanConfig) or (job.plan.schedule_file is None and job.plan.warmup is None):
         return None
-    return read_csv(Path(job.plan.schedule_file).read_text(encoding="utf-8"))
+    return orders_of(job.plan)
+
+
+def _shards_of(job: Job) -> int:
+    """The planner keeps the job's, on which the bits depend."""
+    from raypar.config import PlanConfig
+
+    return max(job.plan.shards_per_stage) if isinstance(job.plan, PlanConfig) else 1
+
+
+def draw(
+    file: Path, title: str, profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, cut: Microbatches
+) -> None:
+    """Write the predicted step, a lane for every worker. Raises `ConfigError`."""
+    from raypar.planner.search import predict
+    from raypar.schedule.svg import swimlane
+
+    timeline, _ = predict(profile, plan, schedule, cut)
+    edges = [(e.src, e.dst) for e in profile.crossing(plan).edges]
+    try:
+        file.write_text(swimlane(timeline, title=title, subtitle="predicted", edges=edges), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {file}: {error.strerror or error}", cure="name a file in a folder you may write to"
+        ) from error
+
+
+def cut_layers(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
+    """Layer name -> style, of layers in stages with shards."""
+    from raypar.model.tensor_parallel.styles import layout_of
+
+    most = max(stage.shards for stage in plan.stages)
+    if most == 1:
+        return {}
+    sharded = {graph.layers[i].name for s in plan.stages if s.shards > 1 for i in range(s.first, s.last)}
+    styles = layout_of(graph, most, dict(spec.styles)).styles
+    return {name: str(style) for name, style in styles.items() if any(name == o or name.startswith(f"{o}.") for o in sharded)}
 
 
 def held_by_shards(
@@ -133,6 +189,7 @@ def description(
                 "position": seat.position,
                 "replica": seat.replica,
                 "shard": seat.shard,
+                "shards": plan.stages[stages[0]].shards,
                 "stages": list(stages),
                 "layers": [[layer.name for layer in chunk] for chunk in chunks],
                 "parameters": sum(layer.parameters for layer in layers),
@@ -143,6 +200,7 @@ def description(
             }
         )
     found: dict[str, Any] = {
+        "plan": f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}",
         "schedule": name,
         "microbatches": cut.count,
         "virtual_replicas": cut.blocks,
@@ -165,15 +223,24 @@ def description(
     return found
 
 
+def alike(styles: Mapping[str, str]) -> list[str]:
+    """`block*.up column (4)`: layers whose names differ in a number are named once."""
+    counts: dict[str, int] = {}
+    for name, style in styles.items():
+        what = f"{re.sub(r'[0-9]+', '*', name)} {style}"
+        counts[what] = counts.get(what, 0) + 1
+    names = {f"{re.sub(r'[0-9]+', '*', name)} {style}": f"{name} {style}" for name, style in styles.items()}
+    return [f"{what} ({count})" if count > 1 else names[what] for what, count in counts.items()]
+
+
 def text(found: dict[str, Any]) -> str:
     """For people."""
     workers = found["workers"]
     lines = [
-        f"{len(workers)} workers, schedule {found['schedule']}, {found['microbatches']} microbatches in "
+        f"{found['plan']}, schedule {found['schedule']}, {found['microbatches']} microbatches in "
         f"{found['virtual_replicas']} blocks, {found['parameters']:,} parameters"
     ]
-    rows = [("worker", "stages", "replica", "layers", "parameters", "MiB", "microbatches", "memory MiB")]
-    shards = any(worker["shard"] for worker in workers)
+    rows = [("worker", "stages", "replica", "shard", "layers", "parameters", "MiB", "microbatches", "memory MiB")]
     for worker in workers:
         layers = " + ".join(c[0] if len(c) == 1 else f"{c[0]} .. {c[-1]} ({len(c)})" for c in worker["layers"])
         memory = f"{found['memory_bytes'][worker['rank']] / 2**20:.1f}" if "memory_bytes" in found else ""
@@ -181,7 +248,8 @@ def text(found: dict[str, Any]) -> str:
             (
                 str(worker["rank"]),
                 ",".join(map(str, worker["stages"])),
-                str(worker["replica"]) + (f" shard {worker['shard']}" if shards else ""),
+                str(worker["replica"]),
+                f"{worker['shard']} of {worker['shards']}" if worker["shards"] > 1 else "",
                 layers,
                 f"{worker['parameters']:,}",
                 f"{worker['parameter_bytes'] / 2**20:.1f}",
@@ -189,8 +257,12 @@ def text(found: dict[str, Any]) -> str:
                 memory,
             )
         )
+    if all(worker["shards"] == 1 for worker in workers):
+        rows = [row[:3] + row[4:] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if found.get("cut"):
+        lines.append(f"cut over shards: {', '.join(alike(found['cut']))}")
     if found["imbalance"] > 0.005:
         lines.append(
             f"the busiest worker has {100 * found['imbalance']:.0f} % more microbatches than its replicas have on average: "

@@ -1,12 +1,19 @@
 """Every bad job ends with exit code 2 and one message, what and cure, before anything is started."""
 
+import contextlib
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.tiny_job import write_job
 
+from raypar.actors.cluster_watch import Capacity
+from raypar.actors.local_ray import Connection
 from raypar.cli import main
+
+SIZE = "{vocab: 256, width: 24, depth: 2, heads: 6, context: 8}"
+GPT = (f"model={{function: examples.gpt:layers, args: {SIZE}}}", "loss=examples.gpt:loss", "validation=null")
+GPT += ("data={function: examples.gpt:text, args: {context: 8}}", "plan.replicas=1")
 
 CASES = {
     "unknown key": (["model.function=helpers.tiny_job:model", "microbatch=4"], "did you mean microbatches?"),
@@ -24,6 +31,34 @@ CASES = {
     "style of no layer": (["plan.shards=2", "plan.styles={layer9.linear: column}"], "matches no layer (nearest: layer3.linear"),
     "shards of nothing": (["plan.shards=2"], "plan.shards is 2, but none of the model's layers has a style"),
     "more shards than features": (["plan.shards=9", "plan.styles={'*': gathered}"], "8 output features for 9 shards"),
+    "more shards than heads": (
+        [*GPT, "plan.shards=7"],
+        "block0.qkv has 6 heads for 7 shards: some would have none\n  cure: set plan.shards <= 6",
+    ),
+    "more shards than heads in one stage": ([*GPT, "plan.shards=[1, 7]"], "block1.qkv has 6 heads for 7 shards"),
+    "heads that are no part of the features": (
+        [*GPT, "plan.shards=2", "plan.styles={'*.qkv': 'qkv:7'}"],
+        "72 output features are no multiple of 21",
+    ),
+    "a style on a layer that it does not fit": (
+        [*GPT, "plan.shards=2", "plan.styles={block1.norm1: column}"],
+        "the style column does not fit block1.norm1, a LayerNorm",
+    ),
+    "no style": ([*GPT, "plan.shards=2", "plan.styles={'*.up': colum}"], "'colum' is no style (nearest: column)"),
+    "a tie cut by unequal styles": (
+        [
+            *GPT,
+            "model.function=helpers.tiny_job:tied",
+            "plan.shards=2",
+            "plan.styles={embed.token: whole, head.logits: gathered}",
+        ],
+        "the tie embed.token.weight = head.logits.weight is cut by unequal styles: whole and gathered",
+    ),
+    "features that need all shards": (
+        [*GPT, "plan.shards=2", "plan.styles={'*.down': whole, '*.up': column}"],
+        "cut along dim 2",
+    ),
+    "shards for other stages than there are": (["plan.shards=[2, 1, 2]"], "plan.shards has 3 entries for 2 stages"),
     "optimizer of whole parameters": (
         ["plan.shards=2", "plan.styles={'*': gathered}", "optimizer.function=torch.optim:Adafactor"],
         "half of a parameter",
@@ -42,6 +77,30 @@ def test_bad_input_is_one_message_with_a_cure_and_starts_nothing(case, tmp_path,
     assert said in err and "cure: " in err and err.count("error: ") == 1
     assert not (tmp_path / "runs").exists()
     assert not ("ray" in sys.modules and sys.modules["ray"].is_initialized())
+
+
+def test_more_workers_than_the_cluster_has_processors(tmp_path, monkeypatch, capfd):
+    """Stages, replicas and shards multiply; what they come to is said with the numbers."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    joined = contextlib.nullcontext(Connection("joined", "joined", "nowhere:0"))
+    monkeypatch.setattr("raypar.actors.local_ray.connected", lambda *given: joined)
+    monkeypatch.setattr("raypar.actors.cluster_watch.capacity", lambda: Capacity(1, 4, 4, None))
+    sets = [*GPT, "plan.replicas=2", "plan.shards=2"]
+    assert main(["train", str(write_job(tmp_path)), *(word for s in sets for word in ("--set", s))]) == 1
+    err = capfd.readouterr().err
+    assert "8 workers of 1 CPU each (2 stages x 2 replicas x 2 shards), but the cluster has 4 CPUs on 1 node(s)" in err
+    assert "cure: set plan.stages x plan.replicas x plan.shards <= 4" in err and err.count("error: ") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_heads_that_shards_do_not_divide_are_no_bad_input(tmp_path, monkeypatch, capfd):
+    """Six over four: 1, 2, 1 and 2 of them."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    words = ["plan", str(write_job(tmp_path)), *(w for s in (*GPT, "plan.stages=1", "plan.shards=4") for w in ("--set", s))]
+    assert main(words) == 0
+    said = capfd.readouterr().out
+    assert "4 workers = 1 stage x 1 replica x 4 shards" in said and "block*.qkv qkv:6 (2)" in said
+    assert [line.split()[3:6] for line in said.splitlines()[2:6]] == [[str(shard), "of", "4"] for shard in range(4)]
 
 
 def test_a_run_that_does_not_exist_is_named_with_those_that_do(tmp_path, capfd):

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from examples import gpt
 from raypar.callbacks import Callback, Stop
 
 WIDTH = 8
@@ -84,6 +85,13 @@ def model(
 
 def raises() -> nn.Module:
     raise KeyError("no such model")
+
+
+def tied(**size: int) -> nn.Sequential:
+    """The example GPT, the output layer's weight being the embedding's."""
+    parts = gpt.layers(**size)
+    parts.head.logits.weight = parts.embed.token.weight
+    return parts
 
 
 class Samples:

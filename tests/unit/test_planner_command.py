@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from raypar.commands.plan import description, text
+from raypar.commands.plan import alike, description, draw, text
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 
@@ -48,3 +48,34 @@ def test_the_prediction_is_the_simulators():
 def test_chunks_of_one_worker_are_listed_apart():
     found = description(ParallelPlan.mesh(pp=2, chunks=2, layers=4), "gpipe", Microbatches(4), SIZES, None)
     assert "block0 + block2" in text(found)
+
+
+def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
+    plan = ParallelPlan.of((1, 2, 1), (2, 1, 2), layers=4)
+    found = description(plan, "1f1b", Microbatches(8), SIZES, PROFILE)
+    lines = text(found).splitlines()
+    assert lines[0].startswith("6 workers = 3 stages x 1/2/1 replicas x 2/1/2 shards, schedule 1f1b")
+    rows = [line.split("  ") for line in lines[1:8]]
+    assert [[cell.strip() for cell in row if cell.strip()][:4] for row in rows] == [
+        ["worker", "stages", "replica", "shard"],
+        ["0", "0", "0", "0 of 2"],
+        ["1", "0", "0", "1 of 2"],
+        ["2", "1", "0", "block1"],
+        ["3", "1", "1", "block1"],
+        ["4", "2", "0", "0 of 2"],
+        ["5", "2", "0", "1 of 2"],
+    ]
+    draw(tmp_path / "plan.svg", "x", PROFILE, plan, "1f1b", Microbatches(8))
+    drawn = (tmp_path / "plan.svg").read_text()
+    for lane in (
+        "worker 1 (stage 0, replica 0, shard 1)",
+        "worker 3 (stage 1, replica 1)",
+        "worker 5 (stage 2, replica 0, shard 1)",
+    ):
+        assert lane in drawn
+    assert "shard" not in text(description(ParallelPlan.mesh(dp=2, layers=4), "1f1b", Microbatches(8), SIZES, None))
+
+
+def test_layers_that_are_cut_alike_are_named_once():
+    styles = {"embed.token": "vocabulary", "block0.up": "column", "block1.up": "column", "block1.down": "row"}
+    assert alike(styles) == ["embed.token vocabulary", "block*.up column (2)", "block1.down row"]

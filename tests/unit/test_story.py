@@ -83,6 +83,20 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
             },
             "generation 2: 1 worker, schedule zb-h1 (1f1b before; predicted to be the fastest with 1 worker)",
         ),
+        (
+            {
+                "kind": "generation",
+                "generation": 2,
+                "workers": [0],
+                "plan": "1 stage x 1 replica",
+                "schedule": "1f1b",
+                "shards": "1",
+                "shards_was": "2",
+                "step": 7,
+            },
+            "generation 2: 1 worker = 1 stage x 1 replica, schedule 1f1b, layers cut over 1 shard instead of 2, which changes "
+            "the bits from here on; training goes on after step 7",
+        ),
         ({"kind": "waiting", "text": "waiting for 1 of 4 workers"}, "waiting for 1 of 4 workers"),
         ({"kind": "driver", "text": "lost; a new one has adopted 4 workers"}, "lost; a new one has adopted 4 workers"),
         ({"kind": "end", "end": "done", "why": "all steps are done", "step": 200}, "done after 200 steps: all steps are done"),
@@ -153,6 +167,12 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
     ]
     assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
     assert "  80 samples/s" in lines[5], "a step's seconds are its own, the pause before it is no part of them"
+
+
+def test_the_progress_line_names_the_shards_of_a_later_generation():
+    event = {"kind": "generation", "generation": 2, "workers": [0, 1], "plan": "1 stage x 1 replica x 2 shards"}
+    assert printed(event, {**STEP, "step": 9})[1].endswith("gen 2, 2 workers, 2 shards")
+    assert printed({**event, "plan": "2 stages x 1 replica"}, {**STEP, "step": 9})[1].endswith("gen 2, 2 workers")
 
 
 def test_a_generation_that_comes_to_nothing_is_told_as_given_up():

@@ -32,6 +32,14 @@ def test_a_new_generation_says_where_its_state_comes_from(given, state, text):
     assert (facts["workers"], facts["moved_elements"], facts["step"]) == ([0, 4], 1510, given.get("done", 7))
 
 
+def test_shards_are_told_by_layer_whatever_the_stages():
+    uniform = ParallelPlan.mesh(dp=2, pp=2, tp=2, layers=4)
+    assert words.shards(uniform) == "2"
+    assert words.shards(ParallelPlan.of((1, 1, 1), (2, 1, 2), layers=4)) == "2/1/2"
+    assert words.by_layer(uniform) == words.by_layer(ParallelPlan.mesh(tp=2, layers=4)) == (2, 2, 2, 2)
+    assert words.facts(order(), "1f1b")["shards"] == "1"
+
+
 def test_steps_that_are_executed_again_are_told_only_where_there_are_any():
     assert words.resumed(order(), 0.5, 0).endswith("after 0.50 s")
     assert words.resumed(order(), 0.5, 3).endswith("after 0.50 s; 3 steps are executed again")

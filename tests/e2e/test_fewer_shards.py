@@ -1,0 +1,88 @@
+"""An elastic run that comes to other numbers of shards, which changes its bits, says so; no cluster is needed for that."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from helpers.shard_grid import Cell
+
+from examples import gpt
+from raypar.actors.generations import Generations
+from raypar.actors.plans import Plans
+from raypar.commands._story import in_words
+from raypar.config import ElasticConfig
+from raypar.elastic import actions as do
+from raypar.errors import ModelError
+from raypar.launch import check_fewer_shards, fewer_shards
+from raypar.plan import Microbatches, ParallelPlan
+from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.worker.preflight import preflight
+from raypar.worker.spec import Ref
+
+FOUR = ParallelPlan.mesh(pp=2, tp=2, layers=4)
+PROFILE = ModelProfile(tuple(LayerProfile(f"block{i}", 1.0, 2.0, 1.0, 1.0) for i in range(4)), LinkProfile(0.0))
+
+
+def plans_of(plan: ParallelPlan) -> Plans:
+    return Plans(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=PROFILE, cut=Microbatches(8)))
+
+
+def told(now: ParallelPlan, then: ParallelPlan) -> dict:
+    """The event of the generation that goes from one plan to another."""
+    events: list[dict] = []
+    made = Generations.__new__(Generations)
+    made.plans, made.schedule, made.plan = plans_of(FOUR), "1f1b", now
+    made.effects = SimpleNamespace(note=lambda kind, **facts: events.append({"kind": kind, **facts}), aside=lambda *given: None)
+    made.recorder = SimpleNamespace(plan_changed=None)
+    made.tasks = SimpleNamespace(spawn=lambda routine: routine.close())
+    made.order = do.Adopt(2, then, tuple(range(then.world)), (), 7, ())
+    made.resumed(do.Resumed(7, 0.5, 0))
+    assert made.plan == then
+    return events[0]
+
+
+@pytest.mark.parametrize("workers, shards", [(1, 1), (2, 2), (3, 2)])
+def test_a_plan_for_fewer_workers_keeps_the_shards_as_long_as_there_are_workers_for_them(workers, shards):
+    chosen = plans_of(FOUR).choose(2, workers, FOUR).plan
+    assert chosen is not None and {stage.shards for stage in chosen.stages} == {shards}
+
+
+def test_other_shards_than_before_are_told_with_the_generation():
+    alone, two = ParallelPlan.mesh(layers=4), ParallelPlan.mesh(tp=2, layers=4)
+    line = in_words(told(FOUR, alone))
+    assert line is not None and "layers cut over 1 shard instead of 2, which changes the bits from here on" in line
+    line = in_words(told(alone, FOUR))
+    assert line is not None and "layers cut over 2 shards instead of 1" in line
+    uneven = ParallelPlan.of((1, 1), (2, 1), layers=4)
+    assert told(uneven, two)["shards_was"] == "2/1"
+    for then in (two, FOUR):
+        assert "shards_was" not in told(FOUR, then), "as many a layer, however the stages are cut"
+
+
+def test_before_it_begins_a_run_says_how_many_workers_keep_its_bits():
+    assert fewer_shards(FOUR, None) == fewer_shards(ParallelPlan.mesh(dp=4, layers=4), ElasticConfig()) == []
+    assert fewer_shards(FOUR, ElasticConfig(min_workers=2)) == []
+    (line,) = fewer_shards(FOUR, ElasticConfig())
+    assert "fewer than 2 workers" in line and "changes the bits" in line and "elastic.min_workers=2" in line
+    (line,) = fewer_shards(ParallelPlan.of((1, 1), (2, 1), layers=4), ElasticConfig(min_workers=2))
+    assert "over 2 shards or fewer" in line
+
+
+def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begins(monkeypatch):
+    """Six heads over four shards are 1, 2, 1 and 2; with two workers left they are three each."""
+    size = {"vocab": 23, "width": 24, "depth": 2, "heads": 6, "context": 8}
+    spec = Cell("gpt", "1f1b", (1,), (1,), 5).job
+    spec = replace(spec, model=Ref(gpt.layers, size))
+    checked = preflight(spec)
+    plan = ParallelPlan.mesh(tp=4, layers=4)
+    check_fewer_shards(spec, checked, plan)
+    seen = []
+
+    def refuse(spec, checked, plan):
+        seen.append(plan.stages[0].shards)
+        raise ModelError("softmax needs the parts of other shards", cure="the style gathered")
+
+    monkeypatch.setattr("raypar.worker.preflight.check_shards", refuse)
+    with pytest.raises(ModelError, match="with 2 shards, to which an elastic run comes when workers are lost: softmax needs"):
+        check_fewer_shards(spec, checked, plan)
+    assert seen == [2]
