@@ -23,7 +23,9 @@ from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
 CONNECT_TIMEOUT_S = 60.0
 
 
-def gpt_job(size: Workload, microbatches: int, reduction: str) -> JobSpec:
+def gpt_job(
+    size: Workload, microbatches: int, reduction: str, model: str = "examples.gpt:layers", sequence: bool = False
+) -> JobSpec:
     """The benches' GPT as a job, with the default number of blocks."""
     return JobSpec(
         name="bench",
@@ -31,12 +33,13 @@ def gpt_job(size: Workload, microbatches: int, reduction: str) -> JobSpec:
         steps=1 << 40,
         batch_size=size.batch_size,
         microbatches=microbatches,
-        model=Ref("examples.gpt:layers", size.model_args),
+        model=Ref(model, size.model_args),
         loss=Ref("examples.gpt:loss"),
         data=DataSpec(Ref("examples.gpt:text", {"context": size.context})),
         optimizer=OptimizerSpec(Ref("torch.optim:AdamW", OPTIMIZER)),
         clip_norm=CLIP_NORM,
         reduction=reduction,
+        sequence_parallel=sequence,
     )
 
 
@@ -59,11 +62,14 @@ def sleeping_job(
     )
 
 
-def plan_of(schedule: str, replicas: Sequence[int], layers: int, bounds: Any = None, chunks: int = 0) -> ParallelPlan:
+def plan_of(
+    schedule: str, replicas: Sequence[int], layers: int, bounds: Any = None, chunks: int = 0, shards: int = 1
+) -> ParallelPlan:
     """A plan for a schedule: `replicas` per position; `bounds(stages)` gives the layer cuts (default: spread evenly)."""
     each = registry.default_chunks(schedule, chunks or None)
     cuts = bounds(each * len(replicas))[1:-1] if bounds is not None else None
-    return ParallelPlan.of(replicas, layers=layers, chunks=each, placement=registry.placement(schedule), cuts=cuts)
+    placement = registry.placement(schedule)
+    return ParallelPlan.of(replicas, [shards] * len(replicas), layers=layers, chunks=each, placement=placement, cuts=cuts)
 
 
 def job_and_plan(
@@ -74,11 +80,13 @@ def job_and_plan(
     chunks: int = 0,
     reduction: str = "canonical",
     work: dict[str, int] | None = None,
+    shards: int = 1,
+    **model: Any,
 ) -> tuple[JobSpec, ParallelPlan, str]:
-    """The benches' GPT under a uniform plan."""
+    """The benches' GPT under a uniform plan. `model`: as `gpt_job` takes it."""
     size = Workload(**(work or {}))
-    spec = gpt_job(size, microbatches, reduction)
-    return spec, plan_of(schedule, [replicas] * stages, size.depth + 2, size.bounds, chunks), schedule
+    spec = gpt_job(size, microbatches, reduction, **model)
+    return spec, plan_of(schedule, [replicas] * stages, size.depth + 2, size.bounds, chunks, shards), schedule
 
 
 def sleep_and_plan(

@@ -175,6 +175,69 @@ class Pipelining(Stepwise):
         dist.destroy_process_group()
 
 
+class DTensors(Stepwise):
+    """`torch.distributed.tensor.parallel.parallelize_module` over gloo, with the styles of PyTorch's own tutorial for it, and a
+    cross-entropy on parts of the vocabulary (`loss_parallel`). What has no style is a plain tensor on every process, for which
+    clipping and optimizer run apart: they take no mixture."""
+
+    def __init__(self, work: dict[str, int], microbatches: int) -> None:
+        import split_gpt
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleInput,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        dist.init_process_group("gloo")
+        self.work = Workload(**work)
+        torch.manual_seed(SEED)
+        model = split_gpt.layers(**self.work.model_args)
+        styles: dict[str, Any] = {
+            "embed.token": RowwiseParallel(input_layouts=Replicate()),
+            "head.logits": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        }
+        for index in range(self.work.depth):
+            block = f"block{index}"
+            # One value for q, k and v: its gradients are added before they are reduced.
+            whole = (Replicate(),)
+            styles[f"{block}.attention"] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+            styles |= {f"{block}.{name}": ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.up")}
+            styles |= {f"{block}.{name}": RowwiseParallel() for name in ("attention.project", "mlp.down")}
+        self.model = parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+        parameters = list(self.model.parameters())
+        self.groups = [
+            [p for p in parameters if isinstance(p, DTensor)],
+            [p for p in parameters if not isinstance(p, DTensor)],
+        ]
+        self.optimizers = [torch.optim.AdamW(group, **OPTIMIZER) for group in self.groups]
+        self.microbatches = microbatches
+        self.batches = Batches(self.work)
+
+    def step(self, number: int) -> float:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        x, y = self.batches.get(number)
+        total = 0.0
+        for inputs, target in zip(x.chunk(self.microbatches), y.chunk(self.microbatches), strict=True):
+            with loss_parallel():
+                value = mean_loss(self.model(inputs), target) / self.microbatches
+                value.backward()
+            total += value.detach().to_local().item()  # type: ignore[attr-defined]
+        cut, whole = (torch.nn.utils.get_total_norm([p.grad for p in group]) for group in self.groups)
+        norm = torch.linalg.vector_norm(torch.stack([cut.full_tensor(), whole])).item()  # type: ignore[attr-defined]
+        for group, optimizer in zip(self.groups, self.optimizers, strict=True):
+            torch._foreach_mul_([p.grad for p in group], min(1.0, CLIP_NORM / (norm + 1e-6)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return total
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
 def ray_train(address: str, work: dict[str, int], microbatches: int, workers: int, storage: str) -> None:
     """Ray Train's TorchTrainer: its workers serve the bench from inside the training function."""
     import ray
@@ -208,7 +271,7 @@ def ray_train(address: str, work: dict[str, int], microbatches: int, workers: in
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["plain", "ddp", "pipelining", "ray-train", "raypar", "raypar-ray", "sleep"])
+    parser.add_argument("kind", choices=["plain", "ddp", "pipelining", "dtensor", "ray-train", "raypar", "raypar-ray", "sleep"])
     parser.add_argument("--address", required=True)
     parser.add_argument("--rank", type=int, default=int(os.environ.get("RANK", "0")))
     parser.add_argument("--options", type=json.loads, default={})
@@ -222,6 +285,8 @@ def main() -> None:
         serve(given.address, Plain(**given.options, rank=dist.get_rank(), world=dist.get_world_size(), wrap=wrap))
     elif given.kind == "pipelining":
         serve(given.address, Pipelining(**given.options))
+    elif given.kind == "dtensor":
+        serve(given.address, DTensors(**given.options))
     elif given.kind == "ray-train":
         ray_train(given.address, **given.options)
     else:

@@ -1,0 +1,165 @@
+"""Two shards beside PyTorch's own tensor parallelism: the same GPT, batch, optimizer and threads (one a process), alternating.
+
+`python jobs/bench/shards.py [--json] [--page FILE] [--rounds 20] [--steps 4] [--microbatches 4] [--width 128] [--depth 8]`
+Time: raypar's workers over its own transport, `parallelize_module` (DTensor, `loss_parallel`) over gloo, and the plain loop.
+Memory: by how much the peak of a shard's process grows when the model gets more blocks, beside what a shard must hold of them.
+Exit code 1 when a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness import Contender, alternate, environment, page, ratio, spread, table, torchrun_command, worker_command
+
+SHARDS, FASTER, MEMORY_WITHIN = 2, 1.0, 0.05
+THEIRS, OURS, SEQUENCE, PLAIN = (
+    "DTensor, 2 shards",
+    "raypar, 2 shards",
+    "raypar, 2 shards, sequence_parallel",
+    "plain, 1 process",
+)
+MODEL = "split_gpt:layers"
+LARGE = {"width": 512, "heads": 8, "context": 16, "batch_size": 2}
+"""For memory: parameters and what belongs to them are nearly everything."""
+DEPTHS = (2, 14)
+WORD = 4
+"""Bytes of a float32."""
+COPIES = 4
+"""Of a parameter: itself, its gradient, and the two moments of AdamW."""
+
+
+def raypar(name: str, work: dict[str, int], microbatches: int, *, sequence: bool = False) -> Contender:
+    options: dict[str, Any] = {"work": work, "microbatches": microbatches, "shards": SHARDS, "model": MODEL}
+    options |= {"sequence": sequence}
+    return Contender(name, SHARDS, lambda a: [worker_command("raypar", a, rank, **options) for rank in range(SHARDS)])
+
+
+def dtensor(work: dict[str, int], microbatches: int) -> Contender:
+    return Contender(THEIRS, SHARDS, lambda a: [torchrun_command("dtensor", a, SHARDS, work=work, microbatches=microbatches)])
+
+
+def plain(work: dict[str, int], microbatches: int) -> Contender:
+    return Contender(PLAIN, 1, lambda a: [worker_command("plain", a, 0, work=work, microbatches=microbatches)])
+
+
+def time_steps(given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds a step by contender, one number a round, and the last losses."""
+    work = {"width": given.width, "depth": given.depth}
+    started: list[Contender] = []
+    try:
+        for contender in (
+            dtensor(work, given.microbatches),
+            raypar(OURS, work, given.microbatches),
+            raypar(SEQUENCE, work, given.microbatches, sequence=True),
+            plain(work, given.microbatches),
+        ):
+            started.append(contender)
+            contender.start()
+        seconds = alternate(started, rounds=given.rounds, steps=given.steps, say=say)
+        losses = {c.name: next(i["loss"] for i in c.info() if i["loss"] is not None) for c in started}
+    finally:
+        for contender in started:
+            contender.stop()
+    return {"seconds": seconds, "loss": losses, "ratio": asdict(ratio(seconds[THEIRS], seconds[OURS]))}
+
+
+def block_elements(width: int) -> int:
+    """What one shard holds of a block: its part of 12 width^2 weights and of the column layers' 7 width biases; all of the two
+    norms' 4 width and of the row layers' 2 width biases."""
+    return (12 * width**2 + 7 * width) // SHARDS + 6 * width
+
+
+def memory() -> dict[str, Any]:
+    """Bytes by which the peak of each process grows over `DEPTHS`, and the formula's."""
+    found: dict[str, list[int]] = {}
+    for name in (OURS, THEIRS):
+        peaks = []
+        for depth in DEPTHS:
+            work = {**LARGE, "depth": depth}
+            contender = raypar(OURS, work, 1) if name == OURS else dtensor(work, 1)
+            try:
+                contender.start()
+                contender.run(4)
+                peaks.append([peak for one in contender.info() for peak in one["peak_rss_bytes"]])
+            finally:
+                contender.stop()
+            say(f"{name}, {depth} blocks: {', '.join(f'{peak / 2**20:.0f} MiB' for peak in peaks[-1])}")
+        found[name] = [more - less for less, more in zip(*peaks, strict=True)]
+    blocks = DEPTHS[1] - DEPTHS[0]
+    return {"grown": found, "formula": blocks * block_elements(LARGE["width"]) * WORD * COPIES}
+
+
+def tables(given: argparse.Namespace, timed: dict[str, Any], held: dict[str, Any]) -> tuple[str, bool]:
+    """For people; and whether the limits hold."""
+    rows = []
+    for name, values in timed["seconds"].items():
+        median, (low, high) = statistics.median(values), spread(values)
+        rows.append([name, f"{1e3 * median:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}", f"{timed['loss'][name]:.4f}"])
+    found = timed["ratio"]
+    fast = found["median"] >= FASTER
+    interval = f"95 % interval {found['lower']:.3f} to {found['upper']:.3f}, {found['pairs']} pairs"
+    verdict = "holds" if fast else "DOES NOT HOLD"
+    told = f"raypar is {found['median']:.3f} times as fast as DTensor ({interval}); wanted {FASTER:.2f}: {verdict}."
+    memory_rows, small = [], True
+    for name, grown in held["grown"].items():
+        for shard, size in enumerate(grown):
+            off = size / held["formula"] - 1
+            good = abs(off) <= MEMORY_WITHIN
+            small &= good or name != OURS
+            verdict = ("yes" if good else "NO") if name == OURS else ""
+            memory_rows.append(
+                [name, str(shard), f"{size / 2**20:.1f}", f"{held['formula'] / 2**20:.1f}", f"{off:+.1%}", verdict]
+            )
+    work = (
+        f"{given.depth} blocks, width {given.width}, context 128, bytes; 32 samples a step in {given.microbatches} microbatches"
+    )
+    blocks = DEPTHS[1] - DEPTHS[0]
+    parts = [
+        f"One GPT ({work}), AdamW with clipping, one thread a process, one machine. A round runs every contender once, in an "
+        "order that is reversed every other round; ratios are taken inside a round, the interval is a bootstrap's of their "
+        "median. Each initialises in its own way, so losses are only alike.",
+        "## Time",
+        table(["contender", "step ms", "quartiles", "last loss"], rows),
+        told,
+        "## Memory of a shard",
+        f"By how much the peak of a process (VmHWM) is higher with {blocks} blocks more (width {LARGE['width']}, "
+        f"{LARGE['batch_size']} x {LARGE['context']} tokens). Formula: parameters, gradients and AdamW's two moments of what a "
+        f"shard holds of a block, (12 w^2 + 7 w) / {SHARDS} + 6 w elements; no activations. Limit: within {MEMORY_WITHIN:.0%}.",
+        table(["contender", "shard", "MiB more", "formula MiB", "off by", "holds"], memory_rows),
+    ]
+    return "\n\n".join(parts), fast and small
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
+    parser.add_argument("--page", type=Path, help="also write a results page")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each contender in a round")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=8)
+    given = parser.parse_args()
+    facts = environment()
+    timed, held = time_steps(given), memory()
+    text, good = tables(given, timed, held)
+    print(json.dumps({"environment": facts, "time": timed, "memory": held}) if given.json else text)
+    if given.page:
+        command = "python jobs/bench/shards.py " + " ".join(a for a in sys.argv[1:] if a != "--json")
+        given.page.write_text(page("Two shards beside DTensor's parallelize_module", command.strip(), text))
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
