@@ -48,7 +48,7 @@ def moved(spec: JobSpec, plan: ParallelPlan) -> list[dict[str, int]]:
 
 
 def all_reduce(shards: int, elements: int) -> int:
-    """Bytes that all shards send together: as a ring, 2 (t-1)/t of the value each; small ones all to everybody, in one phase."""
+    """Bytes that all shards send together: as a ring, 2 (t-1)/t of the value each; of small ones all to everybody."""
     phases = shards if elements * WORD <= ONE_PHASE_BYTES else 2
     return phases * (shards - 1) * elements * WORD
 

@@ -1,0 +1,40 @@
+"""What is installed with raypar, and what only where somebody asks for it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def extra(name: str) -> str:
+    """The requirements of an extra, as they are written."""
+    found = re.search(rf"^{name} = \[(.*?)\]$", PROJECT, re.MULTILINE | re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+def test_the_suite_brings_cupy_where_there_is_a_wheel_and_nothing_else_does_but_the_extras_for_gpus():
+    assert "cupy-cuda13x>=14; sys_platform == 'linux' and platform_machine == 'x86_64'" in extra("test")
+    assert "cupy-cuda12x>=14" in extra("cuda12") and "cupy-cuda13x>=14" in extra("cuda13")
+    assert "cupy" not in extra("dependencies")
+
+
+def test_the_suite_brings_the_job_server():
+    assert "ray[default]" in extra("test") and "ray[train]" in extra("dependencies")
+
+
+def test_raypar_is_imported_without_cupy_also_where_there_is_none():
+    """Neither its public names nor the command line look for it; who has none pays and misses nothing."""
+    code = (
+        "import sys; sys.modules['cupy'] = None; sys.modules['cupy_backends'] = None\n"
+        "import raypar, raypar.cli, raypar.launch\n"
+        "for name in raypar.__all__: getattr(raypar, name)\n"
+        "import raypar.worker.core, raypar.actors.worker_actor\n"
+        "print(sorted(name for name, module in sys.modules.items() if name.startswith('cupy') and module is not None))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "[]"
