@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
-from raypar.plan import Microbatches, ParallelPlan, Routing
+from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
 
 if TYPE_CHECKING:
     from raypar.config import Job
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raypar.planner.profile import ModelProfile
     from raypar.planner.search import Choice
     from raypar.schedule.instructions import Schedule
+    from raypar.schedule.timeline import Timeline
     from raypar.worker.spec import JobSpec
 
 
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.config import load_job
     from raypar.launch import make_importable
     from raypar.model.build import describe
+    from raypar.planner.search import predict
     from raypar.worker.assignment import make_graph
     from raypar.worker.profile import profile_job
 
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     sizes = describe(graph, getattr(torch, spec.dtype))
     choice: Choice | None = None
+    why = ""
     profile: ModelProfile | None = None
     if choose:
         from raypar.planner.search import search
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         workers, shards = args.workers or job.workers, _shards_of(job)
         if workers < shards:
             raise ConfigError(
-                f"{workers} workers for a job whose layers are cut over {shards} shards",
+                f"{workers} worker{'s' * (workers > 1)} for a job whose layers are cut over {shards} shards",
                 cure=f"give --workers {shards} or more",
             )
         profile = profile_job(spec, workers=workers, graph=graph, shards={shards})
@@ -88,10 +91,17 @@ def run(args: argparse.Namespace) -> int:
 
         found["choice"] = as_dict(choice)
         why = report(choice)
-    if args.svg is not None and profile is not None:
-        draw(args.svg, f"{job.name}: {found['plan']}, schedule {name}", profile, plan, made or name, spec.cut)
-    print(json.dumps(found) if args.json else text(found) + (f"\n\n{why}" if choice is not None else ""), flush=True)
-    if args.svg is not None and not args.json:
+    parts = [text(found)]
+    if profile is not None:
+        timeline, _ = predict(profile, plan, made or name, spec.cut)
+        parts.append(picture(timeline))
+        if args.svg is not None:
+            draw(args.svg, f"{job.name}: {found['plan']}, schedule {name}", timeline, profile.crossing(plan))
+    if args.json:
+        print(json.dumps(found), flush=True)
+        return 0
+    print("\n\n".join(part for part in (*parts, why) if part), flush=True)
+    if args.svg is not None:
         print(f"wrote {args.svg}")
     return 0
 
@@ -113,15 +123,20 @@ def _shards_of(job: Job) -> int:
     return max(job.plan.shards_per_stage) if isinstance(job.plan, PlanConfig) else 1
 
 
-def draw(
-    file: Path, title: str, profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, cut: Microbatches
-) -> None:
+def picture(timeline: Timeline) -> str:
+    """The predicted step as text, a row for every worker; empty where the terminal is too narrow for it."""
+    import shutil
+
+    from raypar.commands.simulate import fitting_grid
+
+    return fitting_grid(timeline, shutil.get_terminal_size((120, 24)).columns) or ""
+
+
+def draw(file: Path, title: str, timeline: Timeline, crossing: Crossing) -> None:
     """Write the predicted step, a lane for every worker. Raises `ConfigError`."""
-    from raypar.planner.search import predict
     from raypar.schedule.svg import swimlane
 
-    timeline, _ = predict(profile, plan, schedule, cut)
-    edges = [(e.src, e.dst) for e in profile.crossing(plan).edges]
+    edges = [(edge.src, edge.dst) for edge in crossing.edges]
     try:
         file.write_text(swimlane(timeline, title=title, subtitle="predicted", edges=edges), encoding="utf-8")
     except OSError as error:

@@ -292,7 +292,7 @@ def _report(title: str, timeline: Timeline, columns: int) -> str:
     from raypar.schedule.picture import milliseconds
 
     lines = [title, ""]
-    grid = _grid(timeline, columns)
+    grid = fitting_grid(timeline, columns)
     lines += [grid, ""] if grid else []
     rows = [
         ("makespan", milliseconds(timeline.makespan_ms)),
@@ -311,7 +311,7 @@ def _report(title: str, timeline: Timeline, columns: int) -> str:
     return "\n".join(lines)
 
 
-def _grid(timeline: Timeline, columns: int) -> str | None:
+def fitting_grid(timeline: Timeline, columns: int) -> str | None:
     """The exact grid if it fits, else one squeezed to the terminal if every instruction still has a column or two."""
     from raypar.schedule.picture import text_grid
 

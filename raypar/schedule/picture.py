@@ -43,7 +43,7 @@ def text_grid(timeline: Timeline, width: int | None = None) -> str:
         text = _without_stage(instruction)[0]
         return text.lower() if chunk_of[instruction.stage] % 2 else text
 
-    heads = _heads(rows)
+    heads = _heads(rows, timeline.names)
     margin = max(map(len, heads)) + 2
     unit_ms, columns = _scale(rows, label)
     if width is not None:
@@ -74,8 +74,10 @@ def _without_stage(instruction: Compute) -> str:
     return str(instruction).lstrip("0123456789")
 
 
-def _heads(rows: Sequence[Sequence[_Timed]]) -> list[str]:
-    """`worker 3`, with its stages where they are not simply number 3."""
+def _heads(rows: Sequence[Sequence[_Timed]], names: Sequence[str]) -> list[str]:
+    """`worker 3`, with its stages where they are not simply number 3, or all of its name where there are shards."""
+    if any(", shard " in name for name in names):
+        return list(names)
     hosted = [sorted({i.stage for i, _, _ in row}) for row in rows]
     if all(stages == [rank] for rank, stages in enumerate(hosted)):
         return [f"worker {rank}" for rank in range(len(rows))]

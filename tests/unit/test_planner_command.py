@@ -6,6 +6,8 @@ from typing import NamedTuple
 from raypar.commands.plan import alike, description, draw, text
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.search import predict
+from raypar.schedule.picture import text_grid
 
 
 class Size(NamedTuple):
@@ -65,14 +67,15 @@ def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
         ["4", "2", "0", "0 of 2"],
         ["5", "2", "0", "1 of 2"],
     ]
-    draw(tmp_path / "plan.svg", "x", PROFILE, plan, "1f1b", Microbatches(8))
+    timeline, _ = predict(PROFILE, plan, "1f1b", Microbatches(8))
+    draw(tmp_path / "plan.svg", "x", timeline, PROFILE.crossing(plan))
     drawn = (tmp_path / "plan.svg").read_text()
     for lane in (
         "worker 1 (stage 0, replica 0, shard 1)",
         "worker 3 (stage 1, replica 1)",
         "worker 5 (stage 2, replica 0, shard 1)",
     ):
-        assert lane in drawn
+        assert lane in drawn and lane in text_grid(timeline)
     assert "shard" not in text(description(ParallelPlan.mesh(dp=2, layers=4), "1f1b", Microbatches(8), SIZES, None))
 
 

@@ -51,6 +51,15 @@ def of(**facts):
     return status("tiny", "runs/tiny", **(given | {"now": 1005.5} | facts))
 
 
+def test_shards_are_told_with_the_plan_and_with_each_worker():
+    plan = {"schedule": "1f1b", "stages": [{"replicas": 1, "shards": 2}, {"replicas": 2, "shards": 1}]}
+    place = "worker 1 (stage 0, replica 0, shard 1)"
+    there = {**member(1, 0, 0, 0), "coordinate": place}
+    shown = text(of(plan=plan, members={**MEMBERS, "plan": None, "members": [there]}))
+    assert "plan     2 stages x 1/2 replicas x 2/1 shards, schedule 1f1b" in shown
+    assert "  1       stage 0, replica 0, shard 1  b09ad58f" in shown
+
+
 def test_an_elastic_run_is_told_with_its_members_spares_and_story():
     assert text(of()).splitlines()[:9] == [
         "run tiny: running, generation 2, step 51 of 200",

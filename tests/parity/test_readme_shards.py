@@ -1,0 +1,33 @@
+"""What the README says of shards is so."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from raypar.config import load_job, parse_plan
+from raypar.model.tensor_parallel.styles import KINDS, layout_of
+from raypar.worker.assignment import make_graph
+
+ROOT = Path(__file__).parents[2]
+SECTION = re.search(r"^## Shards$(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+
+
+def written() -> dict:
+    return yaml.safe_load(re.search(r"```yaml\n(.*?)```", SECTION, re.DOTALL)[1])["plan"]
+
+
+def test_the_plan_that_is_shown_is_one():
+    plan = parse_plan(written())
+    assert plan.workers == 4 and plan.sequence_parallel
+    assert plan.to_plan(6).describe() == "2 stages x 1/2 replicas x 2/1 shards"
+
+
+def test_the_styles_that_are_shown_are_those_of_the_quickstart():
+    graph = make_graph(load_job(ROOT / "jobs/quickstart.yaml").to_spec())
+    for shards in (2, 4):
+        assert layout_of(graph, shards, written()["styles"], infer=False) == layout_of(graph, shards)
+
+
+def test_every_style_is_listed():
+    assert set(KINDS) <= set(re.findall(r"`([\w-]+)`", SECTION))
