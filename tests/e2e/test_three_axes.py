@@ -1,4 +1,4 @@
-"""The quickstart on stages, replicas and shards: the loss of the run without them, the weights of the same shards in one process."""
+"""The quickstart on stages, replicas and shards: the loss without them, the weights of the same shards in one process."""
 
 import json
 from pathlib import Path

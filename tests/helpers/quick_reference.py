@@ -1,4 +1,4 @@
-"""The example GPT's job on shards in one plain process, from a job file: what `examples/plain_gpt.py` is to a run without shards.
+"""The example GPT's job on shards in one plain process, from a job file: as `examples/plain_gpt.py` for a run without.
 
     cd tests && python -m helpers.quick_reference ../jobs/quickstart.yaml --shards 2 [--steps 20] [--sequence]
 
