@@ -35,7 +35,7 @@ CASES = {
         [*GPT, "plan.shards=7"],
         "block0.qkv has 6 heads for 7 shards: some would have none\n  cure: set plan.shards <= 6",
     ),
-    "more shards than heads in one stage": ([*GPT, "plan.shards=[1, 7]"], "block1.qkv has 6 heads for 7 shards"),
+    "more shards than heads in one stage": ([*GPT, "plan.shards=[1, 7]"], "qkv has 6 heads for 7 shards"),
     "heads that are no part of the features": (
         [*GPT, "plan.shards=2", "plan.styles={'*.qkv': 'qkv:7'}"],
         "72 output features are no multiple of 21",

@@ -93,6 +93,7 @@ def placed(monkeypatch):
     context = SimpleNamespace(runtime_env={"env_vars": {"NCCL_MAX_CTAS": "16"}})
     monkeypatch.setattr(pool_module, "placement_group", group)
     monkeypatch.setattr(pool_module, "worker_class", lambda: made)
+    monkeypatch.setattr(pool_module, "most_on_a_node", lambda gpus: 2)
     monkeypatch.setattr(pool_module, "PlacementGroupSchedulingStrategy", lambda *args, **more: "there")
     monkeypatch.setattr(pool_module, "placement_group_table", lambda: {str(n): {"state": "CREATED"} for n in range(99)})
     monkeypatch.setattr(pool_module.ray, "get_runtime_context", lambda: context)
