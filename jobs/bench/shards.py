@@ -96,8 +96,8 @@ def memory() -> dict[str, Any]:
     return {"grown": found, "formula": blocks * block_elements(LARGE["width"]) * WORD * COPIES}
 
 
-def tables(given: argparse.Namespace, timed: dict[str, Any], held: dict[str, Any]) -> tuple[str, bool]:
-    """For people; and whether the limits hold."""
+def time_table(given: argparse.Namespace, timed: dict[str, Any]) -> tuple[list[str], bool]:
+    """For people; and whether the limit holds."""
     rows = []
     for name, values in timed["seconds"].items():
         median, (low, high) = statistics.median(values), spread(values)
@@ -106,35 +106,37 @@ def tables(given: argparse.Namespace, timed: dict[str, Any], held: dict[str, Any
     fast = found["median"] >= FASTER
     interval = f"95 % interval {found['lower']:.3f} to {found['upper']:.3f}, {found['pairs']} pairs"
     verdict = "holds" if fast else "DOES NOT HOLD"
-    told = f"raypar is {found['median']:.3f} times as fast as DTensor ({interval}); wanted {FASTER:.2f}: {verdict}."
-    memory_rows, small = [], True
+    work = f"{given.depth} blocks, width {given.width}, context 128; 32 samples a step in {given.microbatches} microbatches"
+    told = [
+        "## Time",
+        f"One GPT ({work}), AdamW with clipping, one thread a process, one machine. A round runs every contender once, in an "
+        "order that is reversed every other round; ratios are taken inside a round, the interval is a bootstrap's of their "
+        "median. Each initialises in its own way, so losses are only alike.",
+        table(["contender", "step ms", "quartiles", "last loss"], rows),
+        f"raypar is {found['median']:.3f} times as fast as DTensor ({interval}); wanted {FASTER:.2f}: {verdict}.",
+    ]
+    return told, fast
+
+
+def memory_table(held: dict[str, Any]) -> tuple[list[str], bool]:
+    """For people; and whether the limit holds."""
+    rows, small = [], True
     for name, grown in held["grown"].items():
         for shard, size in enumerate(grown):
             off = size / held["formula"] - 1
             good = abs(off) <= MEMORY_WITHIN
             small &= good or name != OURS
-            verdict = ("yes" if good else "NO") if name == OURS else ""
-            memory_rows.append(
-                [name, str(shard), f"{size / 2**20:.1f}", f"{held['formula'] / 2**20:.1f}", f"{off:+.1%}", verdict]
-            )
-    work = (
-        f"{given.depth} blocks, width {given.width}, context 128, bytes; 32 samples a step in {given.microbatches} microbatches"
-    )
+            sizes = [f"{nbytes / 2**20:.1f}" for nbytes in (size, held["formula"])]
+            rows.append([name, str(shard), *sizes, f"{off:+.1%}", ("yes" if good else "NO") if name == OURS else ""])
     blocks = DEPTHS[1] - DEPTHS[0]
-    parts = [
-        f"One GPT ({work}), AdamW with clipping, one thread a process, one machine. A round runs every contender once, in an "
-        "order that is reversed every other round; ratios are taken inside a round, the interval is a bootstrap's of their "
-        "median. Each initialises in its own way, so losses are only alike.",
-        "## Time",
-        table(["contender", "step ms", "quartiles", "last loss"], rows),
-        told,
+    told = [
         "## Memory of a shard",
         f"By how much the peak of a process (VmHWM) is higher with {blocks} blocks more (width {LARGE['width']}, "
         f"{LARGE['batch_size']} x {LARGE['context']} tokens). Formula: parameters, gradients and AdamW's two moments of what a "
         f"shard holds of a block, (12 w^2 + 7 w) / {SHARDS} + 6 w elements; no activations. Limit: within {MEMORY_WITHIN:.0%}.",
-        table(["contender", "shard", "MiB more", "formula MiB", "off by", "holds"], memory_rows),
+        table(["contender", "shard", "MiB more", "formula MiB", "off by", "holds"], rows),
     ]
-    return "\n\n".join(parts), fast and small
+    return told, small
 
 
 def say(text: str) -> None:
@@ -150,10 +152,15 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--memory-only", action="store_true", help="leave the time out")
     given = parser.parse_args()
     facts = environment()
-    timed, held = time_steps(given), memory()
-    text, good = tables(given, timed, held)
+    timed, held = None if given.memory_only else time_steps(given), memory()
+    parts, good = memory_table(held)
+    if timed is not None:
+        before, fast = time_table(given, timed)
+        parts, good = before + parts, good and fast
+    text = "\n\n".join(parts)
     print(json.dumps({"environment": facts, "time": timed, "memory": held}) if given.json else text)
     if given.page:
         command = "python jobs/bench/shards.py " + " ".join(a for a in sys.argv[1:] if a != "--json")

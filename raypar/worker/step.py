@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -86,6 +86,7 @@ class StepEnd:
     """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do it."""
     step: int = -1
     _uses: dict[int, list[Tensor | None]] | None = None
+    _settled: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._exchange = TieExchange(self.rank, self.graph, self.routing, self.ties, self.transport, self.layout)
@@ -97,9 +98,13 @@ class StepEnd:
                 places.setdefault(canonical.get(name, name), []).append(place)
 
     def begin(self, step: int) -> None:
-        """Forget the last step; nothing of it is needed any more."""
+        """Forget the last step; nothing of it is needed any more. Its gradients would be a second set beside the new ones."""
         self.step, self.outcome, self.applied, self._uses = step, None, False, None
         self.votable = False
+        self._settled = {}
+        for stage in self.stages.values():
+            for parameter in stage.parameters.values():
+                parameter.grad = None
         self._exchange.found.clear()
         for index, stage in self.stages.items():
             self.reductions[index].start()
