@@ -1,13 +1,16 @@
-"""An elastic run that comes to other numbers of shards, which changes its bits, says so; no cluster is needed for that."""
+"""An elastic run that comes to other numbers of shards, which changes its bits, says so."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.shard_grid import Cell
+from helpers.trainee import Trainee, kill
 
 from examples import gpt
 from raypar.actors.generations import Generations
+from raypar.actors.local_ray import connected
 from raypar.actors.plans import Plans
 from raypar.commands._story import in_words
 from raypar.config import ElasticConfig
@@ -86,3 +89,15 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
     with pytest.raises(ModelError, match="with 2 shards, to which an elastic run comes when workers are lost: softmax needs"):
         check_fewer_shards(spec, checked, plan)
     assert seen == [2]
+
+
+@pytest.mark.chaos
+def test_a_run_that_loses_one_of_two_shards_goes_on_with_one_and_says_so(tmp_path):
+    sets = ["plan.stages=1", "plan.replicas=1", "plan.shards=2", "plan.styles={'*': gathered}", "elastic.min_workers=1"]
+    with connected(None, 2, Path(__file__).parents[1]):
+        trainee = Trainee(tmp_path, *sets, "steps=60")
+        result = trainee.run(kill(1))
+    assert result.end == "done", result.why
+    first = trainee.told("generation")[0]
+    assert (first["workers"], first["shards"], first["shards_was"]) == ([0], "1", "2")
+    assert any("with fewer than 2 workers it goes on with fewer shards" in event["text"] for event in trainee.told("stage"))
