@@ -6,12 +6,12 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, RayparError, UserCodeError
+from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, PlanError, RayparError, UserCodeError
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder
 from raypar.worker.spec import JobSpec
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from raypar.planner.profile import ModelProfile
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
+    from raypar.worker.assignment import Assignment
     from raypar.worker.preflight import Checked
 
 Tell = Callable[[dict[str, Any]], None]
@@ -272,6 +273,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         from raypar.comm.nccl_device import WORKER_ENVIRONMENT
         from raypar.worker.device import ENVIRONMENT
 
+        check_communicators(spec, checked, planned.plan, lowered, elastic=options.elastic is not None)
         environment = {**WORKER_ENVIRONMENT, **ENVIRONMENT}
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
@@ -317,6 +319,33 @@ def check_fewer_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> N
         except InputError as error:
             what = f"with {shards} shards, to which an elastic run comes when workers are lost: {error.what}"
             raise type(error)(what, error.cure) from error
+
+
+def check_communicators(
+    spec: JobSpec, checked: Checked, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool
+) -> None:
+    """Raise `PlanError` where a worker would use more communicators than make progress beside each other on any GPU.
+
+    A GPU with few multiprocessors takes fewer, which its worker says before the first step (`nccl_connect.check_wires`).
+    """
+    from functools import cache
+
+    from raypar.comm.nccl_device import MOST_LANES
+    from raypar.elastic.part import Part
+    from raypar.model.tensor_parallel.styles import layout_of
+    from raypar.worker.wires import MOST_DIRECT, wires_of
+
+    layout = cache(lambda shards: layout_of(checked.graph, shards, dict(spec.styles)))
+    counts = [len(wires_of(Part(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
+    used, most = max(counts), MOST_LANES - MOST_DIRECT * elastic
+    if used > most:
+        kept = f", {MOST_DIRECT} more being kept for state that changes hands in an elastic run" * elastic
+        raise PlanError(
+            f"{plan.coordinate(counts.index(used))} would use {used} NCCL communicators (one for each worker that it sends to, "
+            "one for each that it receives from, some for its replicas and shards); a GPU surely works "
+            f"on {most} at a time{kept}",
+            cure="give neighbouring stages numbers of replicas that are closer to each other, so that each talks to fewer",
+        )
 
 
 def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:

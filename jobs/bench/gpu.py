@@ -34,10 +34,8 @@ SETTINGS = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "NCCL_RUNTIME_CONNECT": "0",
 }
-"""Of every rank's process; beside them its own NCCL_HOSTID."""
+"""Of every rank's process, beside what every worker on a GPU has and its own NCCL_HOSTID."""
 ANSWER_S = 240.0
 PLANS = {
     1: [((1,), "1f1b")],
@@ -71,12 +69,14 @@ class Ranks:
         import gpu_ranks
         from helpers.processes import Workers
 
+        from raypar.comm.nccl_device import WORKER_ENVIRONMENT
         from raypar.worker.device import ENVIRONMENT
 
         self.calls = gpu_ranks
         self.workers = Workers(count)
         self.generation = 0
-        self.facts = self.workers.each(gpu_ranks.begin, {**SETTINGS, **ENVIRONMENT}, device, timeout_s=ANSWER_S)
+        settings = {**WORKER_ENVIRONMENT, **ENVIRONMENT, **SETTINGS}
+        self.facts = self.workers.each(gpu_ranks.begin, settings, device, timeout_s=ANSWER_S)
         self.addresses = [facts["address"] for facts in self.facts]
 
     def each(self, call: Callable[..., Any], *args: Any) -> list[Any]:

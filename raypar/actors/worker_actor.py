@@ -120,6 +120,7 @@ class WorkerActor:
 
             torch.set_num_threads(self.spec.threads)
             self.member.hear(generation, f"generation {generation} begins")
+            self._end_if_stuck()
             made = pickle.loads(part)
 
             def connect() -> Any:
@@ -310,6 +311,7 @@ class WorkerActor:
         """What NCCL does not let go of would keep this process's GPU busy in the next generation too. Its end is heard at once,
         and another worker can be hired."""
         stuck = getattr(self.core.transport, "stuck", ()) if self.core is not None else ()
+        stuck = (*stuck, *getattr(self.mesh, "stuck", ()))
         if stuck:
             print(f"{self.coordinate}: NCCL has not ended {', '.join(stuck)}; this process ends", file=sys.stderr, flush=True)
             os._exit(1)

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from raypar.comm.transport import Handle, Routine, Wait, Work, drive
-from raypar.errors import CommTimeout, GroupAborted
+from raypar.comm.transport import Handle, Routine, Wait, Work, carry, drive, wait_named
+from raypar.errors import GroupAborted
 
 T = TypeVar("T")
 
@@ -26,11 +26,8 @@ def wait(handle: Handle, what: str, timeout_s: float | None = None) -> None:
     fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
     if fiber is not None:
         fiber.suspend(Wait(handle, what))
-        return
-    try:
-        handle.wait(timeout_s)
-    except CommTimeout as error:
-        raise CommTimeout(f"{what}: {error.what}", error.cure) from None
+    else:
+        wait_named(handle, what, timeout_s)
 
 
 def as_routine(work: Callable[[], T]) -> Routine[T]:
@@ -57,19 +54,7 @@ def run(routine: Routine[T], timeout_s: float | None = None) -> T:
     So code that blocks may run a routine that calls code that blocks: a whole step of a worker with sharded layers.
     """
     fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
-    if fiber is None:
-        return drive(routine, timeout_s)
-    failed: Exception | None = None
-    while True:
-        try:
-            operation = next(routine) if failed is None else routine.throw(failed)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        failed = None
-        try:
-            fiber.suspend(operation)
-        except Exception as error:
-            failed = error
+    return drive(routine, timeout_s) if fiber is None else carry(routine, fiber.suspend)
 
 
 class _Fiber:

@@ -17,13 +17,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from raypar.comm.collectives import MessageTransport
-from raypar.comm.operation import Message, Operation
+from raypar.comm.operation import Message, Operation, take
 from raypar.comm.tcp_mesh import Listener
 from raypar.comm.tcp_wire import Greeting, Header, memory_of, pack_header, unpack_header
 from raypar.errors import CommError, GroupAborted
@@ -31,20 +30,8 @@ from raypar.errors import CommError, GroupAborted
 STAGING_BYTES = 16 << 10
 """Headers, and messages up to about this size, are read through a buffer: one system call for several of them."""
 
-T = TypeVar("T")
 Key = tuple[int, int, int]
 """(source, channel, tag)"""
-
-
-def take(table: dict[Key, deque[T]], key: Key) -> T | None:
-    """The oldest entry under `key`, taken out; None if there is none."""
-    queue = table.get(key)
-    if queue is None:
-        return None
-    found = queue.popleft()
-    if not queue:
-        del table[key]
-    return found
 
 
 class CpuMesh:
@@ -365,7 +352,10 @@ class CpuTransport(MessageTransport):
     def _begin(self, connection: Connection, header: Header) -> Tensor:
         """A header has come: find the receive it belongs to, or start an arrival. Returns where the body goes."""
         if header.generation != self.generation:
-            raise CommError(f"it sent a message of generation {header.generation} in generation {self.generation}")
+            raise CommError(
+                f"it sent a message of generation {header.generation} in generation {self.generation}",
+                cure="abort this group; the next generation has connections of its own",
+            )
         key = (connection.rank, header.channel, header.tag)
         with self._match:
             message = take(self._posted, key)

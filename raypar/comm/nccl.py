@@ -6,13 +6,13 @@ are blocking ones: making one waits without a limit for all ranks and cannot be 
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ log = logging.getLogger("raypar")
 
 OLDEST = 21800
 """NCCL 2.18, as `ncclGetVersion` codes it: the first with all calls that CuPy 14 makes."""
+
+OLDEST_CUPY = 14
+"""Unique ids are bytes since then, and communicators take no tuple any more."""
 
 BYTE = 1
 """ncclUint8: what only moves travels as bytes, whatever its dtype."""
@@ -79,6 +82,19 @@ def cuda_of_torch() -> int | None:
     return int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
 
 
+def cuda_of_cupy() -> int:
+    """The CUDA major version CuPy was built for."""
+    import cupy
+
+    return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
+
+
+def packages() -> list[str]:
+    """The distributions of CuPy that are installed; there should be one."""
+    names = {str(distribution.metadata["Name"]).lower().replace("_", "-") for distribution in distributions()}
+    return sorted(name for name in names if name == "cupy" or name.startswith("cupy-cuda"))
+
+
 def bindings() -> Any:
     """The module `cupy.cuda.nccl`, loaded. Raises `ClusterError` when there is no CuPy, or no libnccl for it."""
     cuda = cuda_of_torch()
@@ -87,13 +103,26 @@ def bindings() -> Any:
             warnings.simplefilter("ignore")  # that libnccl is missing is said below, with more of the reason
             from cupy.cuda import nccl
     except ImportError as error:
-        raise ClusterError(f"the nccl transport needs CuPy, which cannot be imported ({error})", cure=extra(cuda)) from error
+        # One for another CUDA may lack that CUDA's libraries, and says no more than which file it has not found.
+        others = [name for name in packages() if cuda is not None and name not in ("cupy", f"cupy-cuda{cuda}x")]
+        remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
+        raise ClusterError(
+            f"the nccl transport needs CuPy, which cannot be imported ({error})", cure=remove + extra(cuda)
+        ) from error
     if not nccl.available:
+        import cupy
+
+        judge_same_cuda(cuda, cuda_of_cupy(), str(cupy.__version__))
         raise ClusterError(
             "CuPy finds no libnccl.so.2 in this process",
             cure="PyTorch's CUDA builds bring it: install one, or `pip install nvidia-nccl-cu13` (-cu12 for CUDA 12)",
         )
     return nccl
+
+
+def version() -> int:
+    """Of the NCCL of this process, as in `Library.version`."""
+    return int(bindings().get_version())
 
 
 def library() -> Library:
@@ -103,10 +132,10 @@ def library() -> Library:
 
     found = Library(
         cupy=str(cupy.__version__),
-        cupy_cuda=int(cupy.cuda.runtime.runtimeGetVersion()) // 1000,
+        cupy_cuda=cuda_of_cupy(),
         torch_cuda=cuda_of_torch(),
         built_for=int(nccl.get_build_version()),
-        version=int(nccl.get_version()),
+        version=version(),
         paths=loaded("libnccl"),
     )
     log.info("%s", found)
@@ -122,15 +151,15 @@ def loaded(name: str) -> tuple[str, ...]:
 
 def judge(found: Library, environment: Mapping[str, str] = os.environ) -> None:
     """Raise `ClusterError` for an NCCL that cannot do what the transport needs, whatever the device."""
-    packages = sorted(
-        name
-        for distribution in importlib.metadata.distributions()
-        if (name := str(distribution.metadata["Name"]).lower()) == "cupy" or name.startswith("cupy-cuda")
-    )
-    if len(packages) > 1:
+    there = packages()
+    if len(there) > 1:
         raise ClusterError(
-            f"{' and '.join(packages)} are installed side by side, and overwrite each other's files",
-            cure=f"pip uninstall -y {' '.join(packages)} && {extra(found.torch_cuda)}",
+            f"{' and '.join(there)} are installed side by side, and overwrite each other's files",
+            cure=f"pip uninstall -y {' '.join(there)} && {extra(found.torch_cuda)}",
+        )
+    if int(found.cupy.partition(".")[0]) < OLDEST_CUPY:
+        raise ClusterError(
+            f"CuPy {found.cupy} is too old, {OLDEST_CUPY} is the oldest that works", cure=extra(found.torch_cuda)
         )
     if found.version < OLDEST:
         raise ClusterError(
@@ -142,6 +171,12 @@ def judge(found: Library, environment: Mapping[str, str] = os.environ) -> None:
             "NCCL_COMM_BLOCKING=0 asks for communicators that answer 'in progress', which CuPy does not understand",
             cure="unset NCCL_COMM_BLOCKING for the workers",
         )
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        raise ClusterError(
+            "CUDA_LAUNCH_BLOCKING makes a worker stand still in every send until it is received, of which the receiver then "
+            "never hears",
+            cure="unset CUDA_LAUNCH_BLOCKING for the workers",
+        )
 
 
 def judge_cuda(found: Library) -> None:
@@ -151,10 +186,15 @@ def judge_cuda(found: Library) -> None:
             f"PyTorch {torch.__version__} was built without CUDA, so that it has no tensors for NCCL",
             cure="install a CUDA build of PyTorch (pip install torch), or plan for CPU workers",
         )
-    if found.torch_cuda != found.cupy_cuda:
+    judge_same_cuda(found.torch_cuda, found.cupy_cuda, found.cupy)
+
+
+def judge_same_cuda(torch_cuda: int | None, cupy_cuda: int, cupy: str) -> None:
+    """Raise `ClusterError` when CuPy and PyTorch are for different CUDA versions."""
+    if torch_cuda not in (None, cupy_cuda):
         raise ClusterError(
-            f"PyTorch is for CUDA {found.torch_cuda}, CuPy {found.cupy} for CUDA {found.cupy_cuda}: two libraries of one name",
-            cure=f"pip uninstall -y cupy-cuda{found.cupy_cuda}x && {extra(found.torch_cuda)}",
+            f"PyTorch is for CUDA {torch_cuda}, CuPy {cupy} for CUDA {cupy_cuda}: two libraries of one name",
+            cure=f"pip uninstall -y cupy-cuda{cupy_cuda}x && {extra(torch_cuda)}",
         )
 
 
@@ -163,7 +203,7 @@ def judge_gpus(wanted: int, there: int) -> None:
     if there == 0:
         raise ClusterError(
             f"the plan has {wanted} GPU workers, and there is no GPU",
-            cure="join a cluster that has GPUs (nvidia-smi shows those of a node), or plan for CPU workers",
+            cure="join a cluster that has GPUs (nvidia-smi shows those of a node), or set device: cpu",
         )
     if there < wanted:
         raise ClusterError(

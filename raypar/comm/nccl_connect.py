@@ -2,8 +2,8 @@
 
 Everybody tells everybody its library, device and lanes, with a fresh unique id for each lane whose first rank it is. What
 cannot work is refused by all before NCCL is asked. CuPy's communicators are blocking: making one can neither be interrupted
-nor given a limit, so a thread does it, which is left behind at the deadline; such a process has to be replaced. All ranks
-make their communicators in one order, so that none waits for a rank that waits for it.
+nor given a limit, so a thread does it, which is left behind at the deadline, inside NCCL. All ranks make their communicators
+in one order, so that none waits for a rank that waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,17 +30,28 @@ from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 HELLO, READY = 1, 2
 """Tags on the control transport."""
 LOOK_S = 0.002
+GAVE_UP = "gave up connecting"
+SLICE_S = 0.05
+"""Who waits for one rank's word looks so often at what the others say."""
 
 SHARED_GPU_SINCE = 23000
 """NCCL 2.30 knows NCCL_MULTI_RANK_GPU_ENABLE."""
 
 
-def connect(control: CpuTransport, *, device: Device, wires: Iterable[Wire], deadline_s: float) -> NcclTransport:
+def connect(
+    control: CpuTransport,
+    *,
+    device: Device,
+    wires: Iterable[Wire],
+    deadline_s: float,
+    stuck: Callable[[Sequence[str]], None] = lambda names: None,
+) -> NcclTransport:
     """An `nccl` transport with a lane for each of `wires` that names this rank; it owns `control` from here on.
 
     All members of a wire give it; groups of one need none. Raises `ClusterError` for what the ranks' libraries or devices
-    cannot do, `CommTimeout` at the deadline, `CommError` when a rank is lost meanwhile. `control` is closed then, and a
-    thread may be left inside NCCL: replace the process.
+    cannot do, `CommTimeout` at the deadline, `CommError` when a rank is lost meanwhile. `control` is closed then, a thread may
+    be left that waits for other ranks inside NCCL, and `stuck` is told what was made but could not be ended
+    (`NcclTransport.stuck`).
     """
     deadline = time.monotonic() + deadline_s
     try:
@@ -58,8 +69,7 @@ def connect(control: CpuTransport, *, device: Device, wires: Iterable[Wire], dea
         ready = {rank: control.recv(None, source=rank, tag=READY) for rank in others}
         making.wait(ready, deadline, deadline_s)
         tell(control, {})
-        await_all(ready, deadline, deadline_s, "made all communicators")
-        refused(ready)
+        await_all(ready, deadline, deadline_s, "made all communicators", lambda: refused(ready))
     except BaseException as error:
         if isinstance(error, CommError) and not isinstance(error, GroupAborted):
             with contextlib.suppress(CommError):
@@ -67,6 +77,7 @@ def connect(control: CpuTransport, *, device: Device, wires: Iterable[Wire], dea
         transport = NcclTransport(control, device, making.give_up())
         transport.abort(f"rank {control.rank} gave up connecting: {error}")
         transport.close()
+        stuck(transport.stuck)
         raise
     return NcclTransport(control, device, making.lanes)
 
@@ -95,10 +106,8 @@ def greet(
 ) -> list[dict[str, Any]]:
     """What every rank says of itself, by rank."""
     device.bind()
-    library = nccl.library()
-    nccl.judge(library)
     hello = {
-        "version": library.version,
+        "version": nccl.version(),
         "device": device.identity,
         "shares": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         "wires": [[list(wire.members), wire.operation, wire.channel] for wire in wires],
@@ -174,15 +183,28 @@ class Making(threading.Thread):
                     if self._given_up:
                         communicator.abort()
                         return
-                    lane = self.lanes[wire] = Lane(wire, me, communicator, self._device)
-                lane.warm_up()
-                mark = lane.stream.mark()
+                    lane = self.lanes[wire] = self._lane(wire, me, communicator)
+                with lane.lock:
+                    lane.warm_up()
+                    mark = lane.stream.mark()
                 while not mark.done() and not self._given_up:
+                    with lane.lock:
+                        if not self._given_up:
+                            communicator.check()
                     time.sleep(LOOK_S / 10)
+        except CommError as error:
+            self._error = CommError(f"{self._under_way}: {error.what}", error.cure)
         except BaseException as error:
             self._error = error
         finally:
             self._over.set()
+
+    def _lane(self, wire: Wire, me: int, communicator: nccl.Communicator) -> Lane:
+        try:
+            return Lane(wire, me, communicator, self._device)
+        except BaseException:
+            communicator.abort()  # else Python's collector ends it, gently, which may wait for the others for ever
+            raise
 
     def give_up(self) -> dict[Wire, Lane]:
         """Make no more; what is made."""
@@ -222,18 +244,24 @@ def refused(ready: Mapping[int, Handle]) -> None:
     """Raise what another rank has given up with: all say the same, whoever was the first. Raises when one is lost, too."""
     for rank, handle in ready.items():
         if handle.done() and (words := heard(handle)):
-            raise CommError(f"rank {rank} gave up connecting: {words['what']}", cure=words["cure"])
+            what: str = words["what"]
+            raise CommError(what if GAVE_UP in what else f"rank {rank} {GAVE_UP}: {what}", cure=words["cure"])
 
 
-def await_all(handles: Mapping[int, Handle], deadline: float, deadline_s: float, what: str) -> None:
-    """Wait for a message of each rank; raises `CommTimeout` with those that did not come."""
-    late: list[int] = []
-    for rank, handle in handles.items():
-        try:
-            handle.wait(max(0.0, deadline - time.monotonic()))
-        except CommTimeout:
-            late.append(rank)
-    if late:
-        raise CommTimeout(
-            f"ranks {late} have not {what} within {deadline_s:g} s", cure="these workers are slow, stopped, or hang in NCCL"
-        )
+def await_all(
+    handles: Mapping[int, Handle], deadline: float, deadline_s: float, what: str, look: Callable[[], None] = lambda: None
+) -> None:
+    """Wait for a message of each rank; raises `CommTimeout` with those that did not come. `look` is called now and then."""
+    late = dict(handles)
+    while True:
+        look()
+        late = {rank: handle for rank, handle in late.items() if not handle.done()}
+        if not late:
+            return
+        if time.monotonic() > deadline:
+            raise CommTimeout(
+                f"ranks {list(late)} have not {what} within {deadline_s:g} s",
+                cure="these workers are slow, stopped, or hang in NCCL",
+            )
+        with contextlib.suppress(CommTimeout):
+            next(iter(late.values())).wait(SLICE_S)

@@ -22,9 +22,20 @@ QUEUES, MOST_QUEUES = 8, 32
 BLOCKS = 32
 """Thread blocks of one NCCL kernel at most (NCCL_MAX_CTAS), by default. Each takes up to a whole multiprocessor."""
 
-WORKER_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_CTAS": "4", "NCCL_RUNTIME_CONNECT": "0"}
+MOST_LANES = MOST_QUEUES - 1
+"""Communicators of a process, on any GPU: one queue is the computation's."""
+
+WORKER_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_MAX_CTAS": "4",
+    "NCCL_RUNTIME_CONNECT": "0",
+    "CUDA_MODULE_LOADING": "EAGER",
+}
 """What a GPU worker's process is to be started with: many communicators make progress beside each other, and have all their
-connections before the first step."""
+connections before the first step.
+
+Kernels are loaded before as well. Loading one may wait for all kernels that run (CUDA programming guide, hazards of lazy
+loading); one of NCCL's runs until its peer does its part, and the peer may be waiting for what this worker computes next."""
 
 
 class Mark(Protocol):
@@ -157,11 +168,7 @@ class CudaDevice:
         # With NCCL_HOSTID NCCL takes two processes of a machine for two machines, and a GPU that they share for two.
         host = os.environ.get("NCCL_HOSTID")
         self.identity = f"GPU {properties.uuid}" + (f" of NCCL_HOSTID {host}" if host else "")
-        connections = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
-        blocks = int(os.environ.get("NCCL_MAX_CTAS", BLOCKS))
-        # One queue is the computation's. PyTorch's pool has as many streams as there can be queues.
-        self.most_lanes = min(MOST_QUEUES, connections) - 1
-        self.most_lanes = min(self.most_lanes, properties.multi_processor_count // blocks)
+        self.most_lanes = lanes_beside_computation(properties.multi_processor_count)
 
     def bind(self) -> None:
         """See `Device.bind`."""
@@ -188,3 +195,23 @@ class CudaDevice:
     def hand_over(self, tensor: Tensor) -> None:
         """See `Device.hand_over`."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
+
+
+def lanes_beside_computation(processors: int) -> int:
+    """Communicators of this process that make progress beside each other and the computation, on so many multiprocessors.
+
+    One queue is the computation's (PyTorch's pool has as many streams as there can be queues), and one multiprocessor: all
+    others may be taken by kernels that wait for peers, which may wait for what is computed here.
+    """
+    queues = setting("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES) - 1
+    return min(MOST_LANES, queues, (processors - 1) // setting("NCCL_MAX_CTAS", BLOCKS))
+
+
+def setting(name: str, default: int) -> int:
+    """A positive number of the environment. Raises `ClusterError` for anything else."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ClusterError(f"{name}={text} is no positive number", cure=f"unset {name} for the workers, or give a number")
+    return int(text)

@@ -27,6 +27,8 @@ class NcclMesh:
         self._reason = ""
         self._control: CpuTransport | None = None
         """Connected, while NCCL's communicators are being made over it."""
+        self.stuck: tuple[str, ...] = ()
+        """Of a `connect` that failed: what NCCL did not let go of. If there is anything, this process is to be killed."""
 
     @classmethod
     def listen(cls, host: str, device: Device, *, near: bool = True) -> NcclMesh:
@@ -67,10 +69,15 @@ class NcclMesh:
             raise GroupAborted(self._reason, cure="connect the next generation")
         try:
             left = max(0.0, until - time.monotonic())
-            return nccl_connect.connect(control, device=self._device, wires=wires, deadline_s=min(left, MAKING_S))
+            return nccl_connect.connect(
+                control, device=self._device, wires=wires, deadline_s=min(left, MAKING_S), stuck=self._keeps
+            )
         finally:
             with self._changing:
                 self._control = None
+
+    def _keeps(self, names: Sequence[str]) -> None:
+        self.stuck = (*self.stuck, *names)
 
     def abort_connect(self, reason: str) -> None:
         """From any thread: a `connect` that is under way raises `GroupAborted(reason)`, also while NCCL itself is waiting."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch import Tensor
 from raypar.comm.cpu import CpuTransport
 from raypar.comm.nccl_flight import Flight
 from raypar.comm.nccl_lane import Lane
-from raypar.comm.operation import Exchange, Operation, Phases
+from raypar.comm.operation import Exchange, Operation, Phases, take
 from raypar.comm.tcp_wire import CODES, DTYPES
 from raypar.comm.wire import Wire
 from raypar.errors import CommError
@@ -39,7 +41,6 @@ MOST_DIMS = 16
 FRAME = struct.Struct(f"<BBBxIQ{MOST_DIMS}Q")
 """One of the above, dtype code, number of dims, bytes of a goodbye, tag, dims."""
 
-T = TypeVar("T")
 Key = tuple[int, int]
 """(source, tag)"""
 
@@ -154,7 +155,7 @@ class Mailbox:
             flight.start = self._owner.device.mark()
             if source != self._owner.rank and self._owner.device.owns(out):
                 self._owner.lane(Wire((source, self._owner.rank), "message"))
-        with self._matching:
+        with self._owner.hold(self._matching):  # whoever launches an announced one has it, and may hang inside NCCL
             arrived = take(self._arrived, (source, tag))
             if arrived is not None:
                 self._give(flight, arrived)
@@ -295,15 +296,22 @@ class Mailbox:
         telling.posted()
         return telling
 
-    def goodbye(self, lanes: Iterable[Lane]) -> None:
-        """Tell everybody how many operations this rank has posted in the lanes that it shares with them."""
-        for peer in range(self._owner.size):
-            if peer != self._owner.rank:
-                shared = {lane.name: lane.calls for lane in lanes if peer in lane.wire.members}
-                text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
-                frame = FRAME.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MOST_DIMS)
-                with self._telling[peer]:
+    def goodbye(self, lanes: Collection[Lane], patience_s: float) -> bool:
+        """Tell everybody how many operations this rank has posted in the lanes that it shares with them. False: somebody is
+        still posting, and does not come to an end within `patience_s`."""
+        until = time.monotonic() + patience_s
+        with ExitStack() as stack:
+            for lock in (*self._telling, *(lane.lock for lane in lanes)):
+                if not lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                    return False
+                stack.callback(lock.release)
+            for peer in range(self._owner.size):
+                if peer != self._owner.rank:
+                    shared = {lane.name: lane.calls for lane in lanes if peer in lane.wire.members}
+                    text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
+                    frame = FRAME.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MOST_DIMS)
                     self._tell(peer, bytearray(frame), text)
+        return True
 
 
 def pack(kind: int, tensor: Tensor, tag: int) -> bytearray:
@@ -315,14 +323,3 @@ def pack(kind: int, tensor: Tensor, tag: int) -> bytearray:
             cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MOST_DIMS} dims",
         )
     return bytearray(FRAME.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MOST_DIMS - dims)))
-
-
-def take(table: dict[Key, deque[T]], key: Key) -> T | None:
-    """The oldest entry under `key`, taken out; None if there is none."""
-    queue = table.get(key)
-    if queue is None:
-        return None
-    found = queue.popleft()
-    if not queue:
-        del table[key]
-    return found

@@ -126,6 +126,7 @@ class NcclTransport:
             return self.control.reduce_scatter(out, pieces, group=group, channel=channel)
         wire, me, (out, *parts) = self._entered("reduce_scatter", group, channel, out, *pieces)
         check_count(wire, parts)
+        check_same(wire, out, parts[me])
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
         received = out.nbytes * (len(parts) - 1)
         kept = [out, *parts]
@@ -137,6 +138,7 @@ class NcclTransport:
             return self.control.all_gather(pieces, mine, group=group, channel=channel)
         wire, me, (mine, *outs) = self._entered("all_gather", group, channel, mine, *pieces)
         check_count(wire, outs)
+        check_same(wire, mine, outs[me])
         sent = mine.nbytes * (len(outs) - 1)
         received = sum(out.nbytes for out in outs) - outs[me].nbytes
         kept = [mine, *outs]
@@ -150,6 +152,7 @@ class NcclTransport:
         into, parts = both[: len(outs)], both[len(outs) :]
         check_count(wire, into)
         check_count(wire, parts)
+        check_same(wire, into[me], parts[me])
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
         received = sum(out.nbytes for out in into) - into[me].nbytes
         return self._run(wire, both, sent, received, lambda: copy(parts[0], into[0]), lambda lane: lane.all_to_all(into, parts))
@@ -234,6 +237,7 @@ class NcclTransport:
             flight.kept = (*flight.kept, *work())
         except CommError as error:
             self._break(error)
+            flight.launch(lane.stream.mark())  # some of it may be under way: its memory is kept until it is over
             raise
         flight.launch(lane.stream.mark())
 
@@ -371,49 +375,66 @@ class NcclTransport:
             if self._aborted is None:
                 lost = any(peer not in self._left for peer in self._gone)
                 gently = self._broken is None and not lost and not any(f.in_flight for f in self._flights)
-                if gently:
-                    self.mailbox.goodbye(self._lanes.values())
+                gently = gently and self.mailbox.goodbye(self._lanes.values(), LAUNCH_S)
                 self._aborted = "the transport was closed"
                 self._settle_all()
                 self._end_lanes(gently=gently)
-            self.control.close()
             for lane in self._lanes.values():
                 if lane.name not in self.stuck:
                     lane.stream.close()
-            if not self.stuck:
-                self._flights.clear()
             self.mailbox.clear()
+            if self.stuck:
+                self.control.abort(self._aborted)  # its thread may be the one that is inside NCCL: it is not waited for
+            else:
+                self.control.close()
+                self._flights.clear()
 
     def _end_lanes(self, *, gently: bool) -> None:
         """Destroy or abort all communicators at the same time: one alone may wait for what another one holds."""
-        ending = {}
-        for lane in self._lanes.values():
-            ending[lane.name] = threading.Thread(target=self._end_lane, args=(lane, gently), daemon=True)
-        for thread in ending.values():
-            thread.start()
+        ended: set[str] = set()
         deadline = time.monotonic() + ABORT_S
-        for thread in ending.values():
+        ending = [
+            threading.Thread(target=self._end_lane, args=(lane, gently, deadline, ended), daemon=True)
+            for lane in self._lanes.values()
+        ]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self.stuck = tuple(name for name, thread in ending.items() if thread.is_alive())
+        self.stuck = tuple(lane.name for lane in self._lanes.values() if lane.name not in ended)
         if self.stuck:
             log.error(
                 "rank %d, generation %d: NCCL has not ended %s within %g s; this process has to be replaced",
                 self.rank, self.generation, ", ".join(self.stuck), ABORT_S,
             )  # fmt: skip
 
-    def _end_lane(self, lane: Lane, gently: bool) -> None:
-        self.device.bind()
-        locked = lane.lock.acquire(timeout=LAUNCH_S)
+    def _end_lane(self, lane: Lane, gently: bool, deadline: float, ended: set[str]) -> None:
+        """`ended` gets its name when nothing of it is left: of NCCL, and of what the lane's stream does after NCCL (additions,
+        copies), whose memory would else be given to others while it is still written to."""
         try:
-            if gently:
-                lane.communicator.destroy()
-            else:
-                lane.communicator.abort()
-        except CommError as error:
-            log.warning("rank %d, generation %d, %s: %s", self.rank, self.generation, lane.name, error.what)
-        finally:
-            if locked:
-                lane.lock.release()
+            self.device.bind()
+            locked = lane.lock.acquire(timeout=LAUNCH_S)
+            try:
+                if gently:
+                    lane.communicator.destroy()
+                else:
+                    lane.communicator.abort()
+            except CommError as error:
+                log.warning("rank %d, generation %d, %s: %s", self.rank, self.generation, lane.name, error.what)
+            finally:
+                if locked:
+                    lane.lock.release()
+            if not lane.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return  # a launch is still inside NCCL
+            lane.lock.release()
+            last = lane.stream.mark()
+            while not last.done():
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(LOOK_S / 10)
+            ended.add(lane.name)
+        except RuntimeError as error:  # PyTorch's, of a device that has failed
+            log.warning("rank %d, generation %d, %s: %s", self.rank, self.generation, lane.name, error)
 
 
 def copy(source: Tensor, target: Tensor) -> None:
@@ -428,6 +449,16 @@ def check_count(wire: Wire, tensors: Sequence[Tensor]) -> None:
     if len(tensors) != len(wire.members):
         raise CommError(
             f"{wire.operation} got {len(tensors)} tensors for a group of {len(wire.members)}", cure="give one for each rank"
+        )
+
+
+def check_same(wire: Wire, one: Tensor, other: Tensor) -> None:
+    """What is one rank's own part in two places. NCCL asks for one size and believes it: it would write over other memory."""
+    if one.numel() != other.numel() or one.dtype != other.dtype:
+        found = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (one, other)]
+        raise CommError(
+            f"{wire.operation} got {found[0]} and {found[1]} for this rank's own part",
+            cure="give it the same size and dtype in both",
         )
 
 

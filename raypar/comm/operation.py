@@ -8,9 +8,10 @@ so a posted operation needs nothing more from its caller.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from raypar.errors import CommError, CommTimeout
 if TYPE_CHECKING:
     from raypar.comm.collectives import MessageTransport
 
+K, T = TypeVar("K"), TypeVar("T")
 Tagged = tuple[Tensor, int, int]
 """(tensor, peer, tag)"""
 
@@ -38,6 +40,17 @@ class Exchange:
 
 
 Phases = Generator[Exchange, None, None]
+
+
+def take(table: dict[K, deque[T]], key: K) -> T | None:
+    """Of messages (or receives) in the order in which they came: the oldest under `key`, taken out; None if there is none."""
+    queue = table.get(key)
+    if queue is None:
+        return None
+    found = queue.popleft()
+    if not queue:
+        del table[key]
+    return found
 
 
 class Message:
@@ -206,7 +219,8 @@ class Operation:
                     self.fail(error)
                     return
                 except Exception as error:
-                    self.fail(CommError(f"{self.describe()} failed: {type(error).__name__}: {error}"))
+                    what = f"{self.describe()} failed: {type(error).__name__}: {error}"
+                    self.fail(CommError(what, cure="abort this group; the tensors of its ranks may not fit together"))
                     return
             with self._lock:
                 if exchange is not None:

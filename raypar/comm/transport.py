@@ -10,7 +10,7 @@ that posts operations by plain calls and yields `Wait` where it cannot go on (an
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -115,10 +115,18 @@ Routine = Generator[Wait | Work, None, T]
 
 
 def drive(routine: Routine[T], timeout_s: float | None = None) -> T:
-    """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`.
+    """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`."""
 
-    What a wait fails with is thrown into the routine where it stands, so that it may clean up; a time-out names `Wait.what`.
-    """
+    def block(operation: Wait | Work) -> None:
+        if isinstance(operation, Wait):
+            wait_named(operation.handle, operation.what, timeout_s)
+
+    return carry(routine, block)
+
+
+def carry(routine: Routine[T], do: Callable[[Wait | Work], None]) -> T:
+    """Run a routine to its end; `do` is called with all that it yields. What that raises is thrown into the routine where it
+    stands, so that it may clean up."""
     failed: Exception | None = None
     while True:
         try:
@@ -126,10 +134,15 @@ def drive(routine: Routine[T], timeout_s: float | None = None) -> T:
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         failed = None
-        if isinstance(operation, Wait):
-            try:
-                operation.handle.wait(timeout_s)
-            except CommTimeout as error:
-                failed = CommTimeout(f"{operation.what}: {error.what}", error.cure)
-            except Exception as error:
-                failed = error
+        try:
+            do(operation)
+        except Exception as error:
+            failed = error
+
+
+def wait_named(handle: Handle, what: str, timeout_s: float | None) -> None:
+    """`handle.wait`; a time-out names `what` was waited for."""
+    try:
+        handle.wait(timeout_s)
+    except CommTimeout as error:
+        raise CommTimeout(f"{what}: {error.what}", error.cure) from None

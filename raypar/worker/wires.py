@@ -38,9 +38,13 @@ def wires_of(part: Part, rank: int, spec: JobSpec, layout: Callable[[int], Layou
                 found.add(Wire((instruction.peer, rank), "message"))
         found |= {wire for wire in _ties(plan, assignment.crossing.ties, layout) if rank in wire.members}
         for stage in plan.stages_of(rank):
-            fast = spec.reduction == "fast"
+            fast, shards = spec.reduction == "fast", plan.stages[stage].shards
             found |= set(_reduction(Routing(plan, spec.cut), stage, plan.seats[rank].shard, fast))
-            found |= set(_shards(plan, stage, plan.seats[rank].replica, spec.sequence_parallel))
+            if shards > 1:
+                # The loss of logits that are cut gathers, and layers of the style to, whose stages are not looked up.
+                last = plan.stages[stage].last == max(other.last for other in plan.stages)
+                gathers = last or any(style.kind == "gathered" for style in layout(shards).styles.values())
+                found |= set(_shards(plan, stage, plan.seats[rank].replica, spec.sequence_parallel, gathers))
     return frozenset(found)
 
 
@@ -81,9 +85,12 @@ def _reduction(routing: Routing, stage: int, shard: int, fast: bool) -> Iterator
     yield Wire(group, "all_gather", stage)
 
 
-def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool) -> Iterator[Wire]:
-    """What the layers of one replica do together (`model.tensor_parallel.group.ShardGroup`)."""
+def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gathers: bool) -> Iterator[Wire]:
+    """What the layers of one replica do together (`model.tensor_parallel.group.ShardGroup`). `gathers`: also where they do not
+    cut the sequence."""
     group = tuple(plan.rank(stage, replica, shard) for shard in range(plan.stages[stage].shards))
-    if len(group) > 1:
-        for operation in ("all_reduce", "all_gather", *(["reduce_scatter"] if sequence else [])):
-            yield Wire(group, operation, SHARDS + stage)
+    yield Wire(group, "all_reduce", SHARDS + stage)
+    if sequence or gathers:
+        yield Wire(group, "all_gather", SHARDS + stage)
+    if sequence:
+        yield Wire(group, "reduce_scatter", SHARDS + stage)

@@ -3,6 +3,7 @@
 CuPy's real bindings run over the stand-in for its library (`helpers.standin`), on host memory.
 """
 
+import contextlib
 import gc
 import os
 import random
@@ -16,14 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import standin
-from helpers.standin import Count, HostDevice, Setting, set_to
+from helpers.standin import Count, HostDevice, HostStream, Setting, set_to
 from helpers.transport_cases import LIMIT_S, in_order, noise
 
-from raypar.comm import nccl, nccl_transport
+from raypar.comm import nccl, nccl_device, nccl_lane, nccl_transport
 from raypar.comm.cpu import CpuMesh
-from raypar.comm.nccl_connect import compare, connect
+from raypar.comm.nccl_connect import await_all, compare, connect
 from raypar.comm.nccl_device import CudaDevice
-from raypar.comm.wire import Wire
+from raypar.comm.wire import COLLECTIVES, Wire
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
@@ -335,6 +336,81 @@ def test_whatever_the_order_of_calls_on_each_rank_everything_arrives(seed):
         assert in_threads(size, lambda rank: any_order(ends[rank], seed)) == [True] * size
 
 
+class Lagging(HostDevice):
+    """Its current stream is one too: what it is given is done later than it is asked for, as on a GPU."""
+
+    def __init__(self, identity):
+        super().__init__(identity)
+        self.current = HostStream()
+
+    def mark(self):
+        return self.current.mark()
+
+
+def posted(operation, end, mine, busy):
+    """`mine` [2, n] is read (and maybe written), `busy` [2, n] only written."""
+    group = [0, 1]
+    if operation == "message":
+        return end.recv(busy, source=0, tag=1) if end.rank else end.send(mine, to=1, tag=1)
+    if operation == "message that came first":
+        if end.rank == 0:
+            return end.send(mine, to=1, tag=1)
+        deadline = time.monotonic() + LIMIT_S
+        while not end.mailbox._arrived:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return end.recv(busy, source=0, tag=1)
+    if operation == "all_reduce":
+        return end.all_reduce(mine, group=group)
+    if operation == "reduce_scatter":
+        return end.reduce_scatter(busy[end.rank], list(mine), group=group)
+    if operation == "ragged reduce_scatter":
+        return end.reduce_scatter(busy[end.rank][: 9 + end.rank], [mine[0][:9], mine[1][:10]], group=group)
+    if operation == "all_gather":
+        return end.all_gather(list(busy), mine[0], group=group)
+    if operation == "ragged all_gather":
+        return end.all_gather([busy[0][:9], busy[1][:10]], mine[0][: 9 + end.rank], group=group)
+    if operation == "all_to_all":
+        return end.all_to_all(list(busy), list(mine), group=group)
+    return end.broadcast(mine, root=0, group=group)
+
+
+@pytest.mark.parametrize(
+    "operation, of_mine, of_busy",
+    [
+        ("message", [1.0, 2.0], [None, 1.0]),
+        ("message that came first", [1.0, 2.0], [None, 1.0]),
+        ("all_reduce", [3.0, 3.0], [None, None]),
+        ("reduce_scatter", [1.0, 2.0], [3.0, 3.0]),
+        ("ragged reduce_scatter", [1.0, 2.0], [3.0, 3.0]),
+        ("all_gather", [1.0, 2.0], [1.5, 1.5]),
+        ("ragged all_gather", [1.0, 2.0], [1.5, 1.5]),
+        ("all_to_all", [1.0, 2.0], [1.5, 1.5]),
+        ("broadcast", [1.0, 1.0], [None, None]),
+    ],
+)
+def test_an_operation_takes_its_turn_after_what_the_current_stream_was_given(operation, of_mine, of_busy):
+    """What it reads is still to be written, what it writes still to be read, when it is posted."""
+    devices = [Lagging(f"device {rank}") for rank in range(2)]
+    wires = [*PAIR, *(Wire((0, 1), name) for name in COLLECTIVES)]
+    with Group(2, wires, device=devices.__getitem__) as ends:
+        mine = [torch.full((2, 700), -1.0) for _ in ends]
+        busy = [torch.full((2, 700), -2.0) for _ in ends]
+        seen = [torch.zeros(2, 700) for _ in ends]
+        for rank, device in enumerate(devices):
+            device.current.run(lambda rank=rank: (time.sleep(0.1), mine[rank].fill_(1.0 + rank), seen[rank].copy_(busy[rank])))
+        every(ends, lambda end: posted(operation, end, mine[end.rank], busy[end.rank]))
+        assert [float(values.mean()) for values in mine] == of_mine
+        for rank, want in enumerate(of_busy):
+            assert bool((seen[rank] == -2.0).all()), "it was overwritten while it was still to be read"
+            written = busy[rank][busy[rank] != -2.0]
+            firsts = [row[row != -2.0][:9] for row in busy[rank]]
+            means = [float(first.mean()) for first in firsts if len(first)]
+            assert (sum(means) / len(means) == want) if want is not None else not len(written), operation
+    for device in devices:
+        device.current.close()
+
+
 def test_a_stream_can_wait_instead_of_the_host():
     with Group(2, PAIR) as ends:
         early = ends[1].recv(None, source=0, tag=1)
@@ -474,6 +550,101 @@ def test_an_abort_frees_who_waits_for_a_launch_that_hangs_in_nccl():
         assert not ends[0].stuck
 
 
+@pytest.mark.parametrize("patience_s, takes_s, stuck", [(LIMIT_S, 0.4, False), (0.2, 0.8, True)])
+def test_an_abort_ends_when_nothing_writes_to_anybodys_memory_any_more(patience_s, takes_s, stuck, monkeypatch):
+    """NCCL has let go; the additions that follow in the lane's stream are still to come, into memory that others may get."""
+    monkeypatch.setattr(nccl_transport, "ABORT_S", patience_s)
+    added, begun = [], threading.Event()
+
+    def slowly(parts, me, out):
+        begun.set()
+        time.sleep(takes_s)
+        added.append(out.data_ptr())
+
+    monkeypatch.setattr(nccl_lane, "add_in_order", slowly)
+    with Group(3, [Wire((0, 1, 2), "all_reduce")]) as ends:
+        flats = [torch.ones(10) for _ in ends]
+        handles = [end.all_reduce(flat, group=[0, 1, 2]) for end, flat in zip(ends, flats, strict=True)]
+        assert begun.wait(LIMIT_S)
+        ends[0].abort("the test says so")
+        assert bool(ends[0].stuck) == stuck and (flats[0].data_ptr() in added) != stuck
+        with pytest.raises(GroupAborted):
+            handles[0].done()
+        deadline = time.monotonic() + LIMIT_S
+        while len(added) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_closing_beside_a_launch_that_hangs_in_nccl_is_bounded_and_promises_nothing(monkeypatch):
+    monkeypatch.setattr(nccl_transport, "LAUNCH_S", 0.2)
+    monkeypatch.setattr(nccl_transport, "ABORT_S", 0.6)
+    with Group(2, PAIR) as ends:
+
+        def send():
+            with contextlib.suppress(CommError):
+                ends[0].send(torch.ones(3), to=1, tag=1)
+
+        with set_to(Setting.LAUNCH_TAKES_MS, 2000):
+            thread = threading.Thread(target=send)
+            thread.start()
+            time.sleep(0.1)
+            start = time.monotonic()
+            ends[0].close()
+            took = time.monotonic() - start
+            thread.join(LIMIT_S)
+        assert took < 1.5 and ends[0].stuck == ("messages 0 -> 1",)
+        with pytest.raises(CommError, match="rank 0"):
+            ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
+        assert 0 not in ends[1]._left, "who was not counted in would be waited for"
+
+
+def test_closing_while_the_thread_that_reads_announcements_hangs_in_nccl_is_bounded(monkeypatch):
+    monkeypatch.setattr(nccl_transport, "LAUNCH_S", 0.1)
+    monkeypatch.setattr(nccl_transport, "ABORT_S", 0.4)
+    with Group(2, PAIR) as ends, set_to(Setting.LAUNCH_TAKES_MS, 1500):
+        ends[0].send(torch.ones(3), to=1, tag=1)
+        time.sleep(0.2)  # its counterpart is being launched by now
+        start = time.monotonic()
+        ends[1].close()
+        assert time.monotonic() - start < 1.0 and ends[1].stuck == ("messages 0 -> 1",)
+        time.sleep(1.5)
+
+
+def test_an_abort_frees_who_posts_a_receive_while_another_one_hangs_in_nccl():
+    with Group(2, PAIR) as ends:
+        freed = []
+
+        def receive():
+            with pytest.raises(GroupAborted):
+                ends[1].recv(None, source=0, tag=2)
+            freed.append(time.monotonic())
+
+        with set_to(Setting.LAUNCH_TAKES_MS, 800):
+            ends[0].send(torch.ones(3), to=1, tag=1)
+            time.sleep(0.2)  # its counterpart is being launched by now
+            thread = threading.Thread(target=receive)
+            thread.start()
+            time.sleep(0.1)
+            at = time.monotonic()
+            ends[1].abort("the test says so")
+            thread.join(LIMIT_S)
+        assert freed and freed[0] - at < 0.3
+
+
+def test_own_parts_of_other_sizes_are_refused_before_nccl_writes_over_other_memory():
+    group = [0, 1]
+    with Group(2, [Wire((0, 1), name) for name in COLLECTIVES]) as ends:
+        for call in (
+            lambda: ends[0].all_gather([torch.ones(3), torch.ones(3)], torch.ones(4), group=group),
+            lambda: ends[0].all_gather([torch.ones(3), torch.ones(3)], torch.ones(3, dtype=torch.float64), group=group),
+            lambda: ends[0].reduce_scatter(torch.ones(2), [torch.ones(3), torch.ones(3)], group=group),
+            lambda: ends[0].all_to_all([torch.ones(2), torch.ones(3)], [torch.ones(3), torch.ones(3)], group=group),
+        ):
+            with pytest.raises(CommError, match=r"for this rank's own part(.|\n)*the same size"):
+                call()
+
+
 def test_an_error_that_nccl_finds_in_the_background_breaks_the_group():
     with Group(2, [*PAIR, Wire((0, 1), "all_reduce")]) as ends:
         standin.load().standin_set(Setting.OPERATIONS_UNTIL_ERROR, 1)
@@ -497,6 +668,17 @@ def test_an_error_at_a_call_is_raised_there():
             ends[0].send(torch.ones(5), to=1, tag=1)
 
 
+def test_an_error_between_the_parts_of_a_collective_keeps_the_memory_of_those_that_are_under_way():
+    with Group(3, [Wire((0, 1, 2), "all_reduce")]) as ends, set_to(Setting.DELAY_US, 200_000):
+        standin.load().standin_set(Setting.LAUNCHES_UNTIL_ERROR, 2)
+        with pytest.raises(CommError, match="NCCL failed at a group of operations"):
+            ends[0].all_reduce(torch.ones(300_000), group=[0, 1, 2])
+        (flight,) = ends[0]._flights
+        assert flight.in_flight and flight.kept and not flight.over
+        ends[0].abort("after an error")
+        assert flight.over and not flight.look() and not flight.kept and not ends[0].stuck
+
+
 # -- connecting
 
 
@@ -515,6 +697,76 @@ def test_making_communicators_has_a_deadline_although_nccl_has_none():
     while standin.count(Count.ALIVE) or any(t.name.startswith("raypar-nccl") for t in threading.enumerate()):
         assert time.monotonic() < deadline, "the thread that was left behind ends its communicator when it gets it"
         time.sleep(0.01)
+
+
+def test_what_goes_wrong_in_the_first_exchange_is_told_before_the_deadline():
+    start = time.monotonic()
+    standin.load().standin_set(Setting.OPERATIONS_UNTIL_ERROR, 1)
+    failed = Group(2, PAIR, deadline_s=2 * LIMIT_S)
+    assert time.monotonic() - start < LIMIT_S
+    for error in failed.ends:
+        assert type(error) is CommError, error
+        assert "messages 0 -> 1: NCCL failed at work in the background" in error.what and "NCCL_DEBUG" in error.cure
+    failed.__exit__()
+    assert standin.count(Count.ALIVE) == 0
+
+
+class Full(HostDevice):
+    """Has memory for one stream."""
+
+    made = 0
+
+    def stream(self):
+        self.made += 1
+        if self.made > 1:
+            raise CommError("no memory is left", cure="none")
+        return super().stream()
+
+
+def test_who_gives_up_tells_the_others_at_once_and_what_they_cannot_end_is_known(monkeypatch):
+    monkeypatch.setattr(nccl_transport, "ABORT_S", 0.2)
+    meshes = [CpuMesh.listen() for _ in range(2)]
+    addresses = [mesh.address for mesh in meshes]
+    stuck, start = [], time.monotonic()
+
+    def end(rank):
+        control = meshes[rank].connect(rank=rank, size=2, addresses=addresses, run="r", generation=1, deadline_s=LIMIT_S)
+        device = Full("full") if rank else HostDevice("other")
+        return connect(control, device=device, wires=PAIR, deadline_s=10 * LIMIT_S, stuck=stuck.extend)
+
+    with set_to(Setting.ABORT_TAKES_MS, 1000):
+        first, second = in_threads(2, end)
+    assert "messages 1 -> 0: no memory is left" in first.what and "no memory is left" in second.what
+    assert "messages 0 -> 1" in stuck and time.monotonic() - start < LIMIT_S
+    deadline = time.monotonic() + LIMIT_S
+    while standin.count(Count.ALIVE):
+        assert time.monotonic() < deadline, "a communicator without a lane is aborted, too"
+        time.sleep(0.01)
+    for mesh in meshes:
+        mesh.close()
+
+
+def test_whoever_waits_for_several_ranks_hears_what_another_one_says_meanwhile():
+    class Never:
+        def done(self):
+            return False
+
+        def wait(self, timeout_s):
+            time.sleep(timeout_s)
+            raise CommTimeout("late", cure="none")
+
+    start, looks = time.monotonic(), []
+
+    def look():
+        looks.append(1)
+        if len(looks) == 3:
+            raise CommError("rank 2 gave up", cure="none")
+
+    with pytest.raises(CommError, match="rank 2 gave up"):
+        await_all({1: Never()}, start + LIMIT_S, LIMIT_S, "said a word", look)
+    assert time.monotonic() - start < LIMIT_S / 2
+    with pytest.raises(CommTimeout, match=r"ranks \[1\] have not said a word within 0\.1 s"):
+        await_all({1: Never()}, time.monotonic() + 0.1, 0.1, "said a word")
 
 
 def test_a_rank_that_is_lost_while_communicators_are_made_is_named_before_the_deadline():
@@ -602,6 +854,12 @@ def test_the_library_is_found_logged_and_judged(caplog):
         nccl.judge(nccl.library(), {})
     with pytest.raises(ClusterError, match="NCCL_COMM_BLOCKING=0"):
         nccl.judge(found, {"NCCL_COMM_BLOCKING": "0"})
+    with pytest.raises(ClusterError, match=r"(?s)CUDA_LAUNCH_BLOCKING makes a worker stand still.*unset CUDA_LAUNCH_BLOCKING"):
+        nccl.judge(found, {"CUDA_LAUNCH_BLOCKING": "1"})
+    nccl.judge(found, {"CUDA_LAUNCH_BLOCKING": "0"})
+    old = nccl.Library("13.4.1", 13, 13, 22707, 22907, ())
+    with pytest.raises(ClusterError, match=r"(?s)CuPy 13\.4\.1 is too old, 14.*pip install 'raypar\[cuda13\]'"):
+        nccl.judge(old, {})
 
 
 @pytest.mark.parametrize(
@@ -623,11 +881,53 @@ def test_two_packages_of_cupy_are_refused(monkeypatch):
         def __init__(self, name):
             self.metadata = {"Name": name}
 
-    monkeypatch.setattr(
-        nccl.importlib.metadata, "distributions", lambda: map(Package, ("cupy-cuda12x", "numpy", "cupy-cuda13x"))
-    )
+    monkeypatch.setattr(nccl, "distributions", lambda: map(Package, ("cupy-cuda12x", "numpy", "cupy-cuda13x")))
     with pytest.raises(ClusterError, match=r"cupy-cuda12x and cupy-cuda13x are installed side by side"):
         nccl.judge(nccl.library(), {})
+    monkeypatch.setattr(nccl, "distributions", lambda: map(Package, ("cupy-cuda13x", "numpy", "cupy_cuda13x")))
+    nccl.judge(nccl.library(), {})  # a folder that is twice on the path
+    monkeypatch.setattr(nccl, "distributions", lambda: map(Package, ("cupy-cuda12x",)))
+    monkeypatch.setattr(nccl, "cuda_of_torch", lambda: 13)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(
+        ClusterError, match=r"(?s)cannot be imported.*pip uninstall -y cupy-cuda12x && pip install 'raypar\[cuda13\]'"
+    ):
+        nccl.bindings()
+
+
+def test_a_missing_library_of_cupys_cuda_is_not_asked_for_where_pytorch_has_another(monkeypatch):
+    import cupy.cuda.nccl
+
+    monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+    mine = nccl.cuda_of_cupy()
+    for torch_cuda, said in (
+        (mine, "finds no libnccl.so.2"),
+        (None, "finds no libnccl.so.2"),
+        (11, "PyTorch is for CUDA 11, CuPy"),
+    ):
+        monkeypatch.setattr(nccl, "cuda_of_torch", lambda torch_cuda=torch_cuda: torch_cuda)
+        with pytest.raises(ClusterError, match=said):
+            nccl.bindings()
+
+
+@pytest.mark.parametrize("processors, alone, as_worker", [(132, 4, 31), (108, 3, 26), (40, 1, 9), (20, 0, 4)])
+def test_communicators_leave_a_queue_and_a_multiprocessor_to_the_computation(processors, alone, as_worker, monkeypatch):
+    for name in nccl_device.WORKER_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert nccl_device.lanes_beside_computation(processors) == alone
+    for name, value in nccl_device.WORKER_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert nccl_device.lanes_beside_computation(processors) == as_worker
+    assert as_worker * 4 < processors and as_worker <= nccl_device.MOST_LANES
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "4.5"])
+def test_a_setting_that_is_no_number_is_named(text, monkeypatch):
+    monkeypatch.setenv("NCCL_MAX_CTAS", text)
+    with pytest.raises(ClusterError, match=f"NCCL_MAX_CTAS={text} is no positive number"):
+        nccl_device.setting("NCCL_MAX_CTAS", 32)
+    monkeypatch.setenv("NCCL_MAX_CTAS", "")
+    assert nccl_device.setting("NCCL_MAX_CTAS", 32) == 32
 
 
 def test_fewer_gpus_than_the_plan_wants_and_none_at_all_are_said():

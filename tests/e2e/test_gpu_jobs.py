@@ -55,6 +55,27 @@ def test_a_plan_for_more_gpus_than_there_can_be_ends_before_anything_is_started(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "replicas, elastic, said",
+    [
+        (15, False, "and there are 4 GPUs"),  # 30 communicators; that is not what is wrong
+        (16, False, "(stage 0, replica 0) would use 32 NCCL communicators"),
+        (11, True, "and there are 4 GPUs"),
+        (12, True, "on 23 at a time, 8 more being kept for state that changes hands"),
+    ],
+)
+def test_a_plan_with_more_communicators_than_a_gpu_works_on_ends_before_a_cluster_is_looked_for(
+    replicas, elastic, said, tmp_path, monkeypatch, capfd
+):
+    asked = joined(monkeypatch, Capacity(1, 64, 64, None, gpus=4))
+    sets = ["device=gpu", "plan.stages=2", f"plan.replicas=[1,{replicas}]", "microbatches=16", "batch_size=16"]
+    sets += ["elastic=true"] * elastic
+    assert main(["train", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) != 0
+    err = capfd.readouterr().err
+    assert said in err and "cure: " in err and err.count("error: ") == 1
+    assert bool(asked) == ("GPUs" in said)
+
+
 def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tmp_path, monkeypatch):
     """And a job for CPUs asks for nothing of the kind."""
     seen = []
@@ -70,6 +91,7 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
         assert main(["train", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) == 1
     on_gpu, on_cpu = seen
     assert on_gpu.gpus == 1 and on_gpu.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert on_gpu.environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert on_gpu.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and on_gpu.contract["device"] == "gpu"
     assert {key: getattr(on_gpu.course, key) for key in GPU_COURSE} == GPU_COURSE
     assert on_cpu.gpus == 0 and not on_cpu.environment and on_cpu.course.adopt_s < GPU_COURSE["adopt_s"]
@@ -93,7 +115,7 @@ def placed(monkeypatch):
     context = SimpleNamespace(runtime_env={"env_vars": {"NCCL_MAX_CTAS": "16"}})
     monkeypatch.setattr(pool_module, "placement_group", group)
     monkeypatch.setattr(pool_module, "worker_class", lambda: made)
-    monkeypatch.setattr(pool_module, "most_on_a_node", lambda gpus: 2)
+    monkeypatch.setattr(pool_module, "most_on_a_node", lambda gpus: 8)
     monkeypatch.setattr(pool_module, "PlacementGroupSchedulingStrategy", lambda *args, **more: "there")
     monkeypatch.setattr(pool_module, "placement_group_table", lambda: {str(n): {"state": "CREATED"} for n in range(99)})
     monkeypatch.setattr(pool_module.ray, "get_runtime_context", lambda: context)

@@ -5,6 +5,7 @@ Raypar has no way to it: whoever wants it calls `load` in the process, before th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -91,6 +92,8 @@ def build() -> Path:
 @functools.cache
 def load() -> ctypes.CDLL:
     """Make this process's CuPy find the stand-in. Raises `RuntimeError` with what to install."""
+    sweep()
+    atexit.register(sweep)
     library = ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
     library.standin_stream.restype = ctypes.c_void_p
     for name, rest in (
@@ -115,6 +118,14 @@ def load() -> ctypes.CDLL:
         raise RuntimeError(f"CuPy uses another libnccl than the stand-in: {found}")
     library.standin_set(Setting.VERSION, found.version)
     return library
+
+
+def sweep() -> None:
+    """Remove the memory of communicators that were never whole, of processes that are gone and of this one."""
+    for path in Path("/dev/shm").glob("nccl-standin-*-*"):
+        maker = int(path.name.split("-")[2])
+        if maker == os.getpid() or not Path(f"/proc/{maker}").exists():
+            path.unlink(missing_ok=True)
 
 
 CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

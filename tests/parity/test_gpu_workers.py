@@ -6,28 +6,47 @@ import os
 import pickle
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from helpers import gpu_calls, standin, ugly_models
 from helpers.parity import expected
 from helpers.processes import Workers
+from helpers.shard_grid import DEPTH, HEADS, SEQ, VOCAB, WIDTH, Cell, one_process
+from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
+from examples import gpt
 from raypar.elastic.holdings import WholeParameters, moves
 from raypar.elastic.part import Part
+from raypar.elastic.sliced import SlicedParameters
 from raypar.model.build import elements_by_layer
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker.assignment import assignments, make_graph
+from raypar.worker.spec import JobSpec, Ref
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
 
-STEPS, LIMIT_S = 5, 20.0
-SPEC = replace(ugly_models.job("tangled", microbatches=4, steps=STEPS), device="gpu")
+LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """`layout`: what each rank of a plan has to hold."""
+
+    spec: JobSpec
+    graph: Graph
+    layout: Any
+
+
+SPEC = replace(ugly_models.job("tangled", microbatches=4, steps=5), device="gpu")
 GRAPH = make_graph(SPEC)
-LAYOUT = WholeParameters(elements_by_layer(GRAPH))
+TANGLED = Job(SPEC, GRAPH, WholeParameters(elements_by_layer(GRAPH)))
 runs = (f"gpu-{os.getpid()}-{number}" for number in range(10**6))
 
 
@@ -45,11 +64,13 @@ def workers():
 class Run:
     """What a driver does, by hand. `plan` and `members` of the present generation."""
 
+    job = TANGLED
+
     def __init__(self, workers, plan):
         self.workers, self.generation, self.done = workers, 0, 0
         on = list(range(plan.world))
         self.addresses = dict(
-            zip(on, workers.each(gpu_calls.start, next(runs), pickle.dumps(SPEC), on=on, timeout_s=60.0), strict=True)
+            zip(on, workers.each(gpu_calls.start, next(runs), pickle.dumps(self.job.spec), on=on, timeout_s=60.0), strict=True)
         )
         self.adopt(plan, on)
 
@@ -59,11 +80,12 @@ class Run:
 
     def parts(self, plan, members, stands=None):
         """`stands`: of those that hold state; None at the beginning."""
-        made = assignments(SPEC, GRAPH, plan, registry.build("1f1b", Routing(plan, SPEC.cut)))
+        spec = self.job.spec
+        made = assignments(spec, self.job.graph, plan, registry.build("1f1b", Routing(plan, spec.cut)))
         ways, ranks = (), {worker: rank for rank, worker in enumerate(members)}
         if stands is not None:
             have = {stand.worker: stand.pieces for stand in stands}
-            ways = moves(have, dict(zip(members, LAYOUT(plan), strict=True)))
+            ways = moves(have, dict(zip(members, self.job.layout(plan), strict=True)))
             assert {way.source for way in ways} <= set(members)
         fresh = stands is None
         return {w: Part(made[rank], ranks, self.done, ways, fresh=fresh) for w, rank in ranks.items()}, ways
@@ -97,14 +119,20 @@ class Run:
         assert {stand.done for stand in stands} == {self.done}
         return self.adopt(plan, left, stands), time.monotonic() - start
 
+    losses = property(lambda self: WANT.losses)
+
+    def wanted(self, rank, name):
+        return WANT.parameters[name]
+
     def check(self, left_inside=0):
         """The bits of one process, and no communicator of earlier generations, but those that NCCL was still making."""
-        while self.done < STEPS:
-            losses = {answer["loss"] for answer in self.step()}
-            assert losses == {WANT.losses[self.done - 1]}
-        for found in self.workers.each(gpu_calls.parameters, on=self.members):
+        losses = []
+        while self.done < self.job.spec.steps:
+            losses.append({answer["loss"] for answer in self.step()})
+        assert losses == [{loss} for loss in self.losses[-len(losses) :]]
+        for rank, found in enumerate(self.workers.each(gpu_calls.parameters, on=self.members)):
             for name, copy in found.items():
-                assert torch.equal(torch.from_numpy(copy), WANT.parameters[name]), name
+                assert torch.equal(torch.from_numpy(copy), self.wanted(rank, name)), name
         lanes = self.workers.each(gpu_calls.lanes, on=self.members)
         alive = self.workers.each(gpu_calls.alive, on=self.members)
         assert all(len(own) <= there <= len(own) + left_inside for own, there in zip(lanes, alive, strict=True))
@@ -146,6 +174,42 @@ def test_a_rank_killed_inside_an_operation_costs_no_bit(workers, operation, smal
     workers.replace(victim)
     ways, seconds = run.recover([0, 1, 2], plan_of(*smaller))
     assert bool(ways) == (smaller == ANEW) and seconds < LIMIT_S
+    run.check()
+
+
+CELL = Cell("gpt", "1f1b", (2,), (2,), 4, dtype="float32")
+MODEL = Ref(gpt.layers, {"vocab": VOCAB, "width": WIDTH, "depth": DEPTH, "heads": HEADS, "context": SEQ + 1})
+SHARDED = replace(CELL.job, device="gpu", model=MODEL)
+
+
+class RunOnShards(Run):
+    """Of two shards each."""
+
+    job = Job(SHARDED, grid_graph("gpt"), SlicedParameters(elements_by_layer(CELL.graph), {2: layout_of(CELL.graph, 2).cuts}))
+    want = property(lambda self: one_process(replace(CELL, schedule="gpipe", replicas=(1,), shards=()), (2,) * (DEPTH + 2)))
+    losses = property(lambda self: self.want.losses)
+
+    def wanted(self, rank, name):
+        return self.want.parameters[name, 2, self.plan.seats[rank].shard][0]
+
+
+def test_a_rank_killed_inside_an_all_reduce_of_shards_costs_no_bit(workers):
+    """One replica of two shards is left; the other shard of the one that is lost has nothing to do any more."""
+
+    def plan(replicas):
+        return ParallelPlan.of((replicas,), shards=(2,), layers=DEPTH + 2)
+
+    run = RunOnShards(workers, plan(2))
+    run.step()
+    victim = 3
+    workers.each(gpu_calls.die_inside, "all_reduce", on=[victim])
+    for worker in run.members:
+        workers.workers[worker].call(gpu_calls.call, worker, "step", run.generation, run.done, False, False)
+    failed = [workers.workers[worker].result() for worker in (0, 1, 2)]
+    assert all(answer[0] == "aborted" for answer in failed), failed
+    workers.replace(victim)
+    ways, seconds = run.recover([0, 1], plan(1))
+    assert not ways and seconds < LIMIT_S
     run.check()
 
 

@@ -35,6 +35,13 @@ def workers():
     group.end()
 
 
+@pytest.fixture(scope="module")
+def eight():
+    group = Workers(8)
+    yield group
+    group.end()
+
+
 def check(workers, layout, kind):
     on = list(range(layout.plan.world))
     addresses = workers.each(tcp_calls.listen, kind, on=on)
@@ -141,3 +148,22 @@ def test_shards_over_nccl_give_the_bits_of_the_local_transport(workers, cell):
 @pytest.mark.parametrize("cell", [needs_cupy(cell) for cell in ON_DEVICE[3:]], ids=str)
 def test_other_shards_over_nccl_give_the_bits_of_the_local_transport(workers, cell):
     check_shards(workers, cell, "nccl")
+
+
+ALL_THREE = [
+    Cell("gpt", "1f1b", (2, 2), (2, 2), 4),
+    Cell("llama", "zb-h1", (2, 2), (2, 2), 5, sequence=True),
+    Cell("dropped", "1f1b", (1, 2), (2, 3), 4),
+]
+ALL_THREE = [replace(cell, dtype="float32") for cell in ALL_THREE]
+
+
+@pytest.mark.parametrize("cell", [needs_cupy(cell) for cell in ALL_THREE[:1]], ids=str)
+def test_eight_workers_on_all_three_axes_over_nccl_give_the_bits_of_the_local_transport(eight, cell):
+    check_shards(eight, cell, "nccl")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", [needs_cupy(cell) for cell in ALL_THREE[1:]], ids=str)
+def test_other_layouts_of_eight_workers_over_nccl_give_the_bits_of_the_local_transport(eight, cell):
+    check_shards(eight, cell, "nccl")

@@ -1,5 +1,5 @@
 """The wires that a plan needs are known before anything is built: those that its workers then use, and no others, but for
-what turns out to be undefined, reductions of stages without parameters, and gathering in stages of which nobody gathers."""
+what turns out to be undefined, reductions of stages without parameters, and gathering for a loss of whole logits."""
 
 import contextlib
 from dataclasses import replace
@@ -14,7 +14,8 @@ from helpers.shard_grid import Cell, cells
 from raypar.comm.wire import COLLECTIVES, FAST, SHARDS, Wire
 from raypar.elastic.holdings import Move, Piece
 from raypar.elastic.part import Part
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.styles import Layout as StyledLayout
+from raypar.model.tensor_parallel.styles import Style, layout_of
 from raypar.plan import Crossing, ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.schedule.assignment import assign
@@ -76,8 +77,8 @@ def check(layout, **changes):
         untrained = {index for core in run.cores for index, stage in core.stages.items() if not stage.uses}
     assert used <= wanted
     idle = wanted - used - undefined
-    if not job.sequence_parallel:  # then the loss gathers, and where a style says so
-        idle -= {w for w in idle if w.operation == "all_gather" and w.channel >= SHARDS}
+    if not job.sequence_parallel:  # then only the loss gathers, of logits that are cut
+        idle -= {Wire(w.members, "all_gather", SHARDS + len(layout.plan.stages) - 1) for w in idle}
     assert not {w for w in idle if w.operation == "message" or w.channel % FAST not in untrained}
 
 
@@ -162,6 +163,16 @@ def test_shards_have_wires_of_their_own_and_reduce_with_the_same_shard_of_other_
     }
     assert Wire((2, 3), "reduce_scatter", SHARDS) in wires(part, 2, replace(JOB, sequence_parallel=True))
     assert Wire((0, 2, 4), "all_reduce", FAST) in wires(part, 2, replace(JOB, reduction="fast"))
+
+
+def test_shards_that_gather_nothing_have_no_wire_for_it():
+    plan, gathered = ParallelPlan.of((1, 1), shards=(2, 2), layers=4), dict.fromkeys(["layer1"], Style("gathered"))
+    first, last = parts_of(plan)[0], parts_of(plan)[2]
+    gather = Wire((0, 1), "all_gather", SHARDS)
+    assert gather not in wires(first, 0)
+    assert gather in wires(first, 0, replace(JOB, sequence_parallel=True))
+    assert gather in wires_of(first, 0, JOB, lambda shards: StyledLayout(shards, gathered, {}))
+    assert Wire((2, 3), "all_gather", SHARDS + 1) in wires(last, 2), "the loss"
 
 
 def test_state_that_changes_hands_has_wires_and_who_has_no_seat_has_no_others():

@@ -5,7 +5,8 @@
    ends only when its receiver takes it (beyond a small buffer); sums are in the order of a ring, not of the ranks; making a
    communicator blocks until all ranks have come, without a limit; a dead peer is not noticed; `ncclCommAbort` acts on this
    rank alone. What it adds: faults on request (`standin_set`), and streams that tests can make, ask and call back from.
-   Memory is shared by one file per communicator, which is unlinked as soon as all have it open. */
+   Memory is shared by one file per communicator, which is unlinked as soon as all have it open. It carries the number of the
+   process that made the id, so that what is left where not all came can be found (`helpers.standin.sweep`). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -86,7 +87,7 @@ int ncclGetUniqueId(ncclUniqueId *id) {
     unsigned char noise[16];
     if (getrandom(noise, sizeof noise, 0) != sizeof noise) return SYSTEM_ERROR;
     memset(id, 0, sizeof *id);
-    char *at = id->internal + sprintf(id->internal, "nccl-standin-");
+    char *at = id->internal + sprintf(id->internal, "nccl-standin-%d-", (int)getpid());
     for (size_t i = 0; i < sizeof noise; i++) at += sprintf(at, "%02x", noise[i]);
     return OK;
 }
