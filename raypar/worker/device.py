@@ -11,8 +11,9 @@ from torch import Tensor
 
 from raypar.comm.memory import CPU
 
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What a GPU worker's process is to be started with, or cuBLAS may take a sum's order from what else the GPU is doing."""
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"""What a GPU worker's process is to be started with, or cuBLAS may take a sum's order from what else the GPU is doing, and, on
+a cluster set up for others, Ray may show every worker all GPUs, of which each would take the first."""
 
 
 def settle(device: torch.device, *, exact: bool) -> None:

@@ -585,7 +585,7 @@ def test_closing_beside_a_launch_that_hangs_in_nccl_is_bounded_and_promises_noth
             with contextlib.suppress(CommError):
                 ends[0].send(torch.ones(3), to=1, tag=1)
 
-        with set_to(Setting.LAUNCH_TAKES_MS, 2000):
+        with set_to(Setting.LAUNCH_TAKES_MS, 3000):
             thread = threading.Thread(target=send)
             thread.start()
             time.sleep(0.1)
@@ -593,7 +593,7 @@ def test_closing_beside_a_launch_that_hangs_in_nccl_is_bounded_and_promises_noth
             ends[0].close()
             took = time.monotonic() - start
             thread.join(LIMIT_S)
-        assert took < 1.5 and ends[0].stuck == ("messages 0 -> 1",)
+        assert took < 2.0 and ends[0].stuck == ("messages 0 -> 1",)
         with pytest.raises(CommError, match="rank 0"):
             ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
         assert 0 not in ends[1]._left, "who was not counted in would be waited for"
@@ -602,13 +602,13 @@ def test_closing_beside_a_launch_that_hangs_in_nccl_is_bounded_and_promises_noth
 def test_closing_while_the_thread_that_reads_announcements_hangs_in_nccl_is_bounded(monkeypatch):
     monkeypatch.setattr(nccl_transport, "LAUNCH_S", 0.1)
     monkeypatch.setattr(nccl_transport, "ABORT_S", 0.4)
-    with Group(2, PAIR) as ends, set_to(Setting.LAUNCH_TAKES_MS, 1500):
+    with Group(2, PAIR) as ends, set_to(Setting.LAUNCH_TAKES_MS, 2000):
         ends[0].send(torch.ones(3), to=1, tag=1)
         time.sleep(0.2)  # its counterpart is being launched by now
         start = time.monotonic()
         ends[1].close()
-        assert time.monotonic() - start < 1.0 and ends[1].stuck == ("messages 0 -> 1",)
-        time.sleep(1.5)
+        assert time.monotonic() - start < 1.5 and ends[1].stuck == ("messages 0 -> 1",)
+        time.sleep(2.0)
 
 
 def test_an_abort_frees_who_posts_a_receive_while_another_one_hangs_in_nccl():
@@ -620,7 +620,7 @@ def test_an_abort_frees_who_posts_a_receive_while_another_one_hangs_in_nccl():
                 ends[1].recv(None, source=0, tag=2)
             freed.append(time.monotonic())
 
-        with set_to(Setting.LAUNCH_TAKES_MS, 800):
+        with set_to(Setting.LAUNCH_TAKES_MS, 1500):
             ends[0].send(torch.ones(3), to=1, tag=1)
             time.sleep(0.2)  # its counterpart is being launched by now
             thread = threading.Thread(target=receive)
@@ -629,7 +629,7 @@ def test_an_abort_frees_who_posts_a_receive_while_another_one_hangs_in_nccl():
             at = time.monotonic()
             ends[1].abort("the test says so")
             thread.join(LIMIT_S)
-        assert freed and freed[0] - at < 0.3
+        assert freed and freed[0] - at < 0.8
 
 
 def test_own_parts_of_other_sizes_are_refused_before_nccl_writes_over_other_memory():

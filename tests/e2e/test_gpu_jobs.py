@@ -92,6 +92,7 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
     on_gpu, on_cpu = seen
     assert on_gpu.gpus == 1 and on_gpu.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert on_gpu.environment["CUDA_MODULE_LOADING"] == "EAGER"
+    assert on_gpu.environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "0", "each sees its own GPU only"
     assert on_gpu.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and on_gpu.contract["device"] == "gpu"
     assert {key: getattr(on_gpu.course, key) for key in GPU_COURSE} == GPU_COURSE
     assert on_cpu.gpus == 0 and not on_cpu.environment and on_cpu.course.adopt_s < GPU_COURSE["adopt_s"]
