@@ -44,6 +44,10 @@ BEGIN, MOST, LEAST = 4, 6, 1
 SLOTS = 2
 """Workers a node has room for, in a run with faults; in a spot history an instance is one worker."""
 
+CHECKPOINT_EVERY, SPOT_CHECKPOINT_EVERY = 200, 10
+"""Steps. A fleet of spot instances may lose in two seconds all that hold state, before who is hired has a copy: then only the
+disk has one."""
+
 RESUME_S = 6.0
 """After this time a stopped worker goes on, if it still exists."""
 NOTICE_S = 10.0
@@ -161,13 +165,15 @@ def rates_of(fleet: Fleet, folder: Path, ms: float, path: Path | None) -> dict[i
 class Disturbed:
     """One run under faults. `start` it, let `play` do things to it, then `finish`."""
 
-    def __init__(self, fleet: Fleet, folder: Path, ms: float, overrides: Sequence[str]) -> None:
+    def __init__(
+        self, fleet: Fleet, folder: Path, ms: float, overrides: Sequence[str], checkpoint_every: int = CHECKPOINT_EVERY
+    ) -> None:
         self.fleet, self.folder = fleet, folder
         self.run_folder = folder / "runs/chaos"
         self.stop_file = folder / "stop"
         elastic = {"min_workers": LEAST, "max_workers": MOST}
         stop = {"function": "stop_when:StopWhen", "args": {"path": str(self.stop_file)}}
-        job = write_job(folder, ms, BEGIN, elastic=elastic, checkpoint={"every": 200}, callbacks=[stop])
+        job = write_job(folder, ms, BEGIN, elastic=elastic, checkpoint={"every": checkpoint_every}, callbacks=[stop])
         words = itertools.chain.from_iterable(("--set", override) for override in overrides)
         self.command = train_command(job, "--address", fleet.address, *words)
         self.seen = Observed()
@@ -495,7 +501,8 @@ def main() -> int:
         rates = rates_of(fleet, folder, given.ms, given.rates)
         fleet.restore(history.at(0.0) if history else BEGIN // SLOTS)
         begin = [f"plan.replicas={history.at(0.0)}"] if history else []  # a run begins with all workers of its plan
-        run = Disturbed(fleet, folder, given.ms, [*begin, *given.overrides])
+        every = SPOT_CHECKPOINT_EVERY if history else CHECKPOINT_EVERY
+        run = Disturbed(fleet, folder, given.ms, [*begin, *given.overrides], every)
         run.start()
         if history:
             replay(run, history, given.seed, min(seconds, history.seconds))
@@ -516,7 +523,8 @@ def main() -> int:
     )
     bound = None if history else 0.95 if given.every >= 60 else 0.8 if given.every >= 15 else None
     what = (
-        f"The history {history.name}, {given.scale:g} times as fast, at most {MOST} nodes of one worker each."
+        f"The history {history.name}, {given.scale:g} times as fast, at most {MOST} nodes of one worker each; a checkpoint "
+        f"every {SPOT_CHECKPOINT_EVERY} steps."
         if history
         else f"A fault every {given.every:g} s; {BEGIN} workers at the beginning, at most {MOST}, {SLOTS} to a node."
     )
