@@ -62,7 +62,7 @@ def test_whole_linear_layers_that_read_parts_of_a_sequence_train_as_without_shar
     make, names = WHOLE[where]
     made, cell = graph_of(make), Cell("gpt", schedule, (1, 1), (2, 2), 5, True)
     job = replace(cell.job, styles=tuple((f"*{name}", "whole") for name in names))
-    plan = ParallelPlan.mesh(pp=2, tp=2, layers=len(made.layers))
+    plan = ParallelPlan.mesh(pp=2, tp=2, layers=len(made.layers), cuts=[3])
     with LocalJob(job, plan, schedule, graph=made) as local:
         for step in range(STEPS):
             (loss,) = {report.loss for report in local.step(step)}
