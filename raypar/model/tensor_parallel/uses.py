@@ -42,14 +42,15 @@ class Uses(TorchFunctionMode):
         """Parameters that have met whole values."""
         for layer, root in modules.items():
             for path, part in root.named_modules():
+                sharded = isinstance(part, (ShardedLinear, VocabularyEmbedding))
                 for key, parameter in part._parameters.items():
                     if parameter is None:
                         continue
                     name = ".".join(filter(None, (layer, path, key)))
                     self._names.setdefault(id(parameter), name)
-                    if isinstance(part, (ShardedLinear, VocabularyEmbedding)) and name in layout.cuts:
+                    if sharded and name in layout.cuts:
                         self._owners.setdefault(id(parameter), []).append(part)
-                if isinstance(part, (ShardedLinear, VocabularyEmbedding)):
+                if sharded:
                     part.forward = partial(self._run, part, part.forward)
 
     def _run(self, part: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -92,7 +93,7 @@ class Uses(TorchFunctionMode):
 
 def _name(func: Callable[..., Any]) -> str:
     """Of an attribute its own."""
-    name = getattr(func, "__name__", repr(func))
+    name: str = getattr(func, "__name__", repr(func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 
 
