@@ -79,7 +79,7 @@ class Beginning:
         addresses = [hellos[number].address for number in members]
         deadline_s, done = request.start_deadline_s, request.course.first
         ranks = {number: rank for rank, number in enumerate(members)}
-        keepers = buddies([nodes[number] for number in members], [seat.position for seat in plan.seats])
+        keepers = buddies([nodes[number] for number in members], plan.copies)
 
         def part(rank: int) -> bytes:
             assignment = pickle.loads(request.assignments[rank])

@@ -324,7 +324,7 @@ class DriverActor:
             return
         before, found = changed
         if doubted:
-            self.effects.note("warning", text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right")
+            self.effects.note("warning", text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on")
             self.reports.outcomes[step] = found
         else:
             error = RayparError(

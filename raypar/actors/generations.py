@@ -95,7 +95,7 @@ class Generations:
                 return
         ranks = {number: rank for rank, number in enumerate(workers)}
         addresses = [self.staff.hellos[number].address for number in workers]
-        keepers = buddies([self.staff.hellos[number].node for number in order.members], [seat.position for seat in plan.seats])
+        keepers = buddies([self.staff.hellos[number].node for number in order.members], plan.copies)
         load = None
         if order.load and order.done:
             load = str(self.recorder.checkpoint_path or request.resume)

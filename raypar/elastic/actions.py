@@ -184,7 +184,7 @@ class Resumed:
 class CheckReplay:
     """Step `step` was executed again after a roll-back: compare with the journal, emit nothing. No answer if it is the same.
 
-    `doubted`: what people saw of it may have been wrong, because a worker's state was.
+    `doubted`: it may differ from what people saw, because a worker's state was wrong then, or because there were other shards.
     """
 
     step: int

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
-def buddies(nodes: Sequence[Hashable], positions: Sequence[int] = ()) -> dict[int, int]:
+def buddies(nodes: Sequence[Hashable], copies: Sequence[Hashable] = ()) -> dict[int, int]:
     """Rank -> the rank that keeps its copy; `nodes[rank]` is the node it lives on. Empty for a single rank.
 
-    `positions[rank]`: its place in the pipeline. A replica of the same place has that state anyway: where the nodes allow it,
-    somebody else keeps the copy, so that a state outlives all its replicas.
+    `copies[rank]`: of what it is a copy (`ParallelPlan.copies`). A replica of the same has that state anyway: where the nodes
+    allow it, somebody else keeps the copy, so that a state outlives all its replicas.
 
     Ranks sorted by node, largest node first, form a ring; a keeper is as many places further as the largest node has ranks,
     so that no node keeps for itself and everybody keeps for one. A node with more than half of all ranks would keep for
@@ -18,12 +18,12 @@ def buddies(nodes: Sequence[Hashable], positions: Sequence[int] = ()) -> dict[in
     """
     keepers = _elsewhere(nodes)
     for rank in keepers:
-        if not positions or positions[keepers[rank]] != positions[rank]:
+        if not copies or copies[keepers[rank]] != copies[rank]:
             continue
         for other in keepers:  # an exchange leaves everybody with as many copies as before
             mine, theirs = keepers[other], keepers[rank]
             apart = rank != mine and other != theirs and _apart(nodes, rank, mine) and _apart(nodes, other, theirs)
-            worse = positions[mine] == positions[rank] or positions[theirs] == positions[other] != positions[mine]
+            worse = copies[mine] == copies[rank] or copies[theirs] == copies[other] != copies[mine]
             if apart and not worse:
                 keepers[rank], keepers[other] = mine, theirs
                 break

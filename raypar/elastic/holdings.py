@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raypar.errors import PlanError
@@ -103,31 +103,31 @@ def moves(have: Holdings, need: Holdings) -> tuple[Move, ...]:
     lost = missing(have, need)
     if lost:
         raise PlanError(f"nobody holds {', '.join(map(str, lost[:4]))}", cure="take the state from a mirror or a checkpoint")
+    there: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    for worker in sorted(have):
+        for piece in have[worker]:
+            there[piece.name].append((worker, piece))
     sent: dict[int, int] = defaultdict(int)
     found: list[Move] = []
     for dest in sorted(need):
         for wanted in without(need[dest], have.get(dest, ())):
-            for piece in _cut(wanted, have):
-                holders = [w for w in sorted(have) if w != dest and _holds(have[w], piece)]
+            for piece in _cut(wanted, (held for _, held in there[wanted.name])):
+                holders = [w for w, held in there[wanted.name] if w != dest and _holds(held, piece)]
                 source = min(holders, key=lambda w: (sent[w], w))
                 sent[source] += piece.size
                 found.append(Move(source, dest, piece))
     return _joined(found)
 
 
-def _cut(wanted: Piece, have: Holdings) -> list[Piece]:
-    """`wanted`, cut wherever somebody's piece begins or ends, so that a holder has each part wholly or not at all."""
-    bounds = {wanted.start, wanted.stop}
-    for pieces in have.values():
-        for piece in pieces:
-            if piece.name == wanted.name:
-                bounds |= {b for b in (piece.start, piece.stop) if wanted.start < b < wanted.stop}
-    edges = sorted(bounds)
+def _cut(wanted: Piece, held: Iterable[Piece]) -> list[Piece]:
+    """`wanted`, cut wherever one of the `held` pieces begins or ends, so that a holder has each part wholly or not at all."""
+    ends = itertools.chain.from_iterable((piece.start, piece.stop) for piece in held)
+    edges = sorted({wanted.start, wanted.stop, *(end for end in ends if wanted.start < end < wanted.stop)})
     return [Piece(wanted.name, lo, hi) for lo, hi in itertools.pairwise(edges)]
 
 
-def _holds(pieces: Iterable[Piece], piece: Piece) -> bool:
-    return any(p.name == piece.name and p.start <= piece.start and piece.stop <= p.stop for p in pieces)
+def _holds(held: Piece, piece: Piece) -> bool:
+    return held.start <= piece.start and piece.stop <= held.stop
 
 
 def _joined(found: Iterable[Move]) -> tuple[Move, ...]:
@@ -143,13 +143,15 @@ def seated(
     have: Holdings,
     workers: Sequence[int],
     nodes: Mapping[int, str] | None = None,
-    positions: Sequence[int] = (),
+    copies: Sequence[Hashable] = (),
+    replicas: Sequence[Hashable] = (),
 ) -> tuple[int, ...]:
     """Which worker takes which seat: those who hold most of what a seat needs first; among equals the lowest numbers.
 
-    `need[rank]`: what the seat needs. With `nodes` (worker -> node) and `positions` (by rank, what of the plan it is a copy
-    of), copies of the same sit on different nodes as far as that moves nothing more. Returns one worker a seat. Raises
-    `PlanError` when there are fewer workers than seats.
+    `need[rank]`: what the seat needs. With `nodes` (worker -> node) and `copies` (by rank, what it is a copy of), copies of the
+    same sit on different nodes as far as that moves nothing more; before that, the shards of one of the `replicas` (by rank,
+    which one it is a part of) sit on one node. Returns one worker a seat. Raises `PlanError` when there are fewer workers than
+    seats.
     """
     if len(workers) < len(need):
         raise PlanError(f"{len(need)} seats but {len(workers)} workers", cure="choose a plan for the workers there are")
@@ -164,41 +166,58 @@ def seated(
         if rank not in chosen and worker not in chosen.values():
             chosen[rank] = worker
     members = [chosen[rank] for rank in range(len(need))]
-    if nodes and len(set(nodes.values())) > 1 and positions:
+    if nodes and len(set(nodes.values())) > 1 and copies:
         cost = {(rank, worker): size for size, rank, worker in pairs}
-        _apart(members, sorted(set(workers) - set(members)), cost, nodes, positions)
+        _placed(members, sorted(set(workers) - set(members)), cost, nodes, copies, replicas or range(len(need)))
     return tuple(members)
 
 
-def _apart(
-    members: list[int], idle: list[int], cost: Mapping[tuple[int, int], int], nodes: Mapping[int, str], positions: Sequence[int]
+def _placed(
+    members: list[int],
+    idle: list[int],
+    cost: Mapping[tuple[int, int], int],
+    nodes: Mapping[int, str],
+    copies: Sequence[Hashable],
+    replicas: Sequence[Hashable],
 ) -> None:
-    """Exchange two members, or one for an idle worker, wherever that moves less, or as much and parts two copies that share a
-    node. In place; ends because every exchange lowers (elements to move, pairs of copies on one node)."""
-    here = Counter((positions[rank], nodes.get(worker, "")) for rank, worker in enumerate(members))
+    """Exchange two members, or one for an idle worker, wherever that moves less; or as much and brings shards of a replica
+    together; or that too and parts two copies that share a node. In place; ends because every exchange lowers (elements to
+    move, pairs of shards apart, pairs of copies on one node)."""
 
-    def gain(rank: int, other: int | None, worker: int) -> tuple[int, int]:
-        """(elements, pairs) that there are more of when `worker`, now at rank `other` or idle, comes to `rank`."""
-        old = members[rank]
-        elements, changed = cost[rank, worker] - cost[rank, old], Counter[tuple[int, str]]()
-        changed[positions[rank], nodes.get(worker, "")] += 1
-        changed[positions[rank], nodes.get(old, "")] -= 1
+    def shared(of: Sequence[Hashable]) -> Counter[tuple[Hashable, str]]:
+        return Counter((of[rank], nodes.get(worker, "")) for rank, worker in enumerate(members))
+
+    def more(of: Sequence[Hashable], here: Counter[tuple[Hashable, str]], rank: int, other: int | None, worker: int) -> int:
+        """Pairs of the same on one node that there are more of."""
+        old, changed = members[rank], Counter[tuple[Hashable, str]]()
+        changed[of[rank], nodes.get(worker, "")] += 1
+        changed[of[rank], nodes.get(old, "")] -= 1
         if other is not None:
-            elements += cost[other, old] - cost[other, worker]
-            changed[positions[other], nodes.get(old, "")] += 1
-            changed[positions[other], nodes.get(worker, "")] -= 1
-        return elements, sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in changed.items())
+            changed[of[other], nodes.get(old, "")] += 1
+            changed[of[other], nodes.get(worker, "")] -= 1
+        return sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in changed.items())
 
+    def gain(rank: int, other: int | None, worker: int) -> tuple[int, int, int]:
+        """(elements, pairs apart, pairs of copies) that there are more of when `worker`, now at rank `other` or idle, comes to
+        `rank`."""
+        elements = cost[rank, worker] - cost[rank, members[rank]]
+        if other is not None:
+            elements += cost[other, members[rank]] - cost[other, worker]
+        return elements, -more(replicas, mates, rank, other, worker), more(copies, twins, rank, other, worker)
+
+    size = Counter(replicas)
     better = True
     while better:
         better = False
         for rank in range(len(members)):
-            if here[positions[rank], nodes.get(members[rank], "")] < 2 and not cost[rank, members[rank]]:
+            mates, twins, node = shared(replicas), shared(copies), nodes.get(members[rank], "")
+            complete = mates[replicas[rank], node] == size[replicas[rank]]
+            if complete and twins[copies[rank], node] < 2 and not cost[rank, members[rank]]:
                 continue  # nothing to gain
             others: list[tuple[int | None, int]] = [(o, w) for o, w in enumerate(members) if o != rank]
             ways = [(gain(rank, other, worker), worker, other) for other, worker in (*others, *((None, w) for w in idle))]
-            (change, worker, other) = min(ways, key=lambda way: way[:2], default=((0, 0), -1, None))
-            if change >= (0, 0):
+            (change, worker, other) = min(ways, key=lambda way: way[:2], default=((0, 0, 0), -1, None))
+            if change >= (0, 0, 0):
                 continue
             old, better = members[rank], True
             members[rank] = worker
@@ -206,7 +225,6 @@ def _apart(
                 members[other] = old
             else:
                 idle[idle.index(worker)] = old
-            here = Counter((positions[r], nodes.get(w, "")) for r, w in enumerate(members))
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from raypar.elastic.holdings import Digest, Piece
 from raypar.elastic.pace import Pace
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery import Recovery, begin, spoilt
+from raypar.elastic.reruns import Reruns, shards_of
 from raypar.elastic.stragglers import Watch
 from raypar.elastic.table import TABLE
 from raypar.plan import ParallelPlan
@@ -204,7 +205,8 @@ class RunMachine:
         self.wrong: set[int] = set()
         """Workers whose state differed from that of a majority; they leave."""
         self.doubted = range(0)
-        """Steps that people may have seen wrongly."""
+        """Steps that people may have seen wrongly, or with other shards."""
+        self.reruns = Reruns(first, shards_of(self.plan) if self.plan is not None else None)
         self.bad_cuts: set[int] = set()
         """After so many steps a cut was taken of state that is not to be trusted."""
         self._out: list[Decision] = []

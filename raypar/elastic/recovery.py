@@ -39,6 +39,7 @@ from raypar.elastic.holdings import Piece, missing, moves
 from raypar.elastic.member import Fenced, Stand
 from raypar.elastic.naming import named
 from raypar.elastic.phases import Phase
+from raypar.elastic.reruns import Reruns, shards_of
 from raypar.elastic.seating import refilled, seats
 from raypar.errors import ClusterError, CommError, WorkerLost, first_line
 from raypar.plan import ParallelPlan
@@ -105,6 +106,9 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
 def taken_over(m: RunMachine, event: Event) -> None:
     """This driver follows one that is gone: its workers keep the state, its journal says what people have seen."""
     assert isinstance(event, TakenOver)
+    known = (shards_of(plan) for plan in (m.plan, event.plan) if plan is not None)
+    alone = all(max(shards) == 1 for shards in known)  # else there may have been others before, of which nothing is known
+    m.reruns = Reruns(m.course.first, shards_of(event.plan) if alone else None)
     m.generation, m.plan, m.members = event.generation, event.plan, event.members
     m.issued = m.committed = m.emitted = m.journalled = event.seen
     m.served = event.seen - 1  # what is due there may not have been served
@@ -315,6 +319,7 @@ def adopted(m: RunMachine, event: Event) -> None:
     assert r.order is not None
     trained = m.members
     m.plan, m.members = r.order.plan, r.order.members
+    rerun_otherwise(m, r.order)
     m.spares = (m.spares | set(r.stands)) - set(m.members) - m.leaving - m.gone
     m.issued = m.committed = r.order.done
     m.clock.begin()
@@ -338,6 +343,15 @@ def adopted(m: RunMachine, event: Event) -> None:
     stragglers.begin(m)
     m.go(Phase.RUNNING)
     m.advance()
+
+
+def rerun_otherwise(m: RunMachine, order: Adopt) -> None:
+    """What people have seen of steps that are executed again with other shards is no measure for them."""
+    others = m.reruns.begin(order.done, shards_of(order.plan), m.journalled)
+    if others:
+        m.doubted = range(min(m.doubted.start, others.start), others.stop) if m.doubted.stop > order.done else others
+        text = f"steps {others.start + 1} to {others.stop} are executed again with other shards: losses may differ a little"
+        m.decide(Warn(text), "a sum's order depends on the number of shards")
 
 
 def wait(m: RunMachine, why: str, lacking: int | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,37 +39,58 @@ def spread(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
 
 
 def refilled(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
-    """The same stages with who is left: waiting workers in the empty seats, then fewer replicas; None if a stage has nobody."""
+    """The same stages with who is left: waiting workers in the empty seats, then fewer replicas; None if a stage, or a shard of
+    it, has nobody."""
     assert m.plan is not None
     plan, idle = m.plan, [w for w in usable if w not in m.members]
-    at: list[list[int]] = [[] for _ in range(plan.positions)]
-    for rank, worker in enumerate(m.members):
+    full, at = Counter(plan.copies), {place: list[int]() for place in plan.copies}
+    for worker, place in zip(m.members, plan.copies, strict=True):
         if worker in usable:
-            at[plan.seats[rank].position].append(worker)
-    full = [sum(seat.position == p for seat in plan.seats) for p in range(plan.positions)]
-    if any(stage.shards > 1 for stage in plan.stages) and [len(a) for a in at] != full:
-        return None
-    while idle and any(len(a) < f for a, f in zip(at, full, strict=True)):
-        neediest = max(range(len(at)), key=lambda p: (full[p] - len(at[p])) / full[p])
-        worker = next_to(m, plan, neediest, at[neediest], idle)
+            at[place].append(worker)
+    while idle and any(len(at[place]) < full[place] for place in at):
+        neediest = max(at, key=lambda place: (full[place] - len(at[place])) / full[place])
+        worker = next_to(m, plan, neediest, at, idle)
         idle.remove(worker)
         at[neediest].append(worker)
-    if not all(at):
+    if not all(at.values()):
         return None
-    stages = tuple(replace(s, replicas=len(at[s.position]) // s.shards) for s in plan.stages)
-    return ParallelPlan(stages), tuple(w for workers in at for w in workers)
+    replicas = [seated_together([at[place] for place in at if place[0] == p], m.nodes) for p in range(plan.positions)]
+    stages = tuple(replace(s, replicas=len(replicas[s.position])) for s in plan.stages)
+    return ParallelPlan(stages), tuple(w for here in replicas for replica in here for w in replica)
 
 
-def next_to(m: RunMachine, plan: ParallelPlan, position: int, there: list[int], idle: list[int]) -> int:
-    """Which of the idle workers joins those at a position: who lacks least of what they hold; of these one on a node that has
-    fewest copies of it; of these the lowest number."""
-    rank = next(rank for rank, seat in enumerate(plan.seats) if seat.position == position)
-    need, have = m.layout(plan)[rank], held(m, m.recovery.done)
-    copies = Counter(m.nodes.get(worker) for worker in there)
-    return min(idle, key=lambda w: (-overlap(need, have.get(w, ())), copies[m.nodes.get(w)], w))
+def next_to(
+    m: RunMachine, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
+) -> int:
+    """Which of the idle workers joins those `at` a place (`ParallelPlan.copies`): who lacks least of what they hold; of these
+    one on a node where other shards lack it; of these one where there are fewest copies; of these the lowest number."""
+    need, have = m.layout(plan)[plan.copies.index(place)], held(m, m.recovery.done)
+    copies = Counter(m.nodes.get(worker) for worker in at[place])
+    others = [Counter(m.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
+
+    def key(worker: int) -> tuple[int, int, int, int]:
+        node = m.nodes.get(worker)
+        lacking = max((count[node] for count in others), default=0) - copies[node]
+        return -overlap(need, have.get(worker, ())), -max(0, lacking), copies[node], worker
+
+    return min(idle, key=key)
+
+
+def seated_together(shards: Sequence[Sequence[int]], nodes: Mapping[int, str]) -> list[list[int]]:
+    """As many whole replicas as there can be of the workers that hold each shard; each on one node where that can be."""
+    left = [list(workers) for workers in shards]
+    found = []
+    while all(left):
+        fewest = min(left, key=len)
+        first = max(fewest, key=lambda w: sum(any(nodes.get(w) == nodes.get(o) for o in others) for others in left))
+        found.append([next((w for w in workers if nodes.get(w) == nodes.get(first)), workers[0]) for workers in left])
+        for worker, workers in zip(found[-1], left, strict=True):
+            workers.remove(worker)
+    return found
 
 
 def seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
-    """Who takes which seat of a new plan: as little as possible moves, and copies of a stage sit on different nodes."""
-    positions = [seat.position for seat in plan.seats]
-    return seated(m.layout(plan), held(m, m.recovery.done), usable, m.nodes, positions)
+    """Who takes which seat of a new plan: as little as possible moves, the shards of a replica sit on one node, and copies of a
+    stage on different ones."""
+    replicas = [(seat.position, seat.replica) for seat in plan.seats]
+    return seated(m.layout(plan), held(m, m.recovery.done), usable, m.nodes, plan.copies, replicas)

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raypar.elastic.holdings import Piece, WholeParameters
+from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
 from raypar.plan.spans import Cut
 
 
 @dataclass(frozen=True)
 class SlicedParameters:
-    """`sizes` as in `WholeParameters`. `cuts`: number of shards -> parameter -> cut; what is not there is whole on every shard.
+    """`sizes` as in `WholeParameters`. `cuts`: number of shards -> parameter -> cut; a parameter that is not there is whole on
+    every shard.
 
     Pieces number the elements of a cut parameter with the cut dim as the slowest, under every plan (`Cut.pieces`): so what
     moves between plans of other shards is their set difference too.
@@ -22,11 +24,14 @@ class SlicedParameters:
     cuts: Mapping[int, Mapping[str, Cut]]
 
     def __call__(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:
-        """By rank."""
+        """By rank. Raises `PlanError` for a number of shards that nobody has thought of."""
         whole = WholeParameters(self.sizes)
         found = []
         for rank, seat in enumerate(plan.seats):
-            cuts = self.cuts.get(plan.stages[plan.stages_of(rank)[0]].shards, {})
+            shards = plan.stages[plan.stages_of(rank)[0]].shards
+            if shards > 1 and shards not in self.cuts:
+                raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
+            cuts = self.cuts.get(shards, {})
             pieces: list[Piece] = []
             for name, size in sorted(whole.of(plan, rank).items()):
                 spans = cuts[name].pieces(cuts[name].held[seat.shard], size) if name in cuts else ((0, size),)

@@ -1,7 +1,8 @@
 """Stragglers: workers that compute much slower than they should, for long. Reported; replaced where the job says so.
 
 What is compared is the time a worker computes (waiting does not count) per microbatch: with the other replicas of the same
-place in the plan, who compute the same; where a worker is the only one, with its own first steps of the generation.
+place in the plan, shard by shard, who compute the same; where a worker is the only one, with its own first steps of the
+generation.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ def begin(m: RunMachine) -> None:
     """The workers of a generation are compared with each other."""
     if m.plan is None:
         return
-    places: list[list[int]] = [[] for _ in range(m.plan.positions)]
-    for worker, seat in zip(m.members, m.plan.seats, strict=True):
-        places[seat.position].append(worker)
-    m.watch.begin(places)
+    places: dict[tuple[int, int], list[int]] = {}
+    for worker, place in zip(m.members, m.plan.copies, strict=True):
+        places.setdefault(place, []).append(worker)
+    m.watch.begin(list(places.values()))
 
 
 def look(m: RunMachine, busy: Mapping[int, float]) -> None:

@@ -71,12 +71,14 @@ class _SplitLinear(torch.autograd.Function):
 def splittable(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
     """The parts of a layer that are of this kind and whose weight gradients can be put off.
 
-    Left alone: subclasses with a forward of their own, weights that are computed (parametrizations, weight norm) or frozen, and
-    parameters that several modules of the layer share.
+    Left alone: those with a forward of their own (of the class, or of this one object), weights that are computed
+    (parametrizations, weight norm) or frozen, and parameters that several modules of the layer share.
     """
     owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
     for part in module.modules():
-        if not isinstance(part, kind) or (kind is nn.Linear and type(part).forward is not nn.Linear.forward):
+        if not isinstance(part, kind):
+            continue
+        if kind is nn.Linear and (type(part).forward is not nn.Linear.forward or "forward" in vars(part)):
             continue
         own = [p for p in part._parameters.values() if p is not None]
         if part._parameters.get("weight") is not None and all(p.requires_grad and owners[id(p)] == 1 for p in own):
@@ -96,7 +98,8 @@ def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Modu
 
 def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
+        # A part of a value (`tensor_parallel.value.Sharded`) is no tensor: its weight gradients are autograd's.
+        if not torch.is_grad_enabled() or not isinstance(x, Tensor):
             return F.linear(x, linear.weight, linear.bias)
         result: Tensor = _SplitLinear.apply(x, linear.weight, linear.bias, linear, stash())  # type: ignore[no-untyped-call]
         return result

@@ -155,6 +155,11 @@ class ParallelPlan:
         """Stages (chunks) hosted by a worker, ascending."""
         return self._stages_at[self.seats[rank].position]
 
+    @cached_property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """By rank: (position, shard). Workers for which it is the same hold the same state and compute the same."""
+        return tuple((seat.position, seat.shard) for seat in self.seats)
+
     def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:
         """Ranks of all replicas of a stage (one shard of each): the group that reduces its gradients."""
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))

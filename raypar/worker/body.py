@@ -172,20 +172,24 @@ class WorkerBody:
         shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.seats[rank].shard
         cuts = self.core.layout(shards).cuts if shards > 1 else {}
         found: dict[str, Kept] = {}
-        for name in self.layout.of(plan, rank):
+        for name, size in self.layout.of(plan, rank).items():
             place = Place(cuts[name], shard) if name in cuts else Place()
-            whole = partial(self._whole, name)
-            made = assembled(base.get(name, ()), place, self._shapes[name], whole, self.core.device)
+            shape, whole = partial(self._shape, name), partial(self._whole, name)
+            made = assembled(base.get(name, ()), place, size, shape, whole, self.core.device)
             if made is None:
-                raise RayparError(f"worker {self.worker} lacks elements of {name} of the state after {part.done} steps")
-            kept, own = made
-            # What lies in the mirror's copies stays as it is.
-            found[name] = {**kept, PARAMETER: kept[PARAMETER].clone()} if part.cut and not own else kept
+                what = f"worker {self.worker} lacks elements of {name} of the state after {part.done} steps"
+                raise RayparError(what, cure="report this: what it was to be sent, or to have, is not all of it")
+            kept, writable = made
+            found[name] = kept if writable else {**kept, PARAMETER: kept[PARAMETER].clone()}
         return found
 
     def _whole(self, name: str) -> Cut | None:
         """How shards would cut a parameter that is held whole: by that its elements are numbered."""
         return self.core.layout(1).cuts.get(name)
+
+    def _shape(self, name: str) -> torch.Size:
+        """Of a whole parameter."""
+        return self._shapes[name]
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:

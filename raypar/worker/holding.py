@@ -44,6 +44,7 @@ class Place:
 @dataclass(frozen=True)
 class Holding:
     """`kept` of one parameter. `start` None: tensors in their shape, at `place`; else flat runs that begin at that element.
+    `lent`: it lies in a copy of the mirror's, which must stay as it is.
 
     What the optimizer keeps in the parameter's shape is sliced with it; all else (step counts) belongs to every slice.
     """
@@ -51,6 +52,7 @@ class Holding:
     kept: Kept
     place: Place = Place()
     start: int | None = None
+    lent: bool = False
 
     @property
     def spans(self) -> Spans:
@@ -100,21 +102,24 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def assembled(
     holdings: Sequence[Holding],
     place: Place,
-    shape: Sequence[int],
+    size: int,
+    shape: Callable[[], Sequence[int]],
     whole: Callable[[], Cut | None],
     device: torch.device = CPU,
 ) -> tuple[Kept, bool] | None:
-    """What these have of a parameter of the unsharded `shape`, at `place`: as it lies in one of them (False), or in memory of
-    its own on `device` (True). None: some of it is not there."""
-    size = torch.Size(shape).numel()
+    """(what these have of a parameter of so many elements, at `place`; whether it may be written to): as it lies in one of
+    them, else in memory of its own on `device`. None: some of it is not there.
+
+    `shape`, of the unsharded parameter, and `whole`, how shards would cut it, are only asked for where pieces are put together.
+    """
     wanted = place.spans(size)
     for holding in holdings:
         if holding.start is None and holding.spans == wanted:
-            return holding.kept, False
+            return holding.kept, not holding.lent
     if not holdings or joined(s for h in holdings for s in common(wanted, h.spans)) != wanted:
         return None
     cut = place.cut if place.cut is not None else whole()
-    local = tuple(shape) if place.cut is None else elements(place.cut, shape, place.shard)
+    local = tuple(shape()) if place.cut is None else elements(place.cut, shape(), place.shard)
     kept: Kept = {}
     for key, value in holdings[0].kept.items():
         if not holdings[0].sliced(key):

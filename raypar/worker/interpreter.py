@@ -109,6 +109,7 @@ class Interpreter:
     _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
     spans: list[Span] = field(default_factory=list)
     busy_ns: int = 0
+    """Computing in the last step; layers' waiting for other shards does not count."""
 
     def __post_init__(self) -> None:
         self._replica = self.routing.plan.seats[self.rank].replica
@@ -156,6 +157,7 @@ class Interpreter:
                 end = clock()
             if trace:
                 self.spans.append(Span(str(instruction), start, end))
+        self.busy_ns -= sum(stage.waited_ns for stage in self.stages.values())
         yield from self._drain()
 
     def run_forward(self, program: Program, step: int) -> Routine[None]:

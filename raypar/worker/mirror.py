@@ -96,7 +96,7 @@ class Copy:
         found: dict[str, Kept] = {}
         for name, key, value in self.values():
             found.setdefault(name, {})[key] = value
-        return {name: Holding(kept, self.slices.get(name, WHOLE)) for name, kept in found.items()}
+        return {name: Holding(kept, self.slices.get(name, WHOLE), lent=True) for name, kept in found.items()}
 
     def digest(self) -> Digest:
         """32 bits each; the second depend on every bit and its place."""

@@ -57,9 +57,9 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shar
 
 
 def held_bytes(spec: JobSpec, graph: Graph, shards: int) -> tuple[int, ...]:
-    """By layer: bytes of parameters on the shard that holds most of it; ties count at their first use."""
+    """By layer: bytes of parameters on the shard that holds most of it, ties in each of their layers (as `parameter_bytes`)."""
     layout = layout_of(graph, shards, dict(spec.styles))
-    by_shard = [held_elements(graph, layout, shard) for shard in range(shards)]
+    by_shard = [held_elements(graph, layout, shard, ties_once=False) for shard in range(shards)]
     width = getattr(torch, spec.dtype).itemsize
     return tuple(width * max(same) for same in zip(*by_shard, strict=True))
 

@@ -267,6 +267,11 @@ class Stage:
     def on_ready(self, call: Ready | None) -> None:
         self.gradients.on_ready = call
 
+    @property
+    def waited_ns(self) -> int:
+        """How long layers have waited for other shards in this step."""
+        return 0 if self.shard is None else self.shard.group.waited_ns
+
     def partial_uses(self) -> tuple[int, ...]:
         """Uses of parameters that are whole on every shard but have met parts of values: their gradients are parts of a sum."""
         if self.shard is None:
@@ -287,6 +292,8 @@ class Stage:
         self.step = step
         self.losses.clear()
         self._live.clear()
+        if self.shard is not None:
+            self.shard.group.waited_ns = 0
         self.gradients.begin()
         self._train(True)
 
@@ -481,6 +488,8 @@ class Stage:
         finally:
             if self._closing is not None:
                 self._watch(None)
+            if self.shard is not None:
+                self.shard.group.shared = None  # a layer that checkpoints has run its forward again in here
         if work == 2 and live.stash:
             self._weights(microbatch, block)
         returned: dict[str, tuple[Tensor | None, ...]] = {}

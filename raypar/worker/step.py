@@ -291,8 +291,8 @@ def _share(sizes: Sequence[int], part: int, parts: int) -> slice:
     """A contiguous part of things of these sizes; all parts together are everything, in order, and about equally large."""
     total = max(1, sum(sizes))
     before = itertools.accumulate(sizes[:-1], initial=0) if sizes else ()
-    owners = [min(parts - 1, parts * start // total) for start in before]
-    return slice(bisect.bisect_left(owners, part), bisect.bisect_right(owners, part))
+    owners = [parts * start // total for start in before]  # beyond the last where nothing but empty ones follow
+    return slice(bisect.bisect_left(owners, part), len(owners) if part == parts - 1 else bisect.bisect_right(owners, part))
 
 
 def _sum_in_order(uses: list[Tensor | None]) -> Tensor | None:

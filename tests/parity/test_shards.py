@@ -190,6 +190,31 @@ def test_a_key_head_that_serves_two_shards_is_equal_on_both():
     assert runs[0].partial == {"a.q_norm.weight", "a.k_norm.weight"}
 
 
+class Biased(models.Attention):
+    """With a learned mask, as relative positions have it."""
+
+    def __init__(self, shape: tuple[int, ...], made: str) -> None:
+        super().__init__(10, 4, 4, "gqa", norms=False)
+        self.k_proj = Linear(10, 16, bias=False, std=0.3)  # attention does not see it: its gradient would be rounding alone
+        self.bias, self.made = nn.Parameter(torch.empty(shape)), made
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.bias)
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        mask = self.bias if self.made == "as it is" else self.bias.tanh()
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (1, 5, 5), (4, 5, 5), (1, 4, 5, 5)], ids=str)
+@pytest.mark.parametrize("made", ["as it is", "computed"])
+@pytest.mark.parametrize("shards", (2, 3))
+def test_a_learned_mask_gets_the_gradients_of_all_heads(shards, made, shape):
+    make = lambda: [("a", Biased(shape, made))]  # noqa: E731
+    check(make, squares, numbers(2, 5, 10), numbers(2, 5, 10), shards)
+
+
 @pytest.mark.parametrize("shards", (2, 3))
 def test_interleaved_q_k_and_v(shards):
     for sequence in (False, True):
@@ -270,6 +295,15 @@ def test_very_large_logits_do_not_overflow():
     make = lambda: [("a", Linear(6, 13, std=1e5))]  # noqa: E731
     runs, _ = check(make, gpt.loss, numbers(2, 3, 6), ids(13, 2, 3), 3, styles={"a": "vocabulary"})
     assert torch.isfinite(runs[0].loss) and runs[0].loss > 1e4
+
+
+def test_a_shard_all_of_whose_vocabulary_is_masked_adds_nothing():
+    def loss(logits, target):
+        return F.cross_entropy(logits.masked_fill(torch.arange(13) > 7, float("-inf")).flatten(0, 1), target.flatten())
+
+    make = lambda: [("a", Linear(6, 13, std=3.0))]  # noqa: E731
+    runs, _ = check(make, loss, numbers(3, 5, 6), ids(8, 3, 5), 3, styles={"a": "vocabulary"})
+    assert torch.isfinite(runs[0].loss)
 
 
 # -- without gradients, in lower precision -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from raypar.schedule import registry
 from raypar.worker import checkpoint
 from raypar.worker.assignment import assignments
 from raypar.worker.local_run import LocalJob
+from raypar.worker.mirror import Copy
 
 PATHS = [
     [(1, 1, 2), (1, 2, 2), (2, 1, 2)],
@@ -131,6 +133,21 @@ def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
     assert cured
 
 
+def test_steps_that_are_executed_again_with_other_shards_are_not_held_against_the_run():
+    """One of two shards dies and nobody comes: the other goes back to the mirror's cut, or to the beginning, and on alone."""
+    spec = replace(Cell("gpt", "1f1b", (1,), (1,), 4).job, steps=5)
+    job = torch_flesh.TorchJob(spec, graph("gpt"), shards=SHARDS, mirror_every=2)
+    plan = mesh("gpt", 1, 1, 2)
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of("gpt", 2), **QUICK)
+    replayed, other = 0, 0
+    for at in range(plain.points // 8, plain.points, plain.points // 6):
+        faults = [Fault(at, "kill")]
+        world, found = torch_flesh.simulate(job, plan, faults, plans=lambda _, n: mesh("gpt", 1, 1, n), **QUICK)
+        assert world.over.end == "done", world.tell(f"{at}: {world.over.why}")
+        replayed, other = replayed + world.replayed, other + (found != reference)
+    assert replayed and other
+
+
 @pytest.mark.parametrize("schedule, shards", [("1f1b", 1), ("zb-h1", 1), ("1f1b", 2), ("zb-h1", 2)])
 def test_the_stages_of_a_former_plan_are_freed_without_pythons_collector(schedule, shards):
     """Workers freeze what there is after every adoption: the collector does not look at it again."""
@@ -164,3 +181,23 @@ def test_digests_of_two_shards_are_of_different_things():
     for worker, (one, other) in enumerate(pairwise([live.bodies[0], live.bodies[2]])):
         assert one.mirror.pieces() == other.mirror.pieces(), worker
     assert layout_of(graph("gpt"), 2).cuts
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_training_goes_on_beside_the_mirrors_cut_and_not_in_it(shards):
+    """All went back to the cut, and before the first step worker 0 gets what it had only kept for others."""
+    job = torch_flesh.TorchJob(Cell("gpt", "1f1b", (1,), (1,), 4).job, graph("gpt"), shards=SHARDS)
+    live = Generations(job)
+    live.adopt(mesh("gpt", 1, 2, shards), list(range(2 * shards)), 0)
+    live.step(0)
+    body = live.bodies[0]
+    copies = {
+        worker: Copy.of(other._held(), body.mirror._pool, other._slices()) for worker, other in live.bodies.items() if worker
+    }
+    body._take_cut(None)
+    body.mirror._cuts[1] |= copies
+    body._old = body.mirror.at(1)
+    before = {worker: copy.digest() for worker, copy in body.mirror._cuts[1].items()}
+    assert live.adopt(mesh("gpt", 1, 1, 1), [0], 1) == 0
+    live.step(1)
+    assert {worker: copy.digest() for worker, copy in body.mirror._cuts[1].items()} == before

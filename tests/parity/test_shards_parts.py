@@ -374,7 +374,8 @@ def test_models_that_run_pass_the_check_by_shape(make, sequence):
 
     layout = layout_of(graph, 3)
     assert check_by_shape(graph, layout, loss, {"x": x, "y": x}, "y", sequence=sequence)
-    assert len(ran) == 2 and ran[0][:2] == (2, 7), "to the end, on the first and the last shard"
+    kinds = {tuple(count(cut.held[t]) for cut in layout.cuts.values()) for t in range(3)}
+    assert len(ran) in (len(kinds), len(kinds) + 1) and ran[0][:2] == (2, 7), "to the end, on every kind of shard and the first"
 
 
 def test_code_that_reads_numbers_is_left_to_the_first_step():
@@ -469,6 +470,100 @@ def test_what_hides_gradients_of_a_part_is_refused():
             sharded(graph, layout_of(graph, 2), lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
         assert "detach()" in error.value.cure
     check(lambda: [("a", Hiding(detached))], lambda o, t: (o**2).sum(), numbers(2, 3, 6), numbers(1), 2)
+
+
+class Pair(nn.Module):
+    """`forward`: what is done with them."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.up, self.down, self.call = Linear(6, 8), Linear(8, 6), call
+        self.scale = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 1.5)
+
+    def forward(self, x):
+        return self.call(self, x)
+
+
+APART = {
+    "linear": lambda m, x: F.linear(F.gelu(F.linear(x, m.up.weight)), m.down.weight),
+    "T": lambda m, x: m.down(m.up(x)) + x @ m.up.weight.T @ m.up.weight,
+    "to": lambda m, x: F.linear(x, m.up.weight.to(torch.float64)),
+    "square": lambda m, x: m.down(m.up(x)) * torch.square(m.up.weight).mean(),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_slice_that_is_read_apart_from_its_layer_is_refused(name):
+    graph = graph_of(lambda: [("a", Pair(APART[name]))])
+    layout = layout_of(graph, 2)
+    assert layout.styles.keys() == {"a.up", "a.down"}
+    with pytest.raises(ModelError, match=f"layer 'a' computes {name} with a.up.weight itself") as error:
+        batch = {"x": numbers(2, 3, 6), "y": numbers(1)}
+        check_by_shape(graph, layout, lambda o, t: o.sum(), batch, "y", dtype=torch.float64)
+    assert "give a.up the style whole" in error.value.cure
+
+
+def test_a_layer_with_hooks_or_a_forward_of_its_own_is_not_cut():
+    """What stands in its place would not have them."""
+
+    def hooked() -> nn.Module:
+        made = Pair(lambda m, x: m.down(m.up(x)))
+        made.up.register_forward_hook(lambda module, given, found: found * 2)
+        return made
+
+    def replaced() -> nn.Module:
+        made = Pair(lambda m, x: m.down(m.up(x)))
+        made.down.forward = lambda x: x[..., :6]
+        return made
+
+    for make, name in ((hooked, "up"), (replaced, "down")):
+        graph = graph_of(lambda make=make: [("a", make())])
+        assert not layout_of(graph, 2).styles
+        with pytest.raises(PlanError, match=f"does not fit a.{name}, a Linear with a forward of its own, hooks"):
+            layout_of(graph, 2, {f"a.{name}": "column"})
+
+
+def test_what_asks_a_slice_for_its_dtype_or_place_is_not():
+    def asks(m, x):
+        w = m.up.weight
+        return m.down(m.up.forward(x.to(w.dtype).type_as(w)) * w.new_ones(1)) + x * (w.dim() + w.requires_grad)
+
+    graph = graph_of(lambda: [("a", Pair(asks))])
+    batch = {"x": numbers(2, 3, 6), "y": numbers(1)}
+    assert check_by_shape(graph, layout_of(graph, 2), lambda o, t: o.sum(), batch, "y", dtype=torch.float64)
+
+
+def test_a_layer_that_shares_a_slice_without_being_cut_is_refused():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.mix, self.readout = Embedding(8, 6), Linear(6, 6), Linear(6, 8, bias=False)
+            self.readout.weight = self.token.weight
+
+        def forward(self, ids):
+            return self.readout(self.mix(self.token(ids)))
+
+    graph, batch = graph_of(lambda: [("a", Model())]), dict.fromkeys("xy", torch.arange(6).view(2, 3))
+    with pytest.raises(ModelError, match=r"layer 'a' computes linear with a\.token.weight itself"):
+        check_by_shape(graph, layout_of(graph, 2), gpt.loss, batch, "y")
+    both = layout_of(graph, 2, {"a.readout": "vocabulary"})
+    assert check_by_shape(graph, both, gpt.loss, batch, "y")
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_parameter_that_meets_parts_and_whole_values_is_refused(sequence):
+    def checked(call):
+        graph, batch = graph_of(lambda: [("a", Pair(call))]), {"x": numbers(2, 3, 6), "y": numbers(1)}
+        layout, dtype = layout_of(graph, 2), torch.float64
+        return check_by_shape(graph, layout, lambda o, t: o.sum(), batch, "y", sequence=sequence, dtype=dtype)
+
+    with pytest.raises(ModelError, match=r"a\.scale meets whole values and values of which every shard has a part"):
+        checked(lambda m, x: m.down(m.up(x) * m.scale) + torch.exp(m.scale))
+    assert checked(lambda m, x: m.down(m.up(x) * m.scale))
+    assert checked(lambda m, x: m.down(m.up(x)) * m.scale)
 
 
 def test_ids_outside_the_vocabulary_are_found():

@@ -177,3 +177,14 @@ def test_a_job_file_with_shards_makes_the_plan_and_the_job():
     planned = choose(spec, checked, job.to_plan, "1f1b", job.workers)
     assert planned.plan.world == job.workers == 4 and planned.plan.describe() == "2 stages x 1 replica x 2 shards"
     assert len(graph("gpt").layers) == 8 and len(checked.graph.layers) == 4
+
+
+def test_a_profile_counts_a_tie_in_every_layer_that_has_it():
+    """Its layers may be stages of their own."""
+    from raypar.worker.local_run import LocalJob
+    from raypar.worker.profile import held_bytes
+
+    spec, plan = spec_of(Ref(Tied)), ParallelPlan.mesh(pp=4, tp=2, layers=4)
+    with LocalJob(spec, plan, "1f1b") as local:
+        held = [sum(p.nbytes for p in core.stages[rank // 2].parameters.values()) for rank, core in enumerate(local.cores)]
+        assert held_bytes(spec, local.graph, 2) == tuple(map(max, held[::2], held[1::2]))

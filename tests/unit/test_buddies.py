@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from raypar.elastic.buddies import buddies
+from raypar.plan import ParallelPlan
 
 
 def test_two_nodes_of_two_keep_for_each_other():
@@ -37,3 +38,10 @@ def test_the_keeper_is_elsewhere_and_nobody_keeps_more_than_its_share(world):
         crowd = max(Counter(nodes).values())
         fair = 1 if 2 * crowd <= world or crowd == world else -(-crowd // (world - crowd))
         assert max(Counter(keepers.values()).values()) == fair, nodes
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "abab", "aaaa"])
+def test_of_two_replicas_on_shards_another_shard_keeps_the_copy(nodes):
+    copies = ParallelPlan.mesh(dp=2, tp=2).copies
+    keepers = buddies(nodes, copies)
+    assert all(copies[rank] != copies[keeper] for rank, keeper in keepers.items()), keepers

@@ -15,6 +15,8 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build import layers_of_shard, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout
+from raypar.model.tensor_parallel.uses import Uses
+from raypar.plan.spans import count
 
 
 def check_by_shape(
@@ -27,12 +29,13 @@ def check_by_shape(
     sequence: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> bool:
-    """Send a microbatch through the layers of the first and of the last shard, and the loss, on the meta device.
+    """Send a microbatch through the layers of each kind of shard (those that hold as much), and the loss, on the meta device.
 
-    Raises the `ModelError` of what cannot be computed on a part. Code that reads numbers cannot be run this way: then what goes
-    wrong is left to the first step, and False is returned.
+    Raises the `ModelError` of what cannot be computed on a part, or would be wrong (`uses`). Code that reads numbers cannot be
+    run this way: then what goes wrong is left to the first step, and False is returned.
     """
-    for shard in sorted({0, layout.shards - 1}):
+    kinds = {tuple((len(cut.held[t]), count(cut.held[t])) for cut in layout.cuts.values()): t for t in range(layout.shards)}
+    for shard in sorted({0, layout.shards - 1, *kinds.values()}):
         group = ShardGroup(_Nobody(shard, layout.shards), range(layout.shards), sequence=sequence)
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
         with torch.enable_grad(), torch.device("meta"):
@@ -46,9 +49,12 @@ def check_by_shape(
                 whole=True,
             )
             try:
-                for layer in graph.layers:
-                    made = modules[layer.name](*(values[name] for name in layer.inputs))
-                    values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+                with Uses(modules, layout, group) as uses:
+                    for layer in graph.layers:
+                        uses.layer = layer.name
+                        made = modules[layer.name](*(values[name] for name in layer.inputs))
+                        values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+                    uses.check()
                 sharded_loss(loss, group)(values[graph.output], values[target])
             except RayparError:
                 raise

@@ -28,8 +28,8 @@ class _CrossEntropy(torch.autograd.Function):
         mine = (targets >= start) & (targets < start + here) & (targets != ignored)
         place = (targets - start).masked_fill(~mine, 0)
         top = logits.max(1).values
-        # The maximum over all is not known yet: e^(l - m) is brought to it afterwards.
-        powers = (logits - top.unsqueeze(1)).exp_()
+        # The maximum over all is not known yet: e^(l - m) is brought to it afterwards. All may be -inf here (padding, masked).
+        powers = (logits - top.masked_fill(top == -torch.inf, 0.0).unsqueeze(1)).exp_()
         packed = [top, powers.sum(1), logits[rows, place].masked_fill(~mine, 0.0)]
         if smoothing:
             packed.append(logits.sum(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ class ShardGroup:
         """Whether the running layer was called with gradients."""
         self.output: Any = None
         """How the last forward pass left the model's output cut (`value.Held`); None: not at all."""
+        self.waited_ns = 0
+        """For other shards, in layers, since somebody set it to 0."""
 
     @property
     def size(self) -> int:
@@ -53,7 +56,9 @@ class ShardGroup:
     def wait(self, handle: Handle, what: str) -> None:
         """Block until done; under the cooperative scheduler others run meanwhile."""
         if not handle.done():
+            start = time.perf_counter_ns()
             blocking.wait(handle, f"{what} of shard {self.shard}", self.timeout_s)
+            self.waited_ns += time.perf_counter_ns() - start
 
     def post_sum(self, tensor: Tensor) -> Handle:
         """Start to sum a contiguous tensor over the shards, in place, in shard order."""

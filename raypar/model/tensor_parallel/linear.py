@@ -253,10 +253,13 @@ class _Late(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, left: list[Tensor]) -> Tensor:
         ctx.left = left
+        ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.left:  # the reader's output has no gradient
+            return None, None
         rows, flat = ctx.left
         ctx.left.clear()
         return rows.t().mm(flat), None

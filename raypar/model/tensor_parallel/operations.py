@@ -391,10 +391,10 @@ def attention(
                 "scaled_dot_product_attention", attn_mask, "needs a mask that is whole or cut by heads as the queries are"
             )
         mask: Tensor | None = attn_mask.local
-    else:
-        mask = attn_mask
-    if isinstance(attn_mask, Tensor) and attn_mask.dim() >= 3 and attn_mask.shape[-3] != 1:
+    elif attn_mask is not None and attn_mask.dim() >= 3 and attn_mask.shape[-3] != 1:
         mask = part_of(attn_mask, attn_mask.dim() - 3, query.held.spans, query.group)
+    else:
+        (mask,) = _seen(query, (attn_mask,))
     if dropout_p == 0.0:
         made = F.scaled_dot_product_attention(
             query.local, pair[0], pair[1], attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=gqa

@@ -159,7 +159,9 @@ def _linear(module: object) -> bool:
 
 
 def _plain(module: nn.Module) -> bool:
-    return module._parameters.get("weight") is not None
+    """Has nothing of its own that the layer in its place would lack: hooks, a forward of this one object, a computed weight."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return module._parameters.get("weight") is not None and "forward" not in vars(module) and not any(hooks)
 
 
 def _embedding(module: object) -> bool:
@@ -266,10 +268,9 @@ def _with_heads(name: str, style: Style, module: nn.Module, parents: Sequence[nn
     """The style with its numbers of heads. Raises `PlanError` when the kind does not fit the module."""
     fits = _linear(module) or (style.kind == "vocabulary" and _embedding(module))
     if not fits:
-        kind = type(module).__name__
+        kind, own = type(module).__name__, isinstance(module, (nn.Linear, nn.Embedding))
         raise PlanError(
-            f"the style {style} does not fit {name}, a {kind}"
-            + (" with a forward of its own" if isinstance(module, (nn.Linear, nn.Embedding)) else ""),
+            f"the style {style} does not fit {name}, a {kind}" + " with a forward of its own, hooks or a computed weight" * own,
             cure="vocabulary is for nn.Embedding and nn.Linear, whole for any layer, all others for nn.Linear "
             "(subclasses that keep its forward)",
         )
@@ -386,13 +387,13 @@ def _sharing(styles: Mapping[str, Style]) -> frozenset[str]:
     return frozenset(name for names in groups.values() if len(names) > 1 for name in names)
 
 
-def held_elements(graph: Graph, layout: Layout, shard: int) -> tuple[int, ...]:
-    """By layer: how many elements of its parameters a shard holds (ties counted at their first use)."""
+def held_elements(graph: Graph, layout: Layout, shard: int, *, ties_once: bool = True) -> tuple[int, ...]:
+    """By layer: how many elements of its parameters a shard holds. `ties_once`: at their first use; else in every layer."""
     counted: set[str] = set()
     found = []
     for index in range(len(graph.layers)):
         fresh = {name: shape for name, shape in parameter_shapes(graph, index, index + 1).items() if name not in counted}
-        counted |= fresh.keys()
+        counted |= fresh.keys() if ties_once else set()
         cuts = layout.cuts
         found.append(sum(prod(elements(cuts[n], s, shard)) if n in cuts else s.numel() for n, s in fresh.items()))
     return tuple(found)

@@ -75,7 +75,7 @@ class Sharded:
             args = (named.pop("input"),)
         found = RULES.get(name)
         if found is None or not (name in _ANY_PLACE or isinstance(args[0], Sharded)):
-            raise refuse(name, next(v for v in _values((*args, *named.values())) if isinstance(v, Sharded)))
+            raise refuse(name, next(v for v in values_in((*args, *named.values())) if isinstance(v, Sharded)))
         return found(func, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -184,10 +184,11 @@ _OF_THE_PART = {
 }
 
 
-def _values(arguments: Sequence[Any]) -> Iterator[Any]:
+def values_in(arguments: Sequence[Any]) -> Iterator[Any]:
+    """Also those in lists and tuples."""
     for value in arguments:
         if isinstance(value, (list, tuple)):
-            yield from _values(value)
+            yield from values_in(value)
         else:
             yield value
 
