@@ -23,7 +23,7 @@ from helpers.protocol import Change
 
 from raypar.plan import ParallelPlan
 
-SOME = 18
+SOME = 10
 ALL = 300
 
 

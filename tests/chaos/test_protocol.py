@@ -130,7 +130,7 @@ def test_ctrl_c_anywhere_saves_what_people_have_seen(first: Kind | None, whole: 
         faults = [other] if other is not None else []
         once = World(work, GRID, faults, **quiet)
         once.run()
-        for at in range(0, once.points, 1 if whole else 11):
+        for at in range(0, once.points, 1 if whole else 19):
             for grace_ms in (0.0, 5.0, 1500.0):
                 asked = [*faults, Fault(at, "ctrl_c", ms=grace_ms)]
                 world, _ = simulate(work, GRID, asked, **quiet)
