@@ -95,7 +95,8 @@ class Flight(Awaited):
     """One send, receive or collective. `kept`: tensors that the device may still read or write, held until it has.
 
     `lane` and `number`: it is the number-th operation of that communicator on this rank. `start`: where a posted receive
-    lies in the current stream, which may still be using the memory.
+    lies in the current stream, which may still be using the memory. `told`: a message in host memory whose fate the control
+    transport tells, from before its first byte is out.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Flight(Awaited):
         self.start: Mark | None = None
         self.lane = ""
         self.number = 0
+        self.told = False
         self._mark: Mark | None = None
         self._finished = False
         self._error: CommError | None = None

@@ -125,6 +125,7 @@ class Mailbox:
             frame = pack(ON_HOST, tensor, tag)
             with self._owner.hold(self._telling[to]):
                 if self._owner.track(flight):
+                    flight.told = True
                     flight.launch(Told(self._tell(to, frame, tensor, flight)))
             return flight
         frame = pack(ON_DEVICE, tensor, tag)

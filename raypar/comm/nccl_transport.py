@@ -305,6 +305,8 @@ class NcclTransport:
             if peer not in self._gone:
                 continue
             posted = self._left.get(peer)
+            if posted is not None and flight.told:
+                continue  # who leaves may have it already, before we have looked whether it is out: a lost one fails by itself
             if posted is None or not flight.lane or flight.number > posted.get(flight.lane, 0):
                 return CommError(f"{flight.describe()}: {self._gone[peer]}", cure=cure)
         return None

@@ -79,6 +79,7 @@ def test_a_node_that_freezes_with_its_workers_is_given_up(cluster, undisturbed, 
     same(trainee, undisturbed)
 
 
+@pytest.mark.chaos  # the default suite drains one in test_local_nodes.py
 def test_a_drained_node_is_left_without_a_step_done_again(cluster, undisturbed, tmp_path):
     trainee = Trainee(tmp_path, *LONG)
 

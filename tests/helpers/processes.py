@@ -109,11 +109,20 @@ class Workers:
         self.workers = [Worker() for _ in range(count)]
 
     def each(self, function: Callable[..., Any], *args: Any, on: list[int] | None = None, timeout_s: float = 20.0) -> list[Any]:
-        """`function(state, index, *args)` on workers `on` (all); their results in this order."""
+        """`function(state, index, *args)` on workers `on` (all); their results in this order. All are awaited, also when one
+        has failed: an answer that nobody takes would be the next call's."""
         chosen = list(range(len(self.workers))) if on is None else on
         for index in chosen:
             self.workers[index].call(function, index, *args)
-        return [self.workers[index].result(timeout_s) for index in chosen]
+        results, failed = [], None
+        for index in chosen:
+            try:
+                results.append(self.workers[index].result(timeout_s))
+            except Failed as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return results
 
     def replace(self, index: int) -> None:
         """A fresh process in the place of one that has died."""
