@@ -6,12 +6,12 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, PlanError, RayparError, UserCodeError
+from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, RayparError, UserCodeError
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder
 from raypar.worker.spec import JobSpec
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from raypar.planner.profile import ModelProfile
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
-    from raypar.worker.assignment import Assignment
     from raypar.worker.preflight import Checked
 
 Tell = Callable[[dict[str, Any]], None]
@@ -125,6 +124,7 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     def say(stage: str, text: str) -> None:
         tell({"kind": "stage", "stage": stage, "text": text})
 
+    from raypar.planner.report import fewer_shards
     from raypar.worker.preflight import preflight
 
     try:
@@ -135,7 +135,9 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     except UserCodeError as error:
         raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
     gpus = int(spec.device == "gpu")
-    notes = ["times are of this machine's processors, not of GPUs"] * gpus + fewer_shards(planned.plan, options.elastic)
+    notes = ["times are of this machine's processors, not of GPUs"] * gpus
+    if options.elastic is not None:
+        notes += fewer_shards(planned.plan, options.elastic.min_workers)
     say("planned", "\n".join([describe(planned), *notes]))
     from raypar.actors.cluster_watch import capacity, require
     from raypar.actors.local_ray import connected
@@ -241,6 +243,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     from raypar.planner.search import possible_shards
     from raypar.worker.assignment import assignments
     from raypar.worker.checkpoint import contract_of
+    from raypar.worker.preflight import check_fewer_shards
 
     if options.elastic is not None and options.elastic.min_workers > planned.plan.world:
         raise ConfigError(
@@ -252,9 +255,10 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             f"elastic.max_workers is {options.elastic.max_workers}, but the plan has {planned.plan.world} workers",
             cure=f"set it to {planned.plan.world} or more, or leave it out",
         )
+    shards = possible_shards(planned.plan)
     if options.elastic is not None:
-        check_fewer_shards(spec, checked, planned.plan)
-    outline = outline_of_shards(checked.graph, possible_shards(planned.plan), dict(spec.styles))
+        check_fewer_shards(spec, checked, planned.plan, shards)
+    outline = outline_of_shards(checked.graph, shards, dict(spec.styles))
     lowered = assignments(spec, checked.graph, planned.plan, planned.orders, validation_samples=checked.validation_samples)
     course = Course(
         workers=planned.plan.world,
@@ -272,8 +276,9 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     if spec.device == "gpu":
         from raypar.comm.nccl_device import WORKER_ENVIRONMENT
         from raypar.worker.device import ENVIRONMENT
+        from raypar.worker.wires import check_communicators
 
-        check_communicators(spec, checked, planned.plan, lowered, elastic=options.elastic is not None)
+        check_communicators(spec, checked.graph, planned.plan, lowered, elastic=options.elastic is not None)
         environment = {**WORKER_ENVIRONMENT, **ENVIRONMENT}
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
@@ -305,47 +310,6 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         )
 
     return request
-
-
-def check_fewer_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
-    """Whether the model can be run on the other numbers of shards too that an elastic run may come to have. Raises as
-    `check_shards` does."""
-    from raypar.planner.search import possible_shards
-    from raypar.worker.preflight import check_shards
-
-    for shards in set(possible_shards(plan)) - {stage.shards for stage in plan.stages} - {1}:
-        try:
-            check_shards(spec, checked, ParallelPlan.mesh(tp=shards, layers=len(checked.graph.layers)))
-        except InputError as error:
-            what = f"with {shards} shards, to which an elastic run comes when workers are lost: {error.what}"
-            raise type(error)(what, error.cure) from error
-
-
-def check_communicators(
-    spec: JobSpec, checked: Checked, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool
-) -> None:
-    """Raise `PlanError` where a worker would use more communicators than make progress beside each other on any GPU.
-
-    A GPU with few multiprocessors takes fewer, which its worker says before the first step (`nccl_connect.check_wires`).
-    """
-    from functools import cache
-
-    from raypar.comm.nccl_device import MOST_LANES
-    from raypar.elastic.part import Part
-    from raypar.model.tensor_parallel.styles import layout_of
-    from raypar.worker.wires import MOST_DIRECT, wires_of
-
-    layout = cache(lambda shards: layout_of(checked.graph, shards, dict(spec.styles)))
-    counts = [len(wires_of(Part(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
-    used, most = max(counts), MOST_LANES - MOST_DIRECT * elastic
-    if used > most:
-        kept = f", {MOST_DIRECT} more being kept for state that changes hands in an elastic run" * elastic
-        raise PlanError(
-            f"{plan.coordinate(counts.index(used))} would use {used} NCCL communicators (one for each worker that it sends to, "
-            "one for each that it receives from, some for its replicas and shards); a GPU surely works "
-            f"on {most} at a time{kept}",
-            cure="give neighbouring stages numbers of replicas that are closer to each other, so that each talks to fewer",
-        )
 
 
 def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
@@ -411,20 +375,6 @@ def describe(planned: Planned) -> str:
         f"predicted step {planned.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     )
     return f"{text}\n{planned.why}" if planned.why else text
-
-
-def fewer_shards(plan: ParallelPlan, elastic: ElasticConfig | None) -> list[str]:
-    """What is said before an elastic run that may come to other numbers of shards: the bits depend on them."""
-    counts = {stage.shards for stage in plan.stages}
-    most = max(counts)
-    if elastic is None or most == 1:
-        return []
-    if len(counts) > 1:
-        return [f"with fewer workers all its layers are cut over {most} shards or fewer, which changes the bits from there on"]
-    if elastic.min_workers >= most:
-        return []
-    waits = f"elastic.min_workers={most} waits for others instead"
-    return [f"with fewer than {most} workers it goes on with fewer shards, which changes the bits from there on; {waits}"]
 
 
 def run_job(

@@ -1,13 +1,41 @@
-"""The current directory of a process that Ray has started."""
+"""The folder of a job as Ray unpacks it on its nodes, and a process's current directory in it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 GONE = " (deleted)"
 NOWHERE = "/"
+
+UNPACKED_S = 30.0
+"""How long nodes may take to unpack a job's folder before we go on without them."""
+
+
+def unpacked() -> None:
+    """Return when those nodes that share a machine have unpacked the folder of this process's job, if it has one.
+
+    They share the folder of unpacked `working_dir`s too, and begin to remove it and unpack it anew as soon as a process of the
+    job has joined the cluster: what is imported from it meanwhile, here or in a worker, may not be found. A node that takes
+    longer than `UNPACKED_S`, or is lost, is no reason not to begin; the plan's workers are waited for as always.
+    """
+    if "working_dir" not in ray.get_runtime_context().runtime_env:
+        return
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    there = Counter(node["NodeManagerHostname"] for node in nodes)
+    shared = [node["NodeID"] for node in nodes if there[node["NodeManagerHostname"]] > 1]
+    # By value: a function that is imported would be read from the very folder.
+    stand = ray.remote(num_cpus=0, max_retries=0)(lambda: None)
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in shared]
+    asked = [stand.options(scheduling_strategy=place).remote() for place in places]
+    _, late = ray.wait(asked, num_returns=len(asked), timeout=UNPACKED_S) if asked else ([], [])
+    for task in late:
+        ray.cancel(task)
 
 
 class Footing:

@@ -82,12 +82,15 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
     with environment(QUIET if address else {**QUIET, **ours}):
         import ray
 
+        from raypar.actors.footing import unpacked
+
         if ray.is_initialized():
             if nodes > 1:
                 raise ConfigError(
                     f"{nodes} local nodes, but this process has joined a Ray already", cure="call ray.shutdown() before"
                 )
             there = ray.get_runtime_context().gcs_address
+            unpacked()
             yield Connection("found", f"using the Ray this process has joined, {there}", there)
         elif address:
             with without_obituaries(), joined(address, working_dir) as connection:
@@ -114,6 +117,8 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
     """A cluster that runs already. Its workers import from the working directory, which is sent there if it is elsewhere."""
     import ray
 
+    from raypar.actors.footing import unpacked  # at once: not while Ray unpacks us
+
     answers(address)
     runtime_env = None
     if not on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
@@ -121,6 +126,7 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
     try:
         with interruptible(), unseeded():
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
+            unpacked()
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise ClusterError(
             f"cannot join a Ray cluster at {address!r}: {error}",

@@ -1,7 +1,8 @@
-"""Why this plan: one table of what was considered."""
+"""Why this plan: one table of what was considered; and what will become of it when workers are lost."""
 
 from __future__ import annotations
 
+from raypar.plan import ParallelPlan
 from raypar.planner.search import Choice, Verdict, mib
 
 HEADER = ("replicas x stages", "schedule", "workers", "step ms", "bubble", "memory", "verdict")
@@ -19,6 +20,20 @@ def report(choice: Choice, *, rows: int = 12) -> str:
     cut = choice.microbatches
     text.append(f"given by the job: {cut.count} microbatches in {cut.blocks} blocks; available: {choice.workers} workers")
     return "\n".join(text)
+
+
+def fewer_shards(plan: ParallelPlan, min_workers: int) -> list[str]:
+    """What is said before an elastic run that may come to other numbers of shards: the bits depend on them."""
+    counts = {stage.shards for stage in plan.stages}
+    most = max(counts)
+    if most == 1:
+        return []
+    if len(counts) > 1:
+        return [f"with fewer workers all its layers are cut over {most} shards or fewer, which changes the bits from there on"]
+    if min_workers >= most:
+        return []
+    waits = f"elastic.min_workers={most} waits for others instead"
+    return [f"with fewer than {most} workers it goes on with fewer shards, which changes the bits from there on; {waits}"]
 
 
 def _row(verdict: Verdict, why: str) -> tuple[str, ...]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, ModelError, PlanError, RayparError
+from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError
 from raypar.model.build import on_meta, parameter_shapes
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.by_shape import check_by_shape
@@ -78,6 +78,19 @@ def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
             target, sequence = spec.data.target or "y", spec.sequence_parallel
             loss = spec.loss.partial()
             check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
+
+
+def check_fewer_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan, possible: Iterable[int]) -> None:
+    """Whether the model can be run on the other numbers of shards too (`possible`) that an elastic run may come to have.
+
+    Raises as `check_shards` does.
+    """
+    for shards in set(possible) - {stage.shards for stage in plan.stages} - {1}:
+        try:
+            check_shards(spec, checked, ParallelPlan.mesh(tp=shards, layers=len(checked.graph.layers)))
+        except InputError as error:
+            what = f"with {shards} shards, to which an elastic run comes when workers are lost: {error.what}"
+            raise type(error)(what, error.cure) from error
 
 
 def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:

@@ -7,15 +7,20 @@ barriers travel over the control transport's sockets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import product
 
+from raypar.comm.nccl_device import MOST_LANES
 from raypar.comm.wire import FAST, SHARDS, Wire
 from raypar.elastic.part import Part
-from raypar.model.tensor_parallel.styles import Layout
+from raypar.errors import PlanError
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.styles import Layout, layout_of
 from raypar.plan import ParallelPlan, Routing, Tie
 from raypar.plan.tree import cover
 from raypar.schedule.instructions import Recv, Send
+from raypar.worker.assignment import Assignment
 from raypar.worker.spec import JobSpec
 from raypar.worker.ties import sources
 
@@ -46,6 +51,24 @@ def wires_of(part: Part, rank: int, spec: JobSpec, layout: Callable[[int], Layou
                 gathers = last or any(style.kind == "gathered" for style in layout(shards).styles.values())
                 found |= set(_shards(plan, stage, plan.seats[rank].replica, spec.sequence_parallel, gathers))
     return frozenset(found)
+
+
+def check_communicators(spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool) -> None:
+    """Raise `PlanError` where a worker would use more communicators than make progress beside each other on any GPU.
+
+    A GPU with few multiprocessors takes fewer, which its worker says before the first step (`nccl_connect.check_wires`).
+    """
+    layout = cache(lambda shards: layout_of(graph, shards, dict(spec.styles)))
+    counts = [len(wires_of(Part(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
+    used, most = max(counts), MOST_LANES - MOST_DIRECT * elastic
+    if used > most:
+        kept = f", {MOST_DIRECT} more being kept for state that changes hands in an elastic run" * elastic
+        raise PlanError(
+            f"{plan.coordinate(counts.index(used))} would use {used} NCCL communicators (one for each worker that it sends to, "
+            "one for each that it receives from, some for its replicas and shards); a GPU surely works "
+            f"on {most} at a time{kept}",
+            cure="give neighbouring stages numbers of replicas that are closer to each other, so that each talks to fewer",
+        )
 
 
 def direct_moves(part: Part) -> frozenset[tuple[int, int]]:

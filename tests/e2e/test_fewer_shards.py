@@ -13,13 +13,13 @@ from raypar.actors.generations import Generations
 from raypar.actors.local_ray import connected
 from raypar.actors.plans import Plans
 from raypar.commands._story import in_words
-from raypar.config import ElasticConfig
 from raypar.elastic import actions as do
 from raypar.errors import ModelError
-from raypar.launch import check_fewer_shards, fewer_shards
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
-from raypar.worker.preflight import preflight
+from raypar.planner.report import fewer_shards
+from raypar.planner.search import possible_shards
+from raypar.worker.preflight import check_fewer_shards, preflight
 from raypar.worker.spec import Ref
 
 FOUR = ParallelPlan.mesh(pp=2, tp=2, layers=4)
@@ -63,11 +63,10 @@ def test_other_shards_than_before_are_told_with_the_generation():
 
 
 def test_before_it_begins_a_run_says_how_many_workers_keep_its_bits():
-    assert fewer_shards(FOUR, None) == fewer_shards(ParallelPlan.mesh(dp=4, layers=4), ElasticConfig()) == []
-    assert fewer_shards(FOUR, ElasticConfig(min_workers=2)) == []
-    (line,) = fewer_shards(FOUR, ElasticConfig())
+    assert fewer_shards(ParallelPlan.mesh(dp=4, layers=4), 1) == fewer_shards(FOUR, 2) == []
+    (line,) = fewer_shards(FOUR, 1)
     assert "fewer than 2 workers" in line and "changes the bits" in line and "elastic.min_workers=2" in line
-    (line,) = fewer_shards(ParallelPlan.of((1, 1), (2, 1), layers=4), ElasticConfig(min_workers=2))
+    (line,) = fewer_shards(ParallelPlan.of((1, 1), (2, 1), layers=4), 2)
     assert "over 2 shards or fewer" in line
 
 
@@ -78,7 +77,7 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
     spec = replace(spec, model=Ref(gpt.layers, size))
     checked = preflight(spec)
     plan = ParallelPlan.mesh(tp=4, layers=4)
-    check_fewer_shards(spec, checked, plan)
+    check_fewer_shards(spec, checked, plan, possible_shards(plan))
     seen = []
 
     def refuse(spec, checked, plan):
@@ -87,7 +86,7 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
 
     monkeypatch.setattr("raypar.worker.preflight.check_shards", refuse)
     with pytest.raises(ModelError, match="with 2 shards, to which an elastic run comes when workers are lost: softmax needs"):
-        check_fewer_shards(spec, checked, plan)
+        check_fewer_shards(spec, checked, plan, possible_shards(plan))
     assert seen == [2]
 
 
