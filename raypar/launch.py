@@ -420,10 +420,25 @@ def resume_job(
         return folder
 
     with folder.held():
-        path = last_checkpoint(folder, tell)
+        try:
+            path = last_checkpoint(folder, tell)
+        except CheckpointError:
+            save_first(folder, address)
+            raise
         options = options_of(job, found, stop_at_step, address, local_nodes)
         options, plan = resumed(options, path, spec, chooser(job, spec), tell)
         return launch(spec, plan, options, tell)
+
+
+def save_first(folder: RunFolder, address: str | None) -> None:
+    """A driver that has outlived its client saves at once, where it runs on the cluster that would be joined: raises
+    `OutlivedError` then, because the run can be resumed now, and `ActiveError` when it has not saved."""
+    from raypar.actors.client import unclaimed
+    from raypar.actors.local_ray import connected, would_join
+
+    if would_join(address):
+        with connected(address, 0, Path.cwd()):
+            unclaimed(folder.name)
 
 
 def last_checkpoint(folder: RunFolder, tell: Tell) -> Path:

@@ -100,6 +100,13 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
                 yield connection
 
 
+def would_join(address: str | None) -> bool:
+    """Whether `connected` uses a Ray that is there already."""
+    import ray
+
+    return bool(address or os.environ.get("RAY_ADDRESS")) or ray.is_initialized()
+
+
 def possible(address: str | None, nodes: int) -> None:
     """Raise `ConfigError` when there cannot be so many nodes of a Ray of our own, because there is another Ray to use."""
     address = address or os.environ.get("RAY_ADDRESS")

@@ -19,11 +19,11 @@ from helpers.tiny_job import write_job
 from helpers.trainee import Trainee, as_soon_as, kill
 
 import raypar
-from raypar.actors.client import ALONE_S, unclaimed
+from raypar.actors.client import ALONE_S
 from raypar.actors.local_ray import connected
 from raypar.actors.pool import named_workers, namespace
 from raypar.config import load_job
-from raypar.errors import ClusterError, ConfigError, RayparError
+from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.launch import resume_job
 from raypar.run_folder import RunFolder
 
@@ -433,8 +433,8 @@ def test_a_run_whose_client_was_killed_saves_and_ends_when_it_is_resumed_and_the
         client.wait()
     folder = RunFolder.find(tmp_path / "runs/tiny")
     time.sleep(ALONE_S + 1.0)
-    with pytest.raises(RayparError) as caught:  # without a checkpoint there is nothing to resume yet
-        unclaimed("tiny")
+    with pytest.raises(OutlivedError) as caught:  # there is no checkpoint before it
+        resume_job(load_job(folder.job, []), folder, lambda event: None)
     assert "without a client" in str(caught.value)
     assert not ray.util.list_named_actors(all_namespaces=True)
     first = len(metrics.read_text().splitlines())
