@@ -147,6 +147,7 @@ def main() -> None:
     given = parser.parse_args()
     if importlib.util.find_spec("aiohttp_cors") is None:
         sys.exit("Ray's job server is not installed\n  cure: pip install 'ray[default]'")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: the cluster ends with this program
     home = given.folder.resolve()
     home.mkdir(parents=True, exist_ok=True)
     run = home / "raypar/runs/quickstart"

@@ -108,7 +108,7 @@ def _overview() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="raypar",
         usage="raypar COMMAND ...",
-        description="Train PyTorch models on a Ray cluster, in stages and replicas as you like, with the bits of one process.",
+        description="Train PyTorch models on a Ray cluster, in stages, replicas and shards, with the bits of one process.",
         epilog="commands:\n"
         + "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
         + "\n\n`raypar COMMAND --help` says more.",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains a model as a pipeline of replicas on Ray; the bits of the result do not depend on the plan.
+    """Trains a model on Ray, in stages, replicas and shards; only shards change the bits of the result.
 
     Functions are given as `"module:name"`, as the callable itself, or as a pair (either of those, dict of keyword arguments):
 
@@ -47,6 +47,7 @@ class Trainer:
     - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates.
 
     `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan` (then `schedule` is used).
+    `workers`: so many at most; with "auto" as many are used as help, by default as many as this machine has processors.
     `elastic`: True, or a dict with the keys of a job file's `elastic`: workers may die, hang, join or be drained.
     `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
     `local_nodes`: of the Ray that is started when there is no `address`.
@@ -92,16 +93,16 @@ class Trainer:
         **rest: Any,
     ) -> None:
         from raypar.commands._submitted import lasting
-        from raypar.config import parse_elastic
+        from raypar.config import PlanConfig, parse_elastic
 
         known = {f.name for f in fields(JobSpec)}
         for key in rest:
             if key not in known:
                 near = get_close_matches(key, [*inspect.signature(Trainer).parameters, *known], n=1, cutoff=0.6)
-                raise ConfigError(
-                    f"Trainer has no argument {key!r}",
-                    cure=f"did you mean {near[0]!r}?" if near else "see help(raypar.Trainer)",
-                )
+                cure = f"did you mean {near[0]!r}?" if near else "see help(raypar.Trainer)"
+                if key in PlanConfig.model_fields:
+                    cure = f"it is part of the plan: plan={{{key!r}: ...}}"
+                raise ConfigError(f"Trainer has no argument {key!r}", cure=cure)
         if run_config is not None:
             name = run_config.name or name
             run_dir = run_config.storage_path or run_dir
@@ -158,6 +159,12 @@ class Trainer:
         workers = self.workers or os.cpu_count() or 1
 
         def planned(checked: Checked) -> Planned:
+            fixed = plan(len(checked.graph.layers)) if plan is not None else None
+            if fixed is not None and self.workers is not None and fixed.world > self.workers:
+                raise ConfigError(
+                    f"the plan has {fixed.world} workers = {fixed.describe()}, but workers is {self.workers}",
+                    cure='give a smaller plan, plan="auto", or leave workers out',
+                )
             return choose(spec, checked, plan, schedule, workers, orders)
 
         chosen: Callable[[Checked], Planned] = planned

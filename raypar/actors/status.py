@@ -23,6 +23,8 @@ class Status:
     def __init__(self, request: RunRequest) -> None:
         self.request = request
         self._last: dict[str, Any] | None = None
+        self._again = False
+        """Whether the last text said that steps were being executed again."""
         self._at = 0.0
 
     def changed(
@@ -45,9 +47,9 @@ class Status:
         }
         again = machine.committed < machine.journalled and machine.phase not in _PHASES
         now = time.time()
-        if facts == self._last and not (again and now - self._at > AGAIN_S):
+        if facts == self._last and again == self._again and not (again and now - self._at > AGAIN_S):
             return None
-        self._last, self._at = facts, now
+        self._last, self._at, self._again = facts, now, again
         more = {"time": now, "step": machine.emitted, "steps": self.request.course.last, "driver_pid": os.getpid()}
         replaying = {"step": machine.committed, "until": machine.journalled} if again else None
         return json.dumps({**more, **facts, "replaying": replaying}, indent=1) + "\n"

@@ -37,6 +37,8 @@ class Console:
         self.befell: list[dict[str, Any]] = []
         """What has happened to the run, of a resumed one also before; counted at its end."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
+        self.seconds = self.samples = self.counted = 0.0
+        """Of all steps that were shown."""
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Show an event."""
@@ -56,6 +58,9 @@ class Console:
             )
         elif kind == "step":
             self.recent.append(event)
+            self.seconds += event["seconds"]
+            self.samples += event["samples_per_s"] * event["seconds"]
+            self.counted += event["count"]
             self.again = False
             self.progress(event)
         elif kind == "replay":
@@ -123,12 +128,10 @@ class Console:
         self.out.flush()
 
     def speed(self) -> str:
-        """Of the last steps: `310 samples/s, 39,700 tokens/s`."""
-        seconds = sum(e["seconds"] for e in self.recent)
-        if not seconds:
+        """Of all steps: `310 samples/s, 39,700 tokens/s`."""
+        if not self.seconds:
             return "no steps"
-        samples = sum(e["samples_per_s"] * e["seconds"] for e in self.recent) / seconds
-        counted = sum(e["count"] for e in self.recent) / seconds
+        samples, counted = self.samples / self.seconds, self.counted / self.seconds
         return f"{samples:,.0f} samples/s" + (f", {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
 
     def finish(self, result: Result) -> int:

@@ -110,6 +110,7 @@ BAD = {
         {"model": between(Normed)},
         (2,),
         ModelError,
+        r"layer 'middle' \(test_shards_preflight.py, line \d+: return self.down\(torch.softmax\(self.up\(x\), -1\)\)\): "
         r"softmax of a value \[2, 7, 80\] that is cut along dim 2 over 2 shards needs the parts of other shards",
     ),
     "neighbours that are cut otherwise": (

@@ -1,6 +1,7 @@
 """What a script gives `Trainer` wrongly is said before anything starts."""
 
 import pytest
+import torch
 from torch import nn
 
 import raypar
@@ -16,6 +17,7 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
     [
         ({"batchsize": 3}, r"no argument 'batchsize'\n.*did you mean 'batch_size'"),
         ({"nonsense_at_all": 3}, r"no argument 'nonsense_at_all'\n.*help\(raypar.Trainer\)"),
+        ({"shards": 2}, r"no argument 'shards'\n.*part of the plan: plan=\{'shards': ...\}"),
         (
             {"model": nn.Sequential(nn.Linear(1, 1))},
             r"model is a Sequential that is built already\n.*a function that builds it",
@@ -35,6 +37,18 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
 def test_a_wrong_argument_is_one_error_with_a_cure(wrong, says):
     with pytest.raises(ConfigError, match=says):
         raypar.Trainer(**(GIVEN | wrong))
+
+
+def test_a_plan_of_more_workers_than_are_given_is_refused_before_anything_starts(tmp_path):
+    job = {
+        "model": lambda: nn.Sequential(nn.Linear(2, 2)),
+        "loss": nn.functional.mse_loss,
+        "data": [(torch.ones(2), torch.ones(2))] * 4,
+    }
+    job |= {"batch_size": 2, "microbatches": 2}
+    trainer = raypar.Trainer(**(GIVEN | job), plan={"stages": 1, "replicas": 2}, workers=1, run_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="the plan has 2 workers = 1 stage x 2 replicas, but workers is 1"):
+        trainer.fit(verbose=False)
 
 
 def test_elastic_is_the_section_of_a_job_file():

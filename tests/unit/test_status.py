@@ -2,12 +2,16 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
+from raypar.actors.status import Status
 from raypar.cli import main
 from raypar.commands._status import status, text
 from raypar.commands.status import gone
+from raypar.elastic.phases import Phase
+from raypar.plan import ParallelPlan
 from raypar.run_folder import RunFolder
 
 NODES = ["b09ad58ff304f43b", "70961f5a11a2f848"]
@@ -49,6 +53,25 @@ METRICS = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 10
 def of(**facts):
     given = {"steps": 200, "plan": PLAN, "members": MEMBERS, "metrics": METRICS, "events": EVENTS, "cluster": None}
     return status("tiny", "runs/tiny", **(given | {"now": 1005.5} | facts))
+
+
+def test_members_json_is_written_again_when_the_last_step_has_been_executed_again():
+    """Nothing else in it changes then, and it said for ever that steps were being executed again."""
+    status = Status(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), course=SimpleNamespace(last=20)))
+    machine = SimpleNamespace(
+        plan=None, members=(), gone=set(), phase=Phase.RUNNING, generation=2, spares=(), hiring=(), wanted=1
+    )
+    machine.committed, machine.journalled, machine.emitted = 8, 10, 10
+
+    def replaying() -> object:
+        made = status.changed(machine, lambda n: {}, lambda plan: "1f1b")
+        return None if made is None else (json.loads(made)["replaying"],)
+
+    assert replaying() == ({"step": 8, "until": 10},)
+    machine.committed = 10
+    assert replaying() == (None,)
+    machine.committed = machine.journalled = 11
+    assert replaying() is None
 
 
 def test_shards_are_told_with_the_plan_and_with_each_worker():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import raypar
 from raypar.comm.ledger import Ledger
 from raypar.errors import CommError, RayparError
 from raypar.model.build import on_meta
@@ -48,19 +51,31 @@ def check_by_shape(
                 group=group,
                 whole=True,
             )
+            place = "the model"
             try:
                 with Uses(modules, layout, group) as uses:
                     for layer in graph.layers:
-                        uses.layer = layer.name
+                        uses.layer, place = layer.name, f"layer {layer.name!r}"
                         made = modules[layer.name](*(values[name] for name in layer.inputs))
                         values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
                     uses.check()
+                    place = "the loss"
                 sharded_loss(loss, group)(values[graph.output], values[target])
-            except RayparError:
-                raise
+            except RayparError as error:
+                raise _placed(error, place) from error
             except Exception:
                 return False
     return True
+
+
+def _placed(error: RayparError, place: str) -> RayparError:
+    """The error with the layer, and the line of the user's code, in which it was raised."""
+    ours = tuple(str(Path(package.__file__ or "").parent) for package in (raypar, torch))
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    lines = [f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})" for frame in theirs[-1:]]
+    if not lines and place in error.what:
+        return error
+    return type(error)(f"{place}{''.join(lines)}: {error.what}", error.cure)
 
 
 class _Done:
