@@ -245,6 +245,35 @@ def test_norms_and_scales_on_parts(sequence):
     assert runs[0].partial == {"n.scale.weight"} | ({"n.before.weight"} if sequence else set())
 
 
+class Written(nn.Module):
+    """Writes into what its column layer makes, and reads that under another name."""
+
+    def __init__(self, write) -> None:
+        super().__init__()
+        self.up, self.down, self.write = Linear(6, 8, std=0.5), Linear(8, 6, std=0.5), write
+
+    def forward(self, x):
+        h = self.up(x)
+        view = h.view(*h.shape[:-1], 4, 2)
+        self.write(view)
+        return self.down(h * 2.0)
+
+
+def add_to(h):
+    h += 1.0
+
+
+def scale_by_each(h):
+    h *= torch.linspace(0.5, 1.5, 8, dtype=h.dtype).view(4, 2)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("write", [add_to, scale_by_each, nn.Dropout(0.4, inplace=True), nn.ReLU(inplace=True)])
+def test_what_is_written_into_a_part_is_seen_under_its_other_names(write, sequence):
+    args = (squares, numbers(2, 5, 6), numbers(2, 5, 6), 2)
+    check(lambda: [("n", Written(write))], *args, styles={"n.up": "column", "n.down": "row"}, sequence=sequence)
+
+
 # -- vocabulary --------------------------------------------------------------------------------------------------------
 
 

@@ -44,12 +44,23 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Sharded:
     return model.like(made)
 
 
+def _written(func: Callable[..., Any], x: Sharded, other: Any) -> Sharded:
+    """`x += other`, into the part itself: a view or another name of `x` sees it, as it does of the whole tensor."""
+    (part, met_by), _ = aligned(func.__name__, (x, other))
+    if part is not x.local:
+        raise refuse(func.__name__, x, "would write into less than is here")
+    x.like(func(part, met_by))
+    return x
+
+
 def _operators() -> None:
-    """`a + b` and its mirrored form, `a < b`, `a @ b`."""
+    """`a + b` with its mirrored form and `a += b`, `a < b`, `a @ b`."""
     for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
         function = getattr(operator, name)
         setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
         setattr(Sharded, f"__r{name}__", lambda self, other, f=function: elementwise(f, other, self))
+        into = getattr(operator, f"i{name}")
+        setattr(Sharded, f"__i{name}__", lambda self, other, f=into: _written(f, self, other))
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         function = getattr(operator, name)
         setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
@@ -75,7 +86,11 @@ def dropout(func: Callable[..., Any], x: Sharded, p: float = 0.5, training: bool
     """The mask of the whole value is drawn, so that an element's fate depends on its place in that alone (DESIGN 4.6)."""
     if not training or p == 0.0:
         return x
-    return x.like(x.local * dropout_mask(x, p))
+    mask = dropout_mask(x, p)
+    if inplace:  # other names of it see that
+        x.like(x.local.mul_(mask))
+        return x
+    return x.like(x.local * mask)
 
 
 def dropout_mask(x: Sharded, p: float) -> Tensor:
