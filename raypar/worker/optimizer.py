@@ -75,27 +75,35 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
 def check_elementwise(spec: OptimizerSpec) -> None:
     """An optimizer of shards' slices must take each element by itself, or slices would be trained as no whole parameter is.
 
-    Tries it: two steps on a matrix, and on its halves. Raises `ConfigError`.
+    Tries it, with the options of every group: two steps on a matrix, and on its halves; on a large one too, because optimizers
+    that factor or quantise their state leave small parameters alone (as Adafactors with `min_dim_size_to_factor`). Raises
+    `ConfigError`.
     """
+    for shape in ((4, 6), (256, 256)):
+        for overrides in ({}, *(given for _, given in spec.groups)):
+            if not _elementwise(OptimizerSpec(spec.optimizer, (("weight", overrides),)), shape):
+                raise ConfigError(
+                    f"{spec.optimizer.label} trains half of a parameter otherwise than that half of the whole one, and shards "
+                    "have slices of parameters",
+                    cure="use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...), or set plan.shards: 1",
+                )
+
+
+def _elementwise(spec: OptimizerSpec, shape: tuple[int, int]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(4, 6, dtype=torch.float64, generator=generator) for _ in range(3))
+    start, *gradients = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
 
     def trained(*place: slice) -> Tensor:
         parameter = nn.Parameter(start[place].clone())
-        optimizer = build_optimizer(OptimizerSpec(spec.optimizer), {"weight": parameter})
+        optimizer = build_optimizer(spec, {"weight": parameter})
         for gradient in gradients:
             parameter.grad = gradient[place].clone()
             optimizer.step()
         return parameter.detach()
 
     whole, every = trained(), slice(None)
-    for place in ((slice(0, 2), every), (every, slice(0, 3))):
-        if not torch.allclose(trained(*place), whole[place], rtol=1e-9, atol=1e-9):
-            raise ConfigError(
-                f"{spec.optimizer.label} trains half of a parameter otherwise than that half of the whole one, and shards have "
-                "slices of parameters",
-                cure="use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...), or set plan.shards: 1",
-            )
+    halves = (slice(0, shape[0] // 2), every), (every, slice(0, shape[1] // 2))
+    return all(torch.allclose(trained(*place), whole[place], rtol=1e-9, atol=1e-9) for place in halves)
 
 
 def _needs_closure(made: Any) -> bool:

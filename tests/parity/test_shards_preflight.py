@@ -151,6 +151,29 @@ def test_optimizers_that_take_each_element_by_itself_may_have_slices(name):
     check_elementwise(OptimizerSpec(Ref(getattr(torch.optim, name), {"lr": 0.1}), groups=(("none*", {"lr": 1.0}),)))
 
 
+class Factored(torch.optim.Optimizer):
+    """Takes each element by itself where a parameter is small; `whole`: nowhere."""
+
+    def __init__(self, params, least: int = 128, whole: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1, "least": least, "whole": whole})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                square = parameter.grad.square()
+                if group["whole"] or min(square.shape) >= group["least"]:
+                    square = square.mean(0, keepdim=True)
+                parameter -= group["lr"] * parameter.grad / (square.sqrt() + 1.0)
+
+
+@pytest.mark.parametrize("groups", [(), (("*.weight", {"whole": True}),)], ids=["large parameters", "one group"])
+def test_an_optimizer_that_takes_some_elements_together_is_found(groups):
+    spec = OptimizerSpec(Ref(Factored, {"least": 10_000 if groups else 128}), groups=groups)
+    with pytest.raises(ConfigError, match="trains half of a parameter otherwise"):
+        check_elementwise(spec)
+
+
 def test_a_profile_knows_what_shards_hold_and_that_they_talk():
     spec = spec_of()
     checked = preflight(spec)
