@@ -335,6 +335,7 @@ class Column(nn.Module):
         (lambda h: h.softmax(-1), r"softmax of a value \[2, 3, 8\] that is cut along dim 2"),
         (lambda h: F.layer_norm(h, (8,)), "layer_norm of a value"),
         (lambda h: h.sum(), "sum of a value"),
+        (lambda h: h.sum(()), "sum of a value"),
         (lambda h: h[..., :4], "indexing of a value"),
         (lambda h: h.view(16, 3), r"view\(16, 3\) of a value"),
         (lambda h: h.flip(-1), "flip of a value"),

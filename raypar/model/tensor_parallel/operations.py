@@ -292,7 +292,7 @@ def cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Shard
 def reduce(func: Callable[..., Any], x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Sharded:
     """Over dims that are not cut; what else is given goes to the function as it is."""
     dims = [dim] if type(dim) is int else dim
-    if not isinstance(dims, (list, tuple)) or any(d % x.dim() == x.held.dim for d in dims):
+    if not isinstance(dims, (list, tuple)) or not dims or any(d % x.dim() == x.held.dim for d in dims):
         raise refuse(func.__name__, x)
     x.check_recorded()
     made = func(x.local, dim, *args, **kwargs)
