@@ -24,7 +24,8 @@ _exchange = WorkerBody._exchange
 def _counted(self: WorkerBody, part: Any, transport: Any, base: Any) -> Any:
     start = time.time()
     found = yield from _exchange(self, part, transport, base)
-    received = sum(v.numel() * v.element_size() for kept in found.values() for v in kept.values() if isinstance(v, Tensor))
+    tensors = [v for holdings in found.values() for holding in holdings for v in holding.kept.values() if isinstance(v, Tensor)]
+    received = sum(v.numel() * v.element_size() for v in tensors)
     if _diary is not None:
         line = {"worker": self.worker, "time": time.time(), "seconds": time.time() - start, "bytes": received}
         with Path(_diary).open("a") as file:
