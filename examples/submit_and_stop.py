@@ -45,6 +45,7 @@ def cluster(nodes: int, home: Path) -> Iterator[str]:
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     env |= {**quiet, "HOME": str(home), "PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    env["TMPDIR"] = str(temp)  # the job server leaves sockets there
     cpus = -(-6 // nodes)
     common = ["--block", "--node-ip-address", "127.0.0.1", "--num-cpus", str(cpus), "--object-store-memory", str(150 * 2**20)]
     common += [

@@ -361,13 +361,13 @@ def replan(given: argparse.Namespace) -> list[Row]:
     from wide_model import layer_bytes, width_for
 
     width = width_for(STATE_BYTES)
-    diary = Path(tempfile.mkdtemp(prefix="raypar-diary.")) / "diary"
-    model = f"model={{function: 'wide_model:layers', args: {{width: {width}, diary: {diary}}}}}"
-    data = f"data={{function: 'wide_model:samples', args: {{width: {width}}}}}"
-    run, found = changes(given, given.count or 3, 2, 4, 1, model, data, "plan.stages=2", "plan.replicas=1")
-    told = story(run)
-    lines = lines_of(diary)
-    shutil.rmtree(diary.parent)
+    with tempfile.TemporaryDirectory(prefix="raypar-diary.") as folder:
+        diary = Path(folder) / "diary"
+        model = f"model={{function: 'wide_model:layers', args: {{width: {width}, diary: {diary}}}}}"
+        data = f"data={{function: 'wide_model:samples', args: {{width: {width}}}}}"
+        run, found = changes(given, given.count or 3, 2, 4, 1, model, data, "plan.stages=2", "plan.replicas=1")
+        told = story(run)
+        lines = lines_of(diary)
     pauses, shares, moved_mb, plans = [], [], [], []
     for (at, kind, before, after), following in zip(found, [*found[1:], (float("inf"),)], strict=True):
         answer = told.after(at, (lambda a, b: b > a) if kind == "join" else (lambda a, b: b < a))

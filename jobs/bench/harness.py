@@ -168,8 +168,9 @@ def worker_command(kind: str, address: str, rank: int, **options: Any) -> list[s
 
 
 def torchrun_command(kind: str, address: str, processes: int, **options: Any) -> list[str]:
-    """The same under torchrun, which sets rank and rendezvous."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    """The same under torchrun, which sets rank and rendezvous. Its logs lie beside the address: it would leave them in /tmp."""
+    logs = str(Path(address).with_name("torchrun"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--log-dir", logs]
     return [sys.executable, *launcher, str(WORKER), kind, "--address", address, "--options", json.dumps(options)]
 
 
