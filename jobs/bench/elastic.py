@@ -21,7 +21,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
