@@ -76,7 +76,7 @@ def test_clients_that_have_seeded_python_alike_do_not_take_each_other_for_one(mo
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379", runtime_env={}))
     monkeypatch.setattr(local_ray, "answers", lambda address: None)
     following = []
     for _ in range(2):
