@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains a model on Ray, in stages, replicas and shards; only shards change the bits of the result.
+    """Trains a model on Ray, in stages, replicas and shards; of the plan, only shards and their styles change the bits.
 
     Functions are given as `"module:name"`, as the callable itself, or as a pair (either of those, dict of keyword arguments):
 

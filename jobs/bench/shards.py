@@ -2,8 +2,8 @@
 
 `python jobs/bench/shards.py [--json] [--page FILE] [--rounds 20] [--steps 4] [--microbatches 4] [--width 128] [--depth 8]`
 Time: raypar's workers over its own transport, `parallelize_module` (DTensor, `loss_parallel`) over gloo, and the plain loop.
-Memory: by how much the peak of a shard's process grows when the model gets more blocks, beside what a shard holds of them by
-formula; medians of three runs, because the C library's heap makes some MiB of difference from run to run.
+Memory: by how much the peak of a shard's process grows when the model gets more blocks, beside what a shard must hold of
+them; medians of three runs, because the C library's heap makes some MiB of difference from run to run.
 Exit code 1 when a limit is missed.
 """
 
@@ -78,25 +78,16 @@ def block_elements(width: int) -> int:
     return (12 * width**2 + 7 * width) // SHARDS + 6 * width
 
 
-def kept_elements(width: int) -> int:
-    """What one shard keeps of a token and block for the backward pass: the residual stream and the norms' outputs before
-    attention and MLP, whole; its part of queries, keys, values, what attention returns, and the MLP's 4 width before and after
-    GELU (Korthikanti et al., Reducing Activation Recomputation, section 4.2.1, without dropout and attention scores)."""
-    return 4 * width + 12 * width // SHARDS
-
-
 def memory() -> dict[str, Any]:
-    """Bytes by which the peak of each process grows over `DEPTHS`, one list of runs a shard; the formula's, and the part of it
-    that is kept for the backward pass."""
+    """Bytes by which the peak of each process grows over `DEPTHS`, one list of runs a shard; and the formula's."""
     found: dict[str, list[list[int]]] = {OURS: [[] for _ in range(SHARDS)], THEIRS: [[] for _ in range(SHARDS)]}
     for _ in range(MEMORY_RUNS):
         for name, grown in found.items():
             less, more = (_peaks(name, depth) for depth in DEPTHS)
             for shard in range(SHARDS):
                 grown[shard].append(more[shard] - less[shard])
-    blocks, tokens = DEPTHS[1] - DEPTHS[0], LARGE["batch_size"] * LARGE["context"]
-    kept = blocks * tokens * kept_elements(LARGE["width"]) * WORD
-    return {"grown": found, "formula": blocks * block_elements(LARGE["width"]) * WORD * COPIES + kept, "activations": kept}
+    blocks = DEPTHS[1] - DEPTHS[0]
+    return {"grown": found, "formula": blocks * block_elements(LARGE["width"]) * WORD * COPIES}
 
 
 def _peaks(name: str, depth: int) -> list[int]:
@@ -152,8 +143,7 @@ def memory_table(held: dict[str, Any]) -> tuple[list[str], bool]:
         "## Memory of a shard",
         f"By how much the peak of a process (VmHWM) is higher with {blocks} blocks more (width {LARGE['width']}, "
         f"{LARGE['batch_size']} x {LARGE['context']} tokens). Formula: parameters, gradients and AdamW's two moments of what a "
-        f"shard holds of a block, (12 w^2 + 7 w) / {SHARDS} + 6 w elements; and what it keeps of a block for the backward "
-        f"pass, 4 w + 12 w / {SHARDS} elements a token, {held['activations'] / 2**20:.1f} MiB of it. Limit: the median within "
+        f"shard holds of a block, (12 w^2 + 7 w) / {SHARDS} + 6 w elements; no activations. Limit: the median within "
         f"{MEMORY_WITHIN:.0%}.",
         table(["contender", "shard", "MiB more, each run", "median", "formula MiB", "off by", "holds"], rows),
     ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+log = logging.getLogger(__name__)
 
 GONE = " (deleted)"
 NOWHERE = "/"
@@ -36,6 +39,9 @@ def unpacked() -> None:
     _, late = ray.wait(asked, num_returns=len(asked), timeout=UNPACKED_S) if asked else ([], [])
     for task in late:
         ray.cancel(task)
+    if late:
+        names = ", ".join(node[:8] for node, task in zip(shared, asked, strict=True) if task in late)
+        log.warning("nodes %s have not unpacked the job's folder within %g s; the run begins without them", names, UNPACKED_S)
 
 
 class Footing:
