@@ -23,6 +23,11 @@ class Weighted(Protocol):
     bias: Tensor | None
 
 
+def product(gradient: Tensor, x: Tensor) -> Tensor:
+    """grad^T x [out, in] of grad [rows, out] and x [rows, in]."""
+    return gradient.t().mm(x)
+
+
 @dataclass(frozen=True, slots=True)
 class Deferred:
     """What W needs of one Linear call: grad [rows, out], x [rows, in]."""
@@ -30,10 +35,12 @@ class Deferred:
     linear: Weighted
     gradient: Tensor
     x: Tensor
+    product: Callable[[Tensor, Tensor], Tensor] = product
+    """Of grad and x: grad^T x."""
 
     def weight(self) -> Tensor:
         """Gradient of `linear.weight` [out, in]."""
-        return self.gradient.t().mm(self.x)
+        return self.product(self.gradient, self.x)
 
     def bias(self) -> Tensor:
         """Gradient of `linear.bias` [out]."""

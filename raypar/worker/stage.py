@@ -19,7 +19,7 @@ from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear import Stash, split_linears
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.linear import split_sharded_linears
+from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.worker.accumulate import Accumulator, Ready
@@ -229,6 +229,8 @@ class Stage:
                     for linear in find(self.modules[layer.name], lambda: self._stash):
                         put_off |= {id(p) for p in linear.parameters(recurse=False)}
         self._splits = bool(put_off)
+        parts = (part for module in self.modules.values() for part in module.modules())
+        self._sharded = [part for part in parts if isinstance(part, ShardedLinear)]
         self._complete_at: list[list[int]] = [[] for _ in self.layers]
         """By layer, last first: uses whose gradient autograd itself completes (it is not put off) in a whole backward."""
         place = {layer.name: i for i, layer in enumerate(self.layers)}
@@ -294,6 +296,8 @@ class Stage:
         self._live.clear()
         if self.shard is not None:
             self.shard.group.waited_ns = 0
+            for linear in self._sharded:
+                linear.keep_gradient()
         self.gradients.begin()
         self._train(True)
 

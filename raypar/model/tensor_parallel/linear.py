@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
-from raypar.model.split_linear import Deferred, Stash, splittable
+from raypar.model.split_linear import Deferred, Stash, product, splittable
 from raypar.model.tensor_parallel import functions
+from raypar.model.tensor_parallel.gradient_place import Place
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.value import Held, Sharded, part_of
 from raypar.plan.spans import Spans, even
@@ -37,9 +38,22 @@ class ShardedLinear(nn.Module):
         self.name = name
         self.group = group
         self.stash: Callable[[], Stash] | None = None
+        self._place = Place()
 
     def _stash(self) -> Stash | None:
         return self.stash() if self.stash is not None and torch.is_grad_enabled() else None
+
+    def keep_gradient(self) -> None:
+        """The gradient of the last step is no longer needed: the next one is written to its place."""
+        self._place.keep(self.weight)
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """grad^T x [out, in] of grad [rows, out] and x [rows, in]."""
+        place = self._place.take(gradient, x)
+        if place is None:
+            return product(gradient, x)
+        # `.data`: who takes over a gradient that was written once finds no count of writing.
+        return torch.mm(gradient.t(), x, out=place).data
 
 
 def split_sharded_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
@@ -142,9 +156,9 @@ def _weight_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Of weight and bias; nothing where they are put off. `ctx.needs_input_grad` of places 1 and 2."""
     if stash is not None and ctx.needs_input_grad[1]:
-        stash.append(Deferred(layer, rows, flat))
+        stash.append(Deferred(layer, rows, flat, layer.weight_gradient))
         return None, None
-    weight = rows.t().mm(flat) if ctx.needs_input_grad[1] else None
+    weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None
     return weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -251,18 +265,18 @@ class _Depart(torch.autograd.Function):
 
 class _Late(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, left: list[Tensor]) -> Tensor:
-        ctx.left = left
+    def forward(ctx: Any, weight: Tensor, layer: ShardedLinear, left: list[Tensor]) -> Tensor:
+        ctx.layer, ctx.left = layer, left
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.left:  # the reader's output has no gradient
-            return None, None
+            return None, None, None
         rows, flat = ctx.left
         ctx.left.clear()
-        return rows.t().mm(flat), None
+        return ctx.layer.weight_gradient(rows, flat), None, None
 
 
 class _Reader(torch.autograd.Function):
@@ -306,7 +320,7 @@ def _shared(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
         arrived = _Arrive.apply(x, shared)  # type: ignore[no-untyped-call]
         if stash is None and weight.requires_grad:
             left = []
-            weight = _Late.apply(weight, left)  # type: ignore[no-untyped-call]
+            weight = _Late.apply(weight, layer, left)  # type: ignore[no-untyped-call]
         # Not kept in `shared`, which the graph refers to: the cycle would hold the activations until Python's collector comes.
         group.shared = shared, _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
     made: Tensor = _Reader.apply(group.shared[1], weight, layer.bias, layer, stash, left)  # type: ignore[no-untyped-call]
