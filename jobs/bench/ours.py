@@ -15,7 +15,7 @@ from raypar.comm.cpu import CpuMesh
 from raypar.elastic.part import Part
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
-from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
+from raypar.worker.allocator import freeze_what_stays, keep_freed_memory, return_unused_memory
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.core import StepReport, WorkerCore
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
@@ -128,6 +128,7 @@ class Raypar:
         )
         self.core.adopt(self.assignment, transport)
         freeze_what_stays(collect=True)  # as worker_actor does
+        return_unused_memory()
 
     def steps(self, first: int, count: int) -> float:
         self.reports += [self.core.step(number, trace=self.trace) for number in range(first, first + count)]

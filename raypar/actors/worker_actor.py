@@ -115,7 +115,7 @@ class WorkerActor:
             import torch
 
             from raypar.comm.transport import drive
-            from raypar.worker.allocator import freeze_what_stays
+            from raypar.worker.allocator import freeze_what_stays, return_unused_memory
             from raypar.worker.wires import wires_of
 
             torch.set_num_threads(self.spec.threads)
@@ -139,6 +139,8 @@ class WorkerActor:
 
             drive(self.member.adopt(generation, (made, connect)), deadline_s)
             freeze_what_stays(collect=False)
+            if made.fresh or made.load:  # built from whole layers or files; in between nobody shall wait for this
+                return_unused_memory()
             self.coordinate = coordinate
             described: dict[str, Any] | None = self.body.described
             return described

@@ -1,0 +1,30 @@
+"""What glibc is told of a worker's memory."""
+
+import subprocess
+import sys
+
+import pytest
+
+BODY = """
+import psutil
+from raypar.worker.allocator import keep_freed_memory, return_unused_memory
+
+assert keep_freed_memory()
+blocks, between = [], []
+for _ in range(64):
+    blocks.append(bytes(1 << 20) + b"1")  # written: its pages are there
+    between.append(bytes(2000))
+sizes = []
+for step in (lambda: None, blocks.clear, return_unused_memory):
+    step()
+    sizes.append(psutil.Process().memory_info().rss >> 20)
+print(*sizes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_freed_memory_is_kept_until_it_is_given_back():
+    """As after building: holes between what stays."""
+    done = subprocess.run([sys.executable, "-c", BODY], capture_output=True, text=True, timeout=60, check=True)
+    full, freed, returned = map(int, done.stdout.split())
+    assert full - freed <= 4 and freed - returned >= 60
