@@ -457,7 +457,7 @@ def resumed(
     options: Options, path: Path, spec: JobSpec, plan: Callable[[Checked], Planned], tell: Tell
 ) -> tuple[Options, Callable[[Checked], Planned]]:
     """A run that goes on from a checkpoint. Raises `CheckpointError` if it is another job's or nothing is left to do."""
-    from raypar.worker.checkpoint import check_contract, check_model, load_manifest
+    from raypar.worker.checkpoint import changes_of_shards, check_contract, check_model, load_manifest
 
     manifest = load_manifest(path)
     check_contract(manifest, spec)
@@ -473,7 +473,10 @@ def resumed(
         check_model(manifest, parameter_shapes(checked.graph))
         return plan(checked)
 
-    tell({"kind": "resuming", "text": f"from {path.name}: {manifest.steps_done} steps are done", "step": manifest.steps_done})
+    text = f"from {path.name}: {manifest.steps_done} steps are done"
+    if changed := changes_of_shards(manifest, spec):
+        text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
+    tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
     return replace(options, resume=path, first=manifest.steps_done), checked_plan
 
 

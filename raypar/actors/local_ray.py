@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from raypar.actors.cleaner import cleared
 from raypar.actors.local_nodes import LocalNode, local_nodes, shared_out
-from raypar.errors import ClusterError, ConfigError
+from raypar.errors import ClusterError, ConfigError, RayparError
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Modest: no tensor goes through the object store."""
@@ -172,7 +172,7 @@ def own(workers: int, nodes: int = 1, gpus: bool = False) -> Iterator[Connection
     with cleared(folder), contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         with in_sessions_of_their_own():
-            with interruptible(), unseeded():
+            with interruptible(), unseeded(), _started():
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -187,6 +187,20 @@ def own(workers: int, nodes: int = 1, gpus: bool = False) -> Iterator[Connection
                 raylets = stack.enter_context(local_nodes(nodes, cpus, OBJECT_STORE_BYTES, folder))
         address = ray.get_runtime_context().gcs_address
         yield Connection("own", described(nodes * cpus, raylets), address, host="127.0.0.1", nodes=raylets)
+
+
+@contextlib.contextmanager
+def _started() -> Iterator[None]:
+    """Ray raises a bare `Exception` when its processes are not up in time."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RayparError):
+            raise
+        raise ClusterError(
+            f"Ray did not start on this machine: {error}",
+            cure="the machine may be busy or short of memory: try again; or join a running cluster (--address)",
+        ) from error
 
 
 def described(cpus: int, nodes: tuple[LocalNode, ...]) -> str:

@@ -200,14 +200,15 @@ def judge_same_cuda(torch_cuda: int | None, cupy_cuda: int, cupy: str) -> None:
 
 def judge_gpus(wanted: int, there: int) -> None:
     """Raise `ClusterError` when there are fewer GPUs than a plan has workers."""
+    workers = f"{wanted} GPU worker{'s' * (wanted > 1)}"
     if there == 0:
         raise ClusterError(
-            f"the plan has {wanted} GPU workers, and there is no GPU",
+            f"the plan has {workers}, and there is no GPU",
             cure="join a cluster that has GPUs (nvidia-smi shows those of a node), or set device: cpu",
         )
     if there < wanted:
         raise ClusterError(
-            f"the plan has {wanted} GPU workers, and there {'is' if there == 1 else 'are'} {there} GPU{'s' * (there > 1)}",
+            f"the plan has {workers}, and there {'is' if there == 1 else 'are'} {there} GPU{'s' * (there > 1)}",
             cure=f"set plan.stages, plan.replicas and plan.shards so that they multiply to at most {there}, or add nodes",
         )
 

@@ -50,6 +50,17 @@ class Deferred:
 Stash = list[Deferred]
 
 
+def adds_to_weights(ctx: Any) -> bool:
+    """Whether the running backward pass of a function whose second argument is a leaf's weight ends in its `.grad`.
+
+    `torch.autograd.grad` inside a layer does not: what it passes by must not be put off and added later.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[1][0]))
+    except RuntimeError:  # `grad` of the weight itself
+        return False
+
+
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: nn.Linear, stash: Stash) -> Tensor:
@@ -67,12 +78,16 @@ class _SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         flat = x.reshape(-1, x.shape[-1])
-        ctx.stash.append(Deferred(ctx.linear, rows, flat))
+        own: tuple[Tensor | None, ...] = (None, None)
+        if adds_to_weights(ctx):
+            ctx.stash.append(Deferred(ctx.linear, rows, flat))
+        else:
+            own = product(rows, flat), rows.sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
+            return None, *own, None, None
         by_column = flat.stride() == (1, flat.shape[0])
         dx = weight.t().mm(rows.t()).t() if by_column else rows.mm(weight)
-        return dx.reshape(x.shape), None, None, None, None
+        return dx.reshape(x.shape), *own, None, None
 
 
 def splittable(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:

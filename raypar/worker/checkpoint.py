@@ -432,6 +432,10 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+_OF_SHARDS = {"styles": "plan.styles", "sequence_parallel": "plan.sequence_parallel"}
+"""What bits depend on where a plan has shards, as their number: a run may go on with others."""
+
+
 def contract_of(spec: JobSpec) -> dict[str, Any]:
     """Everything of a job that its bits depend on, as JSON values; `steps` and validation are not among it."""
     made = {
@@ -464,10 +468,16 @@ def _ref(ref: Ref) -> dict[str, Any]:
 
 
 def contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
-    """One line per thing the bits depend on that is not as it was when the checkpoint was written."""
+    """One line per thing the bits depend on, and that is no part of the plan, that is not as it was when the checkpoint was
+    written."""
     then, now = {"device": "cpu", **manifest.contract}, contract_of(spec)  # there was nothing else once
-    keys = [*now, *(key for key in ("styles", "sequence_parallel") if key in then and key not in now)]
-    return [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in keys if then.get(key) != now.get(key)]
+    return [f"{k} was {then.get(k)!r}, is {v!r}" for k, v in now.items() if k not in _OF_SHARDS and then.get(k) != v]
+
+
+def changes_of_shards(manifest: Manifest, spec: JobSpec) -> list[str]:
+    """What says how layers are cut over shards and is not as it was when the checkpoint was written."""
+    now = contract_of(spec)
+    return [name for key, name in _OF_SHARDS.items() if manifest.contract.get(key) != now.get(key)]
 
 
 def check_contract(manifest: Manifest, spec: JobSpec) -> None:

@@ -19,6 +19,7 @@ from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear import Stash, split_linears
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
+from raypar.model.tensor_parallel.gradient_place import Places
 from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
@@ -230,7 +231,7 @@ class Stage:
                         put_off |= {id(p) for p in linear.parameters(recurse=False)}
         self._splits = bool(put_off)
         parts = (part for module in self.modules.values() for part in module.modules())
-        self._sharded = [part for part in parts if isinstance(part, ShardedLinear)]
+        self._places = Places([part for part in parts if isinstance(part, ShardedLinear)])
         self._complete_at: list[list[int]] = [[] for _ in self.layers]
         """By layer, last first: uses whose gradient autograd itself completes (it is not put off) in a whole backward."""
         place = {layer.name: i for i, layer in enumerate(self.layers)}
@@ -296,8 +297,7 @@ class Stage:
         self._live.clear()
         if self.shard is not None:
             self.shard.group.waited_ns = 0
-            for linear in self._sharded:
-                linear.keep_gradient()
+        self._places.begin_step()
         self.gradients.begin()
         self._train(True)
 
@@ -327,6 +327,7 @@ class Stage:
 
     def forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """`received`: values from other stages; `batch`: fields of this microbatch. Returns the values other stages use."""
+        self._places.forward()
         live = self._live[microbatch] = _Live()
         self._stash = live.stash
         values: dict[str, Tensor] = {**received, **batch}
@@ -466,6 +467,7 @@ class Stage:
     def _backward(
         self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]], *, work: int
     ) -> dict[str, tuple[Tensor | None, ...]]:
+        self._places.backward()
         live = self._live[microbatch]
         self._stash = live.stash  # a layer that checkpoints runs its forward again in here
         block = self._routing.microbatches.block(microbatch)

@@ -1,11 +1,16 @@
 """A cut layer writes a step's weight gradient to where the last step's lay, unless somebody still looks at that."""
 
+import itertools
+
+import numpy
 import pytest
 import torch
 from helpers.shard_grid import STEPS, Cell, check, graph, held
 from torch import nn
 
 from raypar.comm.local import LocalMesh
+from raypar.model.tensor_parallel import gradient_place
+from raypar.model.tensor_parallel.gradient_place import Place, Places
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import RowLinear
 from raypar.worker.local_run import LocalJob
@@ -21,7 +26,7 @@ def addresses(cell):
     return found
 
 
-@pytest.mark.parametrize("schedule, microbatches", [("1f1b", 1), ("1f1b", 5), ("zb-h1", 4)])
+@pytest.mark.parametrize("schedule, microbatches", [("1f1b", 2), ("1f1b", 5), ("zb-h1", 4)])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_gradients_of_cut_layers_stay_where_they_are(schedule, microbatches, sequence):
     cell = Cell(
@@ -48,7 +53,8 @@ def product(linear, seed):
     """grad [3, 4], x [3, 6]; what is made of them."""
     numbers = torch.Generator().manual_seed(seed)
     gradient, x = (torch.randn(3, n, dtype=torch.float64, generator=numbers) for n in (4, 6))
-    made = linear.weight_gradient(gradient, x)
+    with torch.no_grad():  # as in a backward pass
+        made = linear.weight_gradient(gradient, x)
     assert torch.equal(made, gradient.t().mm(x))
     assert made._version == 0, "as of memory that was never written"
     return made
@@ -91,11 +97,41 @@ def test_a_gradient_that_somebody_holds_is_left_as_it_is(holder):
         assert torch.equal(kept, before)
 
 
-def test_a_gradient_of_another_form_is_allocated():
-    linear, _ = after_a_step()
-    linear.weight.grad = torch.zeros(6, 4, dtype=torch.float64).t()
-    linear.keep_gradient()
-    product(linear, 2)
+def flat_with_a_flag():
+    return torch.zeros(25, dtype=torch.float64)[1:].view(4, 6).data
+
+
+def of_numpy():
+    return torch.from_numpy(numpy.zeros((4, 6)))
+
+
+def of_another_process():
+    return torch.zeros(4, 6, dtype=torch.float64).share_memory_()
+
+
+def of_inference():
+    with torch.inference_mode():
+        return torch.zeros(4, 6, dtype=torch.float64)
+
+
+def by_column():
+    return torch.zeros(6, 4, dtype=torch.float64).t()
+
+
+@pytest.mark.parametrize("make", [flat_with_a_flag, of_numpy, of_another_process, of_inference, by_column])
+def test_a_gradient_that_is_no_block_of_pytorchs_own_is_left_as_it_is(make):
+    """Where it is not aligned a product has other bits; elsewhere somebody else may look at it."""
+    weight, place = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64)), Place()
+    for kept in (lambda: torch.zeros(4, 6, dtype=torch.float64), make):
+        weight.grad = kept()
+        place.keep(weight)
+        weight.grad = None
+        with torch.no_grad():
+            taken = place.take(torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 6, dtype=torch.float64))
+        assert (taken is None) == (kept is make)
+
+
+def test_a_gradient_of_another_type_is_allocated():
     linear, _ = after_a_step()
     linear.keep_gradient()
     made = linear.weight_gradient(torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3, 6, dtype=torch.bfloat16))
@@ -103,3 +139,48 @@ def test_a_gradient_of_another_form_is_allocated():
     linear = layer()
     linear.keep_gradient()
     product(linear, 2)
+
+
+# -- whether it is worth while -----------------------------------------------------------------------------------------
+
+
+class Kept:
+    """A linear layer of 1,000 bytes."""
+
+    def __init__(self):
+        self.weight = nn.Parameter(torch.zeros(250))
+        self.steps = 0
+
+    def keep_gradient(self):
+        self.steps += 1
+
+
+@pytest.mark.parametrize(
+    "passes, allocated, kept",
+    [
+        ("FB", 250, True),
+        ("FB", 251, False),
+        ("FFBB", 251, False),
+        ("FFBFBB", 10**6, True),
+        ("FBFB", None, True),
+        ("FB", None, False),
+        ("F", 0, False),
+    ],
+)
+def test_gradients_are_kept_where_they_cost_nothing_or_activations_are_small(monkeypatch, passes, allocated, kept):
+    now = itertools.chain([7, 7 + allocated] if allocated is not None else [], itertools.repeat(None))
+    monkeypatch.setattr(gradient_place, "_allocated", lambda: next(now))
+    linear = Kept()
+    places = Places([linear])
+    for _ in range(3):
+        places.begin_step()
+        for one in passes:
+            (places.forward if one == "F" else places.backward)()
+    assert linear.steps == (2 if kept else 0)
+
+
+def test_what_is_allocated_is_told():
+    before = gradient_place._allocated()
+    held = torch.ones(1 << 20)
+    assert before is None or 4 << 20 <= gradient_place._allocated() - before < 5 << 20
+    del held

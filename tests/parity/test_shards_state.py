@@ -8,7 +8,6 @@ import torch
 from helpers import same_shards
 from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, steps_of
 
-from raypar.errors import CheckpointError
 from raypar.model.build import parameter_shapes
 from raypar.model.tensor_parallel.build import slice_of
 from raypar.plan import ParallelPlan
@@ -113,17 +112,40 @@ def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_p
     assert manifest.ties == {"head.lm_head.weight": "model.embed_tokens.weight"}
 
 
-def test_styles_are_part_of_what_a_resumed_run_must_not_change(tmp_path):
+def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
+    """Styles and sequence parallelism are parts of the plan: state is by name and slice. What changes is told."""
     job = Cell("gpt", "1f1b", (1,), (1,), 4).job
-    path = trained(job, mesh("gpt", 1, 1, 2), range(1), tmp_path)
+    path = trained(job, mesh("gpt", 1, 1, 2), range(1), tmp_path / "first")
     manifest = checkpoint.load_manifest(path)
     assert not {"styles", "sequence_parallel"} & manifest.contract.keys()
-    checkpoint.check_contract(manifest, job)
-    for other, said in (
-        (replace(job, styles=(("*.qkv", "whole"),)), r"styles was None, is \[\['\*.qkv', 'whole'\]\]"),
-        (replace(job, sequence_parallel=True), "sequence_parallel was None, is True"),
-    ):
-        with pytest.raises(CheckpointError, match=said):
-            checkpoint.check_contract(manifest, other)
-        with pytest.raises(CheckpointError, match="is None"):
-            checkpoint.check_contract(replace(manifest, contract=checkpoint.contract_of(other)), job)
+    others = {
+        "plan.styles": replace(job, styles=(("*.up", "whole"), ("*.down", "whole"))),
+        "plan.sequence_parallel": replace(job, sequence_parallel=True),
+    }
+    assert not checkpoint.changes_of_shards(manifest, job)
+    for number, (name, other) in enumerate(others.items()):
+        checkpoint.check_contract(manifest, other)
+        assert checkpoint.changes_of_shards(manifest, other) == [name]
+        assert checkpoint.changes_of_shards(replace(manifest, contract=checkpoint.contract_of(other)), job) == [name]
+        found = checkpoint.read_tensors(path)
+        with LocalJob(other, mesh("gpt", 1, 1, 3), "1f1b", graph=graph("gpt")) as local:
+            for core in local.cores:
+                core.load(path)
+            layout = local.cores[0].layout(3)
+            assert ("block0.up.weight" in layout.cuts) == (name != "plan.styles")
+            for (parameter, _, shard), value, state in held(local):
+                for kind, own in {PARAMETER: value.detach(), **state}.items():
+                    whole = found[parameter][kind]
+                    assert torch.equal(slice_of(layout, parameter, whole, shard) if own.dim() else whole, own)
+            local.step(1)
+            save(local, tmp_path / str(number), 2)
+
+
+def test_sequence_parallelism_that_begins_in_the_middle_has_the_bits_of_a_reference_in_which_it_does(tmp_path):
+    before, after = (Cell("gpt", "1f1b", (1,), (2,), 5, sequence).job for sequence in (False, True))
+    path = trained(before, mesh("gpt", 1, 1, 2), range(BEFORE), tmp_path)
+    last = trained(after, mesh("gpt", 1, 2, 2), range(BEFORE, AFTER), tmp_path, path)
+    like = initial(before)
+    made = steps_of(before, range(BEFORE), 2, same_shards.gpt_slices(like, HEADS, 2))
+    end = steps_of(after, range(BEFORE, AFTER), 2, made.slices, made.state)
+    assert checkpoint.hash_of(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
+from raypar.model.tensor_parallel.functions import once
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.value import Sharded, refuse, rule
 
@@ -52,6 +53,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill(~counted, 0.0)
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         probabilities, rows, place, mine, counted = ctx.saved_tensors

@@ -7,14 +7,33 @@ other way round (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Sums a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raypar.errors import ModelError
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan.spans import Spans, even
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of a function between shards, which has no derivative of its own: what it gives would be taken for a
+    constant, and second derivatives would silently be wrong. Raises `ModelError` where autograd is to record it."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "a gradient through layers that are cut over shards is taken with create_graph=True: they have no second "
+                "derivatives",
+                cure="give the layers it goes through the style whole (plan.styles), or set plan.shards: 1",
+            )
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 class _Copy(torch.autograd.Function):
@@ -25,6 +44,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -39,6 +59,7 @@ class _Sum(torch.autograd.Function):
         return group.sum(x.clone(memory_format=torch.contiguous_format), "the sum of a value")
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0], None
 
@@ -51,6 +72,7 @@ class _Join(torch.autograd.Function):
         return group.join(x, dim, held, "a value's parts")
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         return (None if gradient is None else select(gradient, ctx.dim, ctx.mine)), None, None, None
@@ -64,6 +86,7 @@ class _Split(torch.autograd.Function):
         return select(x, dim, ctx.held[group.shard]).contiguous()
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -79,6 +102,7 @@ class _Scatter(torch.autograd.Function):
         return group.scatter(x, dim, "the sum of a value")
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:

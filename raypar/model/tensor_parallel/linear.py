@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
-from raypar.model.split_linear import Deferred, Stash, product, splittable
+from raypar.model.split_linear import Deferred, Stash, adds_to_weights, product, splittable
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.gradient_place import Place
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -155,7 +155,7 @@ def _weight_gradients(
     ctx: Any, rows: Tensor, flat: Tensor, layer: ShardedLinear, stash: Stash | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Of weight and bias; nothing where they are put off. `ctx.needs_input_grad` of places 1 and 2."""
-    if stash is not None and ctx.needs_input_grad[1]:
+    if stash is not None and ctx.needs_input_grad[1] and adds_to_weights(ctx):
         stash.append(Deferred(layer, rows, flat, layer.weight_gradient))
         return None, None
     weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None
@@ -182,6 +182,7 @@ class _Column(torch.autograd.Function):
         return _linear(x, weight, bias)
 
     @staticmethod
+    @functions.once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -239,6 +240,7 @@ class _Arrive(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @functions.once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pending, ctx.shared.pending = ctx.shared.pending, None
         return (None if pending is None else pending.take()), None
@@ -254,6 +256,7 @@ class _Depart(torch.autograd.Function):
         return shared.group.join(x, 1, even(shared.seq, shared.group.size), "the sequence's parts")
 
     @staticmethod
+    @functions.once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -271,6 +274,7 @@ class _Late(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @functions.once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.left:  # the reader's output has no gradient
             return None, None, None
@@ -296,6 +300,7 @@ class _Reader(torch.autograd.Function):
         return _linear(x, weight, bias)
 
     @staticmethod
+    @functions.once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -305,7 +310,7 @@ class _Reader(torch.autograd.Function):
         dx = rows.mm(weight).view(x.shape)
         if ctx.left is None:
             return (dx, *_weight_gradients(ctx, rows, flat, ctx.layer, ctx.stash), None, None, None)
-        ctx.left += [rows, flat]
+        ctx.left[:] = [rows, flat]
         # What `_Late` gets is only a sign that it may begin.
         sign = rows.new_zeros(()).expand(weight.shape)
         return dx, sign, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
@@ -341,6 +346,7 @@ class _Row(torch.autograd.Function):
         return made if bias is None else made.add_(bias)
 
     @staticmethod
+    @functions.once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:

@@ -51,11 +51,24 @@ def rule(*names: str, any_place: bool = False) -> Callable[[Rule], Rule]:
 
 def refuse(name: str, x: Sharded, why: str = "needs the parts of other shards") -> ModelError:
     """The error for an operation that a part alone cannot do."""
+    of = f"{name} of a value {list(x.shape)} that is cut along dim {x.held.dim}"
+    if x.by_sequence:
+        return ModelError(
+            f"{of}, its sequence, over {x.group.size} shards (plan.sequence_parallel) {why}",
+            cure="give the layers that make what it needs a style (attention: heads, kv-heads and heads-row, or qkv; "
+            "plan.styles), so that they see the whole sequence, or set plan.sequence_parallel: false",
+        )
     return ModelError(
-        f"{name} of a value {list(x.shape)} that is cut along dim {x.held.dim} over {x.group.size} shards {why}",
+        f"{of} over {x.group.size} shards {why}",
         cure="compute it before the column layer or after the row layer, give the column layer the style gathered, "
-        "or both layers the style whole (plan.styles)" + (", or set plan.sequence_parallel: false" if x.group.sequence else ""),
+        "or both layers the style whole (plan.styles)" + (_OR_SEQUENCE if x.group.sequence else ""),
     )
+
+
+_OR_SEQUENCE = (
+    "; if it is the sequence that is cut (plan.sequence_parallel), give attention its styles, so that it sees the whole of it, "
+    "or set plan.sequence_parallel: false"
+)
 
 
 class Sharded:
@@ -161,14 +174,25 @@ class Sharded:
             raise ModelError(f"a value of shape {list(now)} cannot be viewed as {list(shape)}", cure="check the sizes")
         found = _viewed(tuple(now), tuple(shape), self.held)
         if found is None:
-            raise refuse(
-                f"view({', '.join(map(str, shape))})",
-                self,
-                f"({list(self.held.spans)} of {self.held.size} here) mixes it with other dims; fused q, k, v in the order "
-                "[heads, q k v] have the style qkv-interleaved, in the order [q k v, heads] the style qkv",
-            )
+            raise refuse(f"view({', '.join(map(str, shape))})", self, self._unviewable(shape))
         local, held = found
         return Sharded(self.local.reshape(local), held, self.group)
+
+    def _unviewable(self, shape: Sequence[int]) -> str:
+        """Why."""
+        held = self.held
+        here = f"({list(held.spans)} of {held.size} here)"
+        *_, heads, size = 1, *shape
+        ragged = any(bound % max(1, size) for span in held.spans for bound in span)
+        if held.dim == self.dim() - 1 and heads * size == held.size and ragged:
+            return (
+                f"{here} needs runs of {size}: if these are {heads} heads, the style of the layer that makes it must say so "
+                f"(heads:{heads}, and kv-heads and heads-row alike)"
+            )
+        return (
+            f"{here} mixes it with other dims; fused q, k, v in the order [heads, q k v] have the style qkv-interleaved, in "
+            "the order [q k v, heads] the style qkv"
+        )
 
 
 _OF_THE_PART = {
