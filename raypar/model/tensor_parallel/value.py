@@ -54,7 +54,7 @@ def refuse(name: str, x: Sharded, why: str = "needs the parts of other shards") 
     of = f"{name} of a value {list(x.shape)} that is cut along dim {x.held.dim}"
     if x.by_sequence:
         return ModelError(
-            f"{of}, its sequence, over {x.group.size} shards (plan.sequence_parallel) {why}",
+            f"{of} (the sequence: plan.sequence_parallel) over {x.group.size} shards {why}",
             cure="give the layers that make what it needs a style (attention: heads, kv-heads and heads-row, or qkv; "
             "plan.styles), so that they see the whole sequence, or set plan.sequence_parallel: false",
         )
