@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from raypar.actors.cleaner import cleared
 from raypar.actors.local_nodes import LocalNode, local_nodes, shared_out
-from raypar.errors import ClusterError, ConfigError, RayparError
+from raypar.errors import ClusterError, ConfigError
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Modest: no tensor goes through the object store."""
@@ -195,8 +195,6 @@ def _started() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, RayparError):
-            raise
         raise ClusterError(
             f"Ray did not start on this machine: {error}",
             cure="the machine may be busy or short of memory: try again; or join a running cluster (--address)",

@@ -698,6 +698,26 @@ def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequenc
         assert log == ["product"] * before + ["post", "product", "wait"]
 
 
+def test_a_wrong_number_of_heads_is_told_with_the_right_one():
+    part = Sharded(numbers(4, 32, 42), Held(2, 84, ((0, 42),)), ShardGroup(Fake([]), (0, 1)))
+    with pytest.raises(ModelError, match=r"needs runs of 12: if these are 7 heads, .*heads:7"):
+        part.reshaped((4, 32, 7, 12))
+    assert part.reshaped((4, 32, 6, 14)).local.shape == (4, 32, 3, 14)
+
+
+def test_a_graph_of_several_layers_that_read_one_value_may_be_gone_back_twice():
+    group, held = ShardGroup(Fake([]), (0, 1)), even(8, 2)[0]
+    three = [ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), name, group, held, shares=True) for name in "qkv"]
+    x = numbers(2, 3, 6).requires_grad_()
+    out = sum(layer(x).local for layer in three).square().sum()
+    (before,) = torch.autograd.grad(out, x, retain_graph=True)
+    assert all(layer.weight.grad is None for layer in three)
+    out.backward()
+    assert torch.equal(x.grad, before)
+    rows = 2 * sum(F.linear(x, layer.weight, layer.bias) for layer in three).detach().reshape(-1, 4)
+    assert all(torch.allclose(layer.weight.grad, rows.t() @ x.detach().reshape(-1, 6), rtol=1e-12) for layer in three)
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_activations_are_freed_without_pythons_collector(sequence):
     graph = graph_of(lambda: [("b", models.LlamaBlock(12, 4, 2, "gqa", True, False))])

@@ -51,3 +51,13 @@ def test_elsewhere_nothing_is_noticed_of_it(place, back):
         place.mkdir()
         footing.keep()
     assert os.getcwd() == str(place)
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_clear_error():
+    """Ray raises a bare `Exception` then."""
+    from raypar.actors.local_ray import _started
+    from raypar.errors import ClusterError
+
+    with pytest.raises(ClusterError, match="did not start on this machine: timed out") as found, _started():
+        raise Exception("timed out during startup")
+    assert "try again" in found.value.cure
