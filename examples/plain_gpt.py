@@ -53,12 +53,9 @@ def tree(sums):  # the left subtree is the largest power of two below the number
 def train(job):
     seed, batch, m = job["seed"], job["batch_size"], job["microbatches"]
     blocks = job.get("virtual_replicas") or min(m, 16)
-    data, loss_of = function(job["data"])(), function(job["loss"])
+    random.seed(seed), numpy.random.seed(seed % 2**32), torch.manual_seed(seed)
     model = function(job["model"])()
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            torch.manual_seed(seed_of(seed, "init", name))
-            module.reset_parameters()
+    data, loss_of = function(job["data"])(), function(job["loss"])
     parameters = list(model.parameters())
     optimizer = function(job["optimizer"])(parameters)
     base_lr = optimizer.defaults["lr"]

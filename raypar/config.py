@@ -294,6 +294,8 @@ class Job(_Section):
     run_dir: str = "runs/"
     reduction: Literal["canonical", "fast"] = "canonical"
     dtype: Literal["float32", "float64"] = "float32"
+    init: Literal["model", "by-name"] = "model"
+    deferred_init: Literal["auto", "always", "never"] = "auto"
     device: Literal["cpu", "gpu"] = "cpu"
     threads: PositiveInt = 1
     non_finite: Literal["stop", "skip"] = "stop"
@@ -375,6 +377,8 @@ class Job(_Section):
             clip_norm=self.clip_norm,
             validation=ValidationSpec(validation.to_data(), validation.every, validation.samples) if validation else None,
             dtype=self.dtype,
+            init=self.init,
+            deferred_init=self.deferred_init,
             device=self.device,
             threads=self.threads,
             reduction=self.reduction,

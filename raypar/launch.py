@@ -130,6 +130,8 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     try:
         checked = preflight(spec)
         say("checked", f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples")
+        for line in checked.notes:
+            tell({"kind": "warning", "text": line})
         planned = plan(checked)
         request = _request(spec, checked, planned, options)
     except UserCodeError as error:

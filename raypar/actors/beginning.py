@@ -24,6 +24,7 @@ from raypar.actors.staff import Staff
 from raypar.actors.tasks import Tasks
 from raypar.elastic import events as on
 from raypar.elastic.buddies import buddies
+from raypar.elastic.digests import InitialDigests
 from raypar.elastic.machine import RunMachine
 from raypar.elastic.naming import named
 from raypar.elastic.part import Part
@@ -93,6 +94,11 @@ class Beginning:
         )
         if len(described) < plan.world:
             return None
+        initial = InitialDigests()
+        for number in members:
+            different = initial.add(number, described[number]["initial"])
+            if different is not None:
+                raise different
         megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
         self.news.tell("built", text=f"stages built and connected; parameters by worker in MB: {megabytes}")
         await self.effects.awaited(recorder.clock)

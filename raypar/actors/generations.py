@@ -21,6 +21,7 @@ from raypar.actors.tasks import Tasks
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.buddies import buddies
+from raypar.elastic.digests import InitialDigests
 from raypar.elastic.machine import RunMachine
 from raypar.elastic.part import Part
 from raypar.errors import WorkerLost
@@ -104,6 +105,12 @@ class Generations:
         self.effects.aside(self.recorder.seat, plan, nodes)
         text = f"generation {order.generation}: {words.described(order)}; {reason}"
         self.effects.note("recovering", text=text, **words.facts(order, schedule))
+        initial = InitialDigests()
+
+        def adopted(number: int, described: dict[str, Any] | None) -> on.Event:
+            different = initial.add(number, described["initial"]) if described is not None else None
+            return on.CallFailed("user", different) if different is not None else on.Adopted(number, order.generation)
+
         for rank, number in enumerate(workers):
             seated = rank < plan.world
             part = Part(
@@ -120,7 +127,7 @@ class Generations:
             ref = self.pool.workers[number].adopt.remote(
                 order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s
             )
-            self.calls.call(number, order.generation, ref, lambda n, _: on.Adopted(n, order.generation))
+            self.calls.call(number, order.generation, ref, adopted)
 
     def resumed(self, found: do.Resumed) -> None:
         """The first step of a new generation is committed."""

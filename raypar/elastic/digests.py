@@ -13,13 +13,41 @@ from typing import TYPE_CHECKING
 from raypar.elastic.actions import Warn
 from raypar.elastic.holdings import Digest
 from raypar.elastic.naming import named
-from raypar.errors import WorkerLost
+from raypar.errors import ModelError, WorkerLost
 
 if TYPE_CHECKING:
     from raypar.elastic.machine import RunMachine
 
 MAX_DOUBTS = 3
 """So many times in a row all go back; then it is no accident."""
+
+
+class InitialDigests:
+    """Digests of the values that workers begin with: of one tensor all who hold it, or a slice of it, must have the same."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, int]] = {}
+        """name -> (digest, the worker that reported it first)"""
+
+    def add(self, worker: int, digests: Mapping[str, int]) -> ModelError | None:
+        """What is wrong with what this worker reports: names (in order) that differ from what others reported; None:
+        nothing."""
+        different: dict[int, list[str]] = defaultdict(list)
+        for name, digest in digests.items():
+            first, other = self._first.setdefault(name, (digest, worker))
+            if digest != first:
+                different[other].append(name)
+        if not different:
+            return None
+        other, names = next(iter(different.items()))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ModelError(
+            f"the model function is not reproducible: workers {other} and {worker} begin with other values of "
+            f"{', '.join(names[:3])}{more}",
+            cure="it may draw from Python's, numpy's and torch's own generators only, which are seeded before it is "
+            "called: no clock, "
+            "no os.urandom, no generator seeded by itself, no order of a set of strings; and read the same files on every node",
+        )
 
 
 def judge(digests: Mapping[int, Digest]) -> tuple[set[int], set[int]]:

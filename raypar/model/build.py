@@ -1,9 +1,13 @@
-"""Makes the modules of one stage, never of the whole model: parameters one at a time, initialised by name (rule 2)."""
+"""Makes the modules of one stage, never of the whole model: the user's modules without values, given the values that they hold.
+
+The user's model function runs once a worker (`worker.assignment.make_graph`); what it made is kept as a *skeleton*: the same
+modules with parameters and buffers on the meta device. Every stage, of every plan, is a copy of its layers' skeletons with
+values put in: initial ones (`initial_values`), or those that other workers, a mirror or a checkpoint hold.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +16,6 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import Outline
-from raypar.plan.seeds import seed_of
 
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
 """Batch and instance norms."""
@@ -36,8 +39,14 @@ def on_meta(layer: Layer) -> nn.Module:
     """The layer's module without values. Raises `ModelError` for what writes state in forward or has sparse gradients."""
     with torch.device("meta"):
         module = layer.build()
+    refuse_unsupported(layer.name, module)
+    return module
+
+
+def refuse_unsupported(layer: str, module: nn.Module) -> None:
+    """Raises `ModelError` for modules that change their state in forward, and for those with sparse gradients."""
     for path, part in module.named_modules():
-        name = f"{layer.name}.{path}" if path else layer.name
+        name = f"{layer}.{path}" if path else layer
         if isinstance(part, _RUNNING_STATISTICS) and part.track_running_stats:
             raise ModelError(
                 f"{name} is a {type(part).__name__} with running statistics, which forward would change",
@@ -54,7 +63,6 @@ def on_meta(layer: Layer) -> nn.Module:
                     f"{name} is a {type(part).__name__} with sparse gradients, which cannot be summed over replicas",
                     cure="leave sparse=True out",
                 )
-    return module
 
 
 def describe(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSize, ...]:
@@ -82,10 +90,37 @@ def parameter_shapes(graph: Graph, first: int = 0, last: int | None = None) -> d
     return shapes
 
 
+def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
+    """Qualified buffer name -> shape, for layers [first, last), in layer order; non-persistent buffers too. A buffer that a
+    layer has under several names has the first."""
+    return {
+        f"{layer.name}.{path}": buffer.shape
+        for layer in graph.layers[first:last]
+        for path, buffer in on_meta(layer).named_buffers()
+    }
+
+
+def state_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
+    """Name -> shape of all that layers [first, last) hold: parameters (canonical names) and buffers."""
+    return {**parameter_shapes(graph, first, last), **buffer_shapes(graph, first, last)}
+
+
+def state_on_meta(graph: Graph, first: int, last: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same as meta tensors, floating point ones in `dtype`."""
+    canonical = canonical_names(graph)
+    found: dict[str, Tensor] = {}
+    for layer in graph.layers[first:last]:
+        for name, tensor in named_state([(layer.name, on_meta(layer))]):
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            found.setdefault(canonical.get(name, name), torch.empty(tensor.shape, dtype=kind, device="meta"))
+    return found
+
+
 def elements_by_layer(graph: Graph) -> tuple[dict[str, int], ...]:
-    """By layer: canonical parameter name -> number of elements."""
+    """By layer: name of a parameter (canonical) or buffer -> number of elements; without those that have none."""
     count = len(graph.layers)
-    return tuple({name: shape.numel() for name, shape in parameter_shapes(graph, i, i + 1).items()} for i in range(count))
+    found = (state_shapes(graph, i, i + 1) for i in range(count))
+    return tuple({name: shape.numel() for name, shape in shapes.items() if shape.numel()} for shapes in found)
 
 
 def outline_of(graph: Graph) -> Outline:
@@ -96,105 +131,111 @@ def outline_of(graph: Graph) -> Outline:
 def materialise(
     graph: Graph, first: int, last: int, *, seed: int, dtype: torch.dtype, values: Mapping[str, Tensor] | None = None
 ) -> dict[str, nn.Module]:
-    """Layer name -> module on the CPU, in `dtype`, initialised by name. Tied uses inside the range hold equal values.
+    """Layer name -> module on the CPU, in `dtype`. Tied uses inside the range hold equal values.
 
-    A parameter whose first name lies outside the range is initialised as its first use would be. With `values` (canonical
-    name -> tensor, of every parameter) nothing is initialised and nothing copied: the tensors given become the parameters.
+    `values`: name -> tensor, of every parameter (canonical names) and buffer of these layers; the tensors given become the
+    module's own, without a copy. Without them they are the initial ones (rule 2), which `seed` decides.
     """
-    canonical = canonical_names(graph)
+    fresh = values is None
+    if values is None:
+        from raypar.model.initial_values import initial_values
+
+        values = dict(initial_values(graph, seed).stream(state_shapes(graph, first, last), dtype))
+    taken: set[str] = set()
     modules: dict[str, nn.Module] = {}
     for layer in graph.layers[first:last]:
-        modules[layer.name] = _build(graph, layer, seed=seed, dtype=dtype, values=values)
-    if values is not None:
-        return modules
-    for layer in graph.layers[first:last]:
-        for path, parameter in list(modules[layer.name].named_parameters()):
-            name = f"{layer.name}.{path}"
-            source = canonical.get(name, name)
-            if source != name:
-                owner = graph.layer_of(source)
-                if owner not in modules:
-                    home = next(other for other in graph.layers if other.name == owner)
-                    values = _build(graph, home, seed=seed, dtype=dtype).get_parameter(source[len(owner) + 1 :])
-                else:
-                    values = modules[owner].get_parameter(source[len(owner) + 1 :])
-                with torch.no_grad():
-                    parameter.copy_(values)
+        modules[layer.name] = module = on_meta(layer)
+        names = put_values(graph, layer.name, module, values)
+        for path, parameter in module.named_parameters() if fresh else ():
+            if names[path] in taken:
+                parameter.data = parameter.data.clone()  # each use of a tie is a parameter of its own
+        taken |= set(names.values())
     return modules
 
 
-def _build(
-    graph: Graph, layer: Layer, *, seed: int, dtype: torch.dtype, values: Mapping[str, Tensor] | None = None
-) -> nn.Module:
-    module = on_meta(layer)
-    given = values
+def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Puts values into a layer's skeleton, in place; what it has at several places it has once.
+
+    `values`: by canonical parameter name and by buffer name; zero-element ones may be missing. Returns path of each parameter
+    -> canonical name.
+    """
     canonical = canonical_names(graph)
-    names = {id(p): canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}") for path, p in module.named_parameters()}
-    if any(b.is_meta for b in module.buffers()):
-        buffers = dict(layer.build().named_buffers())
-        if any(b.is_meta for b in buffers.values()):
-            raise ModelError(
-                f"layer {layer.name!r} has buffers without values",
-                cure="build must make real buffers when it is called outside torch.device('meta')",
-            )
-    else:
-        buffers = dict(module.named_buffers())
-    made: dict[int, nn.Parameter] = {}  # a parameter used at two places of one layer stays one
-    for _, part in module.named_modules():
-        for key, parameter in list(part._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in made and given is not None:
-                made[id(parameter)] = nn.Parameter(given[names[id(parameter)]], requires_grad=parameter.requires_grad)
-            if id(parameter) not in made:
-                kind = dtype if parameter.is_floating_point() else parameter.dtype
-                fresh = torch.empty(parameter.shape, dtype=kind)
-                if fresh.is_floating_point():
-                    fresh.fill_(math.nan)  # what nobody initialises is found, instead of being whatever the memory held
-                made[id(parameter)] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
-            part._parameters[key] = made[id(parameter)]
-        for key, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                part._buffers[key] = None
-    for path, buffer in buffers.items():
-        owner, _, key = path.rpartition(".")
-        kind = dtype if buffer.is_floating_point() else buffer.dtype
-        module.get_submodule(owner)._buffers[key] = buffer.detach().to(kind, copy=True)
-    if given is not None:
-        return module
-    _initialise(graph, layer.name, module, seed)
-    for path, parameter in module.named_parameters():
-        if parameter.is_floating_point() and bool(parameter.isnan().any()):
-            owner, _, _ = path.rpartition(".")
-            kind = type(module.get_submodule(owner)).__name__
-            by = "init(name, tensor)" if graph.init is not None else f"reset_parameters() of {kind}"
-            raise ModelError(
-                f"parameter {layer.name}.{path} is left without (all its) values by {by}",
-                cure="give every parameter its values there: those of the constructor are not kept",
-            )
-    return module
+    names = {path: canonical.get(f"{layer}.{path}", f"{layer}.{path}") for path, _ in module.named_parameters()}
+    by_id = {id(p): names[path] for path, p in module.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    value = _value_of(by_id[id(parameter)], parameter, values)
+                    made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    vars(made[id(parameter)]).update(vars(parameter))
+                part._parameters[key] = made[id(parameter)]
+    put_buffers(layer, module, values)
+    return names
 
 
-def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int) -> None:
-    if graph.init is not None:
-        canonical = canonical_names(graph)
-        for path, parameter in module.named_parameters():
-            name = f"{layer}.{path}"
-            with torch.no_grad():
-                torch.manual_seed(seed_of(seed, "init", canonical.get(name, name)))
-                graph.init(canonical.get(name, name), parameter)
-        return
-    for path, part in module.named_modules():
-        if not any(p is not None for p in part._parameters.values()):
-            continue
-        name = f"{layer}.{path}" if path else layer
-        reset: Callable[[], Tensor | None] | None = getattr(part, "reset_parameters", None) or getattr(
-            part, "_reset_parameters", None
-        )
-        if reset is None:
+def put_buffers(layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """The same for buffers alone."""
+    by_id = {id(b): f"{layer}.{path}" for path, b in module.named_buffers()}
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in made:
+                    made[id(buffer)] = _value_of(by_id[id(buffer)], buffer, values)
+                part._buffers[key] = made[id(buffer)]
+
+
+def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    if name in values or skeleton.numel():
+        return values[name]
+    return torch.empty(skeleton.shape, dtype=skeleton.dtype)
+
+
+# -- from modules with values to skeletons -----------------------------------------------------------------------------------
+
+
+def named_state(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    """(qualified name, tensor) of every parameter and buffer; of one that several places have, each layer's first name."""
+    for layer, module in layers:
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield f"{layer}.{path}", tensor
+
+
+def refuse_lazy(layers: Collection[tuple[str, nn.Module]]) -> None:
+    """Raises `ModelError` for parameters and buffers whose shape a first batch is to decide (`nn.LazyLinear`, ...)."""
+    for name, tensor in named_state(layers):
+        if nn.parameter.is_lazy(tensor):
             raise ModelError(
-                f"{name} ({type(part).__name__}) owns parameters but has no reset_parameters()",
-                cure="add one, or return a Graph with init=function(name, tensor)",
+                f"{name} is not initialised yet: a lazy module takes its shape from the first batch",
+                cure="run a batch through the model inside the model function, before it returns",
             )
-        torch.manual_seed(seed_of(seed, "init", name))
-        reset()
+
+
+def empty(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Makes skeletons of modules, in place: parameters and buffers on the meta device, shared ones stay shared."""
+    made: dict[int, Tensor] = {}
+    for _, module in layers:
+        for part in module.modules():
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        own = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
+                        vars(own).update(vars(parameter))
+                        made[id(parameter)] = made[id(own)] = own
+                    part._parameters[key] = made[id(parameter)]  # type: ignore[assignment]
+            for key, buffer in part._buffers.items():
+                if buffer is not None:
+                    if id(buffer) not in made:
+                        own_buffer = _on_meta(buffer)
+                        made[id(buffer)] = made[id(own_buffer)] = own_buffer
+                    part._buffers[key] = made[id(buffer)]
+            for key, value in vars(part).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    # Computed from parameters, as `torch.nn.utils.weight_norm` leaves it; PyTorch copies no such tensor.
+                    vars(part)[key] = value.detach()
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -3,26 +3,61 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import on_meta
+from raypar.model.build import empty, named_state, on_meta, refuse_lazy, refuse_unsupported
+from raypar.model.deferred import Recording, settle_attributes
 from raypar.model.graph import Graph
+from raypar.model.initial_values import Built, ByName, Deferred, Whole
+from raypar.model.random_state import RandomState
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.model.graph.Graph"
 
 
-def capture(made: object, *, input: str) -> Graph:
-    """Layers of `made`, which was built under the meta device. Parameters shared between layers become ties.
+def capture(
+    made: object,
+    *,
+    input: str,
+    again: Callable[[], Mapping[str, Tensor]] | None = None,
+    recording: Recording | None = None,
+    notes: tuple[str, ...] = (),
+) -> Graph:
+    """Layers of `made`, whose modules become skeletons: their values move to `Graph.initial`. Parameters shared between layers
+    become ties.
 
-    `input`: the batch field that the first layer of a chain reads. Raises `ModelError` for anything that is not layers.
+    `input`: the batch field that the first layer of a chain reads. `again`: makes the values anew once they have been released;
+    `recording`: of their values, where large tensors are absent; `notes`: see `InitialValues`.
+    A hand-written `Graph` stays as it is. Raises `ModelError` for anything that is not layers.
     """
     if isinstance(made, Graph):
         _check_ties(made)
         return made
+    pairs = layers_in(made)
+    for name, module in pairs:
+        refuse_unsupported(name, module)
+    refuse_lazy(pairs)
+    seen: dict[int, list[str]] = {}
+    for name, module in pairs:
+        for path, parameter in module.named_parameters():
+            seen.setdefault(id(parameter), []).append(f"{name}.{path}")
+    ties = tuple(tuple(names) for names in seen.values() if len(names) > 1)
+    state = dict(named_state(pairs))
+    if recording is not None:
+        for _, module in pairs:
+            settle_attributes(module, recording)
+    initial = Whole(state, again, notes) if recording is None else Deferred(state, recording, notes)
+    empty(pairs)
+    graph = Graph.sequential([(name, _copies(module)) for name, module in pairs], input=input, ties=ties)
+    return replace(graph, initial=initial)
+
+
+def layers_in(made: object) -> list[tuple[str, nn.Module]]:
+    """(name, module) of each layer of an nn.Sequential, a list of modules or of pairs. Raises `ModelError` for anything
+    else."""
     if isinstance(made, nn.Sequential):
         if type(made).forward is not nn.Sequential.forward:
             raise ModelError(
@@ -35,21 +70,33 @@ def capture(made: object, *, input: str) -> Graph:
                 "a module stands in the nn.Sequential more than once",
                 cure="make a module per place and share their parameters (they become ties)",
             )
-    elif isinstance(made, (Sequence, nn.ModuleList)) and not isinstance(made, (str, bytes)):
-        pairs = []
-        for index, item in enumerate(made):
-            name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(index), item)
-            if not isinstance(module, nn.Module):
-                raise ModelError(f"layer {name!r} is a {type(module).__name__}, not an nn.Module", cure=_ACCEPTED)
-            pairs.append((str(name), module))
-    else:
+        return pairs
+    if not isinstance(made, (Sequence, nn.ModuleList)) or isinstance(made, (str, bytes)):
         raise ModelError(f"the model function returned a {type(made).__name__}", cure=_ACCEPTED)
-    seen: dict[int, list[str]] = {}
-    for name, module in pairs:
-        for path, parameter in module.named_parameters():
-            seen.setdefault(id(parameter), []).append(f"{name}.{path}")
-    ties = tuple(tuple(names) for names in seen.values() if len(names) > 1)
-    return Graph.sequential([(name, _builder(name, module)) for name, module in pairs], input=input, ties=ties)
+    pairs = []
+    for index, item in enumerate(made):
+        name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(index), item)
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"layer {name!r} is a {type(module).__name__}, not an nn.Module", cure=_ACCEPTED)
+        pairs.append((str(name), module))
+    return pairs
+
+
+def without_values(graph: Graph, *, seed: int, state: RandomState) -> Graph:
+    """A hand-written graph whose builds return copies of skeletons; `initial` has the values. Every build runs once here, in
+    the random stream that goes on from `state`, and again whenever values are asked for. `seed`: for `Graph.init`.
+
+    Raises `ModelError` for ties and layers that cannot be.
+    """
+    built = Built(graph, seed, state)
+    layers = []
+    for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
+        refuse_unsupported(name, module)
+        empty([(name, module)])
+        layers.append(replace(layer, build=_copies(module)))
+    bare = replace(graph, layers=tuple(layers))
+    _check_ties(bare)
+    return replace(bare, initial=built if graph.init is None else ByName(bare, seed, built))
 
 
 def _check_ties(graph: Graph) -> None:
@@ -81,20 +128,5 @@ def _check_ties(graph: Graph) -> None:
                 )
 
 
-def _builder(name: str, module: nn.Module) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        return copy.deepcopy(module)
-
-    if any(b.is_meta for b in module.buffers()):
-        first = next(path for path, b in module.named_buffers() if b.is_meta)
-        kind = next((type(part).__name__ for part in module.modules() if isinstance(part, _BatchNorm)), None)
-        if kind is not None:
-            raise ModelError(
-                f"layer {name!r} is or has a {kind}: its running statistics depend on how the batch is cut over workers",
-                cure="use GroupNorm, LayerNorm or InstanceNorm without running statistics",
-            )
-        raise ModelError(
-            f"buffer {name}.{first} was computed in a constructor, and the whole model is never held in one worker",
-            cure="compute it in forward, or return a Graph whose layers have a build function each",
-        )
-    return build
+def _copies(skeleton: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: copy.deepcopy(skeleton)

@@ -7,7 +7,8 @@ that crosses between them (activations, skips, ties) follows from this descripti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -15,10 +16,13 @@ from raypar.errors import ModelError
 from raypar.plan.crossing import Crossing, Outline
 from raypar.plan.parallel_plan import ParallelPlan
 
+if TYPE_CHECKING:
+    from raypar.model.initial_values import InitialValues
+
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. `build()` makes its module (called under `torch.device("meta")`: parameters are made later, by name).
+    """One layer. `build()` makes its module, with the values that it begins with.
 
     `inputs`: values passed to the module's forward, in order; `outputs`: names of what it returns (a tensor, or a tuple).
     """
@@ -33,14 +37,16 @@ class Layer:
 class Graph:
     """Layers in execution order. `output`: the value given to the loss. `ties`: tuples of qualified parameter names
     (`layer.path.weight`) that are one parameter; the first name is the one it is stored and initialised under.
-    `init(name, tensor)`: optional; fills a freshly made parameter in place, torch's generator already seeded by its name.
-    Without `init` each module's own `reset_parameters` runs under a seed of the module's qualified name.
+    Builds run in layer order in one random stream, that of the model function, and what they put into parameters is kept.
+    `init(name, tensor)`: optional; fills a freshly made parameter in place instead, torch's generator seeded by its name.
+    `initial`: where values come from when the builds make modules without (set by raypar).
     """
 
     layers: tuple[Layer, ...]
     output: str
     ties: tuple[tuple[str, ...], ...] = ()
     init: Callable[[str, object], None] | None = None
+    initial: InitialValues | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

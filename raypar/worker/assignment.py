@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
-from raypar.model.capture import capture
+from raypar.model.build import named_state
+from raypar.model.capture import capture, layers_in, without_values
+from raypar.model.deferred import Recording, Undeferrable, deferred
 from raypar.model.graph import Graph
+from raypar.model.initial_values import ByName
+from raypar.model.model_call import WHOLE_BYTES, TooLarge, call_watched
+from raypar.model.random_state import RandomState, preserved, seed_all
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
@@ -15,21 +25,89 @@ from raypar.worker.spec import JobSpec
 __all__ = ["Assignment", "assignments", "make_graph", "validation_cut"]
 
 
+LOADS_BYTES = 1 << 20
+"""What a model function may copy from files and arrays without a line about it."""
+
+
 def make_graph(spec: JobSpec) -> Graph:
-    """Call the user's model function under the meta device and read its layers."""
+    """Call the user's model function as one process would, after seeding Python, numpy and torch with the job's seed, and read
+    its
+    layers. Their values are in `Graph.initial`: whole where the model is small, else recorded. Leaves the generators as they
+    were.
+
+    Raises `ModelError` for what is not layers, `UserCodeError` with what the function raised.
+    """
+    with preserved():
+        made, recording, notes = _made(spec)
+        if isinstance(made, Graph):
+            graph = without_values(made, seed=spec.seed, state=RandomState.now())
+        else:
+            again = partial(_values_again, spec)
+            graph = capture(made, input=spec.data.input or "x", again=again, recording=recording, notes=notes)
+    if spec.init == "by-name":
+        assert graph.initial is not None
+        graph = replace(graph, initial=ByName(graph, spec.seed, graph.initial))
+    return graph
+
+
+def _made(spec: JobSpec) -> tuple[Any, Recording | None, tuple[str, ...]]:
+    """(what the model function returns, the record of its values if they are deferred, lines for people)."""
+    reason = ""
+    if spec.deferred_init != "always":
+        seed_all(spec.seed)
+        try:
+            made, loaded = call_watched(partial(_call_model, spec), WHOLE_BYTES if spec.deferred_init == "auto" else None)
+            return made, None, _loads(loaded)
+        except TooLarge:
+            pass
+    seed_all(spec.seed)
     try:
-        with torch.device("meta"):
-            made = spec.model.call()
+        made, recording = deferred(partial(_call_model, spec))
+        return made, recording, _loads(recording.loaded_bytes)
+    except Undeferrable as error:
+        reason = str(error)
+    if spec.deferred_init == "always":
+        raise ModelError(
+            f"the model function {spec.model.label} does what cannot be deferred: {reason}",
+            cure="set deferred_init: never, which builds the whole model in every worker",
+        )
+    seed_all(spec.seed)
+    made, loaded = call_watched(partial(_call_model, spec))
+    line = f"the model cannot be made in parts ({reason}): every worker builds all of it, and keeps its own part"
+    return made, None, (line, *_loads(loaded))
+
+
+def _loads(nbytes: int) -> tuple[str, ...]:
+    if nbytes < LOADS_BYTES:
+        return ()
+    return (
+        f"the model function loads {nbytes / 2**20:.0f} MiB of values itself: every worker reads and holds all of them "
+        f"while it "
+        "starts; init_from: FILE reads what a worker owns",
+    )
+
+
+def _call_model(spec: JobSpec) -> Any:
+    try:
+        made = spec.model.call()
     except RayparError:
         raise
     except Exception as error:
         raise UserCodeError(
             f"the model function {spec.model.label} raised {type(error).__name__}: {error}",
-            cure="it is called with model.args under torch.device('meta'): it may not read values of tensors",
+            cure="it is called with model.args, as one process would call it",
         ) from error
     if made is None:
         raise ModelError(f"the model function {spec.model.label} returned None", cure="return nn.Sequential, layers or a Graph")
-    return capture(made, input=spec.data.input or "x")
+    return made
+
+
+def _values_again(spec: JobSpec) -> Mapping[str, Tensor]:
+    """What the model function gave its parameters and buffers, for a run that begins again."""
+    with preserved():
+        seed_all(spec.seed)
+        made, _ = call_watched(partial(_call_model, spec))
+        return dict(named_state(layers_in(made)))
 
 
 def validation_cut(spec: JobSpec, samples: int) -> Microbatches | None:

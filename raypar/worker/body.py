@@ -21,7 +21,7 @@ from raypar.elastic.holdings import Digest, Piece, WholeParameters, union
 from raypar.elastic.outcome import Outcome
 from raypar.elastic.part import Part
 from raypar.errors import RayparError
-from raypar.model.build import elements_by_layer, parameter_shapes
+from raypar.model.build import elements_by_layer, state_shapes
 from raypar.plan.spans import Cut
 from raypar.worker.checkpoint import PARAMETER
 from raypar.worker.core import StepReport, ValidationReport, WorkerCore
@@ -129,10 +129,10 @@ class WorkerBody:
         if not (part.fresh or part.load):
             state = self._assembled(part, transport.rank, base)
             values = {name: kept[PARAMETER] for name, kept in state.items()}
-        self.described = self.core.adopt(part.assignment, transport, values=values)
-        if part.load:
-            self.core.load(Path(part.load))
-        elif not part.fresh:
+        load = Path(part.load) if part.load else None
+        self.described = self.core.adopt(part.assignment, transport, values=values, load=load)
+        self.core.release_initial_values()
+        if not (part.fresh or part.load):
             for index, optimizer in self.core.end.optimizers.items():
                 kinds = {name: _without_parameter(state[name]) for name in self.core.stages[index].parameters}
                 load_state(optimizer, {name: kept for name, kept in kinds.items() if kept})
@@ -188,12 +188,12 @@ class WorkerBody:
         return self.core.layout(1).cuts.get(name)
 
     def _shape(self, name: str) -> torch.Size:
-        """Of a whole parameter."""
+        """Of a whole parameter or buffer."""
         return self._shapes[name]
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:
-        return parameter_shapes(self.core.graph)
+        return state_shapes(self.core.graph)
 
     def _held(self) -> dict[str, Kept]:
         """The state of this worker's stages; not copies."""
@@ -203,6 +203,7 @@ class WorkerBody:
             state = state_of(optimizer) if optimizer is not None else {}
             for name, parameter in stage.parameters.items():
                 found.setdefault(name, {PARAMETER: parameter.detach(), **state.get(name, {})})
+            found |= {name: {PARAMETER: buffer} for name, buffer in stage.buffers.items() if buffer.numel()}
         return found
 
     def _exchange(

@@ -32,8 +32,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 PARAMETER = "parameter"
 """The kind of a parameter's own values; other kinds are the optimizer's keys (`exp_avg`, `step`, ...)."""
-BUFFER = "buffer"
-"""The kind of a persistent buffer: kept for exports only, since every module's constructor makes it again."""
+BUFFER, CACHE = "buffer", "non-persistent buffer"
+"""The kinds of buffers. Both are state, put back when a run goes on; exports have those that are persistent."""
 TIE = "tie"
 """The kind of a tied parameter's other names: the entry leads to the tensor of its first name. For exports only."""
 
@@ -330,6 +330,15 @@ def read_tensors(
             cure="use a checkpoint of this model",
         )
     return _read(manifest, [e for e in manifest.entries if e.name in wanted], take)
+
+
+def read_buffers(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """name -> buffer, of those of `names` that the checkpoint has. Raises `CheckpointError` for damaged files."""
+    if not names:
+        return {}
+    manifest = load_manifest(path)
+    entries = [e for e in manifest.entries if e.name in names and e.kind in (BUFFER, CACHE)]
+    return {name: value for name, kinds in _read(manifest, entries).items() for value in kinds.values()}
 
 
 def _read(

@@ -19,6 +19,7 @@ from raypar.comm.wire import SHARDS
 from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
 from raypar.model.graph import Graph
+from raypar.model.initial_values import initial_values
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout, layout_of
 from raypar.plan import Routing
@@ -27,6 +28,7 @@ from raypar.worker.assignment import Assignment, make_graph
 from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.device import Brought
+from raypar.worker.initial_state import initial_state, unfilled_state
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
 from raypar.worker.optimizer import build_optimizer
 from raypar.worker.shard import Shard
@@ -98,10 +100,14 @@ class WorkerCore:
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
         before: Callable[[int, Instruction], None] | None = None,
         values: Mapping[str, Tensor] | None = None,
+        load: Path | None = None,
     ) -> dict[str, Any]:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
-        `values`: the parameters by canonical name, when there are some already (see `Stage`).
+        `values`: parameters (canonical names) and buffers, when there are some already (see `Stage`); `load`: a checkpoint to
+        read
+        them from, with the optimizers' state. Without either the stages begin with the initial ones, whose digests are a part
+        of the description.
         """
         spec, plan, rank = self.spec, assignment.plan, transport.rank
         self._close_loaders()
@@ -114,10 +120,20 @@ class WorkerCore:
         if values is not None:
             values = {name: value.to(self.device) for name, value in values.items()}
         stages: dict[int, Stage] = {}
+        digests: dict[str, int] = {}
         shards = plan.stages[plan.stages_of(rank)[0]].shards
         for index in plan.stages_of(rank):
             # A tied parameter of two chunks is two tensors: each chunk has an optimizer of its own, which updates in place.
             taken = {name for stage in stages.values() for name in stage.parameters}
+            shard = self._shard(index) if shards > 1 else None
+            here = plan.stages[index]
+            if load is not None:
+                own = unfilled_state(self.graph, here.first, here.last, spec, shard)
+            elif values is None:
+                initial = initial_state(self.graph, here.first, here.last, spec, shard)
+                own, digests = initial.values, {**digests, **initial.digests}
+            else:
+                own = {name: value.clone() if name in taken else value for name, value in values.items()}
             stages[index] = Stage(
                 self.graph,
                 plan,
@@ -127,8 +143,8 @@ class WorkerCore:
                 replica=seat.replica,
                 loss_fn=loss,
                 split=assignment.splits_backward,
-                values=values and {name: value.clone() if name in taken else value for name, value in values.items()},
-                shard=self._shard(index) if shards > 1 else None,
+                values=own,
+                shard=shard,
                 device=self.device,
             )
         self.stages = stages
@@ -196,11 +212,19 @@ class WorkerCore:
             stage.let_go()
         for made in reductions:
             vars(made).clear()
+        if load is not None:
+            self.load(load)
         return {
             "rank": rank,
             "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},
             "bytes": sum(p.numel() * p.element_size() for s in self.stages.values() for p in s.parameters.values()),
+            "initial": digests,
         }
+
+    def release_initial_values(self) -> None:
+        """Free what was kept of the whole model: this worker has its part, or gets it from others."""
+        if self.graph.initial is not None:
+            self.graph.initial.release()
 
     def layout(self, shards: int) -> Layout:
         """How the job's styles cut the model over so many shards."""
@@ -315,7 +339,7 @@ class WorkerCore:
 
     def load(self, path: Path) -> None:
         """Put a checkpoint's state into the stages adopted. Raises `CheckpointError`."""
-        restore(path, self.stages, self.end.optimizers)
+        restore(path, self.stages, self.end.optimizers, initial_values(self.graph, self.spec.seed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ class Checked:
     validation_samples: int
     batch: Mapping[str, Tensor]
     """The first microbatch."""
+    notes: tuple[str, ...] = ()
+    """Lines for people: what initial values cost."""
 
 
 def preflight(spec: JobSpec) -> Checked:
@@ -54,7 +56,7 @@ def preflight(spec: JobSpec) -> Checked:
     if spec.validation is not None:
         size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
-    return Checked(graph, samples, validation, batch)
+    return Checked(graph, samples, validation, batch, graph.initial.notes if graph.initial is not None else ())
 
 
 def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from raypar.comm.cpu import CpuMesh
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph
+from raypar.model.initial_values import by_layer
 from raypar.model.tensor_parallel.styles import held_elements, layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
@@ -85,9 +86,10 @@ def profile_layers(
     values: dict[str, Tensor] = {}
     sizes: dict[str, int] = {}
     found = []
-    for index, layer in enumerate(graph.layers):
+    for index, held in enumerate(by_layer(graph, spec.seed, getattr(torch, spec.dtype))):
+        layer = graph.layers[index]
         received = {name: values[name] for name in dict.fromkeys(layer.inputs) if name in values}
-        profile, outputs = _profile_layer(spec, graph, routing, index, received, batch)
+        profile, outputs = _profile_layer(spec, graph, routing, index, held, received, batch)
         found.append(profile)
         values.update(outputs)
         sizes.update((name, nbytes(value)) for name, value in outputs.items())
@@ -101,11 +103,13 @@ def _profile_layer(
     graph: Graph,
     routing: Routing,
     index: int,
+    held: Mapping[str, Tensor],
     received: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
 ) -> tuple[LayerProfile, Mapping[str, Tensor]]:
+    loss = spec.loss.partial()
     whole, split = (
-        Stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=spec.loss.partial(), split=split)
+        Stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
         for split in (False, True)
     )
     fields = {name: batch[name] for name in whole.batch_fields}

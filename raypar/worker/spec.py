@@ -90,6 +90,9 @@ class JobSpec:
 
     `styles`: (pattern of layer names, style), the first match counts (`model.tensor_parallel.styles`); `sequence_parallel`:
     between layers values are cut over the sequence. Both matter to stages with several shards only.
+    `init`: parameters begin with what the model function gives them, or every module's with what its `reset_parameters` gives
+    under a seed of its name. `deferred_init`: whether large tensors are made by the workers that own them only (auto: in
+    models that allocate more than 1 GiB); values are the same.
     """
 
     name: str
@@ -112,6 +115,8 @@ class JobSpec:
     non_finite: Literal["stop", "skip"] = "stop"
     styles: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
+    init: Literal["model", "by-name"] = "model"
+    deferred_init: Literal["auto", "always", "never"] = "auto"
 
     @property
     def cut(self) -> Microbatches:

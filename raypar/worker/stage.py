@@ -113,14 +113,26 @@ def _refuse_writing(layer: Layer, inputs: Sequence[Tensor], before: Sequence[int
     ) from error
 
 
-def _persistent_buffers(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """(path, owner, key) of the buffers that are part of the model's state."""
-    return [
-        (f"{path}.{key}" if path else key, part, key)
-        for path, part in module.named_modules()
-        for key, buffer in part._buffers.items()
-        if buffer is not None and key not in part._non_persistent_buffers_set
-    ]
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A buffer as the stage was given it: part of its state, which forward may not change."""
+
+    path: str
+    owner: nn.Module
+    key: str
+    tensor: Tensor
+    persistent: bool
+    """Whether checkpoints of PyTorch have it; forward may put another tensor in the place of one that they have not: a
+    cache."""
+
+
+def _buffers_of(module: nn.Module) -> tuple[_Buffer, ...]:
+    """Every buffer of a layer once, under its first path."""
+    return tuple(
+        _Buffer(path, owner, key, tensor, key not in owner._non_persistent_buffers_set)
+        for path, tensor in module.named_buffers()
+        for owner, key in [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])]
+    )
 
 
 def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -142,7 +154,7 @@ class _Call:
     """(value, where from: "here", "elsewhere" or "batch"), each value once"""
     order: tuple[int, ...] | None
     """places of the module's arguments in `reads`; None: as they are"""
-    buffers: list[tuple[str, nn.Module, str]]
+    buffers: tuple[_Buffer, ...]
     passed: Hook
     hooks: OrderedDict[int, Hook]
     """Of the aliases of what it reads: `passed` in a backward pass that settles gradients, else `_contiguous`."""
@@ -163,8 +175,10 @@ class Stage:
     """Layers [first, last) of the graph on one replica.
 
     `uses`: (qualified name, shape, dtype) of every trainable use of a parameter, in layer order. `parameters`: canonical
-    name -> parameter, frozen ones too. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
-    `values`: the parameters' tensors (canonical names), which the stage makes its own; without them they are initialised.
+    name -> parameter, frozen ones too. `buffers`: qualified name -> buffer as it was given, whatever forward has put in its
+    place since. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
+    `values`: tensors of all parameters (canonical names) and buffers, which the stage makes its own; without them they are the
+    initial ones.
     `shard`: of which shard this is all meant, where the stage has several; `device`: where it computes; values given lie there.
     """
 
@@ -239,6 +253,10 @@ class Stage:
             if id(leaves[use]) not in put_off:
                 self._complete_at[place[graph.layer_of(self.uses[use][0])]].append(use)
         self._calls = [self._call(position) for position in range(len(self.layers))]
+        named = [(f"{call.layer.name}.{b.path}", b) for call in self._calls for b in call.buffers]
+        self.buffers: dict[str, Tensor] = {name: buffer.tensor for name, buffer in named}
+        self.persistent = frozenset(name for name, buffer in named if buffer.persistent)
+        """Names of the buffers that exports have."""
         self._closing: int | None = None
         self._not_passed = len(self.layers)
 
@@ -318,7 +336,7 @@ class Stage:
             module=module,
             reads=tuple((name, "here" if name in written else "batch" if name in fields else "elsewhere") for name in names),
             order=tuple(names.index(name) for name in layer.inputs) if names != layer.inputs else None,
-            buffers=_persistent_buffers(module),
+            buffers=_buffers_of(module),
             passed=partial(self._passed, position),
             hooks=OrderedDict({0: _contiguous}),
         )
@@ -384,9 +402,7 @@ class Stage:
 
     def _run(self, call: _Call, microbatch: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         layer = call.layer
-        if call.buffers:
-            kept = [part._buffers[key] for _, part, key in call.buffers]
-            versions = [-1 if buffer is None else buffer._version for buffer in kept]
+        versions = [buffer.tensor._version for buffer in call.buffers]
         before = [tensor._version for tensor in inputs]
         try:
             result = call.module(*inputs)
@@ -397,12 +413,18 @@ class Stage:
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
         if [tensor._version for tensor in inputs] != before:
             _refuse_writing(layer, inputs, before)
-        for i, (path, part, key) in enumerate(call.buffers):
-            now = part._buffers[key]
-            if now is not kept[i] or (now is not None and now._version != versions[i]):
+        for buffer, version in zip(call.buffers, versions, strict=True):
+            if buffer.persistent and buffer.owner._buffers.get(buffer.key) is not buffer.tensor:
                 raise UserCodeError(
-                    f"layer {layer.name!r} writes its buffer {path!r} in forward: replicas would no longer be equal",
+                    f"layer {layer.name!r} replaces its buffer {buffer.path!r} in forward: replicas would no longer be equal",
                     cure="compute it from the inputs, or register a buffer that is only a cache with persistent=False",
+                )
+            if buffer.tensor._version != version:
+                raise UserCodeError(
+                    f"layer {layer.name!r} writes into its buffer {buffer.path!r} in forward: replicas would no longer be "
+                    f"equal",
+                    cure="compute it from the inputs; a buffer that is only a cache: register it with persistent=False, and "
+                    "assign a new tensor to it instead of writing into the old one",
                 )
         outputs = result if isinstance(result, tuple) else (result,)
         if len(outputs) != len(layer.outputs) or not all(isinstance(o, Tensor) for o in outputs):

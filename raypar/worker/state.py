@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 
 from raypar.errors import CheckpointError
+from raypar.model.initial_values import InitialValues
 from raypar.plan import Crossing, ParallelPlan
-from raypar.worker.checkpoint import BUFFER, PARAMETER, Name, Scalar, ShardRecord, Slices, read_tensors, write_shard
+from raypar.worker.checkpoint import (
+    BUFFER,
+    CACHE,
+    PARAMETER,
+    Name,
+    Scalar,
+    ShardRecord,
+    Slices,
+    read_buffers,
+    read_tensors,
+    write_shard,
+)
 from raypar.worker.optimizer import load_state, state_of
 from raypar.worker.stage import Stage
 
@@ -45,7 +57,7 @@ def written_by(plan: ParallelPlan, crossing: Crossing, rank: int, stages: Mappin
     return {
         index: tuple(
             name
-            for turn, name in enumerate([*stage.parameters, *buffers_of(stage)])
+            for turn, name in enumerate([*stage.parameters, *stage.buffers])
             if first.get(name, index) == index and mine(stage, turn, name)
         )
         for index, stage in stages.items()
@@ -62,10 +74,10 @@ def snapshot(
     with torch.no_grad():
         for index, mine in names.items():
             state = state_of(optimizers[index]) if index in optimizers else {}
-            buffers = buffers_of(stages[index])
+            stage = stages[index]
             for name in mine:
-                if name in buffers:
-                    tensors[name, BUFFER] = _copy(buffers[name])
+                if name in stage.buffers:
+                    tensors[name, BUFFER if name in stage.persistent else CACHE] = _copy(stage.buffers[name])
                     continue
                 shard, parameter = stages[index].shard, stages[index].parameters[name]
                 cut = shard.layout.cuts.get(name) if shard is not None else None
@@ -91,37 +103,35 @@ def snapshot(
     return Snapshot(tensors, scalars, slices, ties)
 
 
-def buffers_of(stage: Stage) -> dict[str, Tensor]:
-    """Qualified name -> persistent buffer, in layer order."""
-    found: dict[str, Tensor] = {}
-    for layer, module in stage.modules.items():
-        parameters = {path for path, _ in module.named_parameters(remove_duplicate=False)}
-        for path, value in module.state_dict().items():
-            if path not in parameters and isinstance(value, Tensor):
-                found[f"{layer}.{path}"] = value
-    return found
-
-
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def restore(path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer]) -> None:
-    """Put a checkpoint's state into these stages and optimizers, reading only what they hold. Raises `CheckpointError`."""
+def restore(
+    path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], initial: InitialValues
+) -> None:
+    """Put a checkpoint's state into these stages and optimizers, reading only what they hold. Buffers that a checkpoint of an
+    older raypar lacks have their `initial` values. Raises `CheckpointError`."""
     names = {name for stage in stages.values() for name in stage.parameters}
     shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
     found = read_tensors(path, names, shards[0].part if shards and shards[0] is not None else None)
+    wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
+    buffers = read_buffers(path, wanted)
+    lacking = [name for name in wanted if name not in buffers]
+    buffers |= {name: value.to(wanted[name]) for name, value in initial.stream(lacking, torch.float64)} if lacking else {}
     with torch.no_grad():
         for index, stage in stages.items():
-            for name, parameter in stage.parameters.items():
-                kept = found[name][PARAMETER]
-                if kept.shape != parameter.shape or kept.dtype != parameter.dtype:
+            values: dict[str, Tensor] = {name: kinds[PARAMETER] for name, kinds in found.items() if name in stage.parameters}
+            values |= {name: value for name, value in buffers.items() if name in stage.buffers}
+            for name, tensor in {**stage.parameters, **stage.buffers}.items():
+                kept = values[name]
+                if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                     raise CheckpointError(
-                        f"{name} is {list(parameter.shape)} {parameter.dtype} in the model and {list(kept.shape)} {kept.dtype} "
+                        f"{name} is {list(tensor.shape)} {tensor.dtype} in the model and {list(kept.shape)} {kept.dtype} "
                         f"in checkpoint {path}",
                         cure="use a checkpoint of this model",
                     )
-                parameter.copy_(kept)
+                tensor.copy_(kept)
             if index in optimizers:
                 state = {name: {k: v for k, v in found[name].items() if k != PARAMETER} for name in stage.parameters}
                 # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,10 @@ SEED = 11
 
 
 def graph_of(make: Callable[[], Any], *, ties: tuple[tuple[str, ...], ...] = ()) -> Graph:
-    """The model function's layers, made without values."""
-    with torch.device("meta"):
-        graph = capture(make(), input="x")
-    return Graph(graph.layers, graph.output, ties or graph.ties, graph.init)
+    """The model function's layers, with the values it gives them under one seed."""
+    torch.manual_seed(SEED)
+    graph = capture(make(), input="x")
+    return replace(graph, ties=ties or graph.ties)
 
 
 def on_shards(

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import yaml
 from torch import Tensor
@@ -39,11 +41,8 @@ def trained(job: dict[str, Any], shards: int, *, sequence: bool = False) -> tupl
     torch.set_num_threads(1)
     seed, batch, m, args = job["seed"], job["batch_size"], job["microbatches"], job["model"]["args"]
     blocks = job.get("virtual_replicas") or min(m, 16)
+    random.seed(seed), numpy.random.seed(seed % 2**32), torch.manual_seed(seed)
     model, data = function(job["model"])(), function(job["data"])()
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            torch.manual_seed(seed_of(seed, "init", name))
-            module.reset_parameters()
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     slices = gpt_slices(state, args["heads"], shards)
     optimizers = [function(job["optimizer"])(list(mine.values())) for mine in slices]

@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from raypar.model.build import materialise
 from raypar.model.graph import Graph
 from raypar.worker.spec import JobSpec
 
@@ -61,25 +62,27 @@ def tree(sums: list[Any]) -> Any:
     return b if a is None else a if b is None else a + b
 
 
-def build(graph: Graph, seed: int, dtype: torch.dtype) -> dict[str, nn.Module]:
-    modules = {}
-    for layer in graph.layers:
-        module = layer.build()
-        if any(p.is_meta for p in module.parameters()):
-            module = copy.deepcopy(module).to_empty(device="cpu")
-        module = module.to(dtype)
-        for path, part in module.named_modules():
-            if next(part.parameters(recurse=False), None) is not None:
-                torch.manual_seed(seed_of(seed, "init", f"{layer.name}.{path}" if path else layer.name))
-                part.reset_parameters()
-        modules[layer.name] = module
-    return modules
+def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Rule 2: what the user's code gives, in one process that has seeded everything. Each layer has parameters of its own."""
+    random.seed(spec.seed)
+    numpy.random.seed(spec.seed % 2**32)
+    torch.manual_seed(spec.seed)
+    made = graph if graph.initial is None else spec.model.call()
+    if made is None:  # a graph that a test has captured by hand: initial values are not what it is about
+        return materialise(graph, 0, len(graph.layers), seed=spec.seed, dtype=dtype)
+    if isinstance(made, Graph):
+        layers = [(layer.name, layer.build()) for layer in made.layers]
+    elif isinstance(made, nn.Sequential):
+        layers = list(made.named_children())
+    else:
+        layers = [item if isinstance(item, tuple) else (str(place), item) for place, item in enumerate(made)]
+    return {name: copy.deepcopy(module).to(dtype) for name, module in layers}
 
 
 def train(graph: Graph, spec: JobSpec) -> Result:
     torch.set_num_threads(spec.threads)
     dtype = getattr(torch, spec.dtype)
-    modules = build(graph, spec.seed, dtype)
+    modules = build(graph, spec, dtype)
     uses: dict[str, nn.Parameter] = {}
     for layer in graph.layers:
         for path, parameter in modules[layer.name].named_parameters():

@@ -1,9 +1,11 @@
 """A stage's modules: made alone, initialised by name, and refused where values would be lost or decided by the cut."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers import ugly_models
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
@@ -11,6 +13,8 @@ from raypar.model.build import describe, materialise, on_meta, parameter_shapes
 from raypar.model.capture import capture
 from raypar.model.graph import Graph, Layer
 from raypar.plan.seeds import seed_of
+from raypar.worker.assignment import make_graph
+from raypar.worker.spec import Ref
 
 
 def chain(*builds, **more) -> Graph:
@@ -38,11 +42,19 @@ class Table(nn.Module):
 
 
 class Gain(nn.Linear):
-    """Has a parameter that the inherited `reset_parameters` knows nothing of."""
+    """Has a parameter that nobody fills."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
-        self.gain = nn.Parameter(torch.ones(4))
+        self.gain = nn.Parameter(torch.empty(4))
+
+
+class Zeroed(nn.Linear):
+    """Its constructor gives it other values than `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        nn.init.zeros_(self.weight)
 
 
 # -- initialisation ----------------------------------------------------------------------------------------------------
@@ -59,10 +71,21 @@ def test_a_stage_has_the_values_it_would_have_in_any_other_cut():
                 assert torch.equal(value, whole[name].state_dict()[key])
 
 
-def test_the_seed_is_the_modules_qualified_name():
-    module = made(chain(small, lambda: nn.Sequential(OrderedDict(up=small()))))["l1"]
-    torch.manual_seed(seed_of(7, "init", "l1.up"))
-    assert torch.equal(module.up.weight, nn.Linear(4, 4).weight)
+def test_builds_run_in_layer_order_in_one_stream():
+    graph = chain(small, lambda: nn.Sequential(OrderedDict(up=small())))
+    torch.manual_seed(7)
+    first, second = small(), small()
+    for dtype in (torch.float32, torch.float64):  # drawn in float32, then cast
+        modules = materialise(graph, 0, 2, seed=7, dtype=dtype)
+        assert torch.equal(modules["l0"].weight, first.weight.to(dtype))
+        assert torch.equal(modules["l1"].up.weight, second.weight.to(dtype))
+
+
+def test_by_name_the_seed_is_the_modules_qualified_name():
+    job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(Zeroed, Zeroed)), init="by-name", seed=7)
+    module = made(make_graph(job))["l1"]
+    torch.manual_seed(seed_of(7, "init", "l1"))
+    assert torch.equal(module.weight, nn.Linear(4, 4).weight)
 
 
 def test_init_by_parameter_sees_canonical_names_and_its_own_seed():
@@ -84,20 +107,24 @@ def test_frozen_parameters_stay_frozen_and_dtype_is_the_jobs():
     assert {(p.requires_grad, p.dtype) for p in module.parameters()} == {(False, torch.float64)}
 
 
-@pytest.mark.parametrize("init", [None, lambda name, tensor: tensor.fill_(1) if name != "l0.gain" else None])
-def test_a_parameter_that_nobody_initialises_is_refused(init):
+@pytest.mark.parametrize("how", ["by the constructor", "by-name", "by init"])
+def test_a_parameter_that_nobody_gives_values_is_refused(how):
+    init = None if how != "by init" else lambda name, tensor: tensor.fill_(1) if name != "l0.gain" else None
+    job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(Gain, init=init)))
     with pytest.raises(ModelError, match=r"l0\.gain is left without"):
-        made(chain(Gain, init=init))
+        made(make_graph(replace(job, init="by-name" if how == "by-name" else "model")))
 
 
-def test_a_module_without_reset_parameters_is_refused():
+def test_by_name_a_module_without_reset_parameters_is_refused():
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(2))
 
+    job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(lambda: nn.Sequential(Bare()))))
+    assert made(make_graph(job))["l0"][0].scale.tolist() == [1, 1]
     with pytest.raises(ModelError, match=r"l0\.0 \(Bare\) owns parameters but has no reset_parameters"):
-        made(chain(lambda: nn.Sequential(Bare())))
+        made(make_graph(replace(job, init="by-name")))
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
@@ -109,17 +136,25 @@ def test_buffers_keep_what_the_constructor_gave_them():
     assert list(module.state_dict()) == ["mask"]
 
 
-def test_buffers_of_a_sequential_made_on_meta_are_refused_with_a_cure():
+def test_what_is_made_on_meta_has_no_values_and_is_refused_when_they_are_asked_for():
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), Table())
-    with pytest.raises(ModelError, match=r"1\.mask") as error:
-        capture(model, input="x")
-    assert "build function" in error.value.cure
+        graph = capture(nn.Sequential(nn.Linear(3, 3), Table()), input="x")
+    with pytest.raises(ModelError, match=r"0\.weight has no values: it is on the meta device") as error:
+        made(graph)
+    assert "init_from" in error.value.cure
 
 
-def test_buffers_of_a_sequential_on_a_real_device_are_kept():
-    module = made(capture(nn.Sequential(Table()), input="x"))["0"]
-    assert torch.equal(module.mask, torch.ones(3, 3).tril())
+def test_lazy_modules_are_refused_until_a_batch_has_gone_through():
+    def lazy(ready: bool) -> nn.Sequential:
+        model = nn.Sequential(nn.LazyLinear(4))
+        if ready:
+            model(torch.ones(2, 3))
+        return model
+
+    with pytest.raises(ModelError, match=r"0\.weight is not initialised yet") as error:
+        capture(lazy(False), input="x")
+    assert "run a batch" in error.value.cure
+    assert made(capture(lazy(True), input="x"))["0"].weight.shape == (4, 3)
 
 
 # -- size --------------------------------------------------------------------------------------------------------------

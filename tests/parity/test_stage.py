@@ -314,11 +314,22 @@ class Counter(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_layer_that_writes_its_state_in_forward_is_refused_and_a_cache_is_not(in_place):
+def test_a_layer_that_changes_its_state_in_forward_is_refused(in_place):
+    words = "writes into" if in_place else "replaces"
     (part,) = stages(chain(lambda: nn.Sequential(Counter(in_place, persistent=True))), job(1, 1))
-    with pytest.raises(UserCodeError, match=r"layer 'l0' writes its buffer '0\.calls' in forward"):
+    with pytest.raises(UserCodeError, match=rf"layer 'l0' {words} its buffer '0\.calls' in forward"):
         forward([part], 0)
-    forward(stages(chain(lambda: Counter(in_place, persistent=False)), job(1, 1)), 0)
+
+
+def test_a_cache_may_be_replaced_but_not_written_into_and_state_is_what_it_was_at_first():
+    (part,) = stages(chain(lambda: Counter(False, persistent=False)), job(1, 1))
+    forward([part], 0)
+    forward([part], 0)
+    assert part.modules["l0"].calls == 2 and part.buffers["l0.calls"] == 0
+    (part,) = stages(chain(lambda: Counter(True, persistent=False)), job(1, 1))
+    with pytest.raises(UserCodeError, match="writes into its buffer 'calls'") as error:
+        forward([part], 0)
+    assert "assign a new tensor" in error.value.cure
 
 
 def test_what_a_constructor_put_into_evaluation_mode_stays_in_it_after_validation():

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "planner": "plan schedule errors",
     "elastic": "plan errors",
     "comm": "plan errors torch numpy cupy",
-    "model": "plan comm errors torch",
+    "model": "plan comm errors torch numpy",
     "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors torch numpy "
     "safetensors",
     "actors": "worker model elastic planner comm schedule plan run_folder errors torch numpy ray",

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import canonical_names, materialise
+from raypar.model.build import canonical_names, materialise, state_shapes
 from raypar.model.graph import Graph, Layer
+from raypar.model.initial_values import initial_values
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.embedding import VocabularyEmbedding
 from raypar.model.tensor_parallel.functions import select
@@ -40,15 +41,22 @@ def materialise_shard(
 ) -> dict[str, nn.Module]:
     """As `model.build.materialise`, for this shard: every parameter is the slice of what one process would have made.
 
-    A layer is made whole and cut before the next one is made. `values`: slices by canonical name, used as they are. The layers
-    read and return this shard's tensors (see `_Boundary`). With one shard the layers are as they would be without.
+    `values`: slices of parameters and whole buffers by name, used as they are; without them every tensor of the initial values
+    is
+    made whole and cut before the next one is made. The layers read and return this shard's tensors (see `_Boundary`). With one
+    shard the layers are as they would be without.
     """
+    if values is None:
+        stream = initial_values(graph, seed).stream(state_shapes(graph, first, last), dtype)
+        values = {name: slice_of(layout, name, whole, group.shard) if group.size > 1 else whole for name, whole in stream}
+        del stream
+    held = values
 
     def make(index: int) -> nn.Module:
         name = graph.layers[index].name
-        return materialise(graph, index, index + 1, seed=seed, dtype=dtype, values=values)[name]
+        return materialise(graph, index, index + 1, seed=seed, dtype=dtype, values=held)[name]
 
-    return layers_of_shard(graph, first, last, make, layout=layout, group=group, whole=values is None)
+    return layers_of_shard(graph, first, last, make, layout=layout, group=group, whole=False)
 
 
 def layers_of_shard(

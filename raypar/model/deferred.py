@@ -1,0 +1,440 @@
+"""Deferred initialisation: the user's model function runs, large tensors get no memory, and what happens to them is recorded.
+
+Afterwards the values of any tensor can be computed alone, bit for bit as if all had been there. Large tensors are meta tensors
+that claim to be on the CPU; small ones are real. Operations on large ones are recorded with what they read, at the level of
+ATen; random ones also run at once on memory that is dropped, so that the generator moves on for those that follow, and the
+generator's state before is kept with them. Code that looks at values (`item()`, `numpy()`, `if (w > 0).all()`) gets them:
+they are computed when it asks. The idea is that of torchdistx's `deferred_init`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from raypar.errors import ModelError
+from raypar.model.model_call import filler
+
+T = TypeVar("T")
+
+SMALL_BYTES = 64 << 10
+"""Tensors below this are real from the start: biases, norms, tables of positions."""
+
+META = torch.device("meta")
+_FILLS = frozenset(
+    f"aten::{name}_"
+    for name in ("normal", "uniform", "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric")
+)
+"""Random operations that overwrite all of their first argument without reading it."""
+
+
+class Undeferrable(BaseException):
+    """The model function does what cannot be recorded; no handler of the user's code is to catch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor in a recorded operation: which memory, and where in it."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """The real tensor."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One recorded call. `leaves`: its arguments, flattened by `tree`, tensors as `View` or constants; `made`: place among the
+    flattened results -> new memory; `random`: the generator's state before it."""
+
+    func: Any
+    leaves: tuple[Any, ...]
+    tree: Any
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    made: Mapping[int, View]
+    random: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Memory:
+    """One piece of memory. `anchor`: keeps the meta storage, by whose address it is known; `writers`: operations that make or
+    change it, in order; `real`: what it holds, where that is known already (nothing is recorded from then on)."""
+
+    anchor: torch.UntypedStorage
+    writers: list[int] = field(default_factory=list)
+    real: torch.UntypedStorage | None = None
+
+
+class Recording:
+    """What happened to large tensors; `values(tensor)` computes those of one of them."""
+
+    def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
+        self.small_bytes = small_bytes
+        self._operations: list[Operation] = []
+        self._memories: dict[int, Memory] = {}
+
+    # -- recording -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """What runs inside is recorded. Raises `Undeferrable`."""
+        with _Operations(self), _Attributes(self):
+            yield
+
+    def tracks(self, value: Any) -> bool:
+        """Whether it is a tensor whose values are recorded."""
+        return isinstance(value, Tensor) and value.is_meta and value.untyped_storage()._cdata in self._memories
+
+    def view(self, tensor: Tensor) -> View:
+        """Of a tracked tensor."""
+        if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
+            raise Undeferrable("a conjugated, negated or sparse view")
+        key = tensor.untyped_storage()._cdata
+        return View(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+
+    def begin(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> View:
+        """Track the memory of a new meta tensor."""
+        storage = tensor.untyped_storage()
+        self._memories[storage._cdata] = Memory(storage, real=real)
+        return self.view(tensor)
+
+    def stand_in(self, value: Tensor) -> Tensor:
+        """A tracked tensor for a real one, whose memory it shares."""
+        with _disable_current_modes():
+            return self._stand_in(value)
+
+    def _stand_in(self, value: Tensor) -> Tensor:
+        room = torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device=META).untyped_storage()
+        made = torch.empty(0, dtype=value.dtype, device=META)
+        made.set_(room, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+        self.begin(made, real=value.untyped_storage())
+        return made
+
+    def add(self, operation: Operation) -> None:
+        """Recorded after all before it."""
+        for key in {*operation.writes, *(view.memory for view in operation.made.values())}:
+            self._memories[key].writers.append(len(self._operations))
+        self._operations.append(operation)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of memory that became real, because values came from outside or were looked at."""
+        return sum(memory.real.nbytes() for memory in self._memories.values() if memory.real is not None)
+
+    def known(self, tensor: Tensor) -> bool:
+        """Whether its memory is real already."""
+        return self._memories[tensor.untyped_storage()._cdata].real is not None
+
+    # -- computing -------------------------------------------------------------------------------------------------------
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """A tracked tensor's values as they are now; shares memory with others only where that is real already."""
+        view = self.view(tensor)
+        with _disable_current_modes():
+            return view.on(self._compute(view.memory))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The same, and its memory stays real from now on: what is written to the result is seen."""
+        view = self.view(tensor)
+        memory = self._memories[view.memory]
+        with _disable_current_modes():
+            memory.real = self._compute(view.memory)
+            return view.on(memory.real)
+
+    def _compute(self, key: int) -> torch.UntypedStorage:
+        memory = self._memories[key]
+        if memory.real is not None:
+            return memory.real
+        order = self._needed(key)
+        last = {k: index for index in order for k in self._touched(index)}
+        real: dict[int, torch.UntypedStorage] = {}
+        before = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                for index in order:
+                    self._run(self._operations[index], real)
+                    for done in [k for k in real if last[k] == index and k != key]:
+                        del real[done]
+        finally:
+            torch.set_rng_state(before)
+        return real[key]
+
+    def _touched(self, index: int) -> set[int]:
+        operation = self._operations[index]
+        return {*operation.reads, *operation.writes, *(view.memory for view in operation.made.values())}
+
+    def _needed(self, key: int) -> list[int]:
+        """Operations that decide this memory, in order: its writers, and those of what they read, as it was then."""
+        found: set[int] = set()
+        seen: dict[int, int] = {}
+        todo = [(key, len(self._operations))]
+        while todo:
+            memory, before = todo.pop()
+            if seen.get(memory, -1) >= before:
+                continue
+            seen[memory] = before
+            for index in self._memories[memory].writers:
+                if index >= before:
+                    break
+                if index not in found:
+                    found.add(index)
+                    todo += [(read, index) for read in (*self._operations[index].reads, *self._operations[index].writes)]
+        return sorted(found)
+
+    def _run(self, operation: Operation, real: dict[int, torch.UntypedStorage]) -> None:
+        leaves = [leaf.on(real[leaf.memory]) if isinstance(leaf, View) else leaf for leaf in operation.leaves]
+        args, kwargs = tree_unflatten(leaves, operation.tree)
+        if operation.random is not None:
+            torch.set_rng_state(operation.random)
+        results, _ = tree_flatten(operation.func(*args, **kwargs))
+        for place, view in operation.made.items():
+            result = results[place]
+            if (tuple(result.shape), tuple(result.stride()), result.storage_offset()) != (view.shape, view.stride, view.offset):
+                raise ModelError(
+                    f"deferred initialisation: {operation.func} gave a tensor with strides {tuple(result.stride())}, "
+                    f"{view.stride} were expected",
+                    cure="report this; set deferred_init: never to build the whole model in every worker",
+                )
+            real[view.memory] = result.untyped_storage()
+
+
+class _Operations(TorchDispatchMode):
+    """Records ATen operations."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():  # PyTorch's own code is to see where tensors really are
+            return self._call(func, args, dict(kwargs or {}))
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recording = self.recording
+        leaves, tree = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tracked = [tensor for tensor in tensors if recording.tracks(tensor)]
+        if not tensors:
+            return self._factory(func, leaves, tree)
+        if func._schema.name == "aten::set_" and len(tensors) == 2 and len(tracked) == 1 and recording.tracks(tensors[0]):
+            return func(tensors[0], recording.stand_in(tensors[1]))
+        if not tracked or _is_view(func):
+            return func(*args, **kwargs)
+        if any(tensor.is_meta and not recording.tracks(tensor) for tensor in tensors):
+            raise Undeferrable(f"{func} with a tensor that was made on the meta device")
+        if func._schema.name == "aten::resize_" or any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise Undeferrable(f"{func} on a large tensor")
+        written = _written(func, args, kwargs)
+        mixed = any(recording.known(t) if recording.tracks(t) else t.untyped_storage().nbytes() >= SMALL_BYTES for t in tensors)
+        real_target = any(not recording.tracks(t) for t in written)
+        if mixed or real_target or not _gives_tensors(func):
+            return self._at_once(func, leaves, tree, written)
+        return self._record(func, leaves, tree, written)
+
+    def _factory(self, func: Any, leaves: list[Any], tree: Any) -> Any:
+        """An operation without tensors among its arguments: something new."""
+        args, kwargs = tree_unflatten(leaves, tree)
+        if not _gives_tensors(func) or "device" not in {a.name for a in func._schema.arguments}:
+            return func(*args, **kwargs)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "cpu":
+            if torch.device(kwargs["device"]) == META:
+                return func(*args, **kwargs)
+            raise Undeferrable(f"a tensor on {kwargs['device']}")
+        try:
+            made = func(*args, **{**kwargs, "device": META})
+        except NotImplementedError:
+            return func(*args, **kwargs)
+        if not isinstance(made, Tensor) or made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            raise Undeferrable(f"{func} with a generator of its own")
+        random = None
+        if _is_random(func):
+            random = torch.get_rng_state()
+            func(*args, **kwargs)
+        view = self.recording.begin(made)
+        fill = filler(func, made)
+        self.recording.add(Operation(func, tuple(leaves), tree, (), (), {0: view}, random))
+        if fill is not None:
+            whole = torch.ops.aten.fill_.Scalar
+            fill_leaves, fill_tree = tree_flatten(((view, fill), {}))
+            self.recording.add(Operation(whole, tuple(fill_leaves), fill_tree, (), (view.memory,), {}))
+        return made
+
+    def _record(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
+        recording = self.recording
+        views = [self._kept(leaf) for leaf in leaves]
+        random = None
+        if _is_random(func):
+            random = torch.get_rng_state()
+            self._move_generator(func, leaves, tree)
+        if random is not None and func._schema.name in _FILLS:
+            made = leaves[0]
+        else:
+            on_meta = [
+                leaf.to(META) if isinstance(leaf, Tensor) and not leaf.is_meta else
+                META if isinstance(leaf, torch.device) and leaf.type == "cpu" else leaf
+                for leaf in leaves
+            ]  # fmt: skip
+            args, kwargs = tree_unflatten(on_meta, tree)
+            try:
+                made = func(*args, **kwargs)
+            except Exception:  # has no shape rule, or will fail on values too: they tell
+                if random is not None:
+                    torch.set_rng_state(random)
+                return self._at_once(func, leaves, tree, written)
+        writes = tuple({recording.view(t).memory for t in written})
+        overwrites = random is not None and func._schema.name in _FILLS
+        reads = {v.memory for v in views if isinstance(v, View)} - (set(writes) if overwrites else set())
+        results, _ = tree_flatten(made)
+        new: dict[int, View] = {}
+        for place, result in enumerate(results):
+            if isinstance(result, Tensor) and not recording.tracks(result):
+                new[place] = recording.begin(result)
+        recording.add(Operation(func, tuple(views), tree, tuple(reads), writes, new, random))
+        return made
+
+    def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:
+        """Draw as many numbers as the operation does."""
+        if func._schema.name in _FILLS:
+            target = leaves[0]
+            rest = [torch.empty_strided(target.shape, target.stride(), dtype=target.dtype), *leaves[1:]]
+        else:
+            rest = [self.recording.values(leaf) if self.recording.tracks(leaf) else leaf for leaf in leaves]
+            rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in rest]
+        args, kwargs = tree_unflatten(rest, tree)
+        with torch.no_grad():
+            func(*args, **kwargs)
+
+    def _kept(self, leaf: Any) -> Any:
+        """As it stays in the record: small real tensors as they are now."""
+        if self.recording.tracks(leaf):
+            return self.recording.view(leaf)
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    def _at_once(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
+        """On real values: large real tensors come in, or somebody wants to see values."""
+        recording = self.recording
+        targets = {id(t) for t in written}
+        real = [
+            (recording.keep(leaf) if id(leaf) in targets else recording.values(leaf)) if recording.tracks(leaf) else leaf
+            for leaf in leaves
+        ]
+        args, kwargs = tree_unflatten(real, tree)
+        with torch.no_grad():
+            made = func(*args, **kwargs)
+        given = {id(r): leaf for r, leaf in zip(real, leaves, strict=True) if isinstance(leaf, Tensor)}
+        return tree_map(lambda result: given.get(id(result), result), made)
+
+
+class _Attributes(TorchFunctionMode):
+    """What code may ask a tensor without an ATen operation: where it lies, and its values as something else than a tensor."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        recording = self.recording
+        if not args or not recording.tracks(args[0]):
+            return func(*args, **kwargs)
+        tensor = args[0]
+        if func in _ANSWERS:
+            return _ANSWERS[func]
+        if func in _SHARED:
+            return func(recording.keep(tensor.detach()), *args[1:], **kwargs)
+        if func in _SEEN:
+            return func(recording.values(tensor.detach()).clone(), *args[1:], **kwargs)
+        if func == torch.Tensor.__setitem__ and not isinstance(args[2], Tensor):
+            # PyTorch would make a tensor of the number where `tensor` is: on the meta device.
+            return func(tensor, args[1], torch.tensor(args[2], dtype=tensor.dtype))
+        if func in (torch.where, torch.Tensor.where):
+            return func(tensor, *(torch.tensor(v) if isinstance(v, (bool, int, float)) else v for v in args[1:]), **kwargs)
+        if func == torch.Tensor.cpu:
+            return tensor
+        if func == torch.Tensor.data.__set__ and not args[1].is_meta:
+            return func(tensor, recording.stand_in(args[1].detach()))
+        return func(*args, **kwargs)
+
+
+_ANSWERS = {
+    torch.Tensor.device.__get__: torch.device("cpu"),  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+    torch.Tensor.get_device: -1,
+}
+_SHARED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
+"""Of which the caller may keep what shares the tensor's memory."""
+_SEEN = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__}
+
+
+def deferred(call: Callable[[], T], small_bytes: int = SMALL_BYTES) -> tuple[T, Recording]:
+    """(what `call()` returns, with large tensors on the meta device; the record of what they hold). Raises `Undeferrable`."""
+    recording = Recording(small_bytes)
+    with recording.on():
+        made = call()
+    return made, recording
+
+
+def settle_attributes(module: nn.Module, recording: Recording) -> None:
+    """Gives values to tensors that are plain attributes of modules, neither parameters nor buffers, in place."""
+
+    def settled(value: Any) -> Any:
+        if isinstance(value, Tensor) and recording.tracks(value):
+            return recording.values(value.detach()).clone()
+        if type(value) in (list, tuple):
+            return type(value)(settled(item) for item in value)
+        if type(value) is dict:
+            return {key: settled(item) for key, item in value.items()}
+        return value
+
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if not key.startswith("_") or isinstance(value, Tensor):
+                vars(part)[key] = settled(value)
+
+
+def _is_view(func: Any) -> bool:
+    """Gives another view of its argument, or makes its argument one: no values are touched."""
+    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::lift_fresh"):
+        return func._schema.name != "aten::resize_"
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _gives_tensors(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all("Tensor" in str(r.type) for r in returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Tensors among the arguments that the operation changes."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = kwargs.get(argument.name) if argument.name in kwargs else args[place] if place < len(args) else None
+            found += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
+    return found

@@ -1,0 +1,77 @@
+"""Calls the user's model function the way one plain process would, and watches what it allocates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+T = TypeVar("T")
+
+WHOLE_BYTES = 1 << 30
+"""A model function that allocates more than this in all (parameters, buffers and what it computes them from) is run with
+deferred initialisation: every worker of a node would hold so much at the same time."""
+
+
+class TooLarge(BaseException):
+    """Raised inside the model function when it has allocated more than the limit; no handler of the user's code is to catch
+    it."""
+
+
+class Allocations(TorchDispatchMode):
+    """While entered: counts the bytes of new tensors, and fills uninitialised memory with NaN (integers with 0), so that a
+    parameter
+    that nobody gives values is found instead of holding whatever the memory did. Raises `TooLarge` beyond `limit_bytes`.
+
+    `loaded_bytes`: copied from tensors that no operation here has made: read from files, or numpy's.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self.nbytes = self.loaded_bytes = 0
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.layout is torch.strided and not made.is_meta and func.namespace == "aten":
+            value = filler(func, made)
+            if value is not None:
+                made.fill_(value)
+            if func._schema.name == "aten::copy_" and _memory_of(args[1]) not in self._made:
+                self.loaded_bytes += made.nbytes
+            if not any(a.alias_info is not None for a in func._schema.returns):
+                self._made.add(_memory_of(made))
+                self.nbytes += made.nbytes
+                if self.limit_bytes is not None and self.nbytes > self.limit_bytes:
+                    raise TooLarge(f"{self.nbytes} bytes")
+        return made
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+_UNINITIALISED = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+)
+
+
+def filler(func: Any, made: Tensor) -> float | int | None:
+    """What to fill a new tensor with that an ATen operation leaves uninitialised; None: it has values."""
+    if func._schema.name not in _UNINITIALISED:
+        return None
+    return math.nan if made.is_floating_point() or made.is_complex() else 0
+
+
+def call_watched(call: Callable[[], T], limit_bytes: int | None = None) -> tuple[T, int]:
+    """(`call()`, with uninitialised memory filled with NaN; bytes of values that it loaded). Raises `TooLarge` beyond
+    `limit_bytes`."""
+    with Allocations(limit_bytes) as watch:
+        return call(), watch.loaded_bytes

@@ -1,0 +1,51 @@
+"""The state of the three random number generators that users' code draws from: Python's, numpy's and torch's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """All three as they were when `now` was called."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+
+    @staticmethod
+    def now() -> RandomState:
+        """A copy of the present state."""
+        return RandomState(random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+
+    def restore(self) -> None:
+        """Draw the same numbers again from here on."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+
+
+def seed_all(seed: int) -> None:
+    """`random.seed(seed)`, `numpy.random.seed(seed % 2**32)`, `torch.manual_seed(seed)`: what one process does before it calls
+    the model function (rule 2)."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Leaves the generators as they were before."""
+    before = RandomState.now()
+    try:
+        yield
+    finally:
+        before.restore()

@@ -1,0 +1,57 @@
+"""What a stage begins with at step 0: values of its parameters and buffers, and digests by which workers compare them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from raypar.model.build import state_on_meta, state_shapes
+from raypar.model.graph import Graph
+from raypar.model.initial_values import initial_values
+from raypar.model.tensor_parallel.build import slice_of
+from raypar.model.tensor_parallel.styles import elements
+from raypar.worker.shard import Shard
+from raypar.worker.spec import JobSpec
+
+
+@dataclass
+class InitialState:
+    """`values`: as `Stage` takes them, slices where the stage is a shard. `digests`: name -> crc32 of the whole tensor's
+    bytes."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    digests: dict[str, int] = field(default_factory=dict)
+
+
+def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Shard | None = None) -> InitialState:
+    """Of layers [first, last). Every tensor is made whole and cut before the next one is made. Raises `ModelError`."""
+    made = InitialState()
+    dtype = getattr(torch, spec.dtype)
+    for name, whole in initial_values(graph, spec.seed).stream(state_shapes(graph, first, last), dtype):
+        made.digests[name] = digest(whole)
+        made.values[name] = whole if shard is None else slice_of(shard.layout, name, whole, shard.group.shard)
+    return made
+
+
+def unfilled_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Shard | None = None) -> dict[str, Tensor]:
+    """Memory for the state of layers [first, last), as `Stage` takes it, for somebody else to fill."""
+    found = {}
+    for name, whole in state_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
+        cut = shard.layout.cuts.get(name) if shard is not None else None
+        local = whole.shape if shard is None or cut is None else elements(cut, whole.shape, shard.group.shard)
+        found[name] = torch.empty(local, dtype=whole.dtype)
+    return found
+
+
+def digests_of(state: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """name -> digest of each whole tensor."""
+    return {name: digest(whole) for name, whole in state}
+
+
+def digest(tensor: Tensor) -> int:
+    """crc32 of a contiguous CPU tensor's bytes."""
+    return zlib.crc32(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())) if tensor.numel() else 0
