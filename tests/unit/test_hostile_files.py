@@ -105,16 +105,22 @@ COMMANDS: dict[str, list[str]] = {
     "train": ["train", "{place}/tiny.yaml"],
     "train --resume": ["train", "{place}/tiny.yaml", "--resume"],
     "train on tokens": [
-        "train", "{place}/tiny.yaml", "--set",
+        "train",
+        "{place}/tiny.yaml",
+        "--set",
         "data={{function: raypar.worker.tokens:TokenFile, args: {{path: {place}/text.bin, context: 4}}}}",
     ],
     "train by a schedule": ["train", "{place}/tiny.yaml", "--set", "plan={{schedule_file: {place}/schedule.csv}}"],
     "plan": ["plan", "{place}/tiny.yaml", "--no-profile"],
     "plan by a schedule": [
-        "plan", "{place}/tiny.yaml", "--no-profile", "--set", "plan={{schedule_file: {place}/schedule.csv}}",
+        "plan",
+        "{place}/tiny.yaml",
+        "--no-profile",
+        "--set",
+        "plan={{schedule_file: {place}/schedule.csv}}",
     ],
     "simulate": ["simulate", "--schedule-file", "{place}/schedule.csv"],
-}  # fmt: skip
+}
 
 OPENED: list[str] | None = None
 """Paths that were opened while a case ran."""
@@ -385,12 +391,16 @@ CASES = {
     "file that is not declared": Case("export", manifest(lambda b: b["files"].pop("a.safetensors") and None), "not among"),
     "file that is declared and absent": Case("export", lambda place: (place / A).unlink(), "missing"),
     "file longer than declared": Case("export", lambda place: os.truncate(place / A, 10_000), "added to"),
-    "file with negative bytes": Case("export", manifest(lambda b: b["files"]["a.safetensors"].update(bytes=-1)), "whole number"),
+    "file with negative bytes": Case(
+        "export", manifest(lambda b: b["files"]["a.safetensors"].update(bytes=-1)), "whole number"
+    ),
     "file with a checksum of another kind": Case(
         "export", manifest(lambda b: b["files"]["a.safetensors"].update(sha256=["x"])), "64 hexadecimal"
     ),
     "files that is a list": Case("export", manifest(lambda b: b.update(files=[])), "not keys and values"),
-    "file given as a number": Case("export", manifest(lambda b: b["files"].update({"a.safetensors": 7})), "not keys and values"),
+    "file given as a number": Case(
+        "export", manifest(lambda b: b["files"].update({"a.safetensors": 7})), "not keys and values"
+    ),
     # the manifest's own values
     "steps_done NaN": Case("resume", manifest(lambda b: b.update(steps_done=float("nan"))), "steps_done is nan"),
     "steps_done negative": Case("resume", manifest(lambda b: b.update(steps_done=-4)), "steps_done is -4"),
@@ -425,29 +435,47 @@ CASES = {
     "dtype a list": Case("export", entries(dtype=["float32"]), "dtype"),
     "shape that is huge": Case("export", of_b(shape=[10**12], slice=[[0, 10**12]]), "the file has"),
     "shape that overflows": Case("export", of_b(shape=[2**62] * 4, slice=[[0, 2**62]] * 4), "more elements"),
-    "shape of nothing that is huge": Case("export", of_b(shape=[0, 2**62, 2**62], slice=[[0, 0], [0, 2**62], [0, 2**62]]), "more el"),
+    "shape of nothing that is huge": Case(
+        "export", of_b(shape=[0, 2**62, 2**62], slice=[[0, 0], [0, 2**62], [0, 2**62]]), "more el"
+    ),
     "shape that is negative": Case("export", of_b(shape=[-3]), "shape [-3]"),
     "shape of texts": Case("export", of_b(shape=["3"]), "shape ['3']"),
     "shape of true": Case("export", of_b(shape=[True]), "shape [True]"),
     "shape a number": Case("export", of_b(shape=3), "shape 3"),
     "shape of 1,000 dims": Case("export", of_b(shape=[1] * 1000, slice=[[0, 1]] * 1000), "at most 64"),
-    "whole larger than its slices": Case("export", manifest(lambda b: [e.update(shape=[10**11, 3]) for e in b["entries"] if e["name"] == "w" and "file" in e] and None), "12 of 300,000,000,000 elements"),
+    "whole larger than its slices": Case(
+        "export",
+        manifest(lambda b: [e.update(shape=[10**11, 3]) for e in b["entries"] if e["name"] == "w" and "file" in e] and None),
+        "12 of 300,000,000,000 elements",
+    ),
     "slices that overlap": Case("export", manifest(lambda b: entry(b, number=1).update(slice=[[2, 3], [0, 3]])), "overlap"),
-    "slices that leave a hole": Case("export", manifest(lambda b: b["entries"].remove(entry(b, number=1))), "9 of 12 elements of w"),
+    "slices that leave a hole": Case(
+        "export", manifest(lambda b: b["entries"].remove(entry(b, number=1))), "9 of 12 elements of w"
+    ),
     "slice out of range": Case("export", manifest(lambda b: entry(b, number=1).update(slice=[[4, 5], [0, 3]])), "out of shape"),
     "slice reversed": Case("export", entries(slice=[[3, 0], [0, 3]]), "reversed"),
     "slice negative": Case("export", entries(slice=[[-1, 2], [0, 3]]), "not a pair of whole numbers"),
     "slice of other dims": Case("export", entries(slice=[[0, 3]]), "for each dim"),
     "slice a text": Case("export", entries(slice="0:3"), "not a pair"),
-    "slice smaller than its tensor": Case("export", manifest(lambda b: (entry(b).update(slice=[[0, 2], [0, 3]]), entry(b, number=1).update(slice=[[2, 4], [0, 3]])) and None), "of shape"),
-    "slices of two dtypes": Case("export", manifest(lambda b: entry(b, number=1).update(dtype="int32")), "several shapes or dtypes"),
+    "slice smaller than its tensor": Case(
+        "export",
+        manifest(
+            lambda b: (entry(b).update(slice=[[0, 2], [0, 3]]), entry(b, number=1).update(slice=[[2, 4], [0, 3]])) and None
+        ),
+        "of shape",
+    ),
+    "slices of two dtypes": Case(
+        "export", manifest(lambda b: entry(b, number=1).update(dtype="int32")), "several shapes or dtypes"
+    ),
     "two entries of one tensor": Case("export", of_b(key="w"), "two entries"),
     "entry twice": Case("export", manifest(lambda b: b["entries"].append(dict(entry(b, "b")))), "two entries"),
     "key that the file lacks": Case("export", of_mean(key="c"), "only the manifest has the tensor 'c'"),
     "name that is empty": Case("export", of_b(name=""), "not a printable text"),
     "name a number": Case("export", of_b(name=7), "not a printable text"),
     "name with a new line": Case("export", of_b(name="b\nTraceback"), "not a printable text"),
-    "parameter that is a number": Case("export", manifest(lambda b: b["entries"].append({"name": "c", "kind": PARAMETER, "value": 1})), "not a tensor"),
+    "parameter that is a number": Case(
+        "export", manifest(lambda b: b["entries"].append({"name": "c", "kind": PARAMETER, "value": 1})), "not a tensor"
+    ),
     "number that is a text": Case("export", manifest(lambda b: entry(b, "w", "step").update(value="4")), "value is 4"),
     "number that is a list": Case("export", manifest(lambda b: entry(b, "w", "step").update(value=[4])), "value is [4]"),
     "number that is NaN": Case("export", manifest(lambda b: entry(b, "w", "step").update(value=float("nan"))), "value is nan"),
@@ -456,31 +484,47 @@ CASES = {
     "tie to nothing": Case("export", manifest(lambda b: entry(b, "also_b", "tie").update(key="w#exp_avg")), "is tied to"),
     "tie to itself": Case("export", manifest(lambda b: b["entries"].remove(entry(b, "b"))), "is tied to"),
     # headers of safetensors
-    "header longer than the file": Case("export", lambda p: rewrite(p, (10**6).to_bytes(8, "little") + bytes(500)), "its header is said"),
+    "header longer than the file": Case(
+        "export", lambda p: rewrite(p, (10**6).to_bytes(8, "little") + bytes(500)), "its header is said"
+    ),
     "header of 2^64 bytes": Case("export", lambda p: rewrite(p, b"\xff" * 8 + bytes(500)), "its header is said"),
     "header that ends at once": Case("export", lambda p: rewrite(p, b"\x01"), "the file has 1"),
     "header of 100,000 brackets": Case("export", header(lambda h: b"[" * DEEP + b"]" * DEEP), "brackets within each other"),
     "header a list": Case("export", header(lambda h: b"[]"), "not a JSON object"),
-    "header with a tensor twice": Case("export", header(lambda h: json.dumps(h)[:-1].encode() + b', "b": ' + json.dumps(h["b"]).encode() + b"}"), "given twice"),
+    "header with a tensor twice": Case(
+        "export", header(lambda h: json.dumps(h)[:-1].encode() + b', "b": ' + json.dumps(h["b"]).encode() + b"}"), "given twice"
+    ),
     "tensor with a huge shape": Case("export", header(lambda h: h["b"].update(shape=[2**40])), "needs"),
     "tensor with a shape that overflows": Case("export", header(lambda h: h["b"].update(shape=[2**40] * 3)), "more elements"),
     "tensor with a negative shape": Case("export", header(lambda h: h["b"].update(shape=[-3])), "shape [-3]"),
     "tensor with a dtype that is none": Case("export", header(lambda h: h["b"].update(dtype="F33")), "dtype F33"),
-    "tensor with offsets out of the file": Case("export", header(lambda h: h["b"].update(data_offsets=[10**9, 10**9 + 12])), "data_offsets"),
-    "tensor with reversed offsets": Case("export", header(lambda h: h["b"].update(data_offsets=h["b"]["data_offsets"][::-1])), "data_offsets"),
+    "tensor with offsets out of the file": Case(
+        "export", header(lambda h: h["b"].update(data_offsets=[10**9, 10**9 + 12])), "data_offsets"
+    ),
+    "tensor with reversed offsets": Case(
+        "export", header(lambda h: h["b"].update(data_offsets=h["b"]["data_offsets"][::-1])), "data_offsets"
+    ),
     "tensor with offsets of texts": Case("export", header(lambda h: h["b"].update(data_offsets=["0", "12"])), "data_offsets"),
     "tensors that overlap": Case("export", header(lambda h: h["b"].update(data_offsets=[0, 12])), "overlaps"),
-    "tensors with a hole between": Case("export", header(lambda h: h["b"].update(data_offsets=[x + 8 for x in h["b"]["data_offsets"]]), data=lambda d: d + bytes(8)), "hole"),
+    "tensors with a hole between": Case(
+        "export",
+        header(lambda h: h["b"].update(data_offsets=[x + 8 for x in h["b"]["data_offsets"]]), data=lambda d: d + bytes(8)),
+        "hole",
+    ),
     "bytes after the tensors": Case("export", header(lambda h: None, data=lambda d: d + bytes(64)), "its tensors end at"),
     "tensor that the manifest does not name": Case("export", header(lambda h: h.update(c=h.pop("b"))), "only the manifest has"),
     "metadata that is no text": Case("export", header(lambda h: h.update(__metadata__={"a": [1]})), "__metadata__"),
-    "export of a run: hostile header": Case("export of a run", header(lambda h: h["b"].update(shape=[2**40])), "no checkpoint that is whole"),
+    "export of a run: hostile header": Case(
+        "export of a run", header(lambda h: h["b"].update(shape=[2**40])), "no checkpoint that is whole"
+    ),
     # job files
     "job of 100,000 brackets": Case("train", text("tiny.yaml", "a: " + "[" * DEEP), "levels within each other"),
     "job of 500 levels": Case("plan", text("tiny.yaml", "a: " + "[" * 500 + "]" * 500), "levels within each other"),
     "job of a billion laughs": Case("train", text("tiny.yaml", laughs()), "aliases written out"),
     "job of a billion merges": Case("plan", text("tiny.yaml", merges()), "aliases written out"),
-    "job with an alias of itself": Case("plan", job("model: &m {function: helpers.tiny_job:model, args: {x: *m}}"), "an alias within"),
+    "job with an alias of itself": Case(
+        "plan", job("model: &m {function: helpers.tiny_job:model, args: {x: *m}}"), "an alias within"
+    ),
     "job of many values": Case("plan", job(f"callbacks: [{'a, ' * 100_000}]"), "20,000 keys and values"),
     "job that is a FIFO": Case("train", instead("tiny.yaml", os.mkfifo), "a FIFO"),
     "job that is a folder": Case("train", instead("tiny.yaml", os.mkdir), "a folder"),
@@ -497,7 +541,9 @@ CASES = {
     "job with a key of two lines": Case("plan", job('"a\\nTraceback": 1'), "unknown key"),
     "job with endless stages": Case("plan", job("plan: {stages: 1000000000000}"), "plan.stages"),
     "job with endless replicas": Case("plan", job("plan: {stages: 1, replicas: 1000000000000}"), "plan.replicas"),
-    "job with endless microbatches": Case("train", job("batch_size: 1000000000000", "microbatches: 1000000000000"), "microbatches"),
+    "job with endless microbatches": Case(
+        "train", job("batch_size: 1000000000000", "microbatches: 1000000000000"), "microbatches"
+    ),
     "job with endless blocks": Case("plan", job("virtual_replicas: 1000000000000"), "virtual_replicas"),
     "job with endless steps": Case("train", job("steps: 1000000000000000", "trace_every: 1"), "steps"),
     "job with endless chunks": Case("plan", job("plan: {stages: 2, schedule: interleaved, chunks: 1000000000000}"), "chunks"),
@@ -505,10 +551,14 @@ CASES = {
     "job with microbatches NaN": Case("plan", job("microbatches: .nan"), "microbatches"),
     "job with clip_norm NaN": Case("plan", job("clip_norm: .nan"), "clip_norm"),
     # schedules
-    "schedule with an endless microbatch": Case("simulate", text("schedule.csv", "0F0,0F999999999,0B0,0B999999999\n"), "cannot be"),
+    "schedule with an endless microbatch": Case(
+        "simulate", text("schedule.csv", "0F0,0F999999999,0B0,0B999999999\n"), "cannot be"
+    ),
     "schedule with an endless stage": Case("simulate", text("schedule.csv", "999999999F0,999999999B0\n"), "cannot be"),
     "schedule with a number of 5,000 digits": Case("simulate", text("schedule.csv", "0F" + "9" * 5000), "not an instruction"),
-    "schedule of 100,000 brackets": Case("simulate", text("schedule.csv", "(" * DEEP + "0F0" + ")OVERLAP_F_B" * DEEP), "not an instruction"),
+    "schedule of 100,000 brackets": Case(
+        "simulate", text("schedule.csv", "(" * DEEP + "0F0" + ")OVERLAP_F_B" * DEEP), "not an instruction"
+    ),
     "schedule that is a FIFO": Case("simulate", instead("schedule.csv", os.mkfifo), "a FIFO"),
     "schedule of a terabyte": Case("simulate", instead("schedule.csv", sparse), "more than"),
     "schedule that is no text": Case("plan by a schedule", text("schedule.csv", b"\xff\xfe\x80"), "not UTF-8"),
@@ -523,7 +573,9 @@ CASES = {
     "tokens' number negative": Case("train on tokens", text("text.bin.json", '{"tokens": -100}'), "-100 tokens"),
     "tokens' number as a float": Case("train on tokens", text("text.bin.json", '{"tokens": 100.0}'), "100.0 tokens"),
     "tokens' notes a list": Case("train on tokens", text("text.bin.json", "[]"), "not keys and values"),
-    "tokens' notes of 100,000 brackets": Case("train on tokens", text("text.bin.json", "[" * DEEP), "brackets within each other"),
+    "tokens' notes of 100,000 brackets": Case(
+        "train on tokens", text("text.bin.json", "[" * DEEP), "brackets within each other"
+    ),
     "tokens' notes that are a FIFO": Case("train on tokens", instead("text.bin.json", os.mkfifo), "a FIFO"),
     "tokens' notes of a terabyte": Case("train on tokens", instead("text.bin.json", sparse), "more than"),
     # run folders
@@ -535,7 +587,9 @@ CASES = {
     "run's steps a list": Case("status", text("runs/tiny/job.yaml", "steps: [1]"), "steps: [1]"),
     "events that are a link out": Case("status", link(EVENTS, "outside/events.jsonl"), "a symbolic link"),
     "resume: events that are a link out": Case("resume", link(EVENTS, "outside/events.jsonl"), "a symbolic link"),
-    "train --resume: events that are a link out": Case("train --resume", link(EVENTS, "outside/events.jsonl"), "a symbolic link"),
+    "train --resume: events that are a link out": Case(
+        "train --resume", link(EVENTS, "outside/events.jsonl"), "a symbolic link"
+    ),
     "events that are a FIFO": Case("resume", instead(EVENTS, os.mkfifo), "a FIFO"),
     "event of 100,000 brackets": Case("status", text(EVENTS, "[" * DEEP + "]" * DEEP + "\n"), "brackets within each other"),
     "resume: event of 100,000 brackets": Case("resume", text(EVENTS, "[" * DEEP + "]" * DEEP + "\n"), "brackets within"),
@@ -546,22 +600,40 @@ CASES = {
     "event lost without a worker": Case("status", line("events.jsonl", kind="lost"), "no worker"),
     "event at a time that is a text": Case("status", line("events.jsonl", kind="note", time="now"), "time"),
     "event at a time without end": Case("status", line("events.jsonl", kind="note", text="x", time=1e300), "time"),
-    "event of an endless generation": Case("status", line("events.jsonl", kind="generation", generation=10**15, workers=[]), "generation"),
-    "event of workers that is a number": Case("status", line("events.jsonl", kind="generation", generation=3, workers=7), "workers"),
-    "event of a pause that is a text": Case("status", line("events.jsonl", kind="generation", generation=3, workers=[], pause_s="x"), "pause_s"),
+    "event of an endless generation": Case(
+        "status", line("events.jsonl", kind="generation", generation=10**15, workers=[]), "generation"
+    ),
+    "event of workers that is a number": Case(
+        "status", line("events.jsonl", kind="generation", generation=3, workers=7), "workers"
+    ),
+    "event of a pause that is a text": Case(
+        "status", line("events.jsonl", kind="generation", generation=3, workers=[], pause_s="x"), "pause_s"
+    ),
     "event of the end without a word": Case("status", line("events.jsonl", kind="end", step=4), "no end"),
     "event line of a terabyte": Case("status", instead(EVENTS, sparse), "more than"),
     "metrics of a list": Case("resume", text(METRICS, "[1]\n"), "no object"),
     "metrics without a step": Case("status", line("metrics.jsonl", loss=1.0), "no step"),
     "metrics without seconds": Case("status", line("metrics.jsonl", step=5, loss=1.0), "no seconds"),
-    "metrics with seconds that are a text": Case("status", line("metrics.jsonl", step=5, loss=1.0, seconds="1", samples_per_s=1), "seconds"),
-    "metrics with a step that is a text": Case("status --svg", line("metrics.jsonl", step="5", loss=1.0, seconds=1, samples_per_s=1), "step"),
+    "metrics with seconds that are a text": Case(
+        "status", line("metrics.jsonl", step=5, loss=1.0, seconds="1", samples_per_s=1), "seconds"
+    ),
+    "metrics with a step that is a text": Case(
+        "status --svg", line("metrics.jsonl", step="5", loss=1.0, seconds=1, samples_per_s=1), "step"
+    ),
     "metrics that are a link out": Case("resume", link(METRICS, "outside/events.jsonl"), "a symbolic link"),
-    "cluster's pid that leads out": Case("status", document("cluster.json", nodes=[{"node": "n", "pid": "../{place}/outside", "head": True}]), "nodes"),
+    "cluster's pid that leads out": Case(
+        "status", document("cluster.json", nodes=[{"node": "n", "pid": "../{place}/outside", "head": True}]), "nodes"
+    ),
     "cluster's nodes a number": Case("status", document("cluster.json", nodes=7), "nodes"),
-    "cluster of 100,000 brackets": Case("status of the last run", text("runs/tiny/cluster.json", "[" * DEEP + "]" * DEEP), "brackets within"),
-    "cluster that is a link": Case("status of the last run", link("runs/tiny/cluster.json", "outside/job.yaml"), "a symbolic link"),
-    "plan without stages": Case("status", both(document("members.json", plan=None), document("plan.json", stages=[])), "stages"),
+    "cluster of 100,000 brackets": Case(
+        "status of the last run", text("runs/tiny/cluster.json", "[" * DEEP + "]" * DEEP), "brackets within"
+    ),
+    "cluster that is a link": Case(
+        "status of the last run", link("runs/tiny/cluster.json", "outside/job.yaml"), "a symbolic link"
+    ),
+    "plan without stages": Case(
+        "status", both(document("members.json", plan=None), document("plan.json", stages=[])), "stages"
+    ),
     "plan with stages of texts": Case("status", document("plan.json", stages=["x"]), "stages"),
     "plan with replicas that are a text": Case("status", document("plan.json", stages=[{"replicas": "2"}]), "stages"),
     "plan that is a FIFO": Case("status", instead("runs/tiny/plan.json", os.mkfifo), "a FIFO"),
@@ -571,7 +643,7 @@ CASES = {
     "members with a step that is a text": Case("status", document("members.json", step="x"), "step"),
     "members that replay nothing": Case("status", document("members.json", replaying={"step": 1}), "replaying"),
     "members of a terabyte": Case("status", instead("runs/tiny/members.json", sparse), "more than"),
-}  # fmt: skip
+}
 
 
 def run(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str, float, list[str]]:
