@@ -58,8 +58,8 @@ def _read(rows: Iterable[tuple[int, Sequence[str]]]) -> Schedule:
         raise ScheduleError("the schedule file has no instruction", cure="write one row per worker with cells such as 0F0,0B0")
     # All stages run all microbatches: a number that is not below this would only make long lists before it is found wrong.
     total = sum(map(len, orders))
-    for order in orders:
-        for instruction in order:
+    for row in orders:
+        for instruction in row:
             if max(instruction.stage, instruction.microbatch) >= total:
                 raise ScheduleError(
                     f"{instruction} is the instruction of a stage or microbatch that cannot be: there are {total:,} in all",
