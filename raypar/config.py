@@ -506,8 +506,9 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
     model: type[BaseModel] = Job
     for part in path:
-        if isinstance(part, str):
-            model = next(_sections(model.model_fields[part].annotation))
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        if field is not None:  # else an item of a list, or a key of values that have no section
+            model = next(_sections(field.annotation), model)
     return model
 
 
@@ -538,7 +539,9 @@ def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
         return f"{key} is missing", f"add {key} to the job file"
     expected = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if error["type"].startswith(("model_", "dict_type")):
-        section = next(_sections(_section_at(path[:-1]).model_fields[path[-1]].annotation), None) if path else Job
+        names = [at for at, part in enumerate(path) if isinstance(part, str)]  # an item of a list is told by the list's section
+        known = _section_at(path[: names[-1]]).model_fields.get(str(path[names[-1]])) if names else None
+        section = next(_sections(known.annotation), None) if known is not None else None if path else Job
         expected = f"keys and values ({', '.join(_keys(section))})" if section else "keys and values"
     if error["loc"] == ("plan", _AUTO):
         expected = f"auto, or keys and values ({', '.join(_keys(PlanConfig))})"

@@ -116,7 +116,7 @@ def _fields(found: Mapping[str, Any], fields: Mapping[str, Check], required: tup
 
 def _wrong(found: Mapping[str, Any], fields: Mapping[str, Check], required: tuple[str, ...]) -> str | None:
     """The first key that is missing, or of another type than it must be."""
-    for key in required:
+    for key in (*required, *(("time",) if "time" in found else ())):  # a time may be absent, not null
         if found.get(key) is None:
             return key
     return next((key for key, check in fields.items() if found.get(key) is not None and not check(found[key])), None)

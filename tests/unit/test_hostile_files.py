@@ -548,6 +548,10 @@ CASES = {
     "job with endless chunks": Case("plan", job("plan: {stages: 2, schedule: interleaved, chunks: 1000000000000}"), "chunks"),
     "job with endless standbys": Case("train", job("elastic: {standbys: 1000000000000}"), "standbys"),
     "job with microbatches NaN": Case("plan", job("microbatches: .nan"), "microbatches"),
+    "job with callbacks of numbers": Case(
+        "plan", job("callbacks: [7]"), "callbacks.0: expected keys and values (function, args)"
+    ),
+    "job with optimizer groups of numbers": Case("plan", job("optimizer: {function: torch.optim:SGD, groups: [7]}"), "groups"),
     "job with clip_norm NaN": Case("plan", job("clip_norm: .nan"), "clip_norm"),
     # schedules
     "schedule with an endless microbatch": Case(
@@ -598,6 +602,9 @@ CASES = {
     "event of a kind that is a list": Case("status", line("events.jsonl", kind=["lost"]), "kind"),
     "event lost without a worker": Case("status", line("events.jsonl", kind="lost"), "no worker"),
     "event at a time that is a text": Case("status", line("events.jsonl", kind="note", time="now"), "time"),
+    "event at no time": Case(
+        "status", line("events.jsonl", kind="generation", generation=3, workers=[], time=None), "time is None"
+    ),
     "event at a time without end": Case("status", line("events.jsonl", kind="note", text="x", time=1e300), "time"),
     "event of an endless generation": Case(
         "status", line("events.jsonl", kind="generation", generation=10**15, workers=[]), "generation"
