@@ -750,3 +750,40 @@ def test_there_are_enough_cases_and_their_number_is_printed(capsys: pytest.Captu
         print(f"\n{len(CASES)} hostile files, {len(FINE)} that are fine")
     assert len(CASES) >= 60
     assert yaml.safe_load(laughs(1))["a1"] == ["lol"] * 10, "the bomb is YAML"
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"),
+    [
+        (b"7", 0),
+        (b"[]", 1),
+        (b'{"a": [{"b": []}, 1]}', 4),
+        (b'"[[[["', 0),
+        (b'["\\"[[[", {}]', 2),
+        (b'"' + b'\\"[' * DEEP, 0),
+        (b"[" * 64 + b"]" * 64, 64),
+        (b"[" * DEEP + b"]" * DEEP, 65),
+        (b"]" * DEEP, 65),
+    ],
+)
+def test_brackets_are_counted_before_a_text_is_parsed_but_not_those_in_strings(text: bytes, depth: int):
+    from raypar.input_files import nested
+
+    assert nested(text) == depth
+
+
+def test_a_header_says_where_a_tensors_bytes_are(place: Path):
+    from raypar.worker.safetensors_header import read_header
+
+    file = place / A
+    found = read_header(file)
+    assert {name: (info.dtype, info.shape) for name, info in found.items()} == {
+        "w": ("F32", (3, 3)), "w#exp_avg": ("F32", (3, 3)), "b": ("F32", (3,)),
+    }  # fmt: skip
+    tensors, content = load_file(file), file.read_bytes()
+    for name, info in found.items():
+        assert content[info.start : info.stop] == tensors[name].numpy().tobytes()
+    (place / "linked").symlink_to(file)
+    assert read_header(place / "linked") == found, "a path that the user gives may be a link"
+    with pytest.raises(checkpoint.CheckpointError, match="a symbolic link"):
+        read_header(place / "linked", follow=False)
