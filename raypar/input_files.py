@@ -33,6 +33,7 @@ _KINDS = {
 }
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+_SAME_BRACKET = bytes.maketrans(b"{}", b"[]")
 
 
 def kind_of(mode: int) -> str | None:
@@ -119,10 +120,10 @@ def parse_json(content: bytes) -> Any:
 
 def nested(content: bytes) -> int:
     """How many brackets of a JSON text lie within each other, outside of strings; `MOST_DEPTH` + 1 stands for any more."""
-    left = _STRING.sub(b"", content).translate(None, _NO_BRACKET)
+    left = _STRING.sub(b"", content).translate(_SAME_BRACKET, _NO_BRACKET)
     depth = 0
     while left and depth <= MOST_DEPTH:
-        inner = left.replace(b"[]", b"").replace(b"{}", b"")
+        inner = left.replace(b"[]", b"")
         if inner == left:  # brackets that do not match: each may open a level
             return min(MOST_DEPTH + 1, depth + len(left))
         left, depth = inner, depth + 1
