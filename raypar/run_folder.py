@@ -111,9 +111,9 @@ class RunFolder:
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
         """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
         for path in (Path(run), Path(run_dir) / run):
-            RunFolder(path).check_files()
             has_job = (path / "job.yaml").is_file()
             if has_job or (path / "checkpoints").is_dir():
+                RunFolder(path).check_files()
                 if with_job and not has_job:
                     raise ConfigError(
                         f"run {path} has no job.yaml: raypar.Trainer made it, from functions without names, or it was removed",
