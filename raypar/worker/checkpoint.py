@@ -331,13 +331,17 @@ def read_tensors(
 
 
 def _read(
-    manifest: Manifest, entries: Sequence[Entry], take: Callable[[str, Tensor], Tensor] | None = None
+    manifest: Manifest,
+    entries: Sequence[Entry],
+    take: Callable[[str, Tensor], Tensor] | None = None,
+    headers: dict[str, tuple[tuple[int, ...], Header]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """`entries`: as in the manifest, those of one name and kind together.
 
     The checksums are `verify`'s; it may have been another process that verified, some time ago. Length and header are compared
     again with the manifest here, in the file that is then read and stays open: a file that was replaced meanwhile by one of
     another size or shape is refused. Other bytes in the same places are not noticed before the next `verify`.
+    `headers`: of files that were read before, with what the file system says of each, so that they are not parsed again.
     """
     import torch
 
@@ -345,10 +349,20 @@ def _read(
     with contextlib.ExitStack() as stack:
         files: dict[str, tuple[BinaryIO, Header]] = {}
 
+        def header_in(opened: BinaryIO, name: str) -> Header:
+            about = os.fstat(opened.fileno())
+            same = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+            if headers is None or headers.get(name, ((), None))[0] != same:
+                header = _header_of(manifest, name, opened)
+                if headers is not None:
+                    headers[name] = same, header
+                return header
+            return headers[name][1]
+
         def tensor_of(entry: Entry) -> Tensor:
             if entry.file not in files:
                 opened = stack.enter_context(_open(manifest, entry.file))
-                files[entry.file] = opened, _header_of(manifest, entry.file, opened)
+                files[entry.file] = opened, header_in(opened, entry.file)
             file, header = files[entry.file]
             tensor = torch.empty(entry.part, dtype=getattr(torch, entry.dtype))
             with _reading(manifest.path / entry.file):
@@ -381,13 +395,14 @@ class Parameters(Mapping[str, "Tensor"]):
 
     def __init__(self, path: Path, kinds: Collection[str] = (PARAMETER,)) -> None:
         self._manifest = load_manifest(path)
+        self._headers: dict[str, tuple[tuple[int, ...], Header]] = {}
         self._entries: dict[str, list[Entry]] = {}
         for entry in self._manifest.entries:
             if entry.kind in kinds:
                 self._entries.setdefault(entry.name, []).append(entry)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = _read(self._manifest, self._entries[name])[name][self._entries[name][0].kind]
+        tensor: Tensor = _read(self._manifest, self._entries[name], headers=self._headers)[name][self._entries[name][0].kind]
         return tensor
 
     def specs(self) -> list[tuple[str, str, Sequence[int]]]:

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ class Manifest:
         first = {(e.file, e.key): e.name for e in self.entries if e.kind == PARAMETER}
         return {e.name: first[e.file, e.key] for e in self.entries if e.kind == TIE}
 
+    @cached_property
+    def tensors(self) -> Mapping[str, Mapping[str, Entry]]:
+        """File -> key -> what lies there; ties left out."""
+        found: dict[str, dict[str, Entry]] = {file: {} for file in self.files}
+        for entry in self.entries:
+            if entry.file and entry.kind != TIE:
+                found[entry.file][entry.key] = entry
+        return found
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameter name -> shape of the unsharded tensor."""
@@ -139,7 +149,7 @@ def parse(body: Mapping[str, Any], path: Path) -> Manifest:
 
 def check_header(manifest: Manifest, file: str, header: Header) -> None:
     """Raises `ValueError` where a file's header and the manifest do not say the same of its tensors."""
-    named = {entry.key: entry for entry in manifest.entries if entry.file == file and entry.kind != TIE}
+    named = manifest.tensors[file]
     absent, unknown = sorted(named.keys() - header.tensors.keys()), sorted(header.tensors.keys() - named.keys())
     if absent or unknown:
         which, key = ("only the manifest", absent[0]) if absent else ("only the file", unknown[0])
