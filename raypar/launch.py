@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -333,10 +333,10 @@ def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[st
     }
 
 
-def traced_steps(first: int, end: int, every: int) -> frozenset[int]:
+def traced_steps(first: int, end: int, every: int) -> Collection[int]:
     """Steps whose spans are kept; the latest is drawn. Without `every` a few, early ones too, should the run end there."""
     if every:
-        return frozenset(range(first, end, every))
+        return range(first, end, every)
     return frozenset(s for s in (first, first + 4, first + 20, first + 100, end - 1) if first <= s < end)
 
 
@@ -427,6 +427,8 @@ def resume_job(
         except CheckpointError:
             save_first(folder, address)
             raise
+        for _ in folder.read(folder.metrics):  # what is wrong with them is said before anything is started
+            pass
         options = options_of(job, found, stop_at_step, address, local_nodes)
         options, plan = resumed(options, path, spec, chooser(job, spec), tell)
         return launch(spec, plan, options, tell)
@@ -520,22 +522,21 @@ def chooser(job: Job, spec: JobSpec) -> Callable[[Checked], Planned]:
     config = job.plan
     if not isinstance(config, PlanConfig):
         return lambda checked: choose(spec, checked, None, "", job.workers)
-    name = config.schedule_file or config.schedule
-    return lambda checked: choose(spec, checked, config.to_plan, name, job.workers, orders_of(config))
+    name, orders = config.schedule_file or config.schedule, orders_of(config)
+    return lambda checked: choose(spec, checked, config.to_plan, name, job.workers, orders)
 
 
 def orders_of(config: PlanConfig) -> Callable[[Routing], Schedule]:
-    """The schedule that a plan section asks for: a file, or a name with an optional warmup."""
+    """The schedule that a plan section asks for: a file, or a name with an optional warmup. The file is read at once."""
+    from raypar.input_files import SCHEDULE_BYTES, read_text
+    from raypar.schedule import registry
+    from raypar.schedule.file import read_csv
 
-    def orders(routing: Routing) -> Schedule:
-        from raypar.schedule import registry
-        from raypar.schedule.file import read_csv
-
-        if config.schedule_file is not None:
-            return read_csv(Path(config.schedule_file).read_text(encoding="utf-8"))
-        return registry.build(config.schedule, routing, warmup=config.warmup)
-
-    return orders
+    if config.schedule_file is not None:
+        cure = "name a schedule file; `raypar simulate --csv F` writes one"
+        schedule = read_csv(read_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure))
+        return lambda routing: schedule
+    return lambda routing: registry.build(config.schedule, routing, warmup=config.warmup)
 
 
 def make_importable(folder: Path) -> None:

@@ -1,0 +1,146 @@
+"""Files that come from outside are not trusted: opened without following or hanging, read up to a limit, parsed up to a depth.
+
+Used for checkpoints, run folders, job files, schedules and token files. What is refused is refused before it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from raypar.errors import ConfigError, InputError
+
+TEXT_BYTES = 4 << 20
+"""Of a file that people write or read."""
+SCHEDULE_BYTES = 64 << 20
+"""Of a schedule file: some million instructions."""
+MOST_DEPTH = 64
+"""Brackets within each other in JSON and YAML. raypar's own files have 6 at most."""
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+}
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+_SAME_BRACKET = bytes.maketrans(b"{}", b"[]")
+
+
+def kind_of(mode: int) -> str | None:
+    """What a file is that is no regular file: `a FIFO`, `a symbolic link`, ...; None of a regular file."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+@contextlib.contextmanager
+def open_regular(
+    path: Path, *, follow: bool, error: type[InputError] = ConfigError, cure: str = "give the path of a file", what: str = ""
+) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; anything else is refused without waiting for it, as opening a FIFO would.
+
+    `follow`: whether `path` may be a symbolic link: yes for a path that the user gave, no for a name that was read from a file
+    or that lies in a folder of which only the folder was given. `what`: `job file `, for messages. Raises `error`.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        # Looked at first: opening a device can have effects of its own. The open file is looked at again, since it may have
+        # been replaced in between.
+        refused = kind_of((os.stat if follow else os.lstat)(path).st_mode)
+        descriptor = -1 if refused else os.open(path, flags)
+    except OSError as failed:
+        raise error(f"cannot read {what}{shown(path)}: {failed.strerror or failed}", cure=cure) from failed
+    except ValueError as failed:  # a path with a null character
+        raise error(f"cannot read {what}{shown(path)}: {failed}", cure=cure) from failed
+    if refused is None:
+        file = os.fdopen(descriptor, "rb")
+        refused = kind_of(os.fstat(descriptor).st_mode)
+        if refused is None:
+            with file:
+                yield file
+            return
+        file.close()
+    raise error(f"cannot read {what}{shown(path)}: it is {refused}, not a regular file", cure=cure)
+
+
+def read_bytes(
+    path: Path,
+    *,
+    follow: bool,
+    limit: int = TEXT_BYTES,
+    error: type[InputError] = ConfigError,
+    cure: str = "give the path of a file",
+    what: str = "",
+) -> bytes:
+    """The whole of a regular file of at most `limit` bytes. Raises `error`."""
+    with open_regular(path, follow=follow, error=error, cure=cure, what=what) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            content = file.read(limit + 1) if size <= limit else b""
+        except OSError as failed:
+            raise error(f"cannot read {what}{shown(path)}: {failed.strerror or failed}", cure=cure) from failed
+    if size > limit or len(content) > limit:
+        raise error(
+            f"{what}{shown(path)} has {max(size, len(content)):,} bytes, more than the {limit:,} that are read", cure=cure
+        )
+    return content
+
+
+def read_text(
+    path: Path,
+    *,
+    follow: bool,
+    limit: int = TEXT_BYTES,
+    error: type[InputError] = ConfigError,
+    cure: str = "give the path of a file",
+    what: str = "",
+) -> str:
+    """The same as text (UTF-8). Raises `error`."""
+    try:
+        return read_bytes(path, follow=follow, limit=limit, error=error, cure=cure, what=what).decode()
+    except UnicodeDecodeError as failed:
+        raise error(f"{what}{shown(path)} is not UTF-8 text: {failed.reason} at byte {failed.start:,}", cure=cure) from failed
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text. Raises `ValueError` for what is none, for more than `MOST_DEPTH` brackets within each other
+    (before anything is parsed) and for a key given twice."""
+    if nested(content) > MOST_DEPTH:
+        raise ValueError(f"more than {MOST_DEPTH} brackets within each other")
+    return json.loads(content.decode(), object_pairs_hook=_once)
+
+
+def nested(content: bytes) -> int:
+    """How many brackets of a JSON text lie within each other, outside of strings; `MOST_DEPTH` + 1 stands for any more."""
+    left = _STRING.sub(b"", content).translate(_SAME_BRACKET, _NO_BRACKET)
+    depth = 0
+    while left and depth <= MOST_DEPTH:
+        inner = left.replace(b"[]", b"")
+        if inner == left:  # brackets that do not match: each may open a level
+            return min(MOST_DEPTH + 1, depth + len(left))
+        left, depth = inner, depth + 1
+    return depth
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A path or a value from a file as part of a message: in one line, and not longer than `most` characters."""
+    text = str(value) if isinstance(value, (str, os.PathLike)) else repr(value)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text[: 2 * most])
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {shown(twice)!r} is given twice")
+    return found
