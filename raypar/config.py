@@ -1,6 +1,6 @@
 """The job file: read, checked and turned into the plain values the rest of raypar works with.
 
-The only module that knows pydantic or YAML. It imports neither torch nor ray, so that a wrong key is reported at once.
+The only module that knows pydantic. It imports neither torch nor ray, so that a wrong key is reported at once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,22 @@ from pydantic import (
 )
 
 from raypar.errors import ConfigError, PlanError
+from raypar.input_files import read_text, shown
 from raypar.plan.parallel_plan import ParallelPlan
+from raypar.safe_yaml import parse_yaml
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 
 _AUTO, _GIVEN = "<auto>", "<given>"
 """Branches of `plan`, as pydantic names them in error locations; taken out again before anyone sees them."""
+
+
+JOB_BYTES = 1 << 20
+"""Of a job file."""
+MOST_WORKERS, MOST_PARTS, MOST_SAMPLES, MOST_STEPS = 2**16, 2**16, 2**24, 10**9
+"""Numbers in a job file up to which lists are made: workers; microbatches, blocks or chunks of a step; samples of a step;
+steps of a run."""
+Workers = Annotated[PositiveInt, Field(le=MOST_WORKERS)]
+Parts = Annotated[PositiveInt, Field(le=MOST_PARTS)]
 
 
 class _Section(BaseModel):
@@ -74,7 +85,7 @@ class DataConfig(FunctionConfig):
     input: str | None = None
     target: str | None = None
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    processes: NonNegativeInt = 0
+    processes: Annotated[NonNegativeInt, Field(le=MOST_WORKERS)] = 0
 
     def to_data(self) -> DataSpec:
         """For `JobSpec`."""
@@ -111,6 +122,8 @@ def _counts(value: Any) -> Any:
     each = value if isinstance(value, (list, tuple)) and value else [value]
     if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in each):
         raise ValueError("a number >= 1, or a list with one per stage")
+    if sum(each) > MOST_WORKERS:
+        raise ValueError(f"at most {MOST_WORKERS:,} in all")
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
@@ -127,11 +140,11 @@ class PlanConfig(_Section):
     values [batch, sequence, features] are cut over the sequence.
     """
 
-    stages: PositiveInt = 1
+    stages: Workers = 1
     replicas: Counts = 1
     shards: Counts = 1
     schedule: str = "1f1b"
-    chunks: PositiveInt | None = None
+    chunks: Parts | None = None
     cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
     schedule_file: str | None = None
     warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
@@ -172,7 +185,8 @@ class PlanConfig(_Section):
             )
         if self.schedule_file is not None and not Path(self.schedule_file).is_file():
             raise ConfigError(
-                f"plan.schedule_file {self.schedule_file} does not exist", cure="give the path of a schedule file"
+                f"plan.schedule_file {shown(self.schedule_file)} does not exist, or is no regular file",
+                cure="give the path of a schedule file",
             )
         return self
 
@@ -214,8 +228,8 @@ class ElasticConfig(_Section):
     """
 
     min_workers: PositiveInt = 1
-    max_workers: PositiveInt | None = None
-    standbys: NonNegativeInt = 0
+    max_workers: Workers | None = None
+    standbys: Annotated[NonNegativeInt, Field(le=MOST_WORKERS)] = 0
     grow_after_s: NonNegativeFloat = 5.0
     step_deadline_s: PositiveFloat = 3.0
     mirror: Literal["auto", "off"] | PositiveInt = "auto"
@@ -274,10 +288,10 @@ class Job(_Section):
 
     name: str
     seed: int = 0
-    steps: PositiveInt
-    batch_size: PositiveInt
-    microbatches: PositiveInt
-    virtual_replicas: NonNegativeInt = 0
+    steps: Annotated[PositiveInt, Field(le=MOST_STEPS)]
+    batch_size: Annotated[PositiveInt, Field(le=MOST_SAMPLES)]
+    microbatches: Parts
+    virtual_replicas: Annotated[NonNegativeInt, Field(le=MOST_PARTS)] = 0
     model: FunctionConfig
     loss: FunctionConfig
     data: DataConfig
@@ -295,7 +309,7 @@ class Job(_Section):
     reduction: Literal["canonical", "fast"] = "canonical"
     dtype: Literal["float32", "float64"] = "float32"
     device: Literal["cpu", "gpu"] = "cpu"
-    threads: PositiveInt = 1
+    threads: Annotated[PositiveInt, Field(le=MOST_WORKERS)] = 1
     non_finite: Literal["stop", "skip"] = "stop"
     max_time_s: PositiveFloat | None = None
     early_stopping: EarlyStoppingConfig | None = None
@@ -391,38 +405,17 @@ class Job(_Section):
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `3e-4` for a string; here it is a number. A key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file, apply `a.b=c` overrides (values in YAML), check everything. Raises `ConfigError` or `PlanError`."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read job file {path}: {getattr(error, 'strerror', None) or error}",
-            cure="give the path of a YAML file such as jobs/quickstart.yaml",
-        ) from error
+    cure = "give the path of a YAML file such as jobs/quickstart.yaml"
+    text = read_text(path, follow=True, limit=JOB_BYTES, cure=cure, what="job file ")
     return parse_job(text, overrides, source=str(path), name=path.stem)
 
 
 def parse_job(text: str, overrides: Sequence[str] = (), *, source: str = "job", name: str | None = None) -> Job:
     """`load_job` of a text; `name`: of the job, should the text give none; `source`: for messages."""
-    tree = _yaml(text, source)
+    tree = parse_yaml(text, source)
     if not isinstance(tree, dict):
         raise ConfigError(f"{source} holds a {type(tree).__name__}, not keys and values", cure=f"keys: {', '.join(_keys(Job))}")
     for override in overrides:
@@ -455,25 +448,13 @@ def parse_elastic(given: bool | Mapping[str, Any] | ElasticConfig | None) -> Ela
         raise _told(error, ("elastic",)) from None
 
 
-def _yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(
-            f"{source}{where}: not valid YAML: {problem}", cure="check indentation, colons and brackets"
-        ) from None
-
-
 def _apply(tree: dict[str, Any], override: str) -> None:
     """Set one key; `module:name` entries and `plan: auto` become mappings where a key inside them is set."""
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"override {override!r} is not key=value", cure="for example --set plan.stages=4")
-    value = _yaml(text, f"--set {override}")
+    value = parse_yaml(text, f"--set {override}")
     here: Any = tree
     for index, part in enumerate(parts[:-1]):
         at = ".".join(parts[: index + 1])
@@ -548,7 +529,7 @@ def _told(error: ValidationError, inside: tuple[str, ...]) -> ConfigError:
 def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
     """(what, cure) of one of pydantic's findings."""
     path = [part for part in error["loc"] if part not in (_AUTO, _GIVEN)]
-    key = ".".join(map(str, path)) or "the job file"
+    key = shown(".".join(map(str, path))) or "the job file"
     if error["type"] == "extra_forbidden":
         near = _nearest(str(path[-1]), path[:-1])
         valid = ", ".join(_keys(_section_at(path[:-1])))
@@ -562,4 +543,4 @@ def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
     if error["loc"] == ("plan", _AUTO):
         expected = f"auto, or keys and values ({', '.join(_keys(PlanConfig))})"
     got = error["input"]
-    return f"{key}: expected {expected}, got {got!r} ({type(got).__name__})", f"correct {key} in the job file"
+    return f"{key}: expected {expected}, got {shown(repr(got))} ({type(got).__name__})", f"correct {key} in the job file"

@@ -17,7 +17,9 @@ from typing import Any, BinaryIO
 from raypar.errors import ConfigError, InputError
 
 TEXT_BYTES = 4 << 20
-"""Of a job file, a schedule file, and other small files that people write or read."""
+"""Of a file that people write or read."""
+SCHEDULE_BYTES = 64 << 20
+"""Of a schedule file: some million instructions."""
 MOST_DEPTH = 64
 """Brackets within each other in JSON and YAML. raypar's own files have 6 at most."""
 
@@ -40,12 +42,12 @@ def kind_of(mode: int) -> str | None:
 
 @contextlib.contextmanager
 def open_regular(
-    path: Path, *, follow: bool, error: type[InputError] = ConfigError, cure: str = "give the path of a file"
+    path: Path, *, follow: bool, error: type[InputError] = ConfigError, cure: str = "give the path of a file", what: str = ""
 ) -> Iterator[BinaryIO]:
     """Open a regular file for reading; anything else is refused without waiting for it, as opening a FIFO would.
 
     `follow`: whether `path` may be a symbolic link: yes for a path that the user gave, no for a name that was read from a file
-    or that lies in a folder of which only the folder was given. Raises `error`.
+    or that lies in a folder of which only the folder was given. `what`: `job file `, for messages. Raises `error`.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -54,9 +56,9 @@ def open_regular(
         refused = kind_of((os.stat if follow else os.lstat)(path).st_mode)
         descriptor = -1 if refused else os.open(path, flags)
     except OSError as failed:
-        raise error(f"cannot read {shown(path)}: {failed.strerror or failed}", cure=cure) from failed
+        raise error(f"cannot read {what}{shown(path)}: {failed.strerror or failed}", cure=cure) from failed
     except ValueError as failed:  # a path with a null character
-        raise error(f"cannot read {shown(path)}: {failed}", cure=cure) from failed
+        raise error(f"cannot read {what}{shown(path)}: {failed}", cure=cure) from failed
     if refused is None:
         file = os.fdopen(descriptor, "rb")
         refused = kind_of(os.fstat(descriptor).st_mode)
@@ -65,7 +67,7 @@ def open_regular(
                 yield file
             return
         file.close()
-    raise error(f"cannot read {shown(path)}: it is {refused}, not a regular file", cure=cure)
+    raise error(f"cannot read {what}{shown(path)}: it is {refused}, not a regular file", cure=cure)
 
 
 def read_bytes(
@@ -75,16 +77,19 @@ def read_bytes(
     limit: int = TEXT_BYTES,
     error: type[InputError] = ConfigError,
     cure: str = "give the path of a file",
+    what: str = "",
 ) -> bytes:
     """The whole of a regular file of at most `limit` bytes. Raises `error`."""
-    with open_regular(path, follow=follow, error=error, cure=cure) as file:
+    with open_regular(path, follow=follow, error=error, cure=cure, what=what) as file:
         size = os.fstat(file.fileno()).st_size
         try:
             content = file.read(limit + 1) if size <= limit else b""
         except OSError as failed:
-            raise error(f"cannot read {shown(path)}: {failed.strerror or failed}", cure=cure) from failed
+            raise error(f"cannot read {what}{shown(path)}: {failed.strerror or failed}", cure=cure) from failed
     if size > limit or len(content) > limit:
-        raise error(f"{shown(path)} has {max(size, len(content)):,} bytes, more than the {limit:,} that are read", cure=cure)
+        raise error(
+            f"{what}{shown(path)} has {max(size, len(content)):,} bytes, more than the {limit:,} that are read", cure=cure
+        )
     return content
 
 
@@ -95,12 +100,13 @@ def read_text(
     limit: int = TEXT_BYTES,
     error: type[InputError] = ConfigError,
     cure: str = "give the path of a file",
+    what: str = "",
 ) -> str:
     """The same as text (UTF-8). Raises `error`."""
     try:
-        return read_bytes(path, follow=follow, limit=limit, error=error, cure=cure).decode()
+        return read_bytes(path, follow=follow, limit=limit, error=error, cure=cure, what=what).decode()
     except UnicodeDecodeError as failed:
-        raise error(f"{shown(path)} is not UTF-8 text: {failed.reason} at byte {failed.start:,}", cure=cure) from failed
+        raise error(f"{what}{shown(path)} is not UTF-8 text: {failed.reason} at byte {failed.start:,}", cure=cure) from failed
 
 
 def parse_json(content: bytes) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -331,10 +331,10 @@ def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[st
     }
 
 
-def traced_steps(first: int, end: int, every: int) -> frozenset[int]:
+def traced_steps(first: int, end: int, every: int) -> Collection[int]:
     """Steps whose spans are kept; the latest is drawn. Without `every` a few, early ones too, should the run end there."""
     if every:
-        return frozenset(range(first, end, every))
+        return range(first, end, every)
     return frozenset(s for s in (first, first + 4, first + 20, first + 100, end - 1) if first <= s < end)
 
 
@@ -526,11 +526,13 @@ def orders_of(config: PlanConfig) -> Callable[[Routing], Schedule]:
     """The schedule that a plan section asks for: a file, or a name with an optional warmup."""
 
     def orders(routing: Routing) -> Schedule:
+        from raypar.input_files import SCHEDULE_BYTES, read_text
         from raypar.schedule import registry
         from raypar.schedule.file import read_csv
 
         if config.schedule_file is not None:
-            return read_csv(Path(config.schedule_file).read_text(encoding="utf-8"))
+            cure = "name a schedule file; `raypar simulate --csv F` writes one"
+            return read_csv(read_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure))
         return registry.build(config.schedule, routing, warmup=config.warmup)
 
     return orders

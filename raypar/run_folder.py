@@ -6,13 +6,27 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raypar.errors import ConfigError
+from raypar.input_files import kind_of, open_regular, parse_json, read_bytes, shown
+from raypar.run_records import check_document, check_event, check_metrics
+
+FILES = (
+    "job.yaml", "plan.json", "plan.new", "metrics.jsonl", "events.jsonl", "members.json", "members.new", "cluster.json",
+    "trace.json", "swimlane.svg", "wandb.id", "mlflow.id",
+)  # fmt: skip
+"""What a run reads and writes directly in its folder."""
+LINE_BYTES = 1 << 20
+"""Of a line of metrics or events."""
+DOCUMENT_BYTES = 16 << 20
+"""Of plan, members or cluster: tens of thousands of workers."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,7 @@ class RunFolder:
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
         """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
         for path in (Path(run), Path(run_dir) / run):
+            RunFolder(path).check_files()
             has_job = (path / "job.yaml").is_file()
             if has_job or (path / "checkpoints").is_dir():
                 if with_job and not has_job:
@@ -121,22 +136,37 @@ class RunFolder:
     @staticmethod
     def latest(run_dir: str | Path = "runs/") -> RunFolder:
         """The run under `run_dir` that was started or resumed last. Raises `ConfigError` when there is none."""
-        started = sorted(Path(run_dir).glob("*/cluster.json"), key=lambda path: path.stat().st_mtime)
+        started = sorted(Path(run_dir).glob("*/cluster.json"), key=lambda path: path.lstat().st_mtime)
         if not started:
             raise ConfigError(
                 f"no run lies under {run_dir}",
                 cure="give the path of the run's folder, or --run-dir with the folder of your runs",
             )
-        return RunFolder(started[-1].parent)
+        found = RunFolder(started[-1].parent)
+        found.check_files()
+        return found
+
+    def check_files(self) -> None:
+        """Raises `ConfigError` where one of the run's files is a link, a FIFO or the like: what a run reads and writes
+        would lie somewhere else, or be waited for without end."""
+        for name in FILES:
+            try:
+                kind = kind_of((self.path / name).lstat().st_mode)
+            except (OSError, ValueError):  # there is none
+                continue
+            if kind is not None:
+                raise ConfigError(
+                    f"{shown(self.path / name)} is {kind}, not a regular file of the run", cure="remove it, or put a copy there"
+                )
 
     def under_way(self) -> bool:
         """Whether a process of this machine trains in this folder."""
         try:
-            with open(self.job, "rb") as file:
+            with open_regular(self.job, follow=False) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:
+        except (OSError, ConfigError):
             return False
         return False
 
@@ -171,16 +201,43 @@ class RunFolder:
                 path.write_bytes(whole[0] + whole[1])
 
     def read(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The lines of `metrics` or `events`; one cut off by a crash is left out."""
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    yield json.loads(line)
+        """The lines of `metrics` or `events`; one cut off by a crash is left out. Raises `ConfigError` for a line that is whole
+        and cannot be one of raypar's."""
+        if not os.path.lexists(path):
+            return
+        check = check_event if path == self.events else check_metrics
+        with open_regular(path, follow=False, cure="remove it") as file:
+            for number in itertools.count(1):
+                line = file.readline(LINE_BYTES + 1)
+                if not line:
+                    return
+                try:
+                    if len(line) > LINE_BYTES:
+                        raise ValueError(f"it has more than {LINE_BYTES:,} bytes")
+                    if not line.strip():
+                        continue
+                    found = parse_json(line)
+                    check(found)
+                except (json.JSONDecodeError, UnicodeDecodeError):
+                    continue
+                except ValueError as error:
+                    raise ConfigError(
+                        f"{shown(path)}, line {number}: not a line of raypar's: {shown(str(error), 400)}",
+                        cure="remove the line; checkpoints do not depend on it",
+                    ) from error
+                yield found
 
     def document(self, path: Path) -> dict[str, Any] | None:
-        """What stands in `plan`, `members` or `cluster`; None where that file is missing or broken."""
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        """What stands in `plan`, `members` or `cluster`; None where that file is missing or cut off (it is being written).
+        Raises `ConfigError` where it cannot be one of raypar's."""
+        if not os.path.lexists(path):
             return None
-        return found if isinstance(found, dict) else None
+        cure = "remove it; checkpoints do not depend on it"
+        try:
+            found = parse_json(read_bytes(path, follow=False, limit=DOCUMENT_BYTES, cure=cure))
+            check_document(path.name, found)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            return None
+        except ValueError as error:
+            raise ConfigError(f"{shown(path)} is not one of raypar's: {shown(str(error), 400)}", cure=cure) from error
+        return dict(found)

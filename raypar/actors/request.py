@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class RunRequest:
     resume: str | None = None
     keep: int = 2
     host: str | None = None
-    trace: frozenset[int] = frozenset()
+    trace: Collection[int] = frozenset()
     max_time_s: float | None = None
     wait_for_workers_s: float = 300.0
     start_deadline_s: float = 300.0

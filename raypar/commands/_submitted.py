@@ -38,10 +38,15 @@ def unfinished(job: Job) -> tuple[RunFolder | None, str]:
     runs = [path for path in Path(job.run_dir).glob("*/job.yaml") if numbered.fullmatch(path.parent.name)]
     if not runs:
         return None, ""
-    folder = RunFolder(max(runs, key=lambda path: path.stat().st_mtime).parent)
-    path, _ = usable(folder.checkpoints)
+    folder = RunFolder(max(runs, key=lambda path: path.lstat().st_mtime).parent)
+    folder.check_files()
+    path, skipped = usable(folder.checkpoints)
     if path is None:
-        return None, f"run {folder.name} in {folder.path} has no checkpoint: a new run begins"
+        why = f" ({'; '.join(skipped)})" if skipped else ""
+        return (
+            None,
+            f"run {folder.name} in {folder.path} has no checkpoint{' that is whole' * bool(skipped)}{why}: a new run begins",
+        )
     manifest, spec = load_manifest(path), job.to_spec()
     differences = contract_differences(manifest, spec)
     if differences:

@@ -99,9 +99,9 @@ def cluster_of(run: str, run_dir: str) -> dict[str, Any]:
             else "to drain a node all the same give --address host:port",
         )
     facts = folder.document(folder.cluster)
-    if facts is None:
+    if facts is None or any(facts.get(key) is None for key in ("kind", "address", "nodes")):
         raise ConfigError(
-            f"run {folder.name} does not say where its cluster is: there is no {folder.cluster}",
+            f"run {folder.name} does not say where its cluster is: {folder.cluster} is missing or incomplete",
             cure="give --address host:port",
         )
     return facts

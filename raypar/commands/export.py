@@ -61,7 +61,7 @@ def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
     from raypar.run_folder import RunFolder
     from raypar.worker.checkpoint import MANIFEST, usable, verify
 
-    if (Path(run) / MANIFEST).is_file():
+    if os.path.lexists(Path(run) / MANIFEST):
         return verify(Path(run)).path
     folder = RunFolder.find(run, run_dir, with_job=False)
     if step is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raypar.errors import ConfigError
+from raypar.input_files import SCHEDULE_BYTES, read_text
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing, StagePlan
 from raypar.schedule import registry
 from raypar.schedule.instructions import Schedule
@@ -103,13 +104,8 @@ def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
         if getattr(args, option) is not None:
             raise ConfigError(f"--schedule-file and --{option} exclude each other", cure=f"leave --{option} out")
     path = Path(args.schedule_file)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", cure="name a schedule file; --csv F writes one") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file: {error}", cure="name a schedule file; --csv F writes one") from error
-    schedule = read_csv(text)
+    cure = "name a schedule file; --csv F writes one"
+    schedule = read_csv(read_text(path, follow=True, limit=SCHEDULE_BYTES, cure=cure))
     if args.replicas:
         given = [count for group in args.replicas for count in group]
         replicas = _per_stage("--replicas", args.replicas, args.stages or len(given), 1)

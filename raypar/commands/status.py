@@ -87,16 +87,13 @@ def write(file: str, text: str, option: str) -> None:
 
 def read(folder: RunFolder, now: float) -> Status:
     """The status of the run in a folder."""
-    import yaml
-
     from raypar.commands._status import status
 
     cluster = folder.document(folder.cluster)
-    job = yaml.safe_load(folder.job.read_text(encoding="utf-8")) if folder.job.is_file() else {}
     return status(
         folder.name,
         str(folder.path),
-        steps=job.get("steps"),
+        steps=steps_of(folder),
         plan=folder.document(folder.plan),
         members=folder.document(folder.members),
         metrics=list(folder.read(folder.metrics)),
@@ -106,6 +103,26 @@ def read(folder: RunFolder, now: float) -> Status:
         resumable=any(folder.checkpoints.glob("step_*")),
         now=now,
     )
+
+
+def steps_of(folder: RunFolder) -> int | None:
+    """Steps of the run's job; None without a job file. Raises `ConfigError`."""
+    import os
+
+    from raypar.errors import ConfigError
+    from raypar.input_files import read_text, shown
+    from raypar.safe_yaml import parse_yaml
+
+    if not os.path.lexists(folder.job):
+        return None
+    job = parse_yaml(read_text(folder.job, follow=False, cure="put the run's job file back"), str(folder.job))
+    steps = job.get("steps") if isinstance(job, dict) else None
+    if not isinstance(job, dict) or type(steps) not in (int, type(None)):
+        raise ConfigError(
+            f"{shown(folder.job)} holds {'steps: ' + shown(repr(steps)) if isinstance(job, dict) else shown(job)}",
+            cure="put the run's job file back",
+        )
+    return steps
 
 
 def gone(cluster: Mapping[str, Any]) -> list[str]:

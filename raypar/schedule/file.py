@@ -19,7 +19,7 @@ _KINDS: dict[str, type[Forward] | type[Backward] | type[BackwardInput] | type[Ba
     "I": BackwardInput,
     "W": BackwardWeight,
 }
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _SKIPPED = re.compile(r"|-|None|\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F\d+|RECV_F\d+|SEND_B\d+|RECV_B\d+)")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -56,21 +56,30 @@ def _read(rows: Iterable[tuple[int, Sequence[str]]]) -> Schedule:
         orders.append(tuple(order))
     if not any(orders):
         raise ScheduleError("the schedule file has no instruction", cure="write one row per worker with cells such as 0F0,0B0")
+    # All stages run all microbatches: a number that is not below this would only make long lists before it is found wrong.
+    total = sum(map(len, orders))
+    for order in orders:
+        for instruction in order:
+            if max(instruction.stage, instruction.microbatch) >= total:
+                raise ScheduleError(
+                    f"{instruction} is the instruction of a stage or microbatch that cannot be: there are {total:,} in all",
+                    cure="number stages and microbatches from 0, and write every stage's instructions for all microbatches",
+                )
     return tuple(orders)
 
 
-def _instructions(cell: str, row: int, column: int) -> Iterator[Compute]:
+def _instructions(cell: str, row: int, column: int, *, inside: bool = False) -> Iterator[Compute]:
     found = _CELL.fullmatch(cell)
     if found is not None:
         yield _KINDS[found[2]](int(found[1]), int(found[3]))
         return
     if _SKIPPED.fullmatch(cell):
         return
-    overlapped = _OVERLAPPED.fullmatch(cell)
+    overlapped = None if inside else _OVERLAPPED.fullmatch(cell)
     if overlapped is None:
         raise ScheduleError(
-            f"row {row}, column {column}: {cell!r} is not an instruction",
+            f"row {row}, column {column}: {cell[:40]!r} is not an instruction",
             cure="write stage, kind (F, B, I or W) and microbatch, for example 1F0",
         )
     for part in overlapped[1].split(";"):
-        yield from _instructions(part.strip(), row, column)
+        yield from _instructions(part.strip(), row, column, inside=True)

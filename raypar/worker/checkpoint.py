@@ -19,35 +19,40 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError
+from raypar.input_files import open_regular, parse_json, read_bytes, shown
 from raypar.plan.spans import Spans
+from raypar.worker.manifest import (
+    BUFFER,
+    DTYPES,
+    FORMAT,
+    MANIFEST,
+    PARAMETER,
+    TIE,
+    Entry,
+    Manifest,
+    Name,
+    Scalar,
+    Slice,
+    check_header,
+    checksum,
+    parse,
+    to_json,
+)
+from raypar.worker.safetensors_header import Header, header_of
 from raypar.worker.spec import JobSpec, Ref
+
+__all__ = [  # of the manifest, for those who handle checkpoints
+    "BUFFER", "FORMAT", "MANIFEST", "PARAMETER", "TIE", "Entry", "Manifest", "Name", "Scalar", "Slice",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-PARAMETER = "parameter"
-"""The kind of a parameter's own values; other kinds are the optimizer's keys (`exp_avg`, `step`, ...)."""
-BUFFER = "buffer"
-"""The kind of a persistent buffer: kept for exports only, since every module's constructor makes it again."""
-TIE = "tie"
-"""The kind of a tied parameter's other names: the entry leads to the tensor of its first name. For exports only."""
-
-Name = tuple[str, str]
-"""(qualified parameter name, kind)."""
-Slice = tuple[tuple[int, int], ...]
-"""[start, stop) of every dim of the unsharded tensor."""
-Scalar = float | int | bool | None
-
-_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
-    "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""torch -> safetensors."""
+MANIFEST_BYTES = 256 << 20
+"""Half a million entries."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +75,6 @@ class Slices:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor in a file, or one number. `shape`: of the unsharded tensor; `slice`: the part that the file has."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    slice: Slice = ()
-    file: str = ""
-    key: str = ""
-    value: Scalar = None
-
-
-@dataclass(frozen=True)
 class ShardRecord:
     """What one worker has written."""
 
@@ -91,29 +82,6 @@ class ShardRecord:
     nbytes: int
     sha256: str
     entries: tuple[Entry, ...]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds. `files`: name -> (bytes, sha256); `contract`: what its bits depend on (`contract_of`)."""
-
-    path: Path
-    steps_done: int
-    contract: Mapping[str, Any]
-    entries: tuple[Entry, ...]
-    files: Mapping[str, tuple[int, str]]
-    metrics: Mapping[str, Any]
-
-    @property
-    def ties(self) -> dict[str, str]:
-        """Other name of a tied parameter -> its first name."""
-        first = {(e.file, e.key): e.name for e in self.entries if e.kind == PARAMETER}
-        return {e.name: first[e.file, e.key] for e in self.entries if e.kind == TIE}
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter name -> shape of the unsharded tensor."""
-        return {e.name: e.shape for e in self.entries if e.kind == PARAMETER}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
@@ -147,7 +115,7 @@ def write_shard(
     for (name, kind), tensor in tensors.items():
         held = (slices or {}).get((name, kind)) or Slices(tuple(tensor.shape), 0, ())
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise CheckpointError(f"{name} ({kind}) has dtype {dtype}, which checkpoints do not hold", cure="use a real dtype")
         for number, (part, piece) in enumerate(held.of(tensor)):
             key = (name if kind == PARAMETER else f"{name}#{kind}") + (f"@{number}" if number else "")
@@ -176,7 +144,7 @@ def write_safetensors(
     offset = 0
     for key, dtype, shape in specs:
         end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
-        header[key] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     # The format: length of the header (8 bytes, little endian), header, tensors; padded so that tensors lie at multiples of 8.
     text = json.dumps(header).encode()
@@ -206,21 +174,18 @@ def commit(
     metrics: Mapping[str, Any] | None = None,
 ) -> Path:
     """Add the manifest and give the folder its final name. One that is there already is replaced. Returns the new path."""
-    entries = [entry for record in records for entry in record.entries]
-    assert len({(e.name, e.kind, e.slice) for e in entries}) == len(entries), "two workers wrote the same slice"
-    body = {
-        "format": FORMAT,
-        "steps_done": steps_done,
-        "contract": dict(contract),
-        "metrics": dict(metrics or {}),
-        "files": {r.file: {"bytes": r.nbytes, "sha256": r.sha256} for r in records},
-        "entries": [_entry_to_json(e) for e in sorted(entries, key=lambda e: (e.name, e.kind, e.slice))],
-    }
+    body = to_json(
+        [entry for record in records for entry in record.entries],
+        {record.file: (record.nbytes, record.sha256) for record in records},
+        steps_done=steps_done,
+        contract=contract,
+        metrics=metrics or {},
+    )
     final = folder.with_name(f"step_{steps_done:08d}")
     old = folder.with_name(f".old-step_{steps_done:08d}")
     with _disk(final):
         with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump({**body, "sha256": _digest(body)}, file, indent=1)
+            json.dump(body, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         _sync(folder)
@@ -244,7 +209,8 @@ def keep_last(root: Path, count: int) -> None:
     for _, path in steps[:-count]:
         shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(".*-step_*"):
-        if steps and int(path.name[-8:]) < steps[-1][0]:
+        left = re.fullmatch(r"\.(?:tmp|old)-step_([0-9]+)", path.name)
+        if left is not None and steps and int(left[1]) < steps[-1][0]:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -252,51 +218,83 @@ def keep_last(root: Path, count: int) -> None:
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises `CheckpointError` when it is missing, altered or of another format."""
+    """Read a checkpoint's manifest. Raises `CheckpointError` when it is missing, altered, of another format, or says what no
+    checkpoint can have (`worker/manifest.py`); no other file is opened."""
     file = path / MANIFEST
+    text = read_bytes(file, follow=False, limit=MANIFEST_BYTES, error=CheckpointError, cure="give the folder of a checkpoint")
     try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-        digest = body.pop("sha256")
-        if digest != _digest(body):
-            raise CheckpointError(f"{file} was altered: its checksum is another", cure="use another checkpoint")
-        if body["format"] != FORMAT:
+        body = parse_json(text)
+        if not isinstance(body, dict):
+            raise ValueError("it holds no keys and values")
+        if "sha256" not in body:
+            raise ValueError("it has no checksum")
+        if body.pop("sha256") != checksum(body):
+            raise CheckpointError(f"{shown(file)} was altered: its checksum is another", cure="use another checkpoint")
+        if type(body.get("format")) is not int or body["format"] != FORMAT:
             raise CheckpointError(
-                f"{path} has checkpoint format {body['format']}, this raypar reads {FORMAT}",
+                f"{shown(path)} has checkpoint format {shown(body.get('format'))}, this raypar reads {FORMAT}",
                 cure="use the raypar that wrote it",
             )
-        return Manifest(
-            path=path,
-            steps_done=body["steps_done"],
-            contract=body["contract"],
-            entries=tuple(_entry_from_json(e) for e in body["entries"]),
-            files={name: (f["bytes"], f["sha256"]) for name, f in body["files"].items()},
-            metrics=body["metrics"],
-        )
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}", cure="give the folder of a checkpoint") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}", cure="use another checkpoint") from error
+        return parse(body, path)
+    except ValueError as error:
+        raise CheckpointError(f"{shown(file)} is damaged: {shown(str(error), 600)}", cure="use another checkpoint") from error
 
 
 def verify(path: Path) -> Manifest:
-    """The manifest, after every file's length and checksum were compared with it. Raises `CheckpointError`."""
+    """The manifest, after every file's length, checksum and header were compared with it. Raises `CheckpointError`."""
     manifest = load_manifest(path)
-    for name, (nbytes, sha256) in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing", cure="use another checkpoint")
-        if file.stat().st_size != nbytes:
+    for name, (_, sha256) in manifest.files.items():
+        with _open(manifest, name) as file:
+            found = hashlib.sha256()
+            with _reading(path / name):
+                while piece := file.read(1 << 22):
+                    found.update(piece)
+            if found.hexdigest() != sha256:
+                raise CheckpointError(
+                    f"{shown(path / name)} was altered: its checksum is another", cure="use another checkpoint"
+                )
+            _header_of(manifest, name, file)
+    return manifest
+
+
+@contextlib.contextmanager
+def _open(manifest: Manifest, name: str) -> Iterator[BinaryIO]:
+    """One of the checkpoint's files, open; of the length that the manifest says. A link is not followed."""
+    path, nbytes = manifest.path / name, manifest.files[name][0]
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{shown(path)} is missing", cure="use another checkpoint")
+    with open_regular(path, follow=False, error=CheckpointError, cure="use another checkpoint") as file:
+        there = os.fstat(file.fileno()).st_size
+        if there != nbytes:
             raise CheckpointError(
-                f"{file} has {file.stat().st_size:,} bytes instead of {nbytes:,}: it was truncated",
+                f"{shown(path)} has {there:,} bytes instead of {nbytes:,}: it was "
+                + ("truncated" if there < nbytes else "added to"),
                 cure="use another checkpoint",
             )
-        with open(file, "rb") as opened:
-            digest = hashlib.sha256()
-            while piece := opened.read(1 << 22):
-                digest.update(piece)
-        if digest.hexdigest() != sha256:
-            raise CheckpointError(f"{file} was altered: its checksum is another", cure="use another checkpoint")
-    return manifest
+        yield file
+
+
+def _header_of(manifest: Manifest, name: str, file: BinaryIO) -> Header:
+    """The header of an open file, which says of its tensors what the manifest says. Raises `CheckpointError`."""
+    path = manifest.path / name
+    header = header_of(file, path)
+    try:
+        check_header(manifest, name, header)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{shown(path)} is not what {MANIFEST} says: {shown(str(error), 400)}", cure="use another checkpoint"
+        ) from error
+    return header
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {shown(path)}: {error.strerror or error}", cure="look after the disk, or use another checkpoint"
+        ) from error
 
 
 def usable(root: Path) -> tuple[Path | None, list[str]]:
@@ -335,23 +333,32 @@ def read_tensors(
 def _read(
     manifest: Manifest, entries: Sequence[Entry], take: Callable[[str, Tensor], Tensor] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """`entries`: as in the manifest, those of one name and kind together."""
+    """`entries`: as in the manifest, those of one name and kind together.
+
+    The checksums are `verify`'s; it may have been another process that verified, some time ago. Length and header are compared
+    again with the manifest here, in the file that is then read and stays open: a file that was replaced meanwhile by one of
+    another size or shape is refused. Other bytes in the same places are not noticed before the next `verify`.
+    """
     import torch
-    from safetensors import SafetensorError, safe_open
 
     found: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
-        files: dict[str, Any] = {}
+        files: dict[str, tuple[BinaryIO, Header]] = {}
 
         def tensor_of(entry: Entry) -> Tensor:
-            try:
-                if entry.file not in files:
-                    files[entry.file] = stack.enter_context(safe_open(manifest.path / entry.file, framework="pt"))
-                tensor: Tensor = files[entry.file].get_tensor(entry.key)
-            except (OSError, SafetensorError) as error:
+            if entry.file not in files:
+                opened = stack.enter_context(_open(manifest, entry.file))
+                files[entry.file] = opened, _header_of(manifest, entry.file, opened)
+            file, header = files[entry.file]
+            tensor = torch.empty(entry.part, dtype=getattr(torch, entry.dtype))
+            with _reading(manifest.path / entry.file):
+                file.seek(header.tensors[entry.key].start)
+                read = file.readinto(_raw(tensor)) if tensor.numel() else 0  # type: ignore[attr-defined]
+            if read != tensor.nbytes:
                 raise CheckpointError(
-                    f"{manifest.path / entry.file}: cannot read {entry.key}: {error}", cure="use another checkpoint"
-                ) from error
+                    f"{shown(manifest.path / entry.file)} ends in the midst of {shown(entry.key)}: it was truncated just now",
+                    cure="use another checkpoint",
+                )
             return tensor
 
         for (name, kind), group in itertools.groupby(entries, lambda entry: (entry.name, entry.kind)):
@@ -360,20 +367,11 @@ def _read(
             if not parts[0].file:
                 kinds[kind] = parts[0].value
                 continue
-            first = tensor_of(parts[0])
-            if tuple(first.shape) == parts[0].shape:
-                # safetensors maps the file: what is handed out must not change or vanish with it.
-                whole = first.clone()
-            else:
-                whole, have = torch.empty(parts[0].shape, dtype=first.dtype), 0
+            whole = tensor_of(parts[0])
+            if len(parts) > 1:
+                first, whole = whole, torch.empty(parts[0].shape, dtype=whole.dtype)
                 for entry in parts:
-                    whole[tuple(slice(a, b) for a, b in entry.slice)] = tensor_of(entry)
-                    have += math.prod(b - a for a, b in entry.slice)
-                if have != whole.numel():
-                    raise CheckpointError(
-                        f"checkpoint {manifest.path} has {have:,} of {whole.numel():,} elements of {name} ({kind})",
-                        cure="use another checkpoint",
-                    )
+                    whole[tuple(slice(a, b) for a, b in entry.slice)] = first if entry is parts[0] else tensor_of(entry)
             kinds[kind] = whole if take is None else take(name, whole)
     return found
 
@@ -471,7 +469,7 @@ def contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
     """One line per thing the bits depend on, and that is no part of the plan, that is not as it was when the checkpoint was
     written."""
     then, now = {"device": "cpu", **manifest.contract}, contract_of(spec)  # there was nothing else once
-    return [f"{k} was {then.get(k)!r}, is {v!r}" for k, v in now.items() if k not in _OF_SHARDS and then.get(k) != v]
+    return [f"{k} was {shown(repr(then.get(k)))}, is {v!r}" for k, v in now.items() if k not in _OF_SHARDS and then.get(k) != v]
 
 
 def changes_of_shards(manifest: Manifest, spec: JobSpec) -> list[str]:
@@ -513,27 +511,5 @@ def _sync(folder: Path) -> None:
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
     """(steps done, folder), ascending."""
-    found = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in root.glob("step_*")]
+    found = [(re.fullmatch(r"step_([0-9]+)", path.name), path) for path in root.glob("step_*")]
     return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    named = {"name": entry.name, "kind": entry.kind}
-    if not entry.file:
-        value = entry.value
-        # JSON has no infinities; written as text they come back as they were.
-        return {**named, "value": repr(value) if isinstance(value, float) and not math.isfinite(value) else value}
-    shape, part = list(entry.shape), [list(pair) for pair in entry.slice]
-    return {**named, "shape": shape, "dtype": entry.dtype, "slice": part, "file": entry.file, "key": entry.key}
-
-
-def _entry_from_json(found: Mapping[str, Any]) -> Entry:
-    if "file" not in found:
-        value = found["value"]
-        return Entry(found["name"], found["kind"], value=float(value) if isinstance(value, str) else value)
-    part = tuple((a, b) for a, b in found["slice"])
-    return Entry(found["name"], found["kind"], tuple(found["shape"]), found["dtype"], part, found["file"], found["key"])

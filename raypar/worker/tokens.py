@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypar.errors import DataError
+from raypar.input_files import open_regular, parse_json, read_bytes, shown
 
 DTYPES: dict[str, numpy.dtype[Any]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
 """Little endian, whatever the machine."""
@@ -50,21 +52,18 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
             raise DataError(f"context {context}, held_out {held_out}", cure="set context >= 1 and 0 <= held_out < 1")
         if split not in ("train", "validation", "all"):
             raise DataError(f"token file {self.path} has no split {split!r}", cure="one of train, validation, all")
-        kind = dtype or self._noted().get("dtype", "uint16")
-        if kind not in DTYPES:
-            raise DataError(f"token file {self.path}: dtype {kind!r}", cure=f"one of {', '.join(DTYPES)}")
+        notes = self._noted()
+        kind = dtype or notes.get("dtype", "uint16")
+        if not isinstance(kind, str) or kind not in DTYPES:
+            raise DataError(f"token file {self.path}: dtype {shown(repr(kind))}", cure=f"one of {', '.join(DTYPES)}")
         self.dtype = DTYPES[kind]
-        try:
-            nbytes = self.path.stat().st_size
-        except OSError as error:
-            raise DataError(
-                f"cannot read token file {self.path}: {error.strerror}", cure=f"make it: raypar prepare TEXT --out {self.path}"
-            ) from error
+        with self._open() as file:
+            nbytes = os.fstat(file.fileno()).st_size
         total, rest = divmod(nbytes, self.dtype.itemsize)
-        noted = self._noted().get("tokens", total)
-        if rest or noted != total:
+        noted = notes.get("tokens", total)
+        if rest or type(noted) is not int or noted != total:
             raise DataError(
-                f"token file {self.path} has {nbytes} bytes, not {noted} tokens of {self.dtype.itemsize} bytes",
+                f"token file {self.path} has {nbytes} bytes, not {shown(noted)} tokens of {self.dtype.itemsize} bytes",
                 cure="it was cut off, or is of another dtype: make it again, or set dtype",
             )
         cut = total - int(total * held_out)
@@ -76,16 +75,24 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
                 f"{context} + 1",
                 cure="use a longer text, a shorter context or another held_out",
             )
+        self._nbytes = nbytes
         self._tokens: Any = None
 
+    def _open(self) -> contextlib.AbstractContextManager[BinaryIO]:
+        cure = f"make it: raypar prepare TEXT --out {self.path}"
+        return open_regular(self.path, follow=True, error=DataError, cure=cure, what="token file ")
+
     def _noted(self) -> dict[str, Any]:
-        try:
-            found = json.loads(meta_path(self.path).read_text())
-        except OSError:
+        notes, cure = meta_path(self.path), "remove it and set dtype"
+        if not os.path.lexists(notes):
             return {}
+        try:
+            found = parse_json(read_bytes(notes, follow=True, error=DataError, cure=cure))
         except ValueError as error:
-            raise DataError(f"{meta_path(self.path)} is not JSON: {error}", cure="remove it and set dtype") from error
-        return found if isinstance(found, dict) else {}
+            raise DataError(f"{notes} is not JSON: {shown(str(error))}", cure=cure) from error
+        if not isinstance(found, dict):
+            raise DataError(f"{notes} holds {shown(found)}, not keys and values", cure=cure)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process maps the file itself; the tokens do not travel."""
@@ -98,7 +105,14 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         if self._tokens is None:
-            self._tokens = numpy.memmap(self.path, dtype=self.dtype, mode="r")
+            with self._open() as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                if nbytes != self._nbytes:
+                    raise DataError(
+                        f"token file {self.path} has {nbytes} bytes now, it had {self._nbytes}",
+                        cure="do not change a token file while a job reads it",
+                    )
+                self._tokens = numpy.memmap(file, dtype=self.dtype, mode="r")
         start = self.first + index * self.context
         window = torch.from_numpy(self._tokens[start : start + self.context + 1].astype(numpy.int64))
         return window[:-1], window[1:]

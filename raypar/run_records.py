@@ -1,0 +1,122 @@
+"""What the lines and documents of a run folder must be like before anything is made of them. Pure.
+
+Unknown keys are let pass: callbacks add metrics of their own. A known one has its type, or is null or absent where it may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raypar.input_files import shown
+
+Check = Callable[[Any], bool]
+MOST_GENERATIONS = 10**6
+MOST_STEPS = 10**12
+MOST_WORKERS = 2**31
+LATEST_S = 1e11
+"""Unix time that calendars still know (the year 5138)."""
+
+
+def _count(most: int) -> Check:
+    return lambda value: type(value) is int and 0 <= value <= most
+
+
+def _number(most: float) -> Check:
+    return lambda value: type(value) in (int, float) and math.isfinite(value) and 0 <= value <= most
+
+
+def _text(value: Any) -> bool:
+    """Half of a surrogate pair is no text: it cannot be printed."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in (() if value.isascii() else value))
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _records(fields: Mapping[str, Check], *required: str) -> Check:
+    return _list_of(lambda value: isinstance(value, dict) and _wrong(value, fields, required) is None)
+
+
+STEP, WORKER, TIME = _count(MOST_STEPS), _count(MOST_WORKERS), _number(LATEST_S)
+
+WHO: dict[str, Check] = {
+    "worker": WORKER, "coordinate": _text, "node": _text, "pid": _count(2**31), "host": _text,
+}  # fmt: skip
+"""One worker, in events and in members.json."""
+_STAGES = _records({"replicas": _count(MOST_WORKERS), "shards": _count(MOST_WORKERS)}, "replicas")
+
+EVENT: dict[str, Check] = WHO | {
+    "kind": _text, "time": TIME, "text": _text, "why": _text, "generation": _count(MOST_GENERATIONS), "step": STEP,
+    "done": STEP,
+    "plan": _text, "schedule": _text, "schedule_was": _text, "schedule_why": _text, "shards": _text, "shards_was": _text,
+    "pause_s": _number(LATEST_S), "again": STEP, "moved_elements": _count(2**63), "state": _text, "path": _text, "end": _text,
+}  # fmt: skip
+NEEDED = {
+    "lost": ("worker",), "joined": ("worker",), "draining": ("worker",), "generation": ("generation", "workers"),
+    "checkpoint": ("step", "path"), "end": ("end",), "warning": ("text",),
+}  # fmt: skip
+"""What the sentences about an event cannot do without."""
+METRICS: dict[str, Check] = {
+    "time": TIME, "step": STEP, "loss": lambda value: type(value) in (int, float), "seconds": _number(LATEST_S),
+    "samples_per_s": _number(1e18), "peak_rss_bytes": lambda value: isinstance(value, list),
+}  # fmt: skip
+PLAN: dict[str, Check] = {"schedule": _text, "stages": lambda value: bool(value) and _STAGES(value)}
+MEMBERS: dict[str, Check] = {
+    "time": TIME, "phase": _text, "generation": _count(MOST_GENERATIONS), "step": STEP, "plan": _text, "schedule": _text,
+    "members": _records(WHO), "spares": _records(WHO), "wanted": WORKER, "why": _text, "driver_pid": _count(2**31),
+    "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
+}  # fmt: skip
+_NODE: dict[str, Check] = {"node": _text, "pid": _count(2**31), "head": lambda value: isinstance(value, bool)}
+CLUSTER: dict[str, Check] = {"kind": _text, "address": _text, "nodes": _records(_NODE, *_NODE)}
+
+
+def check_event(line: Any) -> None:
+    """Raises `ValueError` for what no line of events.jsonl can be."""
+    _object(line)
+    _fields(line, EVENT, ("kind", *NEEDED.get(line["kind"], ())) if _text(line.get("kind")) else ("kind",))
+    if line["kind"] in ("generation", "recovering") and line.get("workers") is not None:
+        _fields(line, {"workers": _list_of(WORKER)}, ("generation",))
+    elif line["kind"] == "recovering":
+        _fields(line, {}, ("text",))
+    elif line["kind"] == "started" and "workers" in line:
+        _fields(line, {"workers": _records(WHO, "worker")}, ("workers",))
+    for key, reason in (("schedule_was", "schedule_why"), ("shards_was", "shards")):
+        if line.get(key):
+            _fields(line, {}, (reason,))
+
+
+def check_metrics(line: Any) -> None:
+    """Raises `ValueError` for what no line of metrics.jsonl can be."""
+    _object(line)
+    _fields(line, METRICS, ("step",))
+    if "loss" in line or "samples_per_s" in line:
+        _fields(line, METRICS, ("seconds", "samples_per_s"))
+
+
+def check_document(name: str, found: Any) -> None:
+    """Raises `ValueError` for what plan.json, members.json or cluster.json (`name`) cannot be."""
+    _object(found)
+    fields = {"plan.json": PLAN, "members.json": MEMBERS, "cluster.json": CLUSTER}[name]
+    _fields(found, fields, ("phase",) if name == "members.json" else ())
+
+
+def _object(found: Any) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{shown(found)} is no object with keys and values")
+
+
+def _fields(found: Mapping[str, Any], fields: Mapping[str, Check], required: tuple[str, ...]) -> None:
+    key = _wrong(found, fields, required)
+    if key is not None:
+        raise ValueError(f"{key} is {shown(found[key])}" if key in found else f"it has no {key}")
+
+
+def _wrong(found: Mapping[str, Any], fields: Mapping[str, Check], required: tuple[str, ...]) -> str | None:
+    """The first key that is missing, or of another type than it must be."""
+    for key in required:
+        if found.get(key) is None:
+            return key
+    return next((key for key, check in fields.items() if found.get(key) is not None and not check(found[key])), None)

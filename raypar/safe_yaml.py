@@ -1,0 +1,81 @@
+"""YAML text to plain values: limited in depth and in size with every alias written out, so that a small file stays small."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from raypar.errors import ConfigError
+from raypar.input_files import MOST_DEPTH, shown
+
+MOST_NODES = 20_000
+"""Keys and values of a file, an alias counted as what it stands for."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `3e-4` for a string; here it is a number. A key given twice is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._count = 0
+        self._sizes: dict[int, int] = {}
+        """id of a node that is complete -> nodes in it, itself included. Its parent or its anchor keeps it alive."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark, alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self._depth, self._count = self._depth + 1, self._count + 1
+        if self._depth > MOST_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"more than {MOST_DEPTH} levels within each other", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if alias and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias within what it stands for", mark)
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            inner = [each for pair in inner for each in pair]
+        size = self._sizes[id(node)] = self._sizes[id(node)] if alias else 1 + sum(self._sizes[id(each)] for each in inner)
+        if max(size, self._count) > MOST_NODES:
+            raise yaml.composer.ComposerError(
+                None, None, f"more than {MOST_NODES:,} keys and values, aliases written out", mark
+            )
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text. `source`: for messages. Raises `ConfigError` for what is none, and for too much of it."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        cure = "check indentation, colons and brackets"
+        raise ConfigError(f"{shown(source)}{where}: not valid YAML: {shown(problem)}", cure=cure) from None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        # Of PyYAML's conversions: 2020-99-99 is written like a date, `!!bool maybe` says what it is not.
+        raise ConfigError(
+            f"{shown(source)}: not valid YAML: a value cannot be converted ({type(error).__name__}: {shown(str(error))})",
+            cure="write texts that look like dates or numbers in quotes",
+        ) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
