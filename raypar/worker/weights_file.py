@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import mmap
 import os
@@ -22,8 +23,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from raypar.errors import CheckpointError, first_line
 from raypar.input_files import open_regular, parse_json, read_bytes, shown
 from raypar.plan.spans import Spans, common, count, places
-from raypar.worker.checkpoint import BUFFER, MANIFEST, PARAMETER, Entry, load_manifest, usable
-from raypar.worker.safetensors_header import Header, header_of, is_count
+from raypar.worker.checkpoint import load_manifest, usable
+from raypar.worker.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Entry, check_header
+from raypar.worker.safetensors_header import Header, header_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +42,10 @@ _RUN = 256 << 10
 """Bytes of a slice that lie together and are worth a read of their own; shorter ones are picked from whole rows."""
 _FIRST_BYTES = 4096
 _INDEX = ".safetensors.index.json"
-_TORCH_NAMES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
-    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+_TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()} | {
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+"""safetensors -> torch."""
 
 
 @dataclass(frozen=True)
@@ -447,50 +448,32 @@ def _of_index(index: Path, path: Path | None = None) -> _Sharded:
 
 
 def _of_checkpoint(path: Path) -> WeightsFile:
+    """Its parameters and buffers. `load_manifest` has seen to it that every slice of each is there once."""
     manifest = load_manifest(path)
+    entries = [entry for entry in manifest.entries if entry.kind in (PARAMETER, BUFFER)]
     with _closed_on_error() as files:
-        try:
-            groups: dict[str, list[Entry]] = {}
-            for entry in manifest.entries:
-                if entry.kind in (PARAMETER, BUFFER):
-                    groups.setdefault(entry.name, []).append(entry)
-            headers = {
-                name: files.add(name, _inside(path, name, str(path / MANIFEST)), follow=False)
-                for name in sorted({entry.file for entries in groups.values() for entry in entries})
-            }
-            tensors = {name: _joined(entries, headers) for name, entries in groups.items()}
-            aliases = {other: first for other, first in manifest.ties.items() if other not in tensors}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: {shown(str(error), 400)}", cure="use another checkpoint") from error
-        return _InSafetensors(path, "checkpoint", tensors, aliases, files)
+        headers = {name: files.add(name, path / name, follow=False) for name in sorted({entry.file for entry in entries})}
+        for name, header in headers.items():
+            try:
+                check_header(manifest, name, header)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{path / name} is not what {MANIFEST} says: {shown(str(error), 400)}", cure="use another checkpoint"
+                ) from error
+        tensors = {name: _joined(list(parts), headers) for name, parts in itertools.groupby(entries, lambda entry: entry.name)}
+        return _InSafetensors(path, "checkpoint", tensors, manifest.ties, files)
 
 
 def _joined(entries: Sequence[Entry], headers: Mapping[str, Header]) -> _Blocks:
-    """The blocks that make one tensor. Raises `ValueError` and the like where they do not."""
-    first = entries[0]
-    name, shape = first.name, first.shape
-    if not all(is_count(n) for n in (*shape, *(n for entry in entries for span in entry.slice for n in span))):
-        raise ValueError(f"{name} has a shape or slices that are no whole numbers")
-    dims = {dim for entry in entries for dim, span in enumerate(entry.slice) if dim >= len(shape) or span != (0, shape[dim])}
-    if len(dims) > 1 or not dims <= set(range(len(shape))) or any(len(entry.slice) != len(shape) for entry in entries):
-        raise ValueError(f"slices of {name} {list(shape)} are not slices of one of its dims")
-    cut = min(dims, default=0)
+    """The blocks that make one tensor."""
+    shape = entries[0].shape
+    cut = next((dim for entry in entries for dim, span in enumerate(entry.slice) if span != (0, shape[dim])), 0)
     blocks = []
     for entry in entries:
-        info = headers[entry.file].tensors.get(entry.key)
-        if (entry.shape, entry.dtype, entry.kind) != (shape, first.dtype, first.kind):
-            raise ValueError(f"{name} has two shapes, dtypes or kinds")
-        if info is None or _TORCH_NAMES[info.dtype] != entry.dtype or info.shape != tuple(b - a for a, b in entry.slice):
-            raise ValueError(f"{entry.file} does not have, as {entry.key}, the slice {entry.slice} of {name}")
+        info = headers[entry.file].tensors[entry.key]
         start, stop = entry.slice[cut] if shape else (0, 1)
         blocks.append(_Block(start, stop, entry.file, info.start, info.stop - info.start))
-    blocks.sort(key=lambda block: (block.start, block.stop))
-    at = 0
-    for block in (*blocks, _Block((shape or (1,))[cut], 0, "", 0, 0)):
-        if block.start != at:
-            raise ValueError(f"slices of {name} overlap or leave a gap between {at} and {block.start} of dim {cut}")
-        at = block.stop
-    return _Blocks(StoredTensor(shape, first.dtype), cut, tuple(blocks))
+    return _Blocks(StoredTensor(shape, entries[0].dtype), cut, tuple(blocks))
 
 
 # -- state_dicts ---------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from raypar.errors import CheckpointError, ConfigError
 from raypar.plan.spans import joined
 from raypar.worker import checkpoint
 from raypar.worker.checkpoint import BUFFER, PARAMETER, Slices
+from raypar.worker.manifest import checksum
 from raypar.worker.weights_file import StoredTensor, open_weights, resolve
 from raypar.worker.weights_matching import WeightsSource, check
 
@@ -388,7 +389,9 @@ def test_an_index_of_absurd_size_is_not_read(tmp_path: Path):
         open_weights(path)
 
 
-@pytest.mark.parametrize("damage", ["gap", "overlap", "outside", "other shape", "elsewhere", "no such key", "scalar"])
+@pytest.mark.parametrize(
+    "damage", ["gap", "overlap", "outside", "other shape", "elsewhere", "no such key", "no dims", "a file from elsewhere"]
+)
 def test_a_checkpoint_whose_slices_do_not_make_the_tensor_is_refused(damage: str, tmp_path: Path):
     path = saved(tmp_path, 10, weights())
     body = json.loads((path / "manifest.json").read_text())
@@ -406,10 +409,12 @@ def test_a_checkpoint_whose_slices_do_not_make_the_tensor_is_refused(damage: str
         entries[0]["file"] = "../../etc/passwd"
     elif damage == "no such key":
         entries[0]["key"] = "nothing"
-    elif damage == "scalar":
+    elif damage == "no dims":
         entries[0]["slice"] = []
-    (path / "manifest.json").write_text(json.dumps({**body, "sha256": checkpoint._digest(body)}))
-    with pytest.raises(CheckpointError, match=r"damaged|outside of the folder"):
+    elif damage == "a file from elsewhere":
+        (path / "worker_0001.safetensors").write_bytes((path / "worker_0000.safetensors").read_bytes())
+    (path / "manifest.json").write_text(json.dumps({**body, "sha256": checksum(body)}))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged|is not what manifest.json says"):
         open_weights(path)
 
 
