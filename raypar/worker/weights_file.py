@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from raypar.errors import CheckpointError, first_line
 from raypar.input_files import open_regular, parse_json, read_bytes, shown
 from raypar.plan.spans import Spans, common, count, places
-from raypar.worker.checkpoint import load_manifest, usable
+from raypar.worker.checkpoint import load_manifest, usable, verify
 from raypar.worker.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Entry, check_header
 from raypar.worker.safetensors_header import Header, header_of
 
@@ -148,8 +148,10 @@ class WeightsFile:
 
 
 def open_weights(path: str | Path) -> WeightsFile:
-    """The weights that lie at a path. Raises `CheckpointError` for what is none, or leaves open which is meant."""
-    found, notes = resolve(path)
+    """The weights that lie at a path; of a run of raypar, those that `resolve` finds. Raises `CheckpointError` for what is
+    none, or leaves open which file is meant."""
+    found = _found(path)
+    found, notes = resolve(found) if _is_run(found) else (found, ())
     if not found.is_dir():
         weights = _of_file(found)
     elif (found / MANIFEST).exists():
@@ -161,11 +163,34 @@ def open_weights(path: str | Path) -> WeightsFile:
 
 
 def resolve(path: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """(what `open_weights` reads there, why newer checkpoints are skipped): of a run folder its last whole checkpoint.
+    """(what workers should open, why newer checkpoints were skipped): of a run its last whole checkpoint, else the path.
 
-    Asked once, before workers start: a run that is still under way has another last checkpoint a moment later. Checksums of a
-    run's checkpoints are compared, those of one that is named are not. Raises `CheckpointError`.
+    Asked once, before workers start: a run that is still under way has another last checkpoint a moment later. Checkpoints are
+    read whole for it, their checksums compared; `open_weights` of a checkpoint does not. Raises `CheckpointError`.
     """
+    found = _found(path)
+    if found.is_dir() and (found / MANIFEST).exists():
+        return verify(found).path, ()
+    if not _is_run(found):
+        return found, ()
+    with _reading(found):
+        besides = sorted(p.name for p in found.iterdir() if p.name.endswith((".safetensors", _INDEX)))
+        if besides:
+            raise CheckpointError(
+                f"{found} holds checkpoints and {_listed(besides)}: either may be meant",
+                cure=f"give {found / besides[0]}, or one of the checkpoints",
+            )
+        last, skipped = usable(found / "checkpoints")
+    if last is None:
+        raise CheckpointError(
+            f"run {found} has no checkpoint that is whole" + "".join(f"; {line}" for line in skipped),
+            cure="give another run, or the path of a checkpoint",
+        )
+    return last, tuple(skipped)
+
+
+def _found(path: str | Path) -> Path:
+    """A path that is there. Raises `CheckpointError`."""
     text = str(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
         raise CheckpointError(
@@ -176,27 +201,14 @@ def resolve(path: str | Path) -> tuple[Path, tuple[str, ...]]:
     with _reading(found):
         if not found.exists():
             hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", text) and found.suffix not in (".safetensors", *STATE_DICT_SUFFIXES)
-            raise CheckpointError(
-                f"there is no file or folder {shown(text)!r}",
-                cure="check the path"
-                + (f"; a model of the Hugging Face Hub is downloaded first (`hf download {text} --local-dir DIR`)" * bool(hub)),
-            )
-        checkpoints = found / "checkpoints"
-        if not found.is_dir() or (found / MANIFEST).exists() or not checkpoints.is_dir():
-            return found, ()
-        besides = sorted(p.name for p in found.iterdir() if p.name.endswith((".safetensors", _INDEX)))
-        if besides:
-            raise CheckpointError(
-                f"{found} holds checkpoints and {_listed(besides)}: either may be meant",
-                cure=f"give {found / besides[0]}, or one of the checkpoints",
-            )
-        last, skipped = usable(checkpoints)
-    if last is None:
-        raise CheckpointError(
-            f"run {found} has no checkpoint that is whole" + "".join(f"; {line}" for line in skipped),
-            cure="give another run, or the path of a checkpoint",
-        )
-    return last, tuple(skipped)
+            download = f"; a model of the Hugging Face Hub is downloaded first (`hf download {text} --local-dir DIR`)"
+            raise CheckpointError(f"there is no file or folder {shown(text)!r}", cure="check the path" + download * bool(hub))
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    with _reading(path):
+        return path.is_dir() and not (path / MANIFEST).exists() and (path / "checkpoints").is_dir()
 
 
 # -- tensors in safetensors files ----------------------------------------------------------------------------------------------

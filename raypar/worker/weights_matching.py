@@ -104,11 +104,12 @@ def check(
     floating point are cast, others must have the model's dtype.
     """
     source = source or WeightsSource(str(file.path))
-    found = _compared(file, wanted, ties, optional, source, _text(dtype), {k: _text(v) for k, v in (dtypes or {}).items()})
+    here, others = _text(dtype), {name: _text(each) for name, each in (dtypes or {}).items()}
+    found = _compared(file, wanted, ties, optional, source, here, others)
     if found.differences:
         raise CheckpointError(
             f"{file.path} does not fit the model: {'; '.join(found.differences)}",
-            cure=_cure(file, wanted, ties, optional, source, found),
+            cure=_cure(file, wanted, ties, optional, source, here, others, found),
         )
     if wanted and not found.names and found.missing - set(optional):
         raise CheckpointError(
@@ -208,14 +209,9 @@ def _compared(
             result.allowed_unexpected.append(old)
         else:
             result.unexpected.append(old)
-    model, stored_count = _parameters(wanted, tied), len(set(file.names) - set(file.aliases))
     result.differences = [
-        *[f"{len(x)} of the model's {model} tensors {_is(x)} not in the file: {_listed(x)}" for x in (result.lacking,) if x],
-        *[
-            f"{len(x)} of the file's {stored_count} tensors {_is(x)} not in the model: {_listed(x)}"
-            for x in (result.unexpected,)
-            if x
-        ],
+        *_not_in(result.lacking, _parameters(wanted, tied), "model", "file"),
+        *_not_in(result.unexpected, len(set(file.names) - set(file.aliases)), "file", "model"),
         *[f"{len(x)} {_has(x)} another shape: {_listed(list(x.values()))}" for x in (result.other_shape,) if x],
         *[f"{len(x)} {_has(x)} values of another kind: {_listed(list(x.values()))}" for x in (result.other_kind,) if x],
     ]
@@ -239,6 +235,8 @@ def _cure(
     ties: Sequence[Sequence[str]],
     optional: Collection[str],
     source: WeightsSource,
+    dtype: str,
+    dtypes: Mapping[str, str],
     found: _Compared,
 ) -> str:
     """The setting that would help, where there is one."""
@@ -247,18 +245,10 @@ def _cure(
         return f"it is one file of several: give the folder, {file.path.parent}"
     best = _other_prefix(file, wanted, ties, source)
     if best is not None:
-        line = f"init_from: {_form(best)}"
-        tied = {name: tuple(names) for names in ties for name in names}
-        then = _compared(file, wanted, ties, optional, best, "", {})
-        if not (then.lacking or then.unexpected or then.other_shape):
-            return f"its names differ by a prefix: write {line}"
-        number = _parameters(wanted, tied)
-        return (
-            f"its names seem to differ by a prefix: with {_form(best)} {number - len(then.lacking)} of the model's {number} "
-            "tensors would be found; names that differ otherwise are written with rename: {pattern: replacement}"
-        )
-    for name in found.lacking:
-        near = difflib.get_close_matches(name, found.unexpected[:10_000], n=1, cutoff=0.8)
+        then = _compared(file, wanted, ties, optional, best, dtype, dtypes).differences
+        return f"its names differ by a prefix: write init_from: {_form(best)}" + f"; then {'; '.join(then)}" * bool(then)
+    for name in found.lacking[:_SHOWN]:
+        near = difflib.get_close_matches(name, found.unexpected[:1000], n=1, cutoff=0.8)
         if near:
             return (
                 f"{near[0]} in the file for {name}? Then write init_from: "
@@ -266,7 +256,10 @@ def _cure(
             )
     if found.other_kind:
         return "convert the file, or change the model"
-    missing, unexpected = _patterns([*found.lacking, *found.other_shape]), _patterns([*found.unexpected, *found.other_shape])
+    if not found.names:
+        return "give weights of this model; if they are called otherwise there, write init_from.rename: {pattern: replacement}"
+    missing = _patterns([*found.lacking, *found.other_shape], wanted)
+    unexpected = _patterns([*found.unexpected, *found.other_shape], file.names)
     allow = {"allow_missing": missing} if missing else {}
     allow |= {"allow_unexpected": unexpected} if unexpected else {}
     return f"give weights of this model; if it is meant so (a new head, for example), write init_from: {_form(source, **allow)}"
@@ -323,9 +316,22 @@ def _form(source: WeightsSource, **changed: object) -> str:
     return "{" + ", ".join([f"path: {source.path}", *(f"{k}: {json.dumps(v)}" for k, v in settings.items() if v)]) + "}"
 
 
-def _patterns(names: Sequence[str]) -> list[str]:
-    """Patterns for these names: of the module that owns each, so that one line says it; the first five."""
-    return list(dict.fromkeys(f"{name.rpartition('.')[0]}.*" if "." in name else name for name in names))[:_SHOWN]
+def _patterns(names: Collection[str], among: Iterable[str]) -> list[str]:
+    """Patterns that match these names and no others of `among`, few where possible; the first five."""
+    others = set(among) - set(names)
+    tight: dict[str, bool] = {}
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        numbered, module = ".".join("*" if part.isdigit() else part for part in parts), ".".join([*parts[:-1], "*"])
+        choices = [numbered] * (numbered != name) + [module] * (len(parts) > 1)
+        for choice in choices:
+            if choice not in tight:
+                tight[choice] = not any(fnmatch.fnmatchcase(other, choice) for other in others)
+        found[next((choice for choice in choices if tight[choice]), name)] = None
+        if len(found) == _SHOWN:
+            break
+    return list(found)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------------
@@ -354,6 +360,13 @@ def _listed(names: Sequence[str]) -> str:
 
 def _tensors(names: Collection[str]) -> str:
     return f"{len(names)} tensor" + "s" * (len(names) != 1)
+
+
+def _not_in(names: Sequence[str], total: int, there: str, where: str) -> list[str]:
+    """The sentence about tensors that only one of model and file has, if there are some."""
+    whole = f"the {there}'s {total} tensors"
+    number = f"none of {whole} is" if len(names) == total else f"{len(names)} of {whole} {_is(names)} not"
+    return [f"{number} in the {where}: {_listed(names)}"] if names else []
 
 
 def _is(names: Collection[str]) -> str:

@@ -211,6 +211,18 @@ def test_a_run_folder_is_its_last_whole_checkpoint(tmp_path: Path):
     assert path.name == "step_00000005" and "skipped step_00000010" in notes[0]
     with open_weights(tmp_path / "run") as file:
         assert torch.equal(file.read("cube"), weights(5)["cube"]) and file.notes == notes
+        assert check(file, SHAPES).notes == notes
+
+
+def test_checksums_are_compared_once_before_workers_open_a_checkpoint(tmp_path: Path):
+    path = saved(tmp_path, 5, weights())
+    assert resolve(path) == (path, ())
+    with open(path / "worker_0000.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    open_weights(path).close()
+    with pytest.raises(CheckpointError, match="its checksum is another"):
+        resolve(path)
 
 
 @pytest.mark.parametrize("what", ["index", "pt", "checkpoint"])
@@ -470,11 +482,19 @@ def test_names_that_differ_by_a_prefix_are_refused_with_the_line_that_reads_them
         assert found.names == {wanted.format(name): there.format(name) for name in SHAPES}
 
 
-def test_a_prefix_that_does_not_make_all_fit_is_said_with_its_number(tmp_path: Path):
+def test_a_prefix_that_does_not_make_all_fit_is_said_with_what_is_left(tmp_path: Path):
     tensors = {f"transformer.{name}": tensor for name, tensor in weights().items()} | {"lm_head.bias": torch.zeros(7)}
     with open_weights(stored(tmp_path, tensors)) as file, pytest.raises(CheckpointError) as caught:
         check(file, {**SHAPES, "head.bias": (9,)})
-    assert "with {path: " in caught.value.cure and "5 of the model's 6 tensors would be found" in caught.value.cure
+    assert caught.value.what.endswith(
+        "none of the model's 6 tensors is in the file: embed.weight, up.weight, up.bias, scale, cube and 1 more; "
+        "none of the file's 6 tensors is in the model: lm_head.bias, transformer.cube, transformer.embed.weight, "
+        "transformer.scale, transformer.up.bias and 1 more"
+    )
+    assert caught.value.cure.endswith(
+        'strip_prefix: "transformer."}; then 1 of the model\'s 6 tensors is not in the file: head.bias; '
+        "1 of the file's 6 tensors is not in the model: lm_head.bias"
+    )
 
 
 def test_rename_writes_the_models_names(tmp_path: Path):
@@ -522,7 +542,7 @@ def test_of_several_names_of_a_tie_the_first_is_read_and_the_shapes_of_all_are_c
 
 
 def test_a_tie_that_is_missing_is_counted_once(tmp_path: Path):
-    said = r"1 of the model's 1 tensors is not in the file: embed.weight;"
+    said = r"none of the model's 1 tensors is in the file: embed.weight;"
     with open_weights(stored(tmp_path, {"other": torch.ones(1)})) as file, pytest.raises(CheckpointError, match=said):
         check(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, [["embed.weight", "head.weight"]])
 
@@ -559,6 +579,25 @@ def test_a_new_head_is_let_through_by_name_and_said(tmp_path: Path):
         )
         with pytest.raises(CheckpointError, match="none of the model's 1 tensors is in"):
             check(file, {"other": (1,)}, source=WeightsSource("F", allow_missing=("*",), allow_unexpected=("*",)))
+
+
+@pytest.mark.parametrize(
+    "extra, pattern",
+    [
+        (["h.0.attn.mask", "h.1.attn.mask"], ["h.*.attn.mask"]),
+        (["pooler.dense.weight", "pooler.dense.bias"], ["pooler.dense.*"]),
+        (["up.gain"], ["up.gain"]),
+        (["x"], ["x"]),
+    ],
+)
+def test_the_pattern_that_is_proposed_lets_nothing_else_through(extra: list[str], pattern: list[str], tmp_path: Path):
+    tensors = {**weights(), "h.0.attn.w": torch.zeros(1), "h.1.attn.w": torch.zeros(1)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with open_weights(stored(tmp_path, tensors | {name: torch.zeros(1) for name in extra})) as file:
+        with pytest.raises(CheckpointError) as caught:
+            check(file, wanted)
+        assert f"allow_unexpected: {json.dumps(pattern)}}}" in caught.value.cure
+        assert check(file, wanted, source=WeightsSource("F", allow_unexpected=tuple(pattern))).names.keys() == wanted.keys()
 
 
 def test_casts_are_said_in_one_line(tmp_path: Path):
