@@ -5,7 +5,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from raypar.worker import checkpoint
 from raypar.worker.checkpoint import BUFFER, PARAMETER, Slices
 from raypar.worker.manifest import checksum
 from raypar.worker.weights_file import StoredTensor, open_weights, resolve
+from raypar.worker.weights_initial import WeightsFromFile
 from raypar.worker.weights_matching import WeightsSource, check
 
 SHAPES = {"embed.weight": (7, 4), "up.weight": (6, 4), "up.bias": (6,), "scale": (), "cube": (3, 5, 2)}
@@ -606,6 +607,46 @@ def test_casts_are_said_in_one_line(tmp_path: Path):
     with open_weights(stored(tmp_path, tensors)) as file:
         found = check(file, {**SHAPES, "n": (), "d": (1,)}, dtypes={"n": torch.int64, "d": "float64"})
     assert found.notes == ("F.safetensors holds bfloat16: 5 tensors are cast to float32",)
+
+
+class Own:
+    """A model's own values: ones. Notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.released = False
+
+    def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        self.asked += names
+        yield from ((name, torch.ones(2, dtype=dtype)) for name in names)
+
+    def release(self) -> None:
+        self.released = True
+
+
+@pytest.mark.parametrize("what", ["file", "pt", "checkpoint"])
+def test_a_run_begins_with_the_files_values_and_its_own_where_the_file_has_none(what: str, tmp_path: Path):
+    path = form(what, tmp_path, {**weights(), "n": torch.tensor(3)})
+    own, source = Own(), WeightsSource(str(path), allow_missing=("head.*",))
+    with open_weights(path) as file:
+        fits = check(file, {**SHAPES, "n": (), "head.bias": (2,)}, source=source, dtype="float64", dtypes={"n": "int64"})
+        values = WeightsFromFile(file.path, file.fingerprint(), fits.names, own)
+    found = dict(values.stream(["up.weight", "n"], torch.float64))
+    assert set(found) == {"up.weight", "n"} and own.asked == [] and found["n"].item() == 3
+    assert torch.equal(found["up.weight"], weights()["up.weight"].double())
+    found = dict(values.stream([*SHAPES, "head.bias"], torch.float64))
+    assert own.asked == ["head.bias"] and torch.equal(found["head.bias"], torch.ones(2).double())
+    values.release()
+    assert own.released
+
+
+def test_another_file_under_the_same_path_is_refused(tmp_path: Path):
+    path = stored(tmp_path, weights())
+    with open_weights(path) as file:
+        values = WeightsFromFile(path, file.fingerprint(), check(file, SHAPES).names, Own())
+    stored(tmp_path, weights(1))
+    with pytest.raises(CheckpointError, match=r"is another file on .* than where the run was started"):
+        next(values.stream(["cube"], torch.float32))
 
 
 def test_a_part_of_a_sharded_file_leads_to_its_folder(tmp_path: Path):
