@@ -1,0 +1,596 @@
+"""Weights on disk in any of the forms that `init_from` takes, read by name and slice, one tensor at a time.
+
+    FILE.safetensors | FILE.pt (a state_dict) | FOLDER with an index, as Hugging Face writes it | a checkpoint or run of raypar
+
+Opening reads headers only. Torch is imported where tensors are read: names and shapes are known without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import mmap
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from raypar.errors import CheckpointError, first_line
+from raypar.input_files import open_regular, parse_json, read_bytes, shown
+from raypar.plan.spans import Spans, common, count, places
+from raypar.worker.checkpoint import load_manifest, usable, verify
+from raypar.worker.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Entry, check_header
+from raypar.worker.safetensors_header import Header, header_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FLOATING = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes that are cast into each other. Not float8: its files keep scales beside the values."""
+INDEX_BYTES = 64 << 20
+"""Of an index file. One for 10,000 tensors has 1 MB."""
+STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin")
+_CHUNK = 4 << 20
+"""Bytes read at once, held beside the tensor that is made."""
+_RUN = 256 << 10
+"""Bytes of a slice that lie together and are worth a read of their own; shorter ones are picked from whole rows."""
+_FIRST_BYTES = 4096
+_INDEX = ".safetensors.index.json"
+_TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()} | {
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+"""safetensors -> torch."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor without its values. `dtype`: torch's name of it, such as `bfloat16`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class WeightsFile:
+    """Named tensors on disk; a context manager, since files stay open until `close`. For one thread at a time.
+
+    A file that is replaced meanwhile is read on as it was; one that is written to is an error.
+    """
+
+    path: Path
+    """What is read: a file, or the folder of a checkpoint or of a sharded model."""
+    kind: str
+    """What it is, in words: `safetensors file`, `checkpoint`, ..."""
+    names: Mapping[str, StoredTensor]
+    """Every name that can be read; a tensor stored once for several names has them all."""
+    aliases: Mapping[str, str]
+    """Other name of such a tensor -> its first name."""
+    notes: tuple[str, ...] = ()
+    """What people should know of the choice of files: newer checkpoints that were damaged."""
+
+    def __init__(self, path: Path, kind: str, names: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> None:
+        self.path, self.kind = path, kind
+        self.names = {**names, **{other: names[first] for other, first in aliases.items()}}
+        self.aliases = dict(aliases)
+
+    def read(self, name: str, dtype: torch.dtype | None = None, slices: tuple[int, Spans] | None = None) -> Tensor:
+        """A tensor in memory of its own, as `dtype` (None: as stored). `slices`: (dim, indices of it), else all of it.
+
+        Raises as `read_into` does.
+        """
+        import torch
+
+        stored = self._stored(name)
+        shape = list(stored.shape)
+        if slices is not None:
+            shape[slices[0]] = count(slices[1])
+        out = torch.empty(shape, dtype=getattr(torch, stored.dtype) if dtype is None else dtype)
+        self.read_into(out, name, slices)
+        return out
+
+    def read_into(self, out: Tensor, name: str, slices: tuple[int, Spans] | None = None) -> None:
+        """The same into a contiguous tensor on the CPU, in its dtype. Needs 4 MiB; for a tensor of a checkpoint that was cut
+        along another dim, the largest block of it more.
+
+        Raises `CheckpointError` for unknown names, for casts other than between floating-point types, and damaged files.
+        """
+        stored = self._stored(name)
+        wanted = str(out.dtype).removeprefix("torch.")
+        if wanted != stored.dtype and not (wanted in FLOATING and stored.dtype in FLOATING):
+            raise CheckpointError(
+                f"{name} is {stored.dtype} in {self.path}, not {wanted}", cure="convert the file, or change the model"
+            )
+        shape = stored.shape or (1,)  # a number is read as a list of one
+        dim, spans = slices or (0, ((0, shape[0]),))
+        expected = (*shape[:dim], count(spans), *shape[dim + 1 :]) if stored.shape else ()
+        assert out.shape == expected and out.is_contiguous() and out.device.type == "cpu", (name, out.shape, slices)
+        assert not out.numel() or all(0 <= start < stop <= shape[dim] for start, stop in spans), (name, slices)
+        if out.numel():
+            self._fill(self.aliases.get(name, name), out.detach() if out.dim() else out.detach().view(1), (dim, spans))
+
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self.names:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}", cure="give the weights of this model")
+        return self.names[name]
+
+    def fingerprint(self) -> str:
+        """sha256 over names, dtypes, shapes and the first 4 KiB of every tensor.
+
+        What is read under the same path on several nodes is compared by it: a few bytes of each tensor tell the weights of one
+        training from those of another.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(set(self.names) - set(self.aliases)):
+            stored = self.names[name]
+            digest.update(repr((name, stored.dtype, stored.shape)).encode() + self._first_bytes(name))
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+    def __enter__(self) -> WeightsFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _fill(self, name: str, out: Tensor, slices: tuple[int, Spans]) -> None:
+        """Read into `out`, which is contiguous, has elements and at least one dim."""
+        raise NotImplementedError
+
+    def _first_bytes(self, name: str) -> bytes:
+        raise NotImplementedError
+
+
+def open_weights(path: str | Path) -> WeightsFile:
+    """The weights that lie at a path; of a run of raypar, those that `resolve` finds. Raises `CheckpointError` for what is
+    none, or leaves open which file is meant."""
+    found = _found(path)
+    found, notes = resolve(found) if _is_run(found) else (found, ())
+    if not found.is_dir():
+        weights = _of_file(found)
+    elif (found / MANIFEST).exists():
+        weights = _of_checkpoint(found)
+    else:
+        weights = _of_folder(found)
+    weights.notes = notes
+    return weights
+
+
+def resolve(path: str | Path) -> tuple[Path, tuple[str, ...]]:
+    """(what workers should open, why newer checkpoints were skipped): of a run its last whole checkpoint, else the path.
+
+    Asked once, before workers start: a run that is still under way has another last checkpoint a moment later. Checkpoints are
+    read whole for it, their checksums compared; `open_weights` of a checkpoint does not. Raises `CheckpointError`.
+    """
+    found = _found(path)
+    if found.is_dir() and (found / MANIFEST).exists():
+        return verify(found).path, ()
+    if not _is_run(found):
+        return found, ()
+    with _reading(found):
+        besides = sorted(p.name for p in found.iterdir() if p.name.endswith((".safetensors", _INDEX)))
+        if besides:
+            raise CheckpointError(
+                f"{found} holds checkpoints and {_listed(besides)}: either may be meant",
+                cure=f"give {found / besides[0]}, or one of the checkpoints",
+            )
+        last, skipped = usable(found / "checkpoints")
+    if last is None:
+        raise CheckpointError(
+            f"run {found} has no checkpoint that is whole" + "".join(f"; {line}" for line in skipped),
+            cure="give another run, or the path of a checkpoint",
+        )
+    return last, tuple(skipped)
+
+
+def _found(path: str | Path) -> Path:
+    """A path that is there. Raises `CheckpointError`."""
+    text = str(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
+        raise CheckpointError(
+            f"{shown(text)} is no local file, and raypar reads local files only",
+            cure="download it first, and give the file or folder",
+        )
+    found = Path(text).expanduser()
+    with _reading(found):
+        if not found.exists():
+            hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", text) and found.suffix not in (".safetensors", *STATE_DICT_SUFFIXES)
+            download = f"; a model of the Hugging Face Hub is downloaded first (`hf download {text} --local-dir DIR`)"
+            raise CheckpointError(f"there is no file or folder {shown(text)!r}", cure="check the path" + download * bool(hub))
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    with _reading(path):
+        return path.is_dir() and not (path / MANIFEST).exists() and (path / "checkpoints").is_dir()
+
+
+# -- tensors in safetensors files ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Indices [`start`, `stop`) of the dim that a tensor is cut along: `nbytes` from `offset` of a file."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Where a tensor lies: in blocks along `dim`, in order and without gaps; in one block where it is whole."""
+
+    stored: StoredTensor
+    dim: int
+    blocks: tuple[_Block, ...]
+
+
+class _OpenFiles:
+    """safetensors files by names of ours. Tensors are read from the very file whose header was checked, and not mapped: pages
+    of a mapped file count as the process's memory, and one that is cut short meanwhile kills it."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._open: dict[str, tuple[BinaryIO, Path, tuple[int, int]]] = {}
+        """Name -> file, its path, (bytes, time of change) when its header was checked."""
+
+    def add(self, name: str, path: Path, *, follow: bool) -> Header:
+        """Open a file and check its header. Raises `CheckpointError`."""
+        file = self._stack.enter_context(open_regular(path, follow=follow, error=CheckpointError, cure="give another file"))
+        self._open[name] = (file, path, _state(file))
+        return header_of(file, path)
+
+    def read_into(self, memory: memoryview, name: str, offset: int) -> None:
+        """Fill `memory` with the bytes from `offset`. Raises `CheckpointError`."""
+        file, path, checked = self._open[name]
+        done = 0
+        with _reading(path):
+            while done < len(memory) and (got := os.preadv(file.fileno(), [memory[done:]], offset + done)):
+                done += got
+            changed = done < len(memory) or _state(file) != checked
+        if changed:
+            raise CheckpointError(f"{path} has changed while it was read", cure="start again when nobody writes to it")
+
+    def close(self) -> None:
+        """Close them all."""
+        self._stack.close()
+
+
+def _state(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
+
+
+class _InSafetensors(WeightsFile):
+    def __init__(
+        self, path: Path, kind: str, tensors: Mapping[str, _Blocks], aliases: Mapping[str, str], files: _OpenFiles
+    ) -> None:
+        super().__init__(path, kind, {name: blocks.stored for name, blocks in tensors.items()}, aliases)
+        self._tensors, self._files = tensors, files
+        self._memory: Tensor | None = None
+        """What is read at once. Of the system, not of malloc: among the tensors it would leave holes that none fits in."""
+
+    def close(self) -> None:
+        self._files.close()
+        self._memory = None
+
+    def _first_bytes(self, name: str) -> bytes:
+        first = self._tensors[name].blocks[0]
+        content = bytearray(min(_FIRST_BYTES, first.nbytes))
+        self._files.read_into(memoryview(content), first.file, first.offset)
+        return bytes(content)
+
+    def _fill(self, name: str, out: Tensor, slices: tuple[int, Spans]) -> None:
+        tensor = self._tensors[name]
+        shape, (dim, spans) = tensor.stored.shape or (1,), slices
+        whole = len(tensor.blocks) == 1
+        for block in tensor.blocks:
+            if whole or dim == tensor.dim:
+                start, stop = (0, shape[dim]) if whole else (block.start, block.stop)
+                rows = _rows(out, dim)
+                for first, last in common(spans, ((start, stop),)):
+                    at = places(spans, ((first, last),))[0][0]
+                    self._read(block, tensor, stop - start, first - start, rows.narrow(1, at, last - first))
+            else:
+                extents = [*out.shape]
+                extents[tensor.dim] = block.stop - block.start
+                part, at = out.new_empty(extents), 0
+                for first, last in spans:
+                    self._read(block, tensor, shape[dim], first, _rows(part, dim).narrow(1, at, last - first))
+                    at += last - first
+                out.narrow(tensor.dim, block.start, block.stop - block.start).copy_(part)
+
+    def _read(self, block: _Block, tensor: _Blocks, size: int, first: int, out: Tensor) -> None:
+        """`out` [outer, n, inner]: the indices from `first` of the middle dim of a block [outer, size, inner]."""
+        import torch
+
+        kind: torch.dtype = getattr(torch, tensor.stored.dtype)
+        outer, n, inner = out.shape
+        if n == size and out.is_contiguous():
+            outer, size, n, inner = 1, 1, 1, out.numel()
+            out = out.view(1, 1, inner)
+        row, run = size * inner * kind.itemsize, n * inner * kind.itemsize
+        if self._memory is None:
+            self._memory = torch.frombuffer(mmap.mmap(-1, _CHUNK), dtype=torch.uint8)
+        memory = self._memory
+        if outer == 1 or run >= _RUN or row > _CHUNK:
+            step = len(memory) // kind.itemsize
+            for i in range(outer):
+                flat = out[i].view(-1)
+                offset = block.offset + i * row + first * inner * kind.itemsize
+                for j in range(0, len(flat), step):
+                    piece = flat[j : j + step]
+                    piece.copy_(self._values(memory, block.file, offset + j * kind.itemsize, len(piece), kind))
+        else:
+            step = len(memory) // row
+            for i in range(0, outer, step):
+                many = min(step, outer - i)
+                values = self._values(memory, block.file, block.offset + i * row, many * size * inner, kind)
+                out[i : i + many].copy_(values.view(many, size, inner).narrow(1, first, n))
+
+    def _values(self, memory: Tensor, file: str, offset: int, elements: int, kind: torch.dtype) -> Tensor:
+        """So many elements of a file, in `memory`."""
+        import torch
+
+        held = memory[: elements * kind.itemsize]
+        self._files.read_into(held.numpy().data, file, offset)
+        # Bytes other than 0 and 1 make a bool of PyTorch's that is neither.
+        return held.ne(0) if kind == torch.bool else held.view(kind)
+
+
+def _rows(tensor: Tensor, dim: int) -> Tensor:
+    """As [all dims before, `dim`, all dims behind]."""
+    shape = tensor.shape
+    return tensor.view(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
+
+
+def _of_file(path: Path) -> WeightsFile:
+    if path.name.endswith(_INDEX):
+        return _of_index(path)
+    if path.suffix in STATE_DICT_SUFFIXES:
+        return _of_state_dict(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{path} is no weights file: those end in .safetensors, {', '.join(STATE_DICT_SUFFIXES)} or {_INDEX}",
+            cure="give one of these, or a folder with an index, a checkpoint or a run of raypar",
+        )
+    return _of_safetensors(path, path)
+
+
+def _of_safetensors(path: Path, file: Path) -> WeightsFile:
+    """`path`: what was asked for; `file`: what is read."""
+    with _closed_on_error() as files:
+        header = files.add("", file, follow=True)
+        # `safetensors.torch.save_model` and `raypar export` store shared tensors once, and say so here.
+        aliases = {k: v for k, v in header.metadata.items() if k not in header.tensors and v in header.tensors}
+        return _InSafetensors(path, "safetensors file", _whole(header, ""), aliases, files)
+
+
+def _whole(header: Header, file: str) -> dict[str, _Blocks]:
+    """Tensors that lie in one piece."""
+    return {
+        name: _Blocks(
+            StoredTensor(info.shape, _TORCH_NAMES[info.dtype]),
+            0,
+            (_Block(0, (info.shape or (1,))[0], file, info.start, info.stop - info.start),),
+        )
+        for name, info in header.tensors.items()
+    }
+
+
+def _of_folder(path: Path) -> WeightsFile:
+    with _reading(path):
+        there = sorted(p.name for p in path.iterdir())
+    indices = [name for name in there if name.endswith(_INDEX)]
+    single = [name for name in there if name.endswith(".safetensors")]
+    if len(indices) > 1:
+        raise CheckpointError(f"{path} has {len(indices)} indices: {_listed(indices)}", cure=f"give {path / indices[0]}, say")
+    if indices:
+        weights = _of_index(path / indices[0], path)
+        besides = [name for name in single if name not in weights.files]
+        if besides:
+            weights.close()
+            raise CheckpointError(
+                f"{path} has {' and '.join(besides[:5])} besides those of its index: either may be meant",
+                cure=f"give {path / indices[0]}, or {path / besides[0]}",
+            )
+        return weights
+    if len(single) > 1:
+        raise CheckpointError(
+            f"{path} has {len(single)} safetensors files and no index: {_listed(single)}", cure=f"give {path / single[0]}, say"
+        )
+    if not single:
+        other = [name for name in there if name.endswith(STATE_DICT_SUFFIXES)]
+        raise CheckpointError(
+            f"{path} holds no weights: no .safetensors file, no index, no checkpoint of raypar",
+            cure=f"give the file: {path / other[0]}" if other else "give the folder of a model, a checkpoint or a run",
+        )
+    return _of_safetensors(path, _inside(path, single[0], "the folder"))
+
+
+class _Sharded(_InSafetensors):
+    """`files`: the names of the files."""
+
+    files: Collection[str] = ()
+
+
+def _of_index(index: Path, path: Path | None = None) -> _Sharded:
+    """What Hugging Face writes for models in several files: {"weight_map": {tensor: file}}. `path`: what was asked for."""
+    text = read_bytes(index, follow=True, limit=INDEX_BYTES, error=CheckpointError, cure="give another index")
+    try:
+        found = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index: {shown(str(error), 400)}", cure="download it again") from error
+    where = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+        raise CheckpointError(f"{index} has no weight_map that leads from tensors to files", cure="download it again")
+    folder, tensors = index.parent, dict[str, _Blocks]()
+    with _closed_on_error() as files:
+        names = sorted(set(where.values()))
+        paths = [_inside(folder, name, str(index)) for name in names]
+        headers = [files.add(name, path, follow=False) for name, path in zip(names, paths, strict=True)]
+        for name, header in zip(names, headers, strict=True):
+            tensors |= _whole(header, name)
+        extra = [t for name, header in zip(names, headers, strict=True) for t in header.tensors if where.get(t) != name]
+        if extra:
+            raise CheckpointError(
+                f"{index} does not name {_tensors(extra)} of its files: {_listed(extra)}", cure="download the folder again"
+            )
+        lacking = [f"{tensor} in {shown(name)}" for tensor, name in where.items() if tensor not in tensors]
+        if lacking:
+            raise CheckpointError(
+                f"{index} promises {_tensors(lacking)} that its files do not have: {_listed(lacking)}",
+                cure="download the folder again",
+            )
+        weights = _Sharded(path or index, "sharded safetensors", tensors, {}, files)
+    weights.files = names
+    return weights
+
+
+# -- checkpoints of raypar -----------------------------------------------------------------------------------------------------
+
+
+def _of_checkpoint(path: Path) -> WeightsFile:
+    """Its parameters and buffers. `load_manifest` has seen to it that every slice of each is there once."""
+    manifest = load_manifest(path)
+    entries = [entry for entry in manifest.entries if entry.kind in (PARAMETER, BUFFER)]
+    with _closed_on_error() as files:
+        headers = {name: files.add(name, path / name, follow=False) for name in sorted({entry.file for entry in entries})}
+        for name, header in headers.items():
+            try:
+                check_header(manifest, name, header)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{path / name} is not what {MANIFEST} says: {shown(str(error), 400)}", cure="use another checkpoint"
+                ) from error
+        tensors = {name: _joined(list(parts), headers) for name, parts in itertools.groupby(entries, lambda entry: entry.name)}
+        return _InSafetensors(path, "checkpoint", tensors, manifest.ties, files)
+
+
+def _joined(entries: Sequence[Entry], headers: Mapping[str, Header]) -> _Blocks:
+    """The blocks that make one tensor."""
+    shape = entries[0].shape
+    cut = next((dim for entry in entries for dim, span in enumerate(entry.slice) if span != (0, shape[dim])), 0)
+    blocks = []
+    for entry in entries:
+        info = headers[entry.file].tensors[entry.key]
+        start, stop = entry.slice[cut] if shape else (0, 1)
+        blocks.append(_Block(start, stop, entry.file, info.start, info.stop - info.start))
+    return _Blocks(StoredTensor(shape, entries[0].dtype), cut, tuple(blocks))
+
+
+# -- state_dicts ---------------------------------------------------------------------------------------------------------------
+
+
+class _StateDict(WeightsFile):
+    """Tensors of a mapped file: what has been read of it counts as the process's until the system wants the memory back."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        first: dict[Any, str] = {}
+        aliases = {}
+        for name, tensor in tensors.items():
+            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            if tensor.numel() and first.setdefault(place, name) != name:
+                aliases[name] = first[place]
+        names = {
+            name: StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in tensors.items()
+            if name not in aliases
+        }
+        super().__init__(path, "state_dict", names, aliases)
+        self._tensors = dict(tensors)
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+    def _first_bytes(self, name: str) -> bytes:
+        import torch
+
+        tensor = self._tensors[name]
+        few = tensor.reshape(-1)[: max(1, _FIRST_BYTES // tensor.element_size())].contiguous()
+        return bytes(few.view(torch.uint8).numpy().data)
+
+    def _fill(self, name: str, out: Tensor, slices: tuple[int, Spans]) -> None:
+        tensor = self._tensors[name].detach()
+        tensor = tensor if tensor.dim() else tensor.view(1)
+        dim, spans = slices
+        at = 0
+        for start, stop in spans:
+            out.narrow(dim, at, stop - start).copy_(tensor.narrow(dim, start, stop - start))
+            at += stop - start
+
+
+def _of_state_dict(path: Path) -> WeightsFile:
+    import torch
+
+    cure = "save it as safetensors, or with torch.save(model.state_dict(), FILE)"
+    with open_regular(path, follow=True, error=CheckpointError, cure=cure):
+        pass  # refuses what would be waited for
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of many classes, as many as there are kinds of damage
+        raise CheckpointError(f"{path} cannot be read as a state_dict: {shown(first_line(error), 300)}", cure=cure) from error
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state_dict", cure=cure)
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{path}: {shown(repr(name))} is a {type(tensor).__name__}, not a tensor", cure=cure)
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise CheckpointError(f"{path}: {shown(name)} is no dense tensor", cure=cure)
+    return _StateDict(path, found)
+
+
+# -- parts ---------------------------------------------------------------------------------------------------------------------
+
+
+def _inside(folder: Path, name: str, by: str) -> Path:
+    """A file of the folder, links followed; `by`: what names it. Raises `CheckpointError` for one elsewhere.
+
+    The snapshots of a Hugging Face cache are links into the folder `blobs` of the same model.
+    """
+    with _reading(folder / shown(name)):
+        root = folder.resolve()
+        roots = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+        found = root / name if "\0" in name else (root / name).resolve()
+        if not name or "\0" in name or not any(place in found.parents for place in roots):
+            raise CheckpointError(
+                f"{by} leads to {shown(name)!r}, outside of the folder", cure="put the files in one folder, not links to them"
+            )
+        if not found.exists():
+            raise CheckpointError(f"{shown(folder / name)} is missing: {by} leads to it", cure="download it, or copy it there")
+    return found
+
+
+@contextlib.contextmanager
+def _closed_on_error() -> Iterator[_OpenFiles]:
+    files = _OpenFiles()
+    try:
+        yield files
+    except BaseException:
+        files.close()
+        raise
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot read {shown(path)}: {error.strerror or error}", cure="give another path") from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(shown(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _tensors(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor" + "s" * (len(names) != 1)
