@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.transport_cases import CREDENTIAL
 
 from raypar.comm import reduction, window
 from raypar.comm.cpu import CpuMesh
@@ -131,13 +132,13 @@ def test_threads_have_the_bits_of_one_process(kind, replicas):
     runs = [part(r, replicas, 8) for r in range(replicas)]
     results = [None] * replicas
     local = LocalMesh(replicas)
-    meshes = [CpuMesh.listen() for _ in range(replicas)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(replicas)]
     addresses = [mesh.address for mesh in meshes]
 
     def body(rank):
         end = local.transports[rank]
         if kind == "cpu":
-            end = meshes[rank].connect(rank=rank, size=replicas, addresses=addresses, run="t", generation=1, deadline_s=10)
+            end = meshes[rank].connect(rank=rank, size=replicas, addresses=addresses, generation=1, deadline_s=10)
         results[rank] = drive(replica(end, CanonicalReduction, runs, gradients, steps=5), timeout_s=10)
         end.close()
 
