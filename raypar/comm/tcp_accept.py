@@ -45,8 +45,10 @@ class Pending:
 
 
 class Acceptor:
-    """Owns `doors` (listening, non-blocking) and all connections that nobody has taken. `arrived` is called, in the thread, when
-    there is something to `take`."""
+    """Owns `doors` (listening, non-blocking) and all connections that nobody has taken.
+
+    `arrived` is called, in the thread, when there is something to `take`.
+    """
 
     def __init__(self, doors: Sequence[socket.socket], credential: Credential, arrived: Callable[[], None]) -> None:
         self._doors = {door.fileno(): door for door in doors}

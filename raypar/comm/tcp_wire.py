@@ -44,7 +44,9 @@ DTYPES: tuple[torch.dtype, ...] = (
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 HEADER = struct.Struct("<IBBxxQQQQI")
-"""magic, dtype code, number of dims, generation, channel, tag, payload bytes, CRC-32 of the dims; `CHECK` and the dims follow."""
+"""magic, dtype code, number of dims, generation, channel, tag, payload bytes, CRC-32 of the dims.
+
+`CHECK` follows, then the dims, 8 bytes each."""
 CHECK = struct.Struct("<I")
 """CRC-32 of all before it: a damaged header must not be waited for, allocated for, or taken for another message."""
 HEAD_BYTES = HEADER.size + CHECK.size

@@ -272,9 +272,9 @@ def test_replicas_that_cannot_read_each_others_memory_go_on_with_messages(broken
     elif broken == "one has none":
         monkeypatch.setattr(reduction, "Window", lambda nbytes: sometimes(made, nbytes))
     elif broken == "one cannot read the other's":
-        monkeypatch.setattr(reduction, "opened", lambda card: sometimes(opened, card))
+        monkeypatch.setattr(reduction, "opened", lambda card, nbytes: sometimes(opened, card, nbytes))
     else:
-        monkeypatch.setattr(reduction, "opened", lambda card: opened(card + torch.tensor([0, 0, 0, 1])))
+        monkeypatch.setattr(reduction, "opened", lambda card, nbytes: opened(card + torch.tensor([0, 0, 0, 1]), nbytes))
     before = set(os.listdir("/proc/self/fd"))
     mesh = LocalMesh(2)
     for sums in Cooperative().run([pair(t, 3) for t in mesh.transports], mesh):
