@@ -23,6 +23,7 @@ import ray
 from raypar.actors.footing import Footing
 from raypar.actors.messages import Failed, Hello
 from raypar.comm.handshake import Credential
+from raypar.comm.tcp_accept import THREAD as ACCEPT_THREAD
 from raypar.elastic.member import Fenced, Member
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
 
@@ -251,7 +252,7 @@ class WorkerActor:
             lines = traceback.format_stack(frame)
             if (
                 ident != threading.get_ident()
-                and name != ORPHAN_THREAD
+                and name not in (ORPHAN_THREAD, ACCEPT_THREAD)
                 and any(f"{os.sep}raypar{os.sep}" in line for line in lines)
             ):
                 texts.append(f"{name}:\n{''.join(lines).rstrip()}")

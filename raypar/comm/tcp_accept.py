@@ -24,6 +24,7 @@ from raypar.errors import CommError
 
 log = logging.getLogger("raypar")
 
+THREAD = "raypar-accept"
 HANDSHAKE_S = 5.0
 """From accepting a connection to its proof. A peer that stood still for longer dials again."""
 PENDING_MOST = 256
@@ -69,7 +70,7 @@ class Acceptor:
         self._epoll.register(self._stop, select.EPOLLIN)
         for fd in self._doors:
             self._epoll.register(fd, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._serve, name="raypar-accept", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
         self._thread.start()
 
     def take(self, generation: int) -> list[tuple[socket.socket, Claim]]:

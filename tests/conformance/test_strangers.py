@@ -6,7 +6,9 @@ how many cases there were; `pytest -m "full or not full"` tries them all.
 """
 
 import gc
+import json
 import os
+import re
 import resource
 import socket
 import struct
@@ -30,7 +32,7 @@ from helpers.strangers import (
 )
 from helpers.transport_cases import CREDENTIAL, LIMIT_S
 
-from raypar.comm import tcp_accept, tcp_mesh, tcp_wire
+from raypar.comm import nccl_connect, nccl_messages, tcp_accept, tcp_mesh, tcp_wire, window
 from raypar.comm.cpu import CpuMesh, CpuTransport
 from raypar.comm.handshake import (
     ACCEPTOR,
@@ -214,11 +216,14 @@ def test_a_damaged_challenge_or_answer_is_an_error_that_names_the_rank(said, sha
                 sock.sendall(mutate(challenge))
                 return
             sock.sendall(challenge)
-            assert sock.recv(PROOF_BYTES, socket.MSG_WAITALL)
+            played.append(sock.recv(PROOF_BYTES, socket.MSG_WAITALL))
             sock.sendall(mutate(answer) + header * (said == "welcome"))
 
-        error = dialed(play, hangs_up, LIMIT_S if said == "CHALLENGE" else HANDSHAKE_S)
-        return None if isinstance(error, CommError) and "0" in error.what else f"{what}: {error!r}"
+        played: list[bytes] = []
+        error = dialed(play, hangs_up, LIMIT_S if said == "CHALLENGE" else 4 * HANDSHAKE_S)
+        proven = said == "CHALLENGE" or (played and all(len(proof) == PROOF_BYTES for proof in played))
+        named = isinstance(error, CommError) and re.search(r"ranks? \[?0", error.what)
+        return None if proven and named else f"{what}: {error!r}, {played}"
 
     with ThreadPoolExecutor(16) as at_once:
         both = [at_once.submit(case, *one, hangs_up) for one in cases for hangs_up in (False, True)]
@@ -503,3 +508,120 @@ def test_a_message_for_which_there_is_no_memory_is_an_error_that_names_the_peer(
 def test_a_tensor_of_more_dims_than_pytorch_computes_with_is_refused_where_it_is_sent():
     with Line() as line, pytest.raises(CommError, match="65 dims"):
         line.end.send(torch.zeros((1,) * 65), to=1, tag=1)
+
+
+# -- what a rank says of itself, and of its memory
+
+
+def test_a_mistake_of_our_own_in_the_handshake_costs_one_connection_and_is_told_once(peers, monkeypatch, caplog):
+    feed, left = Acceptance.feed, [2]
+
+    def mistaken(self, data):
+        if data.startswith(b"stranger"):
+            left[0] -= 1
+            raise ZeroDivisionError("a mistake")
+        return feed(self, data)
+
+    monkeypatch.setattr(Acceptance, "feed", mistaken)
+    knocks = knock(peers.doors, [(b"stranger", None, False)] * 2, CLOSED_S)
+    assert left == [0] and all(one.closed for one in knocks)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a connection was dropped by a mistake of raypar's own; please report it"
+    ]
+    peers.work()
+
+
+def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
+    offered = window.Window(8192)
+    pid, fd, _, token = offered.card.tolist()
+    assert window.opened(offered.card, 8192).numel() == 8192
+    loose = os.memfd_create(window.PREFIX + format(5, "x"))
+    os.ftruncate(loose, 8192)  # its owner could cut it off under its reader
+    fifo, _ = pipe = os.pipe()
+    for card in (
+        (pid, fd, 1 << 62, token),
+        (pid, fd, 4096, token),
+        (pid, fd, 16384, token),
+        (pid, fd, 8192, token + 1),
+        (pid, fifo, 8192, token),
+        (pid, 0, 8192, token),
+        (pid, loose, 8192, 5),
+        (-1, fd, 8192, token),
+        (pid, -1, 8192, token),
+        (0, 0, 0, 0),
+    ):
+        with pytest.raises(OSError):
+            window.opened(torch.tensor(card, dtype=torch.int64), 8192)
+    with pytest.raises(OSError):
+        window.opened(torch.tensor((pid, fd, 16384, token)), 16384)
+    with pytest.raises(OSError):
+        os.ftruncate(fd, 4096)
+    for one in (loose, *pipe):
+        os.close(one)
+    offered.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (3, 0, 1, 0, 7, 4),
+        (0, len(tcp_wire.DTYPES), 1, 0, 7, 4),
+        (0, 0, 17, 0, 7, 4),
+        (0, 0, 1, 0, 7, 4, 4),
+        (0, 0, 1, 0, 7, 1 << 62),
+        (1, 0, 2, 0, 7, 1 << 40, 1 << 40),
+        (2, 0, 0, (1 << 20) + 1, 0),
+        (2, 0, 0, (1 << 32) - 1, 0),
+    ],
+)
+def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_message(frame):
+    packed = nccl_messages.FRAME.pack(*frame, *[0] * (5 + nccl_messages.MOST_DIMS - len(frame)))
+    with pytest.raises(CommError, match=r"damaged|more than this machine has memory"):
+        nccl_messages.unpack(packed)
+
+
+def test_an_announcement_over_nccl_says_what_was_sent():
+    frame = nccl_messages.pack(nccl_messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
+    assert nccl_messages.unpack(bytes(frame)) == (nccl_messages.ON_HOST, torch.int32, (2, 3), 0, 9)
+    for text in (b"", b"[1]", b'{"lane": "many"}', b'{"lane": true}', b"\xff"):
+        with pytest.raises(CommError, match="a goodbye is damaged"):
+            nccl_messages.unpack_counts(text)
+
+
+class Said:
+    """A handle whose message has come."""
+
+    def __init__(self, said):
+        self.said = said if isinstance(said, torch.Tensor) else torch.frombuffer(bytearray(said), dtype=torch.uint8)
+
+    def tensor(self):
+        return self.said
+
+
+def test_what_a_rank_says_of_its_nccl_is_checked_and_only_its_own_ids_are_believed():
+    mine, theirs = [[2, 3], "all_reduce", 0], [[0, 2], "message", 0]
+    good = {
+        "version": 22907,
+        "device": "GPU 1",
+        "shares": False,
+        "wires": [mine, theirs],
+        "ids": {"all_reduce of 2,3 channel 0": "00" * 128},
+    }
+    assert nccl_connect.heard_hello(Said(json.dumps(good).encode()), 2) == good
+    bad = [
+        *({key: value for key, value in good.items() if key != left_out} for left_out in good),
+        good | {"version": "22907"},
+        good | {"device": 1},
+        good | {"wires": [[2, 3]]},
+        good | {"wires": [[["2", 3], "all_reduce", 0]]},
+        good | {"ids": {}},
+        good | {"ids": {"all_reduce of 2,3 channel 0": "00" * 127}},
+        good | {"ids": {"all_reduce of 2,3 channel 0": "xx" * 128}},
+        good | {"ids": good["ids"] | {"messages 0 -> 2": "00" * 128}},
+    ]
+    words = [json.dumps(one).encode() for one in bad]
+    words += [b"[]", b"{", b"\xff", torch.zeros(4), torch.zeros(nccl_connect.MOST_WORDS_BYTES + 1, dtype=torch.uint8)]
+    for said in words:
+        with pytest.raises(CommError, match=r"what rank 2 (says of itself|tells) is damaged"):
+            nccl_connect.heard_hello(Said(said), 2)
+    CASES["words of a rank"] += len(words)

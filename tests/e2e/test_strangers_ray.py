@@ -1,15 +1,19 @@
 """Strangers on the ports of a real run's workers: the run does not notice them, neither at once nor at the next recovery."""
 
+import base64
 import contextlib
+import os
+import signal
 import socket
 import struct
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from helpers.trainee import Trainee, kill
 
+from raypar.actors.journal import Journal
 from raypar.actors.local_ray import connected
 
 MAGIC = 0x72617970
@@ -57,19 +61,40 @@ def test_strangers_that_greet_every_worker_do_not_disturb_the_recovery_that_foll
     layout = ("plan.stages=2", "plan.replicas=2")
     trainee = Trainee(tmp_path / "disturbed", "elastic.min_workers=1", *layout)
     strangers: list[socket.socket] = []
-    greeted = []
+    greeted: list[int] = []
+    secrets: list[bytes] = []
 
     def act(pids: list[int]) -> None:
+        secrets.append(Journal("tiny").credential().secret)
         greeted.append(greet(pids, strangers))
-        time.sleep(0.3)
         kill(3)(pids)
 
+    def again() -> None:
+        """Its driver dies too: a new one has to know the secret of the workers that are left."""
+        os.kill(trainee.members["driver_pid"], signal.SIGKILL)
+        kill(1)(trainee.pids)
+
     try:
-        result = trainee.run(act)
+        result = trainee.run(act, then={18: again})
     finally:
         for stranger in strangers:
             stranger.close()
     assert greeted[0] >= 4 * len(GREETINGS), "every worker listens"
     assert result.end == "done", result.why
     assert result.weights_sha256 == undisturbed.weights_sha256
-    assert any("generation 2" in event["text"] for event in trainee.told("recovering"))
+    generations = [event["text"] for event in trainee.told("generation")]
+    assert len(generations) >= 2 and trainee.told("driver"), generations
+    assert not [path for folder in (tmp_path, session_folder()) for path in folder.rglob("*") if holds(path, secrets[0])]
+
+
+def session_folder() -> Path:
+    """Where this Ray's logs lie."""
+    return Path(ray._private.worker.global_worker.node.get_session_dir_path())
+
+
+def holds(path: Path, secret: bytes) -> bool:
+    """Whether a file has the secret in it, in any spelling."""
+    if not path.is_file():
+        return False
+    data = path.read_bytes()
+    return any(text in data for text in (secret, secret.hex().encode(), base64.b64encode(secret), repr(secret)[2:-1].encode()))

@@ -129,7 +129,7 @@ def challenge_to(credential: Credential, hello: bytes) -> bytes:
 
 
 class FalseAcceptor:
-    """Listens where a worker is expected; `play(sock, hello)` tells each dialer what it likes, then it hangs up or is silent."""
+    """Listens where a worker is expected; `play(sock, hello)` tells a dialer what it likes, then it hangs up or is silent."""
 
     def __init__(self, play: Callable[[socket.socket, bytes], None], hang_up: bool) -> None:
         self._door = socket.create_server(("127.0.0.1", 0))
