@@ -93,8 +93,12 @@ class Acceptor:
             door.close()
         for pending in self._pending.values():
             pending.socket.close()
-        for sock, _ in self._proven.values():
-            sock.close()
+        self._pending.clear()
+        with self._lock:
+            for sock, _ in self._proven.values():
+                sock.close()
+            self._proven.clear()
+            self._by_fd.clear()
         self._epoll.close()
         os.close(self._stop)
 

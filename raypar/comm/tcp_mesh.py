@@ -165,9 +165,10 @@ class Meeting:
 
     def woken(self) -> None:
         """Somebody has arrived, or `abort` was called."""
-        os.eventfd_read(self.listener._wake)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.listener._wake)
         if self.listener._reason is not None:
-            raise GroupAborted(self.listener._reason or "connecting was aborted", cure="connect the next generation")
+            raise GroupAborted(self.listener._reason, cure="connect the next generation")
         self.judge_arrivals()
 
     def dial(self, rank: int, times: int) -> None:

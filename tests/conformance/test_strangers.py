@@ -50,7 +50,7 @@ from raypar.comm.handshake import (
     Dial,
     pack_answer,
 )
-from raypar.errors import CommError
+from raypar.errors import CommError, CommTimeout
 
 HANDSHAKE_S = 0.12
 CLOSED_S = HANDSHAKE_S + 3.0
@@ -315,6 +315,34 @@ def test_a_stranger_on_the_port_of_a_dead_worker_is_named_at_once():
     assert time.monotonic() - start < 1.0
     mesh.close()
     false.close()
+
+
+def test_a_peer_that_waits_for_a_generation_to_come_and_gives_up_is_forgotten(peers):
+    acceptor = peers.meshes[0]._listener._acceptor
+
+    def gives_up():
+        with pytest.raises(CommTimeout, match=r"ranks \[0\] did not connect"):
+            peers.meshes[1].connect(rank=1, size=2, addresses=peers.addresses, generation=101, deadline_s=0.05)
+
+    for _ in range(3):
+        gives_up()
+    deadline = time.monotonic() + CLOSED_S
+    while acceptor._proven and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not acceptor._proven and not acceptor._by_fd
+    peers.work()
+
+    hello, answer = hello_of(CREDENTIAL, Claim(500, 1, 0, 2))
+    lost = [socket.create_connection(peers.doors[0], timeout=LIMIT_S) for _ in range(3)]
+    for one in lost:
+        one.sendall(hello)
+        one.sendall(answer(one.recv(CHALLENGE.size, socket.MSG_WAITALL)))
+    while len(lost) > 1:
+        oldest = lost.pop(0)
+        assert oldest.recv(1) == b"", "a newer connection has its place"
+        oldest.close()
+    lost.pop().close()
+    peers.work()
 
 
 # -- floods
