@@ -57,9 +57,9 @@ def greet(pids: list[int], stay: list[socket.socket]) -> int:
 def test_strangers_that_greet_every_worker_do_not_disturb_the_recovery_that_follows(tmp_path):
     for name in ("undisturbed", "disturbed"):
         (tmp_path / name).mkdir()
-    undisturbed = Trainee(tmp_path / "undisturbed").run()
+    undisturbed = Trainee(tmp_path / "undisturbed", "steps=60").run()
     layout = ("plan.stages=2", "plan.replicas=2")
-    trainee = Trainee(tmp_path / "disturbed", "elastic.min_workers=1", *layout)
+    trainee = Trainee(tmp_path / "disturbed", "steps=60", "elastic.min_workers=1", *layout)
     strangers: list[socket.socket] = []
     greeted: list[int] = []
     secrets: list[bytes] = []
@@ -71,11 +71,11 @@ def test_strangers_that_greet_every_worker_do_not_disturb_the_recovery_that_foll
 
     def again() -> None:
         """Its driver dies too: a new one has to know the secret of the workers that are left."""
-        os.kill(trainee.members["driver_pid"], signal.SIGKILL)
-        kill(1)(trainee.pids)
+        for pid in (trainee.members["driver_pid"], trainee.members["members"][-1]["pid"]):
+            os.kill(pid, signal.SIGKILL)
 
     try:
-        result = trainee.run(act, then={18: again})
+        result = trainee.run(act, then={30: again})
     finally:
         for stranger in strangers:
             stranger.close()
@@ -83,7 +83,7 @@ def test_strangers_that_greet_every_worker_do_not_disturb_the_recovery_that_foll
     assert result.end == "done", result.why
     assert result.weights_sha256 == undisturbed.weights_sha256
     generations = [event["text"] for event in trainee.told("generation")]
-    assert len(generations) >= 2 and trainee.told("driver"), generations
+    assert len(generations) >= 2 and trainee.told("driver") and len(trainee.told("lost")) == 2, generations
     assert not [path for folder in (tmp_path, session_folder()) for path in folder.rglob("*") if holds(path, secrets[0])]
 
 
