@@ -312,7 +312,7 @@ def test_a_stranger_on_the_port_of_a_dead_worker_is_named_at_once():
     start = time.monotonic()
     with pytest.raises(CommError, match=f"rank 1 cannot reach rank 0 at {false.address}: it does not prove that it belongs"):
         mesh.connect(rank=1, size=2, addresses=[false.address, mesh.address], generation=1, deadline_s=LIMIT_S)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < LIMIT_S / 4
     mesh.close()
     false.close()
 
