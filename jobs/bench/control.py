@@ -57,8 +57,8 @@ class CountingDriver(DriverActor):
 
     calls_made = answer_bytes = stored_bytes = 0
 
-    def _set_up(self, request: Any) -> None:
-        DriverActor._set_up(self, request)
+    def _set_up(self, request: Any, credential: Any) -> None:
+        DriverActor._set_up(self, request, credential)
         call_all, stepped, tell = self.calls.call_all, self.reports.stepped, self.news.tell
 
         def counting_calls(call: Any, event: Any) -> None:

@@ -15,7 +15,7 @@ from gpu_memory import OnDevice
 from helpers import standin
 from helpers.transport_cases import CASES, LIMIT_S
 from models import Workload
-from ours import gpt_job
+from ours import CREDENTIAL, gpt_job
 
 from raypar.comm import nccl
 from raypar.comm.ledger import Ledger
@@ -47,7 +47,7 @@ def begin(state: State, index: int, environment: Mapping[str, str], device: str)
     module, _, name = device.partition(":")
     state["device"] = getattr(importlib.import_module(module), name)()
     settle(state["device"].device, exact=True)
-    state["mesh"] = NcclMesh.listen("127.0.0.1", state["device"])
+    state["mesh"] = NcclMesh.listen("127.0.0.1", state["device"], credential=CREDENTIAL)
     return {"address": state["mesh"].address, "device": state["device"].name, "library": str(nccl.library())}
 
 
@@ -59,7 +59,6 @@ def connect(state: State, index: int, addresses: list[str], generation: int, wir
         rank=index,
         size=len(addresses),
         addresses=addresses,
-        run="bench",
         generation=generation,
         deadline_s=CONNECT_S,
         wires=standin.all_wires(len(addresses)) if wires is None else wires,

@@ -12,6 +12,7 @@ from typing import Any
 from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 
 from raypar.comm.cpu import CpuMesh
+from raypar.comm.handshake import Credential
 from raypar.elastic.part import Part
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
@@ -21,6 +22,7 @@ from raypar.worker.core import StepReport, WorkerCore
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 CONNECT_TIMEOUT_S = 60.0
+CREDENTIAL = Credential("bench", b"no secret: a bench has this machine to itself")
 
 
 def gpt_job(
@@ -113,7 +115,7 @@ class Raypar:
         self.core = WorkerCore(spec)
         order = registry.build(schedule, Routing(plan, spec.cut))
         self.assignment = assignments(spec, self.core.graph, plan, order)[rank]
-        self.mesh = CpuMesh.listen()
+        self.mesh = CpuMesh.listen(credential=CREDENTIAL)
         self.hello = {"address": self.mesh.address, "rank": rank}
         self.reports: list[StepReport] = []
 
@@ -122,7 +124,6 @@ class Raypar:
             rank=self.rank,
             size=len(addresses),
             addresses=addresses,
-            run="bench",
             generation=0,
             deadline_s=CONNECT_TIMEOUT_S,
         )
@@ -162,7 +163,7 @@ class RayparOnRay:
         graph = make_graph(spec)
         parts = assignments(spec, graph, plan, registry.build(schedule, Routing(plan, spec.cut)))
         self.loop = asyncio.new_event_loop()
-        self.pool = Pool(f"bench-{os.getpid()}")
+        self.pool = Pool(Credential.fresh(f"bench-{os.getpid()}"))
         self.loop.run_until_complete(self.pool.reserve(plan, CONNECT_TIMEOUT_S, print))
         for number in range(plan.world):
             self.pool.hire(number, pickle.dumps(spec), host, 600.0)

@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 
 from raypar.comm.cpu import CpuMesh
+from raypar.comm.handshake import Credential
 
 SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "16 MB": 16 << 20}
 DEADLINE_S = 60.0
+CREDENTIAL = Credential("bench", b"no secret: a bench has this machine to itself")
 
 
 def worker(rank: int, pipe: Connection, store: str, seconds: float) -> None:
@@ -33,9 +35,9 @@ def worker(rank: int, pipe: Connection, store: str, seconds: float) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = CpuMesh.listen()
+    mesh = CpuMesh.listen(credential=CREDENTIAL)
     pipe.send(mesh.address)
-    ours = mesh.connect(rank=rank, size=2, addresses=pipe.recv(), run="bench", generation=1, deadline_s=DEADLINE_S)
+    ours = mesh.connect(rank=rank, size=2, addresses=pipe.recv(), generation=1, deadline_s=DEADLINE_S)
     peer = 1 - rank
 
     def raypar_round_trip(data: torch.Tensor) -> None:

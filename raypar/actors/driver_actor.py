@@ -35,6 +35,7 @@ from raypar.actors.saving import Saving
 from raypar.actors.staff import Staff, died_with_node
 from raypar.actors.status import Status
 from raypar.actors.tasks import Tasks
+from raypar.comm.handshake import Credential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.machine import Phase, RunMachine
@@ -80,13 +81,13 @@ class DriverActor:
             with contextlib.suppress(Exception):  # not `ray.get`, which would warn: this is an actor with an event loop
                 itself.begin_again.remote().future().result(ASK_AGAIN_S)
 
-    def _set_up(self, request: RunRequest) -> None:
+    def _set_up(self, request: RunRequest, credential: Credential) -> None:
         journal, news, tasks = self.journal, self.news, self.tasks
         self.request = request
         layout = SlicedParameters(request.outline.elements, request.outline.cuts)
         self.machine = machine = RunMachine(request.course, plan=request.plan, layout=layout)
         self.plans = plans = Plans(request)
-        self.pool = pool = Pool(request.run, request.gpus, request.environment)
+        self.pool = pool = Pool(credential, request.gpus, request.environment)
         self.recorder = recorder = Recorder(request)
         self.status = Status(request)
         self.effects = effects = Effects(recorder, machine, news, tasks)
@@ -114,7 +115,7 @@ class DriverActor:
                 return
             record = await asyncio.to_thread(self.journal.last_record)
             end = await asyncio.to_thread(self.journal.end)
-            self._set_up(request)
+            self._set_up(request, await asyncio.to_thread(self.journal.credential))
             self.begun = True
         if end is not None:
             self.machine.phase = Phase.OVER
@@ -160,6 +161,7 @@ class DriverActor:
 
     def _begin_journal(self, request: RunRequest) -> None:
         self.journal.erase()
+        self.journal.put_credential(Credential.fresh(request.run))
         self.journal.put_request(request)
 
     async def events(self, epoch: int, cursor: int, wait_s: float = 1.0) -> tuple[list[dict[str, Any]], int, int]:

@@ -12,6 +12,7 @@ from ray import cloudpickle
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 from raypar.actors.messages import Hello
+from raypar.comm.handshake import Credential
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
@@ -100,6 +101,21 @@ class Journal:
         return {number: pickle.loads(value) for number, value in found.items() if value is not None}
 
     # -- the run -----------------------------------------------------------------------------------------------------------
+
+    def put_credential(self, credential: Credential) -> None:
+        """Before the request: who finds that finds this too."""
+        _internal_kv_put(f"{self.prefix}credential", pickle.dumps(credential), overwrite=True)
+
+    def credential(self) -> Credential:
+        """By which the run's workers know each other: the same for all drivers of a run. Raises `ClusterError` without one."""
+        value = _internal_kv_get(f"{self.prefix}credential")
+        if value is None:
+            raise ClusterError(
+                f"Ray's store has lost the secret by which the workers of run {self.run!r} know each other",
+                cure="`raypar resume` goes on from the last checkpoint, with new workers",
+            )
+        found: Credential = pickle.loads(value)
+        return found
 
     def put_request(self, request: Any) -> None:
         """What the run is: a driver that is started again by Ray reads it here."""

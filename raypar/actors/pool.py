@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.cluster_watch import capacity, most_on_a_node
 from raypar.actors.worker_actor import worker_class
+from raypar.comm.handshake import Credential
 from raypar.elastic.naming import named, verb
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
@@ -34,11 +35,12 @@ def namespace(run: str) -> str:
 class Pool:
     """Placement groups and workers by number. All detached: they outlive whoever made them, until they are removed.
 
-    `gpus`: of each worker; `environment`: of its process, where the job's own runtime environment does not say otherwise.
+    `credential`: the run's name, and the secret by which its workers know each other. `gpus`: of each worker; `environment`: of
+    its process, where the job's own runtime environment does not say otherwise.
     """
 
-    def __init__(self, run: str, gpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
-        self.run, self.gpus, self.environment = run, gpus, dict(environment or {})
+    def __init__(self, credential: Credential, gpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
+        self.credential, self.run, self.gpus, self.environment = credential, credential.run, gpus, dict(environment or {})
         self.groups: dict[int, PlacementGroup] = {}
         """By worker number; the shards of one seat share theirs."""
         self.bundles: dict[int, int] = {}
@@ -129,7 +131,7 @@ class Pool:
             scheduling_strategy=strategy,
             **self._of_its_own(),
         )
-        self.workers[number] = made.remote(self.run, number, spec, host, orphan_timeout_s)
+        self.workers[number] = made.remote(self.credential, number, spec, host, orphan_timeout_s)
         return self.workers[number]
 
     def _of_its_own(self) -> dict[str, Any]:

@@ -22,6 +22,8 @@ import ray
 
 from raypar.actors.footing import Footing
 from raypar.actors.messages import Failed, Hello
+from raypar.comm.handshake import Credential
+from raypar.comm.tcp_accept import THREAD as ACCEPT_THREAD
 from raypar.elastic.member import Fenced, Member
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
 
@@ -36,8 +38,8 @@ ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
 class WorkerActor:
     """Created in a placement group of its own; gets everything else by calls. `number` is never given to another worker."""
 
-    def __init__(self, run: str, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
-        self.run, self.number, self.pickled_spec = run, number, spec
+    def __init__(self, credential: Credential, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
+        self.credential, self.number, self.pickled_spec = credential, number, spec
         self.coordinate = f"worker {number}"
         self.footing = Footing()
         self.spec: Any = None
@@ -92,9 +94,9 @@ class WorkerActor:
             gpu = CudaDevice()
             device = gpu.device
             settle(device, exact=self.spec.reduction == "canonical")
-            self.mesh = NcclMesh.listen(host, gpu)
+            self.mesh = NcclMesh.listen(host, gpu, credential=self.credential)
         else:
-            self.mesh = CpuMesh.listen(host)
+            self.mesh = CpuMesh.listen(host, credential=self.credential)
         self.core = WorkerCore(self.spec, device=device)
         self.body = WorkerBody(self.core, self.number)
         self.member = Member(self.number, self.body)
@@ -131,7 +133,6 @@ class WorkerActor:
                     rank=rank,
                     size=len(addresses),
                     addresses=addresses,
-                    run=self.run,
                     generation=generation,
                     deadline_s=deadline_s,
                     **wires,
@@ -251,7 +252,7 @@ class WorkerActor:
             lines = traceback.format_stack(frame)
             if (
                 ident != threading.get_ident()
-                and name != ORPHAN_THREAD
+                and name not in (ORPHAN_THREAD, ACCEPT_THREAD)
                 and any(f"{os.sep}raypar{os.sep}" in line for line in lines)
             ):
                 texts.append(f"{name}:\n{''.join(lines).rstrip()}")

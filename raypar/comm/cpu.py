@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import MessageTransport
+from raypar.comm.handshake import Credential
 from raypar.comm.operation import Message, Operation, take
-from raypar.comm.tcp_mesh import Listener
-from raypar.comm.tcp_wire import Greeting, Header, memory_of, pack_header, unpack_header
+from raypar.comm.tcp_mesh import Listener, Place
+from raypar.comm.tcp_wire import Header, memory_of, pack_header, unpack_header
 from raypar.errors import CommError, GroupAborted
 
 STAGING_BYTES = 16 << 10
@@ -37,33 +38,32 @@ Key = tuple[int, int, int]
 class CpuMesh:
     """One worker's address for all its generations: `listen`, tell the address to everybody, `connect` each generation."""
 
-    def __init__(self, host: str, near: bool) -> None:
-        self._listener = Listener(host, near)
+    def __init__(self, host: str, credential: Credential, near: bool) -> None:
+        self._listener = Listener(host, credential, near)
 
     @classmethod
-    def listen(cls, host: str = "127.0.0.1", *, near: bool = True) -> CpuMesh:
+    def listen(cls, host: str = "127.0.0.1", *, credential: Credential, near: bool = True) -> CpuMesh:
         """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach).
 
-        `near`: workers of this machine come through a Unix socket instead.
+        `credential`: who has the same one is let in, and nobody else. `near`: workers of this machine come through a Unix
+        socket instead.
         """
         if not hasattr(select, "epoll"):
             raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
-        return cls(host, near)
+        return cls(host, credential, near)
 
     @property
     def address(self) -> str:
         """`host:port`."""
         return self._listener.address
 
-    def connect(
-        self, *, rank: int, size: int, addresses: Sequence[str], run: str, generation: int, deadline_s: float
-    ) -> CpuTransport:
+    def connect(self, *, rank: int, size: int, addresses: Sequence[str], generation: int, deadline_s: float) -> CpuTransport:
         """Meet all other ranks of `generation`; one call at a time.
 
         Raises `CommTimeout` naming ranks that did not come, `CommError` naming one that cannot be reached, `GroupAborted`
         when a peer is in a newer generation already, or after `abort_connect`.
         """
-        me = Greeting(run, generation, rank, size)
+        me = Place(generation, rank, size)
         return CpuTransport(rank, size, generation, self._listener.connect(me, addresses, deadline_s))
 
     def abort_connect(self, reason: str) -> None:
@@ -110,6 +110,7 @@ class Connection:
         "queue",
         "rank",
         "reading",
+        "skipping",
         "socket",
         "staged",
         "staging",
@@ -129,6 +130,7 @@ class Connection:
         self.into: Message | Arrival | None = None
         self.body: memoryview | None = None
         self.filled = 0
+        self.skipping = 0  # bytes to come of a message that nobody can take
         self.writing = threading.Lock()
         self.queue: deque[Outgoing] = deque()
         self.unsent = False  # the socket is full: the rest waits until it is writable
@@ -306,6 +308,9 @@ class CpuTransport(MessageTransport):
                         connection.filled += count
                         if connection.filled == len(body):
                             self._body_done(connection)
+                    elif connection.skipping:
+                        count = connection.socket.recv_into(connection.staging[: connection.skipping])
+                        connection.skipping -= count
                     else:
                         room = STAGING_BYTES - connection.staged
                         count = connection.socket.recv_into(connection.staging[connection.staged :])
@@ -336,6 +341,10 @@ class CpuTransport(MessageTransport):
             at += length
             tensor = self._begin(connection, header)
             have = min(header.nbytes, end - at)
+            if tensor is None:
+                at += have
+                connection.skipping = header.nbytes - have
+                continue
             if header.nbytes:
                 body = memory_of(tensor, header.nbytes)
                 body[:have] = staging[at : at + have]
@@ -349,8 +358,11 @@ class CpuTransport(MessageTransport):
             staging[: end - at] = bytes(staging[at:end])
         connection.staged = end - at
 
-    def _begin(self, connection: Connection, header: Header) -> Tensor:
-        """A header has come: find the receive it belongs to, or start an arrival. Returns where the body goes."""
+    def _begin(self, connection: Connection, header: Header) -> Tensor | None:
+        """A header has come: find the receive it belongs to, or start an arrival. Returns where the body goes.
+
+        None for a message that does not fit its receive, which has failed: nothing is allocated for it.
+        """
         if header.generation != self.generation:
             raise CommError(
                 f"it sent a message of generation {header.generation} in generation {self.generation}",
@@ -360,17 +372,25 @@ class CpuTransport(MessageTransport):
         with self._match:
             message = take(self._posted, key)
             if message is None:
-                arrival = Arrival(self.pool.empty(header.shape, header.dtype))
+                arrival = Arrival(self._room_for(header))
                 self._arrived.setdefault(key, deque()).append(arrival)
                 connection.into = arrival
                 return arrival.tensor
         if not self._fits(message, header.dtype, header.shape):
-            connection.into = arrival = Arrival(self.pool.empty(header.shape, header.dtype))
-            return arrival.tensor  # read over it
+            return None
+        connection.into = message  # it fails with the connection if there is no room
         if message.tensor is None:
-            message.tensor = self.pool.empty(header.shape, header.dtype)
-        connection.into = message
+            message.tensor = self._room_for(header)
         return message.tensor
+
+    def _room_for(self, header: Header) -> Tensor:
+        try:
+            return self.pool.empty(header.shape, header.dtype)
+        except (MemoryError, RuntimeError) as error:
+            raise CommError(
+                f"it sent {header.dtype} {header.shape}, {header.nbytes:,} bytes for which there is no memory here: {error}",
+                cure="use workers with more memory, or a model that is cut smaller",
+            ) from error
 
     def _body_done(self, connection: Connection) -> None:
         into, connection.into, connection.body, connection.filled = connection.into, None, None, 0

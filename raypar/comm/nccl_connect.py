@@ -29,6 +29,11 @@ from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 HELLO, READY = 1, 2
 """Tags on the control transport."""
+MOST_WORDS_BYTES = 4 << 20
+"""Some hundred bytes for each communicator of a rank."""
+MOST_TEXT = 10_000
+"""Characters of another rank's error that are passed on."""
+UNIQUE_ID_BYTES = 128
 LOOK_S = 0.002
 GAVE_UP = "gave up connecting"
 SLICE_S = 0.05
@@ -117,7 +122,7 @@ def greet(
     others = [rank for rank in range(control.size) if rank != control.rank]
     handles = {rank: control.recv(None, source=rank, tag=HELLO) for rank in others}
     await_all(handles, deadline, deadline_s, "said what NCCL and device it has")
-    return [hello if rank == control.rank else heard(handles[rank]) for rank in range(control.size)]
+    return [hello if rank == control.rank else heard_hello(handles[rank], rank) for rank in range(control.size)]
 
 
 def compare(hellos: Sequence[Mapping[str, Any]], wires: Sequence[Wire], rank: int) -> None:
@@ -234,18 +239,45 @@ def tell(control: CpuTransport, words: Mapping[str, Any], tag: int = READY) -> N
             control.send(text, to=rank, tag=tag)
 
 
-def heard(handle: Handle) -> dict[str, Any]:
-    """What a rank has told."""
-    found: dict[str, Any] = json.loads(bytes(handle.tensor().numpy()))
+def heard(handle: Handle, rank: int) -> dict[str, Any]:
+    """What a rank has told. Raises `CommError` naming it for what no rank tells."""
+    tensor = handle.tensor()
+    try:
+        if tensor.dtype != torch.uint8 or tensor.nbytes > MOST_WORDS_BYTES:
+            raise ValueError(f"{tensor.nbytes:,} bytes of {tensor.dtype}")
+        found = json.loads(bytes(tensor.numpy()))
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}")
+    except ValueError as error:
+        raise CommError(f"what rank {rank} tells is damaged: {error}", cure="form the next generation without it") from None
+    return found
+
+
+def heard_hello(handle: Handle, rank: int) -> dict[str, Any]:
+    """The same of its first words: with all that `greet` says, and unique ids of NCCL's size, for its own wires only."""
+    found = heard(handle, rank)
+    try:
+        wires = [Wire(tuple(members), operation, channel) for members, operation, channel in found["wires"]]
+        ids = {name: bytes.fromhex(text) for name, text in found["ids"].items()}
+        good = (
+            [type(found[key]) for key in ("version", "device", "shares")] == [int, str, bool]
+            and all(type(number) is int for wire in wires for number in (*wire.members, wire.channel))
+            and set(ids) == {str(wire) for wire in wires if wire.members[0] == rank}
+            and all(len(id_) == UNIQUE_ID_BYTES for id_ in ids.values())
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        good = False
+    if not good:
+        raise CommError(f"what rank {rank} says of itself is damaged", cure="form the next generation without it")
     return found
 
 
 def refused(ready: Mapping[int, Handle]) -> None:
     """Raise what another rank has given up with: all say the same, whoever was the first. Raises when one is lost, too."""
     for rank, handle in ready.items():
-        if handle.done() and (words := heard(handle)):
-            what: str = words["what"]
-            raise CommError(what if GAVE_UP in what else f"rank {rank} {GAVE_UP}: {what}", cure=words["cure"])
+        if handle.done() and (words := heard(handle, rank)):
+            what, cure = (str(words.get(key, ""))[:MOST_TEXT] for key in ("what", "cure"))
+            raise CommError(what if GAVE_UP in what else f"rank {rank} {GAVE_UP}: {what}", cure=cure)
 
 
 def await_all(

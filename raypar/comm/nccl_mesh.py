@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from raypar.comm import nccl_connect
 from raypar.comm.cpu import CpuMesh, CpuTransport
+from raypar.comm.handshake import Credential
 from raypar.comm.nccl_device import Device
 from raypar.comm.nccl_transport import NcclTransport
 from raypar.comm.wire import Wire
@@ -31,9 +32,9 @@ class NcclMesh:
         """Of a `connect` that failed: what NCCL did not let go of. If there is anything, this process is to be killed."""
 
     @classmethod
-    def listen(cls, host: str, device: Device, *, near: bool = True) -> NcclMesh:
+    def listen(cls, host: str, device: Device, *, credential: Credential, near: bool = True) -> NcclMesh:
         """See `CpuMesh.listen`; tensors that are moved lie on `device`, or in host memory."""
-        return cls(CpuMesh.listen(host, near=near), device)
+        return cls(CpuMesh.listen(host, credential=credential, near=near), device)
 
     @property
     def address(self) -> str:
@@ -46,7 +47,6 @@ class NcclMesh:
         rank: int,
         size: int,
         addresses: Sequence[str],
-        run: str,
         generation: int,
         deadline_s: float,
         wires: Iterable[Wire],
@@ -58,9 +58,7 @@ class NcclMesh:
         until = time.monotonic() + deadline_s
         with self._changing:
             before = self._aborts
-        control = self._mesh.connect(
-            rank=rank, size=size, addresses=addresses, run=run, generation=generation, deadline_s=deadline_s
-        )
+        control = self._mesh.connect(rank=rank, size=size, addresses=addresses, generation=generation, deadline_s=deadline_s)
         with self._changing:
             aborted = self._aborts != before
             self._control = None if aborted else control

@@ -24,7 +24,7 @@ from raypar.comm.cpu import CpuTransport
 from raypar.comm.nccl_flight import Flight
 from raypar.comm.nccl_lane import Lane
 from raypar.comm.operation import Exchange, Operation, Phases, take
-from raypar.comm.tcp_wire import CODES, DTYPES
+from raypar.comm.tcp_wire import CODES, DTYPES, checked_bytes
 from raypar.comm.wire import Wire
 from raypar.errors import CommError
 
@@ -40,6 +40,9 @@ ON_DEVICE, ON_HOST, GOODBYE = range(3)
 MOST_DIMS = 16
 FRAME = struct.Struct(f"<BBBxIQ{MOST_DIMS}Q")
 """One of the above, dtype code, number of dims, bytes of a goodbye, tag, dims."""
+
+MOST_GOODBYE_BYTES = 1 << 20
+"""Some tens of bytes for each lane that two ranks share."""
 
 Key = tuple[int, int]
 """(source, tag)"""
@@ -200,23 +203,22 @@ class Mailbox:
         frame = torch.empty(FRAME.size, dtype=torch.uint8)
         while True:
             yield Exchange((), [(frame, peer, 0)])
-            kind, code, dims, more, tag, *shape = FRAME.unpack(bytes(frame.numpy()))
+            kind, dtype, shape, more, tag = unpack(bytes(frame.numpy()))
             if kind == GOODBYE:
                 text = torch.empty(more, dtype=torch.uint8)
                 yield Exchange((), [(text, peer, 1)])
-                self._owner.part(peer, json.loads(bytes(text.numpy())))
+                self._owner.part(peer, unpack_counts(bytes(text.numpy())))
             elif kind == ON_HOST:
-                dtype = DTYPES[code]
                 with self._matching:
-                    flight, wanted = self._posted_for(peer, tag, dtype, shape[:dims], on_device=False)
+                    flight, wanted = self._posted_for(peer, tag, dtype, shape, on_device=False)
                 if flight is not None and flight.out is not None:
                     (into,) = flight.kept
                 else:
-                    into = self._owner.control.pool.empty(shape[:dims], dtype)
+                    into = self._owner.control.pool.empty(shape, dtype)
                 yield Exchange((), [(into, peer, 1)])
                 self._came_on_host(flight, wanted, peer, tag, into)
             else:
-                self._coming(peer, tag, DTYPES[code], shape[:dims])
+                self._coming(peer, tag, dtype, shape)
 
     def _posted_for(
         self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
@@ -324,3 +326,25 @@ def pack(kind: int, tensor: Tensor, tag: int) -> bytearray:
             cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MOST_DIMS} dims",
         )
     return bytearray(FRAME.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MOST_DIMS - dims)))
+
+
+def unpack(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int]:
+    """(kind, dtype, shape, bytes of a goodbye, tag). Raises `CommError` for what no rank announces."""
+    kind, code, dims, more, tag, *shape = FRAME.unpack(frame)
+    if kind > GOODBYE or code >= len(DTYPES) or dims > MOST_DIMS or any(shape[dims:]) or more > MOST_GOODBYE_BYTES:
+        raise CommError(
+            f"an announcement is damaged (kind {kind}, dtype code {code}, {dims} dims, {more} bytes)", cure="abort the group"
+        )
+    checked_bytes(shape[:dims], DTYPES[code])
+    return kind, DTYPES[code], tuple(shape[:dims]), more, tag
+
+
+def unpack_counts(text: bytes) -> dict[str, int]:
+    """Of a goodbye: how many operations its rank has posted, by lane. Raises `CommError` when damaged."""
+    try:
+        counts = json.loads(text)
+    except ValueError:
+        counts = None
+    if not isinstance(counts, dict) or not all(type(count) is int for count in counts.values()):
+        raise CommError("a goodbye is damaged", cure="abort the group")
+    return counts

@@ -232,7 +232,7 @@ class CanonicalReduction(Reduction):
         memories: list[Tensor] = []
         if window is not None:
             try:
-                memories = [window.memory if r == self.me else opened(card) for r, card in enumerate(cards)]
+                memories = [window.memory if r == self.me else opened(card, 2 * turn_bytes) for r, card in enumerate(cards)]
             except OSError:
                 memories = []
         found = [torch.zeros(1, dtype=torch.uint8) for _ in self.group]

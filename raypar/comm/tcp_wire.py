@@ -1,10 +1,13 @@
-"""The bytes on a connection of the `cpu` transport: greeting, message header, tensors as raw memory."""
+"""The bytes on a connection of the `cpu` transport, once it is made: message header, tensors as raw memory."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import os
 import struct
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +16,10 @@ from torch import Tensor
 from raypar.errors import CommError
 
 MAGIC = 0x72617970  # "rayp"
-VERSION = 1
+MOST_DIMS = 64
+"""PyTorch computes with no more."""
+MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""No message is larger than this machine's memory; what a header says beyond that is not believed, nor tried."""
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
@@ -37,12 +43,13 @@ DTYPES: tuple[torch.dtype, ...] = (
 """A dtype's place is its code on the wire: append only."""
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-HEADER = struct.Struct("<IBBxxQQQQ")
-"""magic, dtype code, number of dims, generation, channel, tag, payload bytes; the dims follow, 8 bytes each."""
-GREETING = struct.Struct("<IHHQII")
-"""magic, version, length of the run's name, generation, rank, size; the name follows."""
-ANSWER = struct.Struct("<IHH")
-"""magic, 0 for welcome or 1 for refused, length of the reason; the reason follows."""
+HEADER = struct.Struct("<IBBxxQQQQI")
+"""magic, dtype code, number of dims, generation, channel, tag, payload bytes, CRC-32 of the dims.
+
+`CHECK` follows, then the dims, 8 bytes each."""
+CHECK = struct.Struct("<I")
+"""CRC-32 of all before it: a damaged header must not be waited for, allocated for, or taken for another message."""
+HEAD_BYTES = HEADER.size + CHECK.size
 
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.restype = ctypes.py_object
@@ -70,76 +77,50 @@ class Header:
 def pack_header(tensor: Tensor, generation: int, channel: int, tag: int) -> bytes:
     """The header of one message. Raises `CommError` for a dtype or tag that cannot travel."""
     code = CODES.get(tensor.dtype)
-    if code is None or not 0 <= tag < 1 << 64:
-        raise CommError(f"cannot send {tensor.dtype} with tag {tag}", cure="tags are 64-bit unsigned, dtypes plain numbers")
     shape = tensor.shape
-    head = HEADER.pack(MAGIC, code, len(shape), generation, channel, tag, tensor.nbytes)
-    return head + struct.pack(f"<{len(shape)}Q", *shape) if shape else head
+    if code is None or not 0 <= tag < 1 << 64 or len(shape) > MOST_DIMS:
+        raise CommError(
+            f"cannot send {tensor.dtype} of {len(shape)} dims with tag {tag}",
+            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MOST_DIMS} dims",
+        )
+    dims = struct.pack(f"<{len(shape)}Q", *shape) if shape else b""
+    head = HEADER.pack(MAGIC, code, len(shape), generation, channel, tag, tensor.nbytes, zlib.crc32(dims))
+    return head + CHECK.pack(zlib.crc32(head)) + dims
 
 
 def unpack_header(data: memoryview) -> tuple[Header, int] | None:
-    """The header at the start of `data` and its length; None while it is incomplete. Raises `CommError` when damaged."""
-    if len(data) < HEADER.size:
+    """The header at the start of `data` and its length; None while it is incomplete. Raises `CommError` when damaged, before
+    anything it says has been believed."""
+    if len(data) < HEAD_BYTES:
         return None
-    magic, code, dims, generation, channel, tag, nbytes = HEADER.unpack_from(data)
-    length = HEADER.size + 8 * dims
-    if magic != MAGIC or code >= len(DTYPES):
-        raise CommError(f"a message header is damaged (magic {magic:#x}, dtype code {code})", cure="abort the group")
+    magic, code, dims, generation, channel, tag, nbytes, check = HEADER.unpack_from(data)
+    (whole,) = CHECK.unpack_from(data, HEADER.size)
+    if magic != MAGIC or whole != zlib.crc32(data[: HEADER.size]) or code >= len(DTYPES) or dims > MOST_DIMS:
+        raise damaged(f"magic {magic:#x}, dtype code {code}, {dims} dims")
+    length = HEAD_BYTES + 8 * dims
     if len(data) < length:
         return None
-    shape = struct.unpack_from(f"<{dims}Q", data, HEADER.size)
-    if math.prod(shape) * DTYPES[code].itemsize != nbytes:
-        raise CommError(f"a message header is damaged ({nbytes} bytes for shape {shape})", cure="abort the group")
+    shape = struct.unpack_from(f"<{dims}Q", data, HEAD_BYTES)
+    if check != zlib.crc32(data[HEAD_BYTES:length]):
+        raise damaged(f"shape {shape}")
+    if checked_bytes(shape, DTYPES[code]) != nbytes:
+        raise damaged(f"{nbytes} bytes for shape {shape}")
     return Header(generation, channel, tag, DTYPES[code], shape, nbytes), length
 
 
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """What a connecting rank presents."""
-
-    run: str
-    generation: int
-    rank: int
-    size: int
-
-    def pack(self) -> bytes:
-        """On the wire."""
-        name = self.run.encode()
-        return GREETING.pack(MAGIC, VERSION, len(name), self.generation, self.rank, self.size) + name
+def checked_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor that a peer has announced. Raises `CommError` for what no tensor of this machine can be."""
+    if math.prod(max(1, length) for length in shape) >= 1 << 62:  # PyTorch's own sizes and strides are 63-bit
+        raise damaged(f"shape {tuple(shape)}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes > MOST_BYTES:
+        raise CommError(
+            f"it announced a message of {nbytes:,} bytes, more than this machine has memory ({MOST_BYTES:,})",
+            cure="abort the group",
+        )
+    return nbytes
 
 
-def unpack_greeting(data: bytes) -> Greeting | None:
-    """None while incomplete. Raises `CommError` if this is no greeting of ours."""
-    if len(data) < GREETING.size:
-        return None
-    magic, version, length, generation, rank, size = GREETING.unpack_from(data)
-    if magic != MAGIC or version != VERSION:
-        raise CommError(f"a connection does not speak raypar version {VERSION}", cure="give workers ports of their own")
-    if len(data) < GREETING.size + length:
-        return None
-    return Greeting(data[GREETING.size : GREETING.size + length].decode(errors="replace"), generation, rank, size)
-
-
-def pack_answer(refusal: str = "") -> bytes:
-    """Welcome, or the reason of a refusal."""
-    reason = refusal.encode()
-    return ANSWER.pack(MAGIC, 1 if reason else 0, len(reason)) + reason
-
-
-def unpack_answer(data: bytes) -> str | None:
-    """The reason of a refusal, "" for welcome, None while incomplete. Raises `CommError` if this is no answer of ours."""
-    if len(data) < ANSWER.size:
-        return None
-    magic, _, length = ANSWER.unpack_from(data)
-    if magic != MAGIC:
-        raise CommError("the listener does not speak raypar", cure="check the addresses of the workers")
-    if len(data) < ANSWER.size + length:
-        return None
-    return data[ANSWER.size : ANSWER.size + length].decode()
-
-
-def missing_of_answer(data: bytes | bytearray) -> int:
-    """How many bytes to read next: never more than the answer has, the peer's first message may stand right behind it."""
-    if len(data) < ANSWER.size:
-        return ANSWER.size - len(data)
-    return int(ANSWER.size + ANSWER.unpack_from(data)[2] - len(data))
+def damaged(what: str) -> CommError:
+    """A header that nobody has sent so."""
+    return CommError(f"a message header is damaged ({what})", cure="abort the group")

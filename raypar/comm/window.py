@@ -7,6 +7,7 @@ gone with the last mapping, however the processes end.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 PREFIX = "raypar-"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Nobody can change the size any more: a reader of memory that is cut off would be killed (SIGBUS)."""
 
 
 class Window:
@@ -25,9 +28,10 @@ class Window:
 
     def __init__(self, nbytes: int) -> None:
         self._token = secrets.randbits(63)
-        self._fd = os.memfd_create(PREFIX + format(self._token, "x"), os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(PREFIX + format(self._token, "x"), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, nbytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
             self.memory = _map(self._fd, nbytes)
         except BaseException:
             self.close()
@@ -47,17 +51,23 @@ NO_CARD = torch.zeros(4, dtype=torch.int64)
 """From who has no window."""
 
 
-def opened(card: Tensor) -> Tensor:
-    """The memory behind another process's card; to be read only. Raises `OSError` where it cannot be reached.
+def opened(card: Tensor, nbytes: int) -> Tensor:
+    """The memory [nbytes] behind another process's card; to be read only. Raises `OSError` where it cannot be reached.
 
-    A process of the same number in another pid namespace is told apart by the token in the file's name.
+    A process of the same number in another pid namespace is told apart by the token in the file's name. What the card says of
+    the size must be what was expected, and what the file has: nothing is opened, and nothing mapped, on its word alone.
     """
-    pid, theirs, nbytes, token = card.tolist()
-    fd = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
+    pid, theirs, said, token = card.tolist()
+    place, wanted = f"/proc/{pid}/fd/{theirs}", f"/memfd:{PREFIX}{token:x} (deleted)"
+    if said != nbytes:
+        raise OSError(f"process {pid} has {said} bytes of memory to be read, {nbytes} were expected")
+    if os.readlink(place) != wanted:  # opening what it is instead might block, or do something
+        raise OSError(f"{place} is not the memory of process {pid} that was asked for")
+    fd = os.open(place, os.O_RDWR | os.O_CLOEXEC)
     try:
-        name = os.readlink(f"/proc/self/fd/{fd}")
-        if name != f"/memfd:{PREFIX}{token:x} (deleted)":
-            raise OSError(f"{name} is not the memory of process {pid} that was asked for")
+        name, size = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size
+        if name != wanted or size != nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise OSError(f"{name} of {size} bytes is not the memory of process {pid} that was asked for")
         return _map(fd, nbytes)
     finally:
         os.close(fd)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.cpu import CpuMesh
+from raypar.comm.handshake import Credential
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph
 from raypar.model.initial_values import by_layer
@@ -212,13 +213,12 @@ def processors() -> int:
 
 def profile_loopback() -> LinkProfile:
     """The TCP transport between two workers of this machine."""
-    meshes = [CpuMesh.listen() for _ in range(2)]
+    credential = Credential.fresh("profile")
+    meshes = [CpuMesh.listen(credential=credential) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank: int) -> Transport:
-        return meshes[rank].connect(
-            rank=rank, size=2, addresses=addresses, run="profile", generation=0, deadline_s=LINK_TIMEOUT_S
-        )
+        return meshes[rank].connect(rank=rank, size=2, addresses=addresses, generation=0, deadline_s=LINK_TIMEOUT_S)
 
     found: list[LinkProfile] = []
     failed: list[Exception] = []

@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers import standin
 from helpers.standin import Count, HostDevice, HostStream, Setting, set_to
-from helpers.transport_cases import LIMIT_S, in_order, noise
+from helpers.transport_cases import CREDENTIAL, LIMIT_S, in_order, noise
 
 from raypar.comm import nccl, nccl_device, nccl_lane, nccl_messages, nccl_transport
 from raypar.comm.cpu import CpuMesh
@@ -62,13 +62,11 @@ class Group:
     """`size` ends in this process; `ends` holds what each rank's `connect` returned or raised."""
 
     def __init__(self, size, wires, deadline_s=LIMIT_S, device=lambda rank: HostDevice(f"device {rank}")):
-        self.meshes = [CpuMesh.listen() for _ in range(size)]
+        self.meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(size)]
         addresses = [mesh.address for mesh in self.meshes]
 
         def end(rank):
-            control = self.meshes[rank].connect(
-                rank=rank, size=size, addresses=addresses, run="test", generation=1, deadline_s=LIMIT_S
-            )
+            control = self.meshes[rank].connect(rank=rank, size=size, addresses=addresses, generation=1, deadline_s=LIMIT_S)
             mine = wires(rank) if callable(wires) else wires
             return connect(control, device=device(rank), wires=mine, deadline_s=deadline_s)
 
@@ -754,12 +752,12 @@ class Full(HostDevice):
 
 def test_who_gives_up_tells_the_others_at_once_and_what_they_cannot_end_is_known(monkeypatch):
     monkeypatch.setattr(nccl_transport, "ABORT_S", 0.2)
-    meshes = [CpuMesh.listen() for _ in range(2)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     stuck, start = [], time.monotonic()
 
     def end(rank):
-        control = meshes[rank].connect(rank=rank, size=2, addresses=addresses, run="r", generation=1, deadline_s=LIMIT_S)
+        control = meshes[rank].connect(rank=rank, size=2, addresses=addresses, generation=1, deadline_s=LIMIT_S)
         device = Full("full") if rank else HostDevice("other")
         return connect(control, device=device, wires=PAIR, deadline_s=10 * LIMIT_S, stuck=stuck.extend)
 
@@ -799,12 +797,12 @@ def test_whoever_waits_for_several_ranks_hears_what_another_one_says_meanwhile()
 
 
 def test_a_rank_that_is_lost_while_communicators_are_made_is_named_before_the_deadline():
-    meshes = [CpuMesh.listen() for _ in range(2)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     start = time.monotonic()
 
     def end(rank):
-        control = meshes[rank].connect(rank=rank, size=2, addresses=addresses, run="r", generation=1, deadline_s=LIMIT_S)
+        control = meshes[rank].connect(rank=rank, size=2, addresses=addresses, generation=1, deadline_s=LIMIT_S)
         if rank == 1:
             time.sleep(0.1)
             control.close()

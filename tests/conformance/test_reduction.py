@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.transport_cases import CREDENTIAL
 
 from raypar.comm import reduction, window
 from raypar.comm.cpu import CpuMesh
@@ -131,13 +132,13 @@ def test_threads_have_the_bits_of_one_process(kind, replicas):
     runs = [part(r, replicas, 8) for r in range(replicas)]
     results = [None] * replicas
     local = LocalMesh(replicas)
-    meshes = [CpuMesh.listen() for _ in range(replicas)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(replicas)]
     addresses = [mesh.address for mesh in meshes]
 
     def body(rank):
         end = local.transports[rank]
         if kind == "cpu":
-            end = meshes[rank].connect(rank=rank, size=replicas, addresses=addresses, run="t", generation=1, deadline_s=10)
+            end = meshes[rank].connect(rank=rank, size=replicas, addresses=addresses, generation=1, deadline_s=10)
         results[rank] = drive(replica(end, CanonicalReduction, runs, gradients, steps=5), timeout_s=10)
         end.close()
 
@@ -271,9 +272,9 @@ def test_replicas_that_cannot_read_each_others_memory_go_on_with_messages(broken
     elif broken == "one has none":
         monkeypatch.setattr(reduction, "Window", lambda nbytes: sometimes(made, nbytes))
     elif broken == "one cannot read the other's":
-        monkeypatch.setattr(reduction, "opened", lambda card: sometimes(opened, card))
+        monkeypatch.setattr(reduction, "opened", lambda card, nbytes: sometimes(opened, card, nbytes))
     else:
-        monkeypatch.setattr(reduction, "opened", lambda card: opened(card + torch.tensor([0, 0, 0, 1])))
+        monkeypatch.setattr(reduction, "opened", lambda card, nbytes: opened(card + torch.tensor([0, 0, 0, 1]), nbytes))
     before = set(os.listdir("/proc/self/fd"))
     mesh = LocalMesh(2)
     for sums in Cooperative().run([pair(t, 3) for t in mesh.transports], mesh):

@@ -14,24 +14,23 @@ import torch
 from helpers import standin, transport_cases
 from helpers.processes import Workers
 from helpers.standin import needs_cupy
-from helpers.transport_cases import CASES, LIMIT_S
+from helpers.transport_cases import CASES, CREDENTIAL, LIMIT_S
 
 from raypar.comm import tcp_mesh
 from raypar.comm.cpu import CpuMesh
+from raypar.comm.handshake import Credential
 from raypar.comm.local import Cooperative, LocalMesh
 from raypar.comm.transport import Transport, drive
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
-def connected(size, generation=1, run="test", near=True):
+def connected(size, generation=1, near=True):
     """`size` ends in this process, over TCP or Unix sockets, and their listeners."""
-    meshes = [CpuMesh.listen(near=near) for _ in range(size)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL, near=near) for _ in range(size)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):
-        return meshes[rank].connect(
-            rank=rank, size=size, addresses=addresses, run=run, generation=generation, deadline_s=LIMIT_S
-        )
+        return meshes[rank].connect(rank=rank, size=size, addresses=addresses, generation=generation, deadline_s=LIMIT_S)
 
     return meshes, in_threads(size, connect)
 
@@ -320,37 +319,37 @@ def test_buffers_are_used_again_without_the_help_of_the_garbage_collector():
 
 
 def test_another_run_is_refused():
-    meshes = [CpuMesh.listen() for _ in range(2)]
+    meshes = [CpuMesh.listen(credential=Credential.fresh(f"run {rank}"), near=False) for rank in range(2)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):
-        with pytest.raises((GroupAborted, CommTimeout)) as caught:
-            meshes[rank].connect(rank=rank, size=2, addresses=addresses, run=f"run {rank}", generation=1, deadline_s=0.3)
+        with pytest.raises(CommError) as caught:
+            meshes[rank].connect(rank=rank, size=2, addresses=addresses, generation=1, deadline_s=0.3)
         return str(caught.value)
 
     first, second = in_threads(2, connect)
     assert "ranks [1] did not connect" in first
-    assert "this is run 'run 0', not 'run 1'" in second
+    assert "rank 1 cannot reach rank 0" in second and "does not prove that it belongs to run 'run 1'" in second
     for mesh in meshes:
         mesh.close()
 
 
 def test_an_old_generation_is_refused_and_a_newer_one_waits():
-    meshes = [CpuMesh.listen() for _ in range(3)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(3)]
     addresses = [mesh.address for mesh in meshes]
     seen = {}
 
     def connect(rank):
         if rank == 2:  # comes with the old generation, first
             try:
-                meshes[2].connect(rank=2, size=3, addresses=addresses, run="r", generation=4, deadline_s=LIMIT_S)
+                meshes[2].connect(rank=2, size=3, addresses=addresses, generation=4, deadline_s=LIMIT_S)
             except GroupAborted as error:
                 seen["old"] = str(error)
             return None
         if rank == 0:  # is told of the new generation late; until then it tries an older one
             with pytest.raises(CommTimeout):
-                meshes[0].connect(rank=0, size=2, addresses=addresses[:2], run="r", generation=3, deadline_s=0.2)
-        return meshes[rank].connect(rank=rank, size=2, addresses=addresses[:2], run="r", generation=5, deadline_s=LIMIT_S)
+                meshes[0].connect(rank=0, size=2, addresses=addresses[:2], generation=3, deadline_s=0.2)
+        return meshes[rank].connect(rank=rank, size=2, addresses=addresses[:2], generation=5, deadline_s=LIMIT_S)
 
     ends = in_threads(3, connect)
     assert "generation 4 is over, this is 5" in seen["old"]
@@ -360,19 +359,19 @@ def test_an_old_generation_is_refused_and_a_newer_one_waits():
 
 
 def test_connecting_can_be_aborted_and_has_a_deadline():
-    meshes = [CpuMesh.listen() for _ in range(2)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     timer = threading.Timer(0.05, meshes[0].abort_connect, ("a newer plan",))
     timer.start()
     start = time.monotonic()
     with pytest.raises(GroupAborted, match="a newer plan"):
-        meshes[0].connect(rank=0, size=2, addresses=addresses, run="r", generation=1, deadline_s=LIMIT_S)
+        meshes[0].connect(rank=0, size=2, addresses=addresses, generation=1, deadline_s=LIMIT_S)
     assert time.monotonic() - start < 0.15
     with pytest.raises(CommTimeout, match=r"ranks \[1\] did not connect within 0.1 s"):
-        meshes[0].connect(rank=0, size=2, addresses=addresses, run="r", generation=2, deadline_s=0.1)
+        meshes[0].connect(rank=0, size=2, addresses=addresses, generation=2, deadline_s=0.1)
     meshes[0].close()
     with pytest.raises(CommError, match="cannot reach rank 0"):
-        meshes[1].connect(rank=1, size=2, addresses=addresses, run="r", generation=2, deadline_s=1)
+        meshes[1].connect(rank=1, size=2, addresses=addresses, generation=2, deadline_s=1)
     meshes[1].close()
 
 
@@ -381,7 +380,7 @@ def test_workers_of_one_machine_meet_over_unix_sockets_or_tcp_where_the_name_is_
     squatter = socket.socket(socket.AF_UNIX)
     if taken:  # by one that does not answer
         squatter.bind(b"\0raypar-test")
-        monkeypatch.setattr(tcp_mesh, "near_name", lambda address: b"\0raypar-test")
+        monkeypatch.setattr(tcp_mesh, "near_name", lambda address, credential: b"\0raypar-test")
     meshes, ends = connected(2)
     families = {c.socket.family for end in ends for c in end._connections.values()}
     assert families == {socket.AF_INET if taken else socket.AF_UNIX}
@@ -391,7 +390,7 @@ def test_workers_of_one_machine_meet_over_unix_sockets_or_tcp_where_the_name_is_
 
 
 def test_garbage_on_the_port_is_ignored():
-    meshes = [CpuMesh.listen() for _ in range(2)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     noise = []
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x00" * 10):
@@ -401,7 +400,7 @@ def test_garbage_on_the_port_is_ignored():
     noise[1].close()
     ends = in_threads(
         2,
-        lambda rank: meshes[rank].connect(rank=rank, size=2, addresses=addresses, run="r", generation=1, deadline_s=LIMIT_S),
+        lambda rank: meshes[rank].connect(rank=rank, size=2, addresses=addresses, generation=1, deadline_s=LIMIT_S),
     )
     in_threads(2, lambda rank: ends[rank].barrier(group=[0, 1]).wait(LIMIT_S))
     for end in (*ends, *meshes, *noise):

@@ -17,6 +17,7 @@ from raypar.actors.fingerprint import differences, fingerprint
 from raypar.actors.local_ray import Connection, connected
 from raypar.actors.pool import Pool
 from raypar.cli import main
+from raypar.comm.handshake import Credential
 from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.launch import GPU_COURSE
 from raypar.plan import ParallelPlan
@@ -124,7 +125,7 @@ def placed(monkeypatch):
 
 
 def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed):
-    pool = Pool("run", 1, {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    pool = Pool(Credential.fresh("run"), 1, {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     asyncio.run(pool.reserve(ParallelPlan.of((1,), shards=(2,), layers=2), 1.0, print))
     assert placed == [[{"CPU": 1, "GPU": 1}] * 2], "the shards of a seat together"
     pool.hire(0, b"", None, 60.0)
@@ -134,7 +135,7 @@ def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed
 
 
 def test_a_worker_on_a_cpu_asks_for_nothing_more(placed):
-    pool = Pool("run")
+    pool = Pool(Credential.fresh("run"))
     asyncio.run(pool.reserve(ParallelPlan.mesh(layers=2), 1.0, print))
     pool.hire(0, b"", None, 60.0)
     assert placed[0] == [{"CPU": 1}] and not {"num_gpus", "runtime_env"} & set(placed[1])

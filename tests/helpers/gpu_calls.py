@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from helpers import standin
 from helpers.standin import Setting
+from helpers.transport_cases import CREDENTIAL
 
 State = dict[str, Any]
 ON_DEVICE = frozenset({torch.float32})
@@ -60,13 +61,14 @@ def hello(state: State, index: int, run: str, spec: bytes) -> Any:
     import ray
 
     from raypar.actors.worker_actor import WorkerActor
+    from raypar.comm.handshake import Credential
 
     class Context:
         def get_node_id(self) -> str:
             return f"node {index}"
 
     ray.get_runtime_context = Context
-    state["actor"] = WorkerActor(run, index, spec, "127.0.0.1", 3600.0)
+    state["actor"] = WorkerActor(Credential(run, CREDENTIAL.secret), index, spec, "127.0.0.1", 3600.0)
     return state["actor"].hello()
 
 

@@ -8,6 +8,7 @@ import torch
 from helpers import standin
 from helpers.parity import Layout
 from helpers.shard_grid import Cell
+from helpers.transport_cases import CREDENTIAL
 
 from raypar.comm.cpu import CpuMesh
 from raypar.comm.nccl_mesh import NcclMesh
@@ -24,13 +25,13 @@ def listen(state: dict[str, Any], index: int, kind: str) -> str:
     if state["nccl"]:
         standin.load()
         device = standin.HostDevice(f"worker {index}", only=frozenset({torch.float32}))
-        state["mesh"] = NcclMesh.listen("127.0.0.1", device, near=False)
+        state["mesh"] = NcclMesh.listen("127.0.0.1", device, credential=CREDENTIAL, near=False)
     else:
-        state["mesh"] = CpuMesh.listen("127.0.0.1", near=False)
+        state["mesh"] = CpuMesh.listen("127.0.0.1", credential=CREDENTIAL, near=False)
     return state["mesh"].address
 
 
-def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: list[str], run: str) -> dict[str, Any]:
+def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: list[str]) -> dict[str, Any]:
     """All steps as one rank; returns losses, norms, and this rank's gradients, parameters and state as numpy arrays."""
     from raypar.plan import Routing
     from raypar.schedule import registry
@@ -39,9 +40,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
     part = assignments(job, graph, plan, registry.build(layout.schedule, Routing(plan, job.cut)))[index]
     core = WorkerCore(job, graph=graph, step_timeout_s=30.0)
     wires = {"wires": wires_of(Part(part, {}, 0), index, job, core.layout)} if state["nccl"] else {}
-    transport = state["mesh"].connect(
-        rank=index, size=plan.world, addresses=addresses, run=run, generation=0, deadline_s=20.0, **wires
-    )
+    transport = state["mesh"].connect(rank=index, size=plan.world, addresses=addresses, generation=0, deadline_s=20.0, **wires)
     try:
         core.adopt(part, transport)
         losses, norms, gradients = [], [], []

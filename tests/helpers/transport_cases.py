@@ -14,6 +14,7 @@ import torch
 from helpers import standin
 
 from raypar.comm.cpu import CpuMesh
+from raypar.comm.handshake import Credential
 from raypar.comm.nccl_connect import connect as connect_nccl
 from raypar.comm.transport import Routine, Transport, Wait, Work, drive
 from raypar.errors import CommError, GroupAborted
@@ -21,6 +22,7 @@ from raypar.errors import CommError, GroupAborted
 BIG = 3 << 20
 """Elements (fp32) of a message that no socket buffer can hold."""
 LIMIT_S = 20.0
+CREDENTIAL = Credential("test", b"by which the tests know each other")
 
 DTYPES = [
     torch.float32,
@@ -427,7 +429,7 @@ State = dict[str, Any]
 def listen(state: State, index: int, kind: str) -> str:
     """Listen once per process, for transports of one kind (`tcp`, `unix`, `nccl`); the address."""
     if "mesh" not in state:
-        state["mesh"] = CpuMesh.listen(near=kind != "tcp")
+        state["mesh"] = CpuMesh.listen(credential=CREDENTIAL, near=kind != "tcp")
         state["nccl"] = kind == "nccl"
         if state["nccl"]:
             standin.load()
@@ -441,7 +443,6 @@ def connect(state: State, index: int, addresses: list[str], members: list[int], 
         rank=members.index(index),
         size=len(members),
         addresses=[addresses[i] for i in members],
-        run="test",
         generation=generation,
         deadline_s=5.0,
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import sharded_models as models
 from helpers.on_shards import SEED, check, error, graph_of, on_shards, partial_names, sharded, whole
+from helpers.transport_cases import CREDENTIAL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -164,7 +165,7 @@ def test_sockets_give_the_bits_of_the_local_transport(sequence):
     graph = graph_of(lambda: models.llama())
     layout = layout_of(graph, 3)
     want, _ = sharded(graph, layout, models.next_token, X[:, :6], X[:, :6], sequence=sequence)
-    meshes = [CpuMesh.listen() for _ in range(3)]
+    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(3)]
     addresses = [mesh.address for mesh in meshes]
     ends: list[Any] = [None] * 3
     stages: list[Any] = [None] * 3
@@ -172,7 +173,7 @@ def test_sockets_give_the_bits_of_the_local_transport(sequence):
 
     def connect(shard):
         mesh = meshes[shard]
-        ends[shard] = mesh.connect(rank=shard, size=3, addresses=addresses, run="t", generation=1, deadline_s=60.0)
+        ends[shard] = mesh.connect(rank=shard, size=3, addresses=addresses, generation=1, deadline_s=60.0)
 
     def train(shard):
         value = X[:, :6]

@@ -1,6 +1,5 @@
 """The same bits over real processes: over real sockets, and over CuPy and the stand-in for NCCL."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -45,7 +44,7 @@ def eight():
 def check(workers, layout, kind):
     on = list(range(layout.plan.world))
     addresses = workers.each(tcp_calls.listen, kind, on=on)
-    found = workers.each(tcp_calls.train, layout, addresses, f"parity-{os.getpid()}", on=on, timeout_s=60.0)
+    found = workers.each(tcp_calls.train, layout, addresses, on=on, timeout_s=60.0)
     want = expected(layout.model, layout.microbatches, layout.blocks)
     bad = []
     for rank, got in enumerate(found):
@@ -93,7 +92,7 @@ CELLS = [
 def check_shards(workers, cell, kind):
     on = list(range(cell.plan.world))
     addresses = workers.each(tcp_calls.listen, kind, on=on)
-    found = workers.each(tcp_calls.train, cell, addresses, f"shards-{os.getpid()}", on=on, timeout_s=60.0)
+    found = workers.each(tcp_calls.train, cell, addresses, on=on, timeout_s=60.0)
     want = run(cell, cell.plan)
     for seat, got in zip(cell.plan.seats, found, strict=True):
         assert got["losses"] == want.losses and got["norms"] == want.norms
