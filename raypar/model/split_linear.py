@@ -1,11 +1,14 @@
 """Zero-bubble schedules compute a Linear's weight gradient apart from its input gradient (arXiv:2401.10241, section 2).
 
-The products are those of torch's own backward of `F.linear` in the same form, so the bits are equal: grad^T x, and grad W or,
-for an input that lies column by column in memory, (W^T grad^T)^T (`mm_mat1_grad` in torch/csrc/autograd/FunctionsManual.cpp).
+The calls are those of torch's own backward of `F.linear`, with the same shapes and strides: kernels choose their path by them,
+and another path has other bits. In PyTorch they stand in aten/src/ATen/native, Linear.cpp (`linear`) and LinearAlgebra.cpp
+(`_matmul_impl`), and torch/csrc/autograd/FunctionsManual.cpp (`mm_mat1_grad`, `mm_mat2_grad`);
+`tests/parity/test_kernel_calls.py` compares them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,28 +26,78 @@ class Weighted(Protocol):
     bias: Tensor | None
 
 
-def product(gradient: Tensor, x: Tensor) -> Tensor:
-    """grad^T x [out, in] of grad [rows, out] and x [rows, in]."""
-    return gradient.t().mm(x)
+def as_matrix(x: Tensor) -> Tensor:
+    """A value [..., features] as [rows, features], as `F.linear` and its backward make it one: a matrix stays as it is."""
+    if x.dim() == 2:
+        return x
+    if x.dim() == 1:
+        return x.unsqueeze(0)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` for the forward of an autograd function.
+
+    `.data`: of an input with three dims F.linear returns a view, and a view that was made in there must not be written over.
+    """
+    if x.dim() < 3 or (bias is not None and x.is_contiguous()):
+        return F.linear(x, weight, bias).data
+    with torch.enable_grad():  # matmul multiplies batches one by one by a weight that has no gradient, else all rows at once
+        return F.linear(x, weight, bias).data
+
+
+def input_gradient(rows: Tensor, weight: Tensor, flat: Tensor) -> Tensor:
+    """grad W [rows, in] of grad [rows, out]; for an x that lies column by column in memory it lies so too. `flat`: x."""
+    if flat.stride() == (1, flat.shape[0]):
+        return weight.t().mm(rows.t()).t()
+    return rows.mm(weight)
+
+
+def weight_gradient(rows: Tensor, flat: Tensor, weight: Tensor) -> Tensor:
+    """grad^T x [out, in] of grad [rows, out] and x [rows, in]; for a weight that lies column by column it lies so too."""
+    if lies_row_by_row(weight):
+        return rows.t().mm(flat)
+    return flat.t().mm(rows).t()
+
+
+def lies_row_by_row(weight: Tensor) -> bool:
+    """Whether the product above is made as it stands."""
+    return weight.stride() == (weight.shape[1], 1)
+
+
+def bias_gradient(gradient: Tensor) -> Tensor:
+    """Sum over all dims but the last. May be the gradient itself."""
+    if gradient.dim() == 1:
+        return gradient
+    return gradient.sum(tuple(range(gradient.dim() - 1)), keepdim=True).view(gradient.shape[-1])
+
+
+def summed_for_bias(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
+    """What `bias_gradient` gets: the bias is added by the product, to its rows, unless x [..., in] lies scattered in memory."""
+    return rows if x.dim() == 2 or x.is_contiguous() else gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """What W needs of one Linear call: grad [rows, out], x [rows, in]."""
+    """What W needs of one Linear call: grad [rows, out], x [rows, in]; `summed`: see `summed_for_bias`."""
 
     linear: Weighted
     gradient: Tensor
     x: Tensor
-    product: Callable[[Tensor, Tensor], Tensor] = product
-    """Of grad and x: grad^T x."""
+    summed: Tensor
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Of grad and x: the weight's gradient, where that is not `weight_gradient`."""
 
     def weight(self) -> Tensor:
         """Gradient of `linear.weight` [out, in]."""
-        return self.product(self.gradient, self.x)
+        if self.product is not None:
+            return self.product(self.gradient, self.x)
+        return weight_gradient(self.gradient, self.x, self.linear.weight)
 
     def bias(self) -> Tensor:
-        """Gradient of `linear.bias` [out]."""
-        return self.gradient.sum(0)
+        """Gradient of `linear.bias` [out], in memory of its own."""
+        found = bias_gradient(self.summed)
+        return found.clone() if found is self.summed else found
 
 
 Stash = list[Deferred]
@@ -67,8 +120,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.linear, ctx.stash = linear, stash
         ctx.set_materialize_grads(False)
-        # Of an input with three dims F.linear returns a view, and a view that was made in here must not be written over.
-        return F.linear(x, weight, bias).data
+        return output(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,18 +128,17 @@ class _SplitLinear(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        flat = x.reshape(-1, x.shape[-1])
+        rows, flat = as_matrix(gradient), as_matrix(x)
+        summed = summed_for_bias(gradient, rows, x)
         own: tuple[Tensor | None, ...] = (None, None)
         if adds_to_weights(ctx):
-            ctx.stash.append(Deferred(ctx.linear, rows, flat))
+            ctx.stash.append(Deferred(ctx.linear, rows, flat, summed))
         else:
-            own = product(rows, flat), rows.sum(0) if ctx.needs_input_grad[2] else None
+            own = weight_gradient(rows, flat, weight), bias_gradient(summed) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, *own, None, None
-        by_column = flat.stride() == (1, flat.shape[0])
-        dx = weight.t().mm(rows.t()).t() if by_column else rows.mm(weight)
-        return dx.reshape(x.shape), *own, None, None
+        dx = input_gradient(rows, weight, flat)
+        return dx if x.dim() == 2 else dx.reshape(x.shape), *own, None, None
 
 
 def splittable(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
-from raypar.model.split_linear import Deferred, Stash, adds_to_weights, product, splittable
+from raypar.model import split_linear
+from raypar.model.split_linear import Deferred, Stash, adds_to_weights, as_matrix, bias_gradient, input_gradient, splittable
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.gradient_place import Place
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -48,10 +48,10 @@ class ShardedLinear(nn.Module):
         self._place.keep(self.weight)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """grad^T x [out, in] of grad [rows, out] and x [rows, in]."""
+        """grad^T x [out, in] of grad [rows, out] and x [rows, in]: `split_linear.weight_gradient`, written to its place."""
         place = self._place.take(gradient, x)
-        if place is None:
-            return product(gradient, x)
+        if place is None or not split_linear.lies_row_by_row(self.weight):
+            return split_linear.weight_gradient(gradient, x, self.weight)
         # `.data`: who takes over a gradient that was written once finds no count of writing.
         return torch.mm(gradient.t(), x, out=place).data
 
@@ -146,20 +146,20 @@ def _input_of(layer: ColumnLinear, x: Tensor | Sharded) -> tuple[Tensor, int | N
     )
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`.data`: to autograd the result is no view of what it was computed in, so that it may be written in place (nn.ReLU)."""
-    return F.linear(x, weight, bias).data
-
-
 def _weight_gradients(
-    ctx: Any, rows: Tensor, flat: Tensor, layer: ShardedLinear, stash: Stash | None
+    ctx: Any, gradient: Tensor, rows: Tensor, x: Tensor, layer: ShardedLinear, stash: Stash | None, *, added_apart: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of weight and bias; nothing where they are put off. `ctx.needs_input_grad` of places 1 and 2."""
+    """Of weight and bias; nothing where they are put off. `ctx.needs_input_grad` of places 1 and 2.
+
+    `added_apart`: the bias was added to the layer's output, not by the product.
+    """
+    summed = gradient if added_apart else split_linear.summed_for_bias(gradient, rows, x)
+    flat = as_matrix(x)
     if stash is not None and ctx.needs_input_grad[1] and adds_to_weights(ctx):
-        stash.append(Deferred(layer, rows, flat, layer.weight_gradient))
+        stash.append(Deferred(layer, rows, flat, summed, layer.weight_gradient))
         return None, None
     weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None
-    return weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+    return weight, bias_gradient(summed) if ctx.needs_input_grad[2] else None
 
 
 class _Column(torch.autograd.Function):
@@ -179,7 +179,7 @@ class _Column(torch.autograd.Function):
         if seq is not None:
             x = group.join(x, 1, even(seq, group.size), "the sequence's parts")
         ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
+        return split_linear.output(x, weight, bias)
 
     @staticmethod
     @functions.once
@@ -188,11 +188,11 @@ class _Column(torch.autograd.Function):
         if gradient is None:
             return (None,) * 7
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = as_matrix(gradient)
         pending: _Pending | None = None
         if ctx.needs_input_grad[0]:
-            pending = _Pending(ctx.group, rows.mm(weight).view(x.shape), ctx.seq)
-        own = _weight_gradients(ctx, rows, x.reshape(-1, x.shape[-1]), ctx.layer, ctx.stash)
+            pending = _Pending(ctx.group, input_gradient(rows, weight, as_matrix(x)).reshape(x.shape), ctx.seq)
+        own = _weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash)
         return (None if pending is None else pending.take(), *own, None, None, None, None)
 
 
@@ -297,7 +297,7 @@ class _Reader(torch.autograd.Function):
         ctx.layer, ctx.stash, ctx.left = layer, stash, left
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
+        return split_linear.output(x, weight, bias)
 
     @staticmethod
     @functions.once
@@ -306,14 +306,15 @@ class _Reader(torch.autograd.Function):
         if gradient is None:
             return (None,) * 6
         x, weight = ctx.saved_tensors
-        rows, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = rows.mm(weight).view(x.shape)
+        rows, flat = as_matrix(gradient), as_matrix(x)
+        dx = input_gradient(rows, weight, flat).reshape(x.shape)
         if ctx.left is None:
-            return (dx, *_weight_gradients(ctx, rows, flat, ctx.layer, ctx.stash), None, None, None)
+            return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash), None, None, None)
         ctx.left[:] = [rows, flat]
         # What `_Late` gets is only a sign that it may begin.
         sign = rows.new_zeros(()).expand(weight.shape)
-        return dx, sign, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
+        bias = bias_gradient(split_linear.summed_for_bias(gradient, rows, x)) if ctx.needs_input_grad[2] else None
+        return dx, sign, bias, None, None, None
 
 
 def _shared(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
@@ -340,7 +341,7 @@ class _Row(torch.autograd.Function):
         ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        made = _linear(x, weight, None)
+        made = split_linear.output(x, weight, None)
         what = "the sum of a layer's outputs"
         made = group.scatter(made, 1, what) if group.sequence else group.sum(made, what)
         return made if bias is None else made.add_(bias)
@@ -354,6 +355,6 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.seq is not None:
             gradient = ctx.group.join(gradient, 1, even(ctx.seq, ctx.group.size), "the parts of a gradient")
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        dx = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return (dx, *_weight_gradients(ctx, rows, x.reshape(-1, x.shape[-1]), ctx.layer, ctx.stash), None, None, None)
+        rows = as_matrix(gradient)
+        dx = input_gradient(rows, weight, as_matrix(x)).reshape(x.shape) if ctx.needs_input_grad[0] else None
+        return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash, added_apart=True), None, None, None)

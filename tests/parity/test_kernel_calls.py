@@ -1,0 +1,158 @@
+"""What promises autograd's bits makes autograd's calls: the same operations, shapes, strides and places in memory."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.kernel_calls import calls_of, elsewhere, products_in
+from helpers.on_shards import on_shards
+from torch import Tensor, nn
+
+from raypar.model.split_linear import Deferred, split_linears
+from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear, split_sharded_linears
+from raypar.model.tensor_parallel.value import Held, Sharded
+from raypar.plan.spans import even
+
+LEADING = [(), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (4, 17), (0, 3), (2, 1, 3, 4)]
+SIZES = [(1, 1), (1, 4), (4, 1), (5, 3)]
+
+
+def whole(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def by_column(*shape: int) -> Tensor:
+    """The last dim is the slowest in memory, as after a transpose."""
+    return whole(shape[-1], *shape[:-1]).movedim(0, -1)
+
+
+def sliced(*shape: int) -> Tensor:
+    return whole(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+
+
+def swapped(*shape: int) -> Tensor:
+    """The leading dims the other way round in memory, as after a transpose of batch and sequence."""
+    return whole(*shape[-2::-1], shape[-1]).permute(*range(len(shape) - 2, -1, -1), len(shape) - 1)
+
+
+def expanded(*shape: int) -> Tensor:
+    """What the backward of a sum hands on."""
+    return whole().expand(shape)
+
+
+def same_rows(*shape: int) -> Tensor:
+    return whole(shape[-1]).expand(shape)
+
+
+def every_second(*shape: int) -> Tensor:
+    """Of the first dim: of a single row every second feature."""
+    return whole(2 * shape[0], *shape[1:])[::2]
+
+
+def unaligned(*shape: int) -> Tensor:
+    return elsewhere(whole(*shape))
+
+
+LAYOUTS = [whole, by_column, sliced, swapped, expanded, same_rows, every_second, unaligned]
+CASES = [
+    *((x, whole, whole) for x in LAYOUTS),
+    *((whole, weight, whole) for weight in (by_column, sliced, unaligned)),
+    *((whole, whole, gradient) for gradient in LAYOUTS[1:]),
+    *((x, whole, gradient) for x, gradient in product((by_column, swapped), (by_column, expanded))),
+]
+
+
+def linear_of(fan_in: int, fan_out: int, bias: bool, weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(fan_in, fan_out, bias=bias, dtype=torch.float64)
+    linear.weight = nn.Parameter(weight)
+    return linear
+
+
+class Ends(torch.autograd.Function):
+    """A value that is computed of something and whose gradient is kept: `gradients` gets it."""
+
+    @staticmethod
+    def forward(ctx, x, start, gradients):
+        ctx.gradients = gradients
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.gradients.append(gradient)
+        return None, None, None
+
+
+def of_autograd(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -> list[Tensor]:
+    """Output and gradients of weight, bias and (`trained`: what comes before is trained too) input."""
+    start, of_input = torch.zeros((), requires_grad=True), []
+    value = Ends.apply(x, start, of_input) if trained else x
+    made = F.linear(value, linear.weight, linear.bias)
+    leaves = [*linear.parameters(), *([start] if trained else [])]
+    return [made, *torch.autograd.grad(made, leaves, gradient, allow_unused=True)[: len(leaves) - trained], *of_input]
+
+
+def of_split(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -> list[Tensor]:
+    """The same, the weight gradients after the backward pass."""
+    start, of_input, stash = torch.zeros((), requires_grad=True), [], list[Deferred]()
+    split_linears(linear, lambda: stash)
+    made = linear(Ends.apply(x, start, of_input) if trained else x)
+    made.backward(gradient)
+    (deferred,) = stash
+    with torch.no_grad():
+        return [made, deferred.weight(), *([] if linear.bias is None else [deferred.bias()]), *of_input]
+
+
+@pytest.mark.parametrize("inputs, weights, gradients", CASES, ids=lambda make: make.__name__)
+def test_a_split_linear_makes_autograds_calls(inputs, weights, gradients):
+    torch.set_num_threads(1)
+    for leading, (fan_in, fan_out), (bias, trained) in product(LEADING, SIZES, [(True, True), (False, True), (True, False)]):
+        linear = linear_of(fan_in, fan_out, bias, weights(fan_out, fan_in))
+        x, gradient = inputs(*leading, fan_in), gradients(*leading, fan_out)
+        want, plain = calls_of(of_autograd, linear, x, gradient, trained)
+        got, split = calls_of(of_split, linear, x, gradient, trained)
+        case = f"{leading} {fan_in} -> {fan_out}, bias {bias}, gradient of the input {trained}"
+        assert got == want, f"{case}: {list((got - want).elements())} instead of {list((want - got).elements())}"
+        for a, b in zip(split, plain, strict=True):
+            assert a.stride() == b.stride() and torch.equal(a, b), case
+
+
+def of_shard(kind: str, group, x: Tensor, gradient: Tensor, linear: nn.Linear, put_off: bool):
+    """What a shard computes with its slice, which is `linear`, and what it adds to the bits of one process beside that."""
+    stash = list[Deferred]()
+    fan_out, fan_in = linear.weight.shape
+    value: Tensor | Sharded = x.detach().requires_grad_()
+    if kind == "row":
+        linear.in_features = 2 * fan_in
+        held = even(2 * fan_in, 2)[group.shard]
+        layer = RowLinear(linear, "row", group, held)
+        value = Sharded(value, Held(x.dim() - 1, 2 * fan_in, held), group)
+    else:
+        linear.out_features = 2 * fan_out
+        layer = ColumnLinear(linear, "column", group, even(2 * fan_out, 2)[group.shard], shares=kind == "shared column")
+    if put_off:
+        split_sharded_linears(layer, lambda: stash)
+    made = layer(value)
+    made = made.local if isinstance(made, Sharded) else made
+    made.backward(gradient)
+    with torch.no_grad():
+        for deferred in stash:
+            deferred.weight(), deferred.bias()
+
+
+@pytest.mark.parametrize("kind", ["column", "shared column", "row"])
+@pytest.mark.parametrize("put_off", [False, True])
+def test_a_shard_makes_autograds_products_of_its_slice(kind, put_off):
+    torch.set_num_threads(1)
+    for inputs, leading, (fan_in, fan_out) in product((whole, by_column, swapped), [(7,), (1, 5), (4, 3)], SIZES):
+        x, gradient = inputs(*leading, fan_in), whole(*leading, fan_out)
+        bias = kind != "row"  # else it is added to the sum over shards
+
+        def work(group, x=x, gradient=gradient, fan_in=fan_in, fan_out=fan_out):
+            linear = linear_of(fan_in, fan_out, True, whole(fan_out, fan_in))
+            return calls_of(of_shard, kind, group, x, gradient, linear, put_off)[0]
+
+        linear = linear_of(fan_in, fan_out, bias, whole(fan_out, fan_in))
+        want = products_in(calls_of(of_autograd, linear, x, gradient, True)[0])
+        for got in on_shards(2, work)[0]:
+            assert products_in(got) == want, f"{inputs.__name__} {leading} {fan_in} -> {fan_out}"
