@@ -40,9 +40,7 @@ def held(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
     return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done and w not in m.tainted}
 
 
-def newest_cut(
-    m: RunMachine, need: Holdings, without: Collection[int] = ()
-) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
+def newest_cut(m: RunMachine, need: Holdings, without: Collection[int] = ()) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
     """The last step whose cut of the mirror has all of `need`, and who has what of it; `without`: workers that do not count."""
     stands = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in without}
     steps = {step for s in stands.values() for step in s.cuts}

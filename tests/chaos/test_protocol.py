@@ -81,8 +81,8 @@ LAST: dict[str, tuple] = {
 @pytest.mark.parametrize("kind", ["sleep", "zombie"])
 @pytest.mark.parametrize("base", LAST)
 def test_silence_alone_loses_nothing(base: str, kind: Kind, whole: bool):
-    """Wherever a worker stands still for 25 s, in its step or as a whole process: the run goes on with the same bits, also where
-    that worker has the only copy."""
+    """Wherever a worker stands still for 25 s, in its step or as a whole process: the run goes on with the same bits, also
+    where that worker has the only copy."""
     plan, more, *first = LAST[base]
     work = job(steps=6, **more)
     once = World(work, plan, first, **QUICK)

@@ -60,8 +60,8 @@ class Fault:
     """At point `at` of the world's count (or of worker `of`'s own): what happens. `ms`: how long a stop or a delay lasts.
 
     zombie: stopped until it has long been given up, then it goes on as if nothing were. stop: shorter than any deadline.
-    sleep: its step stands still, and pings and control calls are answered. corrupt: what the worker holds changes by itself. ctrl_c: people ask the run to save and end, with `ms` for what is in
-    flight; a new driver is asked again.
+    sleep: its step stands still, and pings and control calls are answered. corrupt: what the worker holds changes by itself.
+    ctrl_c: people ask the run to save and end, with `ms` for what is in flight; a new driver is asked again.
     """
 
     at: int
