@@ -32,10 +32,11 @@ class Status:
     ) -> str | None:
         """None while nothing has changed but the number of steps; while some are executed again, that is told now and then."""
         plan = machine.plan or self.request.plan
-        recovering, last_copy = machine.phase in RECOVERING, machine.waits and machine.phase is not Phase.WAITING
+        recovering = machine.phase in RECOVERING
+        last_copy = recovering and machine.waits and machine.phase is not Phase.WAITING
         there = [n for n in machine.members if n not in machine.gone]
         facts = {
-            "phase": "waiting" if machine.waits else _PHASES.get(machine.phase, "recovering" if recovering else "running"),
+            "phase": "waiting" if last_copy else _PHASES.get(machine.phase, "recovering" if recovering else "running"),
             "generation": machine.generation,
             "plan": plan.describe(),
             "stages": [asdict(stage) for stage in plan.stages],
