@@ -212,7 +212,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str, bool, float]:
-        """(steps done, what it does, whether it has to leave, seconds that the thread that computes has waited for a processor);
+        """(steps done, what it does, whether it has to leave, seconds that its computing thread has waited for a processor);
         keeps the worker from thinking that it is an orphan."""
         self.heard_s = time.monotonic()
         return self._done, self.doing, self.leaving, processor_wait_s(self.computes)
