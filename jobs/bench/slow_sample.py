@@ -1,6 +1,6 @@
 """One sample takes 25 s to read, once: what a run says and does meanwhile, and that its weights are those of a run without it.
 
-`python jobs/bench/slow_sample.py [--seconds 25] [--layout stages one off]`: 2 stages x 1 replica with the mirror, a plan of one
+`python jobs/bench/slow_sample.py [--seconds 25] [--layout stages one no-mirror]`: 2 stages x 1 replica with the mirror, a plan of one
 worker, 2 stages x 1 replica without the mirror. Prints what `raypar train` prints, then whether the weights are the same.
 """
 
@@ -13,13 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = {
     "stages": ["plan={stages: 2, replicas: 1}", "elastic={min_workers: 1}"],
     "one": ["plan={stages: 1, replicas: 1}", "elastic={min_workers: 1}"],
-    "off": ["plan={stages: 2, replicas: 1}", "elastic={min_workers: 1, mirror: off}"],
+    "no-mirror": ["plan={stages: 2, replicas: 1}", "elastic={min_workers: 1, mirror: off}"],
 }
 JOB = """
 name: slow
@@ -29,40 +27,9 @@ batch_size: 8
 microbatches: 4
 model: {function: helpers.tiny_job:model, args: {sleep_s: 0.02}}
 loss: helpers.tiny_job:loss
-data: {function: jobs.bench.slow_sample:data}
+data: {function: helpers.tiny_job:data}
 optimizer: {function: torch.optim:AdamW, args: {lr: 1.0e-2}}
 """
-
-
-class SlowOnce:
-    """64 samples; reading number `at` takes `seconds`, for the first process that can make the file."""
-
-    raypar_thread_safe = True
-
-    def __init__(self, file: str, seconds: float, at: int = 21) -> None:
-        from helpers.tiny_job import Samples
-
-        self.samples, self.file, self.seconds, self.at = Samples(64), file, seconds, at
-        self.reads = 0
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        import contextlib
-        import time
-
-        self.reads += 1
-        if self.file and index == self.at and self.reads > 64:  # in the second epoch: some steps have been measured
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(self.file, os.O_CREAT | os.O_EXCL))
-                time.sleep(self.seconds)
-        return self.samples[index]
-
-
-def data(file: str = "", seconds: float = 25.0) -> SlowOnce:
-    """What the job reads."""
-    return SlowOnce(file, seconds)
 
 
 def train(folder: Path, name: str, layout: str, *more: str) -> str:
@@ -96,7 +63,7 @@ def main() -> int:
         same = True
         for layout in given.layout:
             print(f"{layout}: one sample takes {given.seconds:g} s", flush=True)
-            slow = f"data.args={{file: {folder / f'slow-{layout}'}, seconds: {given.seconds}}}"
+            slow = f"data.args={{slow: {folder / f'slow-{layout}'}, slow_s: {given.seconds}}}"
             found = train(folder, layout, layout, slow)
             assert (folder / f"slow-{layout}").exists(), "no sample was slow"
             same &= found == plain

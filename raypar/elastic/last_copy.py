@@ -75,7 +75,7 @@ def awaited(m: RunMachine, holders: Collection[int], unheard: Collection[int]) -
     what = f"{named(holders)}: no other memory has the state after {done_by(m, holders)} steps ({names})"
     silent = sorted(set(holders) & set(unheard))
     if not silent:
-        return f"{what}; {verb(holders, 'it answers', 'they answer')} pings, so {verb(holders, 'it is', 'they are')} only slow"
+        return f"{what}; {verb(holders, 'it answers', 'they answer')} pings, so {verb(holders, 'it lives', 'they live')}"
     who = f"{named(silent)} {verb(silent, 'answers', 'answer')} no pings"
     return f"{what}; {who}, but nothing says that {verb(silent, 'its process has', 'their processes have')} ended"
 

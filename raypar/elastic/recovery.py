@@ -185,7 +185,8 @@ def came_back(m: RunMachine, worker: int) -> None:
     assert r.waited_from_s is not None
     began_s = r.waited_from_s if m.last_commit_s is None else m.last_commit_s
     m.patience_s = max(m.patience_s, 2 * (m._now_s - began_s))
-    m.decide(Note(f"worker {worker} has answered after {m._now_s - r.waited_from_s:.1f} s more"), "it was waited for")
+    waited_s = m._now_s - r.waited_from_s
+    m.decide(Note(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for")
 
 
 def all_stood(m: RunMachine) -> None:

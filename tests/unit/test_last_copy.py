@@ -72,7 +72,7 @@ def test_a_worker_that_is_alone_with_the_state_is_waited_for_and_goes_on(applied
         assert do(machine, silent, now_s=now_s) == []
     assert machine.phase is Phase.STANDING and not machine.gone
     note, *_, order = do(machine, stand(machine, 0, 4 + applied), now_s=27.0)
-    assert note == Note("worker 0 has answered after 22.7 s more")
+    assert note == Note("worker 0 has answered, after a wait of 22.7 s; its state is whole")
     assert isinstance(order, Adopt) and order.members == (0,) and order.done == 4 + applied and not order.load
     do(machine, Adopted(0, 2), now_s=27.1)
     assert machine.phase in (Phase.RUNNING, Phase.FLUSHING) and not machine.gone
