@@ -1,7 +1,7 @@
 """One sample takes 25 s to read, once: what a run says and does meanwhile, and that its weights are those of a run without it.
 
-`python jobs/bench/slow_sample.py [--seconds 25] [--layout stages one no-mirror]`: 2 stages x 1 replica with the mirror, a plan of one
-worker, 2 stages x 1 replica without the mirror. Prints what `raypar train` prints, then whether the weights are the same.
+`python jobs/bench/slow_sample.py [--seconds 25] [--layout stages one no-mirror]`: 2 stages x 1 replica with the mirror, a plan
+of one worker, 2 stages x 1 replica without the mirror. Prints what `raypar train` prints, then whether the weights are equal.
 """
 
 from __future__ import annotations

@@ -185,9 +185,12 @@ class Staff:
                 polling = asyncio.ensure_future(self._look_at_nodes())
             before = time.monotonic()
             await asyncio.sleep(PING_S)
-            late_s = time.monotonic() - before - PING_S
-            if late_s > PING_S:  # this process stood still: what they said meanwhile is still to be heard
-                self._answered_s = {number: s + late_s for number, s in self._answered_s.items()}
+            now = time.monotonic()
+            late_s = now - before - PING_S
+            # Where this process stood still, what they said meanwhile is still to be heard; or processors are short.
+            excused_s = late_s if late_s > PING_S else self.crowding.lost_s(now, before)
+            if excused_s:
+                self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
     async def _ask(self, number: int, worker: Any) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A worker with the only copy of a state that is slow or stopped for a while, on a real Ray: it is waited for, nothing is lost."""
+"""A worker with the only copy of a state is slow or stopped for a while, on a real Ray: it is waited for, nothing is lost."""
 
 import os
 import signal

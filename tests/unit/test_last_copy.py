@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from test_recovery import WHOLE, do, elastic, lost
 
+from raypar.config import parse_elastic
 from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Note, Snapshot, Teardown, Warn
 from raypar.elastic.events import (
     Adopted,
@@ -21,8 +22,11 @@ from raypar.elastic.events import (
     Tick,
     WorkersReady,
 )
+from raypar.elastic.machine import Course
 from raypar.elastic.member import Stand
 from raypar.elastic.phases import Phase
+from raypar.errors import ConfigError
+from raypar.launch import elastic_course
 from raypar.plan import ParallelPlan
 
 LONE, LINE, PAIR = ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, layers=2), ParallelPlan.mesh(dp=2, layers=2)
@@ -105,6 +109,14 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
     else:
         text = str(actions[-1].error)
         assert "state after" in text and "waited for" in text and "60 s" in text and "elastic.last_copy_wait_s" in text
+
+
+def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
+    for elastic_section, wait_s in (({}, 600.0), ({"last_copy_wait_s": 5}, 5.0), ({"last_copy_wait_s": 0}, 0.0)):
+        course = elastic_course(parse_elastic(elastic_section), 300.0)
+        assert Course(workers=1, last=1, **course).last_copy_wait_s == wait_s
+    with pytest.raises(ConfigError, match="last_copy_wait_s"):
+        parse_elastic({"last_copy_wait_s": -1})
 
 
 def test_no_wait_is_asked_for():
