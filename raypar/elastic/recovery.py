@@ -38,7 +38,7 @@ from raypar.elastic.events import (
 )
 from raypar.elastic.holdings import Piece, missing, moves
 from raypar.elastic.member import Fenced, Stand
-from raypar.elastic.naming import named, verb
+from raypar.elastic.naming import named
 from raypar.elastic.phases import Phase
 from raypar.elastic.reruns import Reruns, shards_of
 from raypar.elastic.seating import refilled, seats
@@ -307,8 +307,7 @@ def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
     gone = m.gone & set(m.members)
     held_by = "the workers' copies differ" if m.doubt else f"{named(gone)} held it"
     if m.waited_s:
-        was = verb(gone, "was", "were")
-        held_by += f", did not answer and {was} waited for for {m.waited_s:.0f} s (elastic.last_copy_wait_s)"
+        held_by += f" and did not answer, in a wait of {m.waited_s:.0f} s (elastic.last_copy_wait_s)"
     m.over(
         "failed",
         f"the only copies of {len(lost)} pieces of state are lost",
@@ -476,8 +475,8 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
         wait_or_give_up(m, event, silent)
     else:
         # Some only wait for others in there, and some are slow: the next generation asks those that live where they stand.
-        dead = set(silent) & event.unheard
-        give_up(m, dead - set(last_copy.only_holders(m, dead - event.ended)))
+        mute = set(silent) & event.unheard
+        give_up(m, mute - set(last_copy.only_holders(m, mute - event.ended)))
         begin(m, f"{named(silent)} did not answer while {m.phase.value}")
 
 
@@ -499,7 +498,7 @@ def wait_or_give_up(m: RunMachine, event: Tick, silent: list[int]) -> None:
     more = ""
     if holders and r.waited_from_s is not None:
         m.waited_s = m._now_s - r.waited_from_s
-        more = f", where {verb(holders, 'it was', 'they were')} waited for for {m.waited_s:.0f} s more"
+        more = f", in a wait of {m.waited_s:.0f} s"
     give_up(m, silent)
     begin(m, f"{named(silent)} did not answer while {m.phase.value}{more}")
 
