@@ -1,10 +1,13 @@
 """Silence alone does not kill a worker that holds the only copy of a state: it is waited for, and the others are not."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_recovery import WHOLE, do, elastic, lost
 
+from raypar.actors.status import Status
 from raypar.config import parse_elastic
 from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Note, Snapshot, Teardown, Warn
 from raypar.elastic.events import (
@@ -118,6 +121,17 @@ def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
         assert Course(workers=1, last=1, **course).last_copy_wait_s == wait_s
     with pytest.raises(ConfigError, match="last_copy_wait_s"):
         parse_elastic({"last_copy_wait_s": -1})
+
+
+def test_members_json_says_who_is_waited_for():
+    machine = trained(LONE)
+    late(machine)
+    status = Status(SimpleNamespace(plan=LONE, course=machine.course))
+    seen = [json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b"))]
+    do(machine, Tick(), now_s=4.3)
+    seen.append(json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b")))
+    assert [facts["phase"] for facts in seen] == ["recovering", "waiting"]
+    assert seen[1]["why"].startswith("worker 0: no other memory has the state after 4 steps")
 
 
 def test_no_wait_is_asked_for():
