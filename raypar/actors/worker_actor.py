@@ -107,7 +107,7 @@ class WorkerActor:
         warm_up(self.core, data=joining)
         freeze_what_stays(collect=True)
         node = ray.get_runtime_context().get_node_id()
-        self.door, self.computes = Door(host), threading.get_native_id()
+        self.door = Door(host)
         says = fingerprint(self.spec.threads, device)
         self.said = Hello(self.mesh.address, node, os.getpid(), says, self.door.address)
         return self.said
@@ -162,7 +162,7 @@ class WorkerActor:
         """
         from raypar.comm.transport import drive
 
-        self.body.trace = trace
+        self.body.trace, self.computes = trace, threading.get_native_id()
         routine = self.member.step(generation, step, cut)
         report = self._guard(f"in step {step + 1}", lambda: drive(routine, self.core.step_timeout_s))
         if isinstance(report, Failed):
