@@ -221,8 +221,10 @@ class ElasticConfig(_Section):
     `grow_after_s` after the first, if that saves more time than the move costs.
 
     `step_deadline_s`: a step that takes longer than this and than 5 times the longest of the last 100 steps has hung; who does
-    not answer then is given up. `mirror`: copies of the state in the memory of two workers, for when the last live copy dies;
-    every so many steps, or `auto`: as often as it costs 2 % of the time.
+    not answer then is given up. Who holds the only copy of a state (one in the mirror is another copy) is waited for
+    `last_copy_wait_s` more, while nothing says that its process or its node has ended. `mirror`: copies of the state in the
+    memory of two workers, for when the last live copy dies; every so many steps, or `auto`: as often as it costs 2 % of the
+    time.
     `stragglers`: a worker that computes more than `straggler_times` as long as its replicas for 20 steps in a row (where a
     stage has one replica: as in its own first 20) is only reported, or leaves when another one can take its place (`replace`).
     """
@@ -232,6 +234,7 @@ class ElasticConfig(_Section):
     standbys: Annotated[NonNegativeInt, Field(le=MOST_WORKERS)] = 0
     grow_after_s: NonNegativeFloat = 5.0
     step_deadline_s: PositiveFloat = 3.0
+    last_copy_wait_s: NonNegativeFloat = 600.0
     mirror: Literal["auto", "off"] | PositiveInt = "auto"
     stragglers: Literal["report", "replace"] = "report"
     straggler_times: Annotated[float, Field(gt=1)] = 1.5

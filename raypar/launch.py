@@ -326,6 +326,7 @@ def elastic_course(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[st
         "step_deadline_s": elastic.step_deadline_s,
         "step_deadline_times": 5.0,
         "capacity_s": wait_for_workers_s,
+        "last_copy_wait_s": elastic.last_copy_wait_s,
         "replace_stragglers": elastic.stragglers == "replace",
         "straggler_times": elastic.straggler_times,
         "mirror_every": elastic.mirror if isinstance(elastic.mirror, int) else 0,

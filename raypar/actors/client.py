@@ -31,6 +31,9 @@ TURN_S = 0.5
 DRIVER_SILENT_S = 30.0
 """How long the driver may take to answer; it only passes on what has happened."""
 
+DRIVER_START_S = 300.0
+"""How long its process may take to start, which takes processor time: on a busy machine more than half a minute."""
+
 ALONE_S = 10.0
 """A client asks for news all the time: a driver that has heard nothing for so long has none any more."""
 
@@ -133,7 +136,7 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
     those that have been told are left out."""
     epoch = cursor = 0
     done, validated, saved = request.course.first, -1, -1
-    passed_on, lost_s = False, None
+    passed_on, lost_s, patience_s = False, None, DRIVER_START_S
 
     def say(event: dict[str, Any]) -> None:
         try:
@@ -145,8 +148,9 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
     started = driver.start.remote(request)
     while True:
         asking = driver.events.remote(epoch, cursor, 0.3)
-        if not answered(asking, asked, DRIVER_SILENT_S):
-            what = f"the driver does not answer for {DRIVER_SILENT_S:.0f} s"
+        if not answered(asking, asked, patience_s):
+            patience_s = min(patience_s, DRIVER_SILENT_S) if asked else patience_s
+            what = f"the driver does not answer for {patience_s:.0f} s"
             cure = "look at its node; `raypar resume` goes on from the last checkpoint"
             if not request.course.elastic:
                 raise WorkerLost(what, cure=cure)
@@ -173,7 +177,7 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
             passed_on = False
             time.sleep(0.1)
             continue
-        lost_s = None
+        lost_s, patience_s = None, DRIVER_SILENT_S
         for event in events:
             if event["kind"] == "end":
                 error = pickle.loads(event["error"]) if event["error"] is not None else None
@@ -198,11 +202,12 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
 
 
 def answered(asking: Any, asked: list[str], patience_s: float) -> bool:
-    """Whether the driver answers within the time, if only by its death. The second Ctrl-C does not wait for it. Turns are
-    counted, not seconds: who was itself stopped (Ctrl-Z, a frozen container) has waited for nobody."""
+    """Whether the driver answers within the time, if only by its death; from Ctrl-C on it has `DRIVER_SILENT_S` at the most,
+    and the second one does not wait for it. Turns are counted, not seconds: who was itself stopped (Ctrl-Z, a frozen container)
+    has waited for nobody."""
     turns = patience_s / TURN_S
     while not ray.wait([asking], timeout=TURN_S)[0] and len(asked) < 2:
-        turns -= 1
+        turns = min(turns, DRIVER_SILENT_S / TURN_S) - 1 if asked else turns - 1
         if turns < 0:
             return False
     return True

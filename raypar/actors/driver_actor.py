@@ -28,6 +28,7 @@ from raypar.actors.messages import pickled
 from raypar.actors.news import News
 from raypar.actors.plans import Plans
 from raypar.actors.pool import Pool
+from raypar.actors.processor_wait import processor_wait_s
 from raypar.actors.recorder import Recorder
 from raypar.actors.reports import Reports
 from raypar.actors.request import RunRequest
@@ -206,10 +207,12 @@ class DriverActor:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             late_s = now - before - TICK_S
+            crowding = self.staff.crowding
+            crowding.heard("driver", processor_wait_s(threading.get_native_id()), now)
             if late_s > TICK_S:
                 self.queue.put_nowait(on.Tick(stalled_s=late_s))
             else:
-                self.queue.put_nowait(on.Tick(unheard=self.staff.unheard()))
+                self.queue.put_nowait(on.Tick(crowding.lost_s(now, before), self.staff.unheard(), self.staff.ended()))
             limit = self.request.max_time_s
             if limit is not None and now - start > limit:
                 start = float("inf")
@@ -254,7 +257,7 @@ class DriverActor:
             case do.Probe(ranks):
                 self.tasks.spawn(self.calls.probe(ranks))
             case do.Warn(text):
-                self.effects.note("waiting" if self.machine.phase is Phase.WAITING else "warning", text=text)
+                self.effects.note("waiting" if self.machine.waits else "warning", text=text)
             case do.Note(text):
                 self.effects.note("note", text=text)
             case do.Straggles():

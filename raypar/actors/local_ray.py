@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,16 @@ OBJECT_STORE_BYTES = 150 * 2**20
 """Modest: no tensor goes through the object store."""
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+PATIENT = {
+    "RAY_gcs_server_port_wait_time_s": "180",
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+"""How long the processes of a Ray of our own may take to start: on a machine that is busy with something else, long."""
+
+ATTEMPTS = 3
+"""How often Ray is started before its being late is an error: it gives its raylet 30 s, and does not let us change that."""
 
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
@@ -78,7 +88,7 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
         )
     address = address or os.environ.get("RAY_ADDRESS")
     # Workers are all that our own Ray is for: other processes of the machine do not come before them, as Ray has it.
-    ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir), "RAY_worker_niceness": "0"}
+    ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
     with environment(QUIET if address else {**QUIET, **ours}):
         import ray
 
@@ -168,25 +178,50 @@ def own(workers: int, nodes: int = 1, gpus: bool = False) -> Iterator[Connection
     """
     import ray
 
-    folder, cpus = short_folder(), shared_out(workers, nodes)
-    with cleared(folder), contextlib.ExitStack() as stack:
-        stack.callback(ray.shutdown)
+    cpus = shared_out(workers, nodes)
+
+    def start(folder: Path) -> None:
+        with interruptible(), unseeded():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                num_gpus=None if gpus else 0,  # None: as many as there are
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
+
+    with contextlib.ExitStack() as stack:
         with in_sessions_of_their_own():
-            with interruptible(), unseeded(), _started():
-                ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    num_gpus=None if gpus else 0,  # None: as many as there are
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    logging_level=logging.ERROR,
-                    _temp_dir=str(folder),
-                )
+            with _started():
+                folder = in_time(start, stack)
             raylets: tuple[LocalNode, ...] = ()
             if nodes > 1:
                 raylets = stack.enter_context(local_nodes(nodes, cpus, OBJECT_STORE_BYTES, folder))
         address = ray.get_runtime_context().gcs_address
         yield Connection("own", described(nodes * cpus, raylets), address, host="127.0.0.1", nodes=raylets)
+
+
+def in_time(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
+    """The folder of a Ray that has started; with `stack` it ends. One that was too late is cleared away and started again:
+    on a busy machine the next attempt may be in time. Raises what Ray raises."""
+    import ray
+
+    for left in reversed(range(ATTEMPTS)):
+        with contextlib.ExitStack() as attempt:
+            folder = short_folder()
+            attempt.enter_context(cleared(folder))
+            attempt.callback(ray.shutdown)
+            try:
+                start(folder)
+            except Exception as error:
+                if not left or "timed out" not in str(error):
+                    raise
+                continue
+            stack.push(attempt.pop_all())
+            return folder
+    raise AssertionError("the last attempt ends or raises")
 
 
 @contextlib.contextmanager

@@ -19,12 +19,13 @@ class Failed:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a worker says of itself before it knows its plan."""
+    """What a worker says of itself before it knows its plan. `lifeline`: where its `Door` is; empty: it has none."""
 
     address: str
     node: str
     pid: int
     fingerprint: dict[str, str]
+    lifeline: str = ""
 
 
 def pickled(error: Exception | None) -> bytes | None:

@@ -16,9 +16,11 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from raypar.actors.cluster_watch import dead_nodes, draining_nodes
 from raypar.actors.fallen import Fallen
 from raypar.actors.journal import Journal
+from raypar.actors.lifeline import Lifelines
 from raypar.actors.messages import Failed, Hello
 from raypar.actors.pool import Pool
 from raypar.elastic import events as on
+from raypar.elastic.crowding import Crowding
 from raypar.errors import ClusterError, CommTimeout, OutOfMemory, WorkerLost, first_line
 
 PING_S = 0.4
@@ -40,6 +42,9 @@ class Staff:
     ) -> None:
         self.pool, self.journal, self.post, self.note, self.works = pool, journal, post, note, works
         self.fallen = Fallen()
+        self.lifelines = Lifelines()
+        self.crowding = Crowding()
+        """How long the workers wait for processors, as their pings say."""
         self.hellos: dict[int, Hello] = {}
         self.suspects: set[str] = set()
         """Nodes whose workers were lost or hung: nobody is hired there before Ray's node table has had time to notice."""
@@ -61,6 +66,7 @@ class Staff:
         self.hellos[number] = hello
         self.where[number] = hello.node
         self._answered_s[number] = time.monotonic()
+        self.lifelines.hold(number, hello.lifeline)
 
     def nodes(self, numbers: Iterable[int]) -> dict[int, str]:
         """worker -> node, of those that have started."""
@@ -114,6 +120,7 @@ class Staff:
     def dismiss(self, number: int) -> None:
         """Kill it and return its CPU, without waiting for that."""
         self._answered_s.pop(number, None)
+        self.lifelines.drop(number)
         task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
         self._dismissing.add(task)
         task.add_done_callback(self._dismissing.discard)
@@ -150,6 +157,10 @@ class Staff:
         now = time.monotonic()
         return frozenset(n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > UNHEARD_S)
 
+    def ended(self) -> frozenset[int]:
+        """Of those, whose process or machine is gone."""
+        return self.unheard() & self.lifelines.ended
+
     # -- watching --------------------------------------------------------------------------------------------------------------
 
     async def watch(self, silent_s: float, over: Callable[[], bool]) -> None:
@@ -174,13 +185,16 @@ class Staff:
                 polling = asyncio.ensure_future(self._look_at_nodes())
             before = time.monotonic()
             await asyncio.sleep(PING_S)
-            late_s = time.monotonic() - before - PING_S
-            if late_s > PING_S:  # this process stood still: what they said meanwhile is still to be heard
-                self._answered_s = {number: s + late_s for number, s in self._answered_s.items()}
+            now = time.monotonic()
+            late_s = now - before - PING_S
+            # Where this process stood still, what they said meanwhile is still to be heard; or processors are short.
+            excused_s = late_s if late_s > PING_S else self.crowding.lost_s(now, before)
+            if excused_s:
+                self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
     async def _ask(self, number: int, worker: Any) -> None:
         try:
-            _, _, leaving = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
+            _, _, leaving, waited_s = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
         except OutOfMemoryError as error:
             if number in self.pool.workers:
                 self.post(on.CallFailed("lost", killed_for_memory(f"worker {number}", error), number))
@@ -190,7 +204,8 @@ class Staff:
         except Exception:
             return  # it is silent; `watch` counts the seconds
         else:
-            self._answered_s[number] = time.monotonic()
+            now = self._answered_s[number] = time.monotonic()
+            self.crowding.heard(number, waited_s, now)
             self._told.discard(number)
             if leaving:
                 self.leaves(number, "its process was asked to end (SIGTERM)")

@@ -32,9 +32,11 @@ class Status:
     ) -> str | None:
         """None while nothing has changed but the number of steps; while some are executed again, that is told now and then."""
         plan = machine.plan or self.request.plan
+        recovering = machine.phase in RECOVERING
+        last_copy = recovering and machine.waits and machine.phase is not Phase.WAITING
         there = [n for n in machine.members if n not in machine.gone]
         facts = {
-            "phase": _PHASES.get(machine.phase, "recovering" if machine.phase in RECOVERING else "running"),
+            "phase": "waiting" if last_copy else _PHASES.get(machine.phase, "recovering" if recovering else "running"),
             "generation": machine.generation,
             "plan": plan.describe(),
             "stages": [asdict(stage) for stage in plan.stages],
@@ -43,7 +45,7 @@ class Status:
             "spares": [who(n) for n in sorted(machine.spares)],
             "starting": sorted(machine.hiring),
             "wanted": machine.wanted,
-            "why": machine.recovery.why if machine.phase in RECOVERING else "",
+            "why": (machine.recovery.awaited if last_copy else machine.recovery.why) if recovering else "",
         }
         again = machine.committed < machine.journalled and machine.phase not in _PHASES
         now = time.time()

@@ -21,7 +21,9 @@ from typing import Any
 import ray
 
 from raypar.actors.footing import Footing
+from raypar.actors.lifeline import Door
 from raypar.actors.messages import Failed, Hello
+from raypar.actors.processor_wait import processor_wait_s
 from raypar.comm.handshake import Credential
 from raypar.comm.tcp_accept import THREAD as ACCEPT_THREAD
 from raypar.elastic.member import Fenced, Member
@@ -53,6 +55,9 @@ class WorkerActor:
         self.orphan_timeout_s = orphan_timeout_s
         self.doing = "starting"
         self.said: Hello | None = None
+        self.door: Door | None = None
+        self.computes = 0
+        """The thread that executes steps."""
         self.leaving = False
         with contextlib.suppress(ValueError):  # not the main thread: then a SIGTERM ends the process at once, as Ray has it
             signal.signal(signal.SIGTERM, self._asked_to_leave)
@@ -104,7 +109,9 @@ class WorkerActor:
         warm_up(self.core, data=joining)
         freeze_what_stays(collect=True)
         node = ray.get_runtime_context().get_node_id()
-        self.said = Hello(self.mesh.address, node, os.getpid(), fingerprint(self.spec.threads, device))
+        self.door = Door(host)
+        says = fingerprint(self.spec.threads, device)
+        self.said = Hello(self.mesh.address, node, os.getpid(), says, self.door.address)
         return self.said
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
@@ -156,7 +163,7 @@ class WorkerActor:
         """
         from raypar.comm.transport import drive
 
-        self.body.trace = trace
+        self.body.trace, self.computes = trace, threading.get_native_id()
         routine = self.member.step(generation, step, cut)
         report = self._guard(f"in step {step + 1}", lambda: drive(routine, self.core.step_timeout_s))
         if isinstance(report, Failed):
@@ -205,10 +212,11 @@ class WorkerActor:
         return self._guard("writing", self.writer.result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
-    def ping(self) -> tuple[int, str, bool]:
-        """(steps done, what it does, whether it has to leave); keeps the worker from thinking that it is an orphan."""
+    def ping(self) -> tuple[int, str, bool, float]:
+        """(steps done, what it does, whether it has to leave, seconds that its computing thread has waited for a processor);
+        keeps the worker from thinking that it is an orphan."""
         self.heard_s = time.monotonic()
-        return self._done, self.doing, self.leaving
+        return self._done, self.doing, self.leaving, processor_wait_s(self.computes)
 
     def _asked_to_leave(self, number: int, frame: Any) -> None:
         """A cloud's notice. The driver hears of it by the next ping and moves the work off; if nobody asks, it ends."""
@@ -323,7 +331,11 @@ class WorkerActor:
         """Without a driver nobody would ever remove this worker: it removes its own placement group, which ends it. Where Ray
         does not answer, it ends all the same."""
         while time.monotonic() - self.heard_s < (LOADING_S if self.doing == LOADING else self.orphan_timeout_s):
-            time.sleep(min(1.0, self.orphan_timeout_s / 4))
+            turn_s, before_s = min(1.0, self.orphan_timeout_s / 4), time.monotonic()
+            time.sleep(turn_s)
+            late_s = time.monotonic() - before_s - turn_s
+            if late_s > turn_s:  # it was this process that stood still: what it was asked meanwhile is still to be heard
+                self.heard_s += late_s
         removing = threading.Thread(target=give_back_place, daemon=True)
         removing.start()
         removing.join(LEAVE_S)

@@ -232,11 +232,16 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: deadlines are looked at. `stalled_s`: that long the driver itself stood still, and heard nobody;
-    `unheard`: workers that have not even answered a ping for a while, although others had the time to."""
+    """Time has passed: deadlines are looked at.
+
+    `stalled_s`: for so much of it the driver itself stood still and heard nobody, or workers that wanted to compute got no
+    processor; no deadline counts that. `unheard`: workers that have not even answered a ping for a while, although others had
+    the time to. `ended`: of those, whose process or machine is known to be gone, though Ray has not said so yet.
+    """
 
     stalled_s: float = 0.0
     unheard: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
 
 
 Event = (

@@ -66,6 +66,7 @@ class Course:
     `step_deadline_times` the longest of the last steps if that is more; where the worker answers no pings either, after half of
     that or three usual steps, whichever is less, and a recovery waits for such a worker no longer than `hopeless_s`.
     Nobody knows how long a validation or a checkpoint should take: there the pings alone decide, after as long a silence.
+    Who holds the only copy of a state is not given up for its silence before `last_copy_wait_s` more (see `last_copy`).
     `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `stragglers.Watch`;
     `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
@@ -103,6 +104,7 @@ class Course:
     adopt_s: float = 5.0
     load_s: float = 60.0
     capacity_s: float = 300.0
+    last_copy_wait_s: float = 600.0
     mirror_every: int = 0
     mirror_cost: float = 0.0
     straggler_times: float = 1.5
@@ -183,6 +185,10 @@ class RunMachine:
         self.attempts = 0
         """Recoveries that count since the last new step; `deaths`: those since then that may be its fault."""
         self.deaths: list[CallFailed] = []
+        self.patience_s = 0.0
+        """What the next step may take at the least: twice as long as its last attempt, which was waited for, took."""
+        self.waited_s = 0.0
+        """How long the last one was waited for that held an only copy, and did not answer."""
         self.starved: set[tuple[ParallelPlan, int]] = set()
         """Plans and their positions at which a worker was killed because memory was lacking."""
         self.recovery = Recovery("")
@@ -220,10 +226,12 @@ class RunMachine:
             raise UnexpectedEvent(f"{event} while {self.phase.value}; the story so far:\n  {told}")
         self._now_s, self._out, before = now_s, [], self.phase
         if isinstance(event, Tick):
-            self._unheard_s = {worker: self._unheard_s.get(worker, now_s) for worker in event.unheard}
-            self._since_s += event.stalled_s  # whoever answered meanwhile has not been heard yet
+            # Whoever answered while the driver stood still has not been heard yet.
+            later_s = event.stalled_s
+            self._unheard_s = {w: min(now_s, self._unheard_s.get(w, now_s) + later_s) for w in event.unheard}
+            self._since_s = min(now_s, self._since_s + later_s)
             if self._deadline_s is not None:
-                self._deadline_s += event.stalled_s
+                self._deadline_s += later_s
         rule(self, event)
         if self._out or before is not self.phase:
             names = ", ".join(str(d.action) for d in self._out)
@@ -309,6 +317,11 @@ class RunMachine:
         return due
 
     @property
+    def waits(self) -> bool:
+        """Nothing can be done before somebody comes, or somebody who holds an only copy answers."""
+        return self.phase is Phase.WAITING or (self.phase is Phase.STANDING and self.recovery.waited_from_s is not None)
+
+    @property
     def interrupted(self) -> bool:
         """Ctrl-C: what is in flight gets its grace, nothing more."""
         return self.stop is not None and self.stop.interrupt
@@ -387,14 +400,14 @@ class RunMachine:
         """A multiple of the longest of the last 100 steps; the first step, which warms everything up, gets the start's."""
         longest_s = self.pace.longest_s(len(self.members))
         if longest_s is None:
-            return self.course.start_deadline_s
-        return max(self.course.step_deadline_s, self.course.step_deadline_times * longest_s)
+            return max(self.course.start_deadline_s, self.patience_s)
+        return max(self.course.step_deadline_s, self.course.step_deadline_times * longest_s, self.patience_s)
 
     def silent_deadline_s(self) -> float:
         """The same for a worker that answers no pings either. One step that was long for once does not make this one longer:
         a step that is only slow answers."""
         usual_s = EARLY_TIMES * self.pace.usual_s(len(self.members)) if self.pace.known else self.course.start_deadline_s
-        return max(EARLY * self.course.step_deadline_s, min(usual_s, EARLY * self.step_deadline_s()))
+        return max(EARLY * self.course.step_deadline_s, min(usual_s, EARLY * self.step_deadline_s()), self.patience_s)
 
     @property
     def wanted(self) -> int:
@@ -425,6 +438,7 @@ class RunMachine:
         if step >= self.journalled:  # not one that is executed again
             self.attempts = 0
             self.deaths.clear()
+            self.patience_s = 0.0
         self._since_s = self._now_s
         if self.began_s is not None:
             since_s = self.began_s if self.last_commit_s is None else self.last_commit_s

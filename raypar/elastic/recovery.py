@@ -13,11 +13,12 @@ mirror that is complete; else to the checkpoint. What is executed again is compa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raypar.elastic import sources, stragglers
-from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Settle, Warn
+from raypar.elastic import last_copy, sources, stragglers
+from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Journal, Note, Settle, Warn
 from raypar.elastic.deaths import died, given_up, lose, starved_again
 from raypar.elastic.digests import agree_standing
 from raypar.elastic.events import (
@@ -71,6 +72,11 @@ class Recovery:
     awaited: str = ""
     told_s: float = 0.0
     """What is waited for, and when people were told last."""
+    waited_from_s: float | None = None
+    """Since when those that hold the only copy of something are waited for, although they should have answered; `holders`."""
+    holders: tuple[int, ...] = ()
+    former: Adopt | None = None
+    """The last plan that was ordered before, which some may have adopted."""
 
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
@@ -97,7 +103,7 @@ def begin(m: RunMachine, why: str, *, counts: bool = True) -> None:
     if m.attempts > m.course.max_attempts:
         m.over("failed", f"{m.attempts} attempts without a step between them: {why}", given_up(m))
         return
-    m.recovery = Recovery(why)
+    m.recovery = Recovery(why, former=m.recovery.order or m.recovery.former)
     m.generation += 1
     m.go(Phase.CLAIMING, deadline_s=m.course.claim_s)
     m.decide(Claim(m.generation), why)
@@ -168,7 +174,19 @@ def stood(m: RunMachine, event: Event) -> None:
     assert isinstance(event, Stood)
     if event.generation == m.generation and event.stand.worker in m.recovery.expected:
         m.recovery.stands[event.stand.worker] = event.stand
+        if event.stand.worker in m.recovery.holders:
+            came_back(m, event.stand.worker)
         all_stood(m)
+
+
+def came_back(m: RunMachine, worker: int) -> None:
+    """It was waited for. What it did may take as long again, and must not be broken off again."""
+    r = m.recovery
+    assert r.waited_from_s is not None
+    began_s = r.waited_from_s if m.last_commit_s is None else m.last_commit_s
+    m.patience_s = max(m.patience_s, 2 * (m._now_s - began_s))
+    waited_s = m._now_s - r.waited_from_s
+    m.decide(Note(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for")
 
 
 def all_stood(m: RunMachine) -> None:
@@ -277,7 +295,8 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
     r.expected = {*members, *seatless}
     r.order = Adopt(m.generation, plan, members, seatless, source.done, ways, source.cut, source.load)
     most = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
-    m.go(Phase.ADOPTING, deadline_s=(m.course.load_s if source.load else m.course.adopt_s) + most / SLOWEST_PER_S)
+    usual_s = (m.course.load_s if source.load else m.course.adopt_s) + most / SLOWEST_PER_S
+    m.go(Phase.ADOPTING, deadline_s=usual_s * max(1, m.attempts))  # longer each time: nobody need hang, all may be slow
     where = "the disk, or made anew," if source.load else "the mirror" if source.cut else "the workers that hold it"
     m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {source.done} steps")
 
@@ -285,7 +304,10 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
 def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
     """Nobody has it, nowhere."""
     names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
-    held_by = "the workers' copies differ" if m.doubt else f"{named(m.gone & set(m.members))} held it"
+    gone = m.gone & set(m.members)
+    held_by = "the workers' copies differ" if m.doubt else f"{named(gone)} held it"
+    if m.waited_s:
+        held_by += f" and did not answer, in a wait of {m.waited_s:.0f} s (elastic.last_copy_wait_s)"
     m.over(
         "failed",
         f"the only copies of {len(lost)} pieces of state are lost",
@@ -299,6 +321,8 @@ def unrecoverable(m: RunMachine, lost: tuple[Piece, ...]) -> None:
 def what_would_help(m: RunMachine) -> list[str]:
     """Against such a loss: nothing in memory where all are gone, and only what the run did not have."""
     helps = ["checkpoint.every set"]
+    if m.waited_s:
+        helps.append("a larger elastic.last_copy_wait_s, if it was only slow")
     if set(m.members) - m.gone:
         if not (m.course.mirror_every or m.course.mirror_cost):
             helps.append("elastic.mirror: auto")
@@ -323,7 +347,7 @@ def adopted(m: RunMachine, event: Event) -> None:
     m.spares = (m.spares | set(r.stands)) - set(m.members) - m.leaving - m.gone
     m.issued = m.committed = r.order.done
     m.clock.begin()
-    m.doubt = ""
+    m.doubt, m.waited_s = "", 0.0
     m.tainted -= set(m.members)
     m.pause_for = m.next_plan = None
     m.grow_at_s = m._now_s if m.spares else None
@@ -372,12 +396,12 @@ def wait(m: RunMachine, why: str, lacking: int | None = None) -> None:
     m.hire()
 
 
-def say_what_is_awaited(m: RunMachine) -> None:
+def say_what_is_awaited(m: RunMachine, more: str = "") -> None:
     """At once, then every `SAY_S`."""
     assert m._deadline_s is not None
     m.recovery.told_s = m._now_s
     text = f"waiting for {m.recovery.awaited}; {m._deadline_s - m._now_s:.0f} s left"
-    m.decide(Warn(text), "nothing can be done without them")
+    m.decide(Warn(f"{text} {more}".rstrip()), "nothing can be done without them")
 
 
 # -- what may come at any of them ------------------------------------------------------------------------------------------
@@ -437,7 +461,8 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
     silent = sorted(r.expected - set(r.stands)) if m.phase is Phase.STANDING else sorted(r.expected)
     asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
     hopeless = asked and silent and set(silent) <= event.unheard and m._now_s - m._since_s > m.course.hopeless_s
-    if not hopeless and (m._deadline_s is None or m._now_s < m._deadline_s):
+    due = m._deadline_s is not None and m._now_s >= m._deadline_s
+    if not (hopeless or due or (m.phase is Phase.STANDING and r.waited_from_s is not None)):
         return
     if m.phase is Phase.WAITING:
         cure = "add workers and use `raypar resume`, or lower elastic.min_workers"
@@ -446,11 +471,43 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
     elif m.phase in (Phase.CLAIMING, Phase.PLANNING):
         what = f"{m.phase.value} took more than {m._now_s - m._since_s:.0f} s"
         m.over("failed", what, ClusterError(what, cure="look at the head node: it does not answer"))
+    elif m.phase is Phase.STANDING:
+        wait_or_give_up(m, event, silent)
     else:
-        for worker in silent:
-            lose(m, worker)
-        m.silent |= set(silent)
+        # Some only wait for others in there, and some are slow: the next generation asks those that live where they stand.
+        mute = set(silent) & event.unheard
+        give_up(m, mute - set(last_copy.only_holders(m, mute - event.ended)))
         begin(m, f"{named(silent)} did not answer while {m.phase.value}")
+
+
+def wait_or_give_up(m: RunMachine, event: Tick, silent: list[int]) -> None:
+    """They should have said where they stand. Who holds the only copy of something is waited for while its process lives; the
+    others are given up, at the latest when it has answered."""
+    r = m.recovery
+    over = r.waited_from_s is not None and m._deadline_s is not None and m._now_s >= m._deadline_s
+    holders = last_copy.only_holders(m, set(silent) - event.ended)
+    if holders and not over and m.course.last_copy_wait_s:
+        if r.waited_from_s is None:
+            r.waited_from_s = r.told_s = m._now_s
+            m._deadline_s = m._now_s + m.course.last_copy_wait_s
+        elif holders == r.holders and m._now_s - r.told_s < SAY_S:
+            return
+        r.holders, r.awaited = holders, last_copy.awaited(m, holders, event.unheard)
+        say_what_is_awaited(m, f"(elastic.last_copy_wait_s), {last_copy.afterwards(m, holders)}")
+        return
+    more = ""
+    if holders and r.waited_from_s is not None:
+        m.waited_s = m._now_s - r.waited_from_s
+        more = f", in a wait of {m.waited_s:.0f} s"
+    give_up(m, silent)
+    begin(m, f"{named(silent)} did not answer while {m.phase.value}{more}")
+
+
+def give_up(m: RunMachine, silent: Iterable[int]) -> None:
+    """They are killed once the next generation is claimed."""
+    for worker in silent:
+        lose(m, worker)
+        m.silent.add(worker)
 
 
 # -- bookkeeping of effects that are still under way --------------------------------------------------------------------------

@@ -3,6 +3,7 @@ checkpoint, or the very beginning. Decides nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,9 @@ def held(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
     return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done and w not in m.tainted}
 
 
-def newest_cut(m: RunMachine, need: Holdings) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
-    """The last step whose cut of the mirror has all of `need`, and who has what of it."""
-    stands = m.recovery.stands
+def newest_cut(m: RunMachine, need: Holdings, without: Collection[int] = ()) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
+    """The last step whose cut of the mirror has all of `need`, and who has what of it; `without`: workers that do not count."""
+    stands = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in without}
     steps = {step for s in stands.values() for step in s.cuts}
     if m.doubt:
         m.bad_cuts |= {step for step in steps if step > m.agreed}
@@ -52,10 +53,11 @@ def newest_cut(m: RunMachine, need: Holdings) -> tuple[int, dict[int, tuple[Piec
     return None
 
 
-def durable(m: RunMachine) -> bool:
-    """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way."""
+def durable(m: RunMachine, done: int | None = None) -> bool:
+    """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way.
+    `done`: steps of the state, where the recovery does not know yet."""
     near = m.clock.first == m.course.first and not m.clock.complete
-    return saved(m) is not None or m.recovery.done <= m.course.first or near
+    return saved(m) is not None or (m.recovery.done if done is None else done) <= m.course.first or near
 
 
 def saved(m: RunMachine) -> int | None:

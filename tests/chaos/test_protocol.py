@@ -69,6 +69,37 @@ def test_one_fault_anywhere(whole: bool):
     try_all(portions([[f] for f in single_faults(plain)], whole), GRID, job())
 
 
+LAST: dict[str, tuple] = {
+    "one worker": (ParallelPlan.mesh(layers=4), {}),
+    "one replica, no mirror": (LINE, {}),
+    "one replica, a mirror": (LINE, {"mirror_every": 2}),
+    "one worker is left": (ParallelPlan.mesh(dp=2, layers=4), {}, Fault(12, "kill", 0)),
+}
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("kind", ["sleep", "zombie"])
+@pytest.mark.parametrize("base", LAST)
+def test_silence_alone_loses_nothing(base: str, kind: Kind, whole: bool):
+    """Wherever a worker stands still for 25 s, in its step or as a whole process: the run goes on with the same bits, also
+    where that worker has the only copy."""
+    plan, more, *first = LAST[base]
+    work = job(steps=6, **more)
+    once = World(work, plan, first, **QUICK)
+    once.run()
+    cases = [[*first, Fault(at, kind, ms=25_000.0)] for at in range(13 if first else 0, once.points)]
+    assert set(try_all(cases if whole else cases[::13], plan, work)) == {"done"}
+
+
+@pytest.mark.parametrize("kind", ["sleep", "zombie"])
+def test_who_has_the_only_copy_and_is_not_waited_for_ends_the_run(kind: Kind):
+    """What the wait is for; and only then is anything lost."""
+    plan, more = LAST["one replica, no mirror"]
+    cases = [[Fault(at, kind, ms=25_000.0)] for at in range(60, 200, 20)]
+    ends = try_all(cases, plan, job(steps=6, **more), losable=True, last_copy_wait_s=0.0)
+    assert ends["failed"], ends
+
+
 BASES: dict[str, tuple] = {
     "re-route": (GRID, {}, Fault(100, "kill")),
     "hung": (GRID, {}, Fault(140, "zombie", ms=4000.0)),

@@ -67,6 +67,37 @@ def test_a_client_that_was_stopped_itself_does_not_take_the_driver_for_hung(monk
     assert waits[-1] - waits[1] >= 30.0
 
 
+def test_a_driver_may_take_long_to_start_and_no_time_at_all_to_answer_afterwards(monkeypatch):
+    """Beside twelve processes that compute its process took 40 s to start: it was ended, and started again, for ever."""
+    waits, ended, told = [], [], []
+    news = [
+        ([{"kind": "stage", "text": "begins"}], 1, 1),
+        ([{"kind": "end", "end": "done", "why": "", "done": 2, "error": None}], 1, 2),
+    ]
+
+    def wait(refs, timeout):
+        waits.append(timeout)
+        slow = sum(waits) < 90.0 or 100.0 <= sum(waits) < 140.0  # to start; and once it has
+        return ([], refs) if slow else (refs, [])
+
+    def get(ref):
+        if ref == "events":
+            waits.append(10.0)
+            return news.pop(0)
+
+    def ask(name):
+        return SimpleNamespace(remote=lambda *given: name)
+
+    fake = SimpleNamespace(wait=wait, get=get, kill=lambda driver, no_restart: ended.append(sum(waits)))
+    monkeypatch.setattr(client, "ray", fake)
+    driver = SimpleNamespace(start=ask("start"), events=ask("events"), stop=ask("stop"))
+    request = SimpleNamespace(course=SimpleNamespace(first=0, elastic=True))
+    end = client._follow(driver, request, told.append, [])
+    assert end.end == "done"
+    (at_s,) = ended
+    assert 120.0 < at_s < 140.0, "not while it started, and half a minute after it had last answered"
+
+
 def test_clients_that_have_seeded_python_alike_do_not_take_each_other_for_one(monkeypatch):
     """Ray draws a client's name from Python's random numbers, and reading the same first sample seeds them alike."""
     names = []

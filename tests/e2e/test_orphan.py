@@ -51,6 +51,25 @@ def test_a_worker_that_loads_its_code_for_long_is_no_orphan(monkeypatch):
     assert time.monotonic() - worker.heard_s < 1.0, "it has just been waited for"
 
 
+def test_a_worker_that_was_stopped_is_no_orphan(monkeypatch):
+    """Nobody could ask it anything meanwhile. It ended itself the moment it went on, and with it the only copy of a state."""
+    ended, slept = [], []
+    sleep, clock = time.sleep, time.monotonic
+
+    def stopped_once(seconds):
+        slept.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(module, "give_back_place", lambda: None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(module.time, "sleep", stopped_once)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock() + 100.0 * bool(slept))
+    worker = WorkerActor.__new__(WorkerActor)
+    worker.heard_s, worker.orphan_timeout_s, worker.doing = clock(), 0.2, "idle"
+    worker._leave_when_orphaned()
+    assert ended == [1] and len(slept) >= 4, "it has its time after it goes on, and no more"
+
+
 def test_who_has_started_is_kept_alive_while_another_loads_its_code():
     """The run's start waits for all, and pings nobody before."""
     pinged = []

@@ -22,7 +22,7 @@ class Worker:
     def asked(self):
         answer = concurrent.futures.Future()
         if self.well:
-            asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False))
+            asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False, 0.0))
         return SimpleNamespace(future=lambda: answer)
 
 

@@ -139,9 +139,9 @@ class Mesh:
         return handle
 
     def _arrive(self, key: tuple[Any, ...], payload: Any, handle: Handle) -> None:
-        self.sends.pop(key, None)
         if key[0] in self.closed or key[1] in self.left:
-            return
+            return  # who sent it waits until it hears that the other end is closed, or closes its own
+        self.sends.pop(key, None)
         handle.settle()
         if key in self.taken or key in self.here:
             return  # a duplicate

@@ -40,6 +40,7 @@ Kind = Literal[
     "drain",
     "corrupt",
     "ctrl_c",
+    "sleep",
 ]
 CALL_MS = 0.5
 LOST_MS = 15.0
@@ -59,8 +60,8 @@ class Fault:
     """At point `at` of the world's count (or of worker `of`'s own): what happens. `ms`: how long a stop or a delay lasts.
 
     zombie: stopped until it has long been given up, then it goes on as if nothing were. stop: shorter than any deadline.
-    corrupt: what the worker holds changes by itself. ctrl_c: people ask the run to save and end, with `ms` for what is in
-    flight; a new driver is asked again.
+    sleep: its step stands still, and pings and control calls are answered. corrupt: what the worker holds changes by itself.
+    ctrl_c: people ask the run to save and end, with `ms` for what is in flight; a new driver is asked again.
     """
 
     at: int
@@ -100,6 +101,7 @@ class Process:
     alive: bool = True
     stopped_until: float = 0.0
     stopped_since: float = 0.0
+    asleep_until: float = 0.0
     ready: bool = True
     queue: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=deque)
     running: Any = None
@@ -129,6 +131,11 @@ class Process:
 
     def resume(self, failed: Exception | None) -> None:
         if not self.alive or self.running is None:
+            return
+        if self.asleep_until > self.world.now:
+            running = self.running
+            again = self.asleep_until - self.world.now
+            self.world.at(again, lambda: self.resume(failed) if self.running is running else None, self)
             return
         try:
             operation = next(self.running) if failed is None else self.running.throw(failed)
@@ -356,6 +363,8 @@ class World:
                 if target.stopped_until <= self.now:
                     target.stopped_since = self.now
                 target.stopped_until = max(target.stopped_until, self.now + fault.ms)
+            case "sleep":
+                target.asleep_until = self.now + fault.ms
             case "join":
                 self.join()
             case "corrupt":
@@ -851,6 +860,7 @@ MS: dict[Kind, float] = {
     "late_answer": 40.0,
     "stop_driver": 3000.0,
     "ctrl_c": 5.0,
+    "sleep": 25_000.0,
 }
 KINDS: tuple[Kind, ...] = (
     "kill",

@@ -110,8 +110,24 @@ class Samples:
         return self.x[index], self.y[index]
 
 
-def data(size: int = 64) -> Samples:
-    return Samples(size)
+class SlowOnce(Samples):
+    """Sample 21 takes `seconds` to read, once: after the first epoch, on the first worker that can make the file."""
+
+    def __init__(self, size: int, file: str, seconds: float) -> None:
+        super().__init__(size)
+        self.file, self.seconds, self.reads = file, seconds, 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        if index == 21 and self.reads > len(self):
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.file, os.O_CREAT | os.O_EXCL))
+                time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+def data(size: int = 64, slow: str = "", slow_s: float = 25.0) -> Samples:
+    return SlowOnce(size, slow, slow_s) if slow else Samples(size)
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -61,3 +61,28 @@ def test_a_ray_that_does_not_start_in_time_is_one_clear_error():
     with pytest.raises(ClusterError, match="did not start on this machine: timed out") as found, _started():
         raise Exception("timed out during startup")
     assert "try again" in found.value.cure
+
+
+def test_a_ray_that_starts_too_late_is_cleared_away_and_started_again(monkeypatch, tmp_path):
+    """Beside twelve processes that compute: Ray gives its raylet 30 s."""
+    import contextlib
+
+    import ray
+
+    from raypar.actors.local_ray import in_time
+
+    ended, folders = [], []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(len(folders)))
+
+    def start(folder):
+        folders.append(folder)
+        if len(folders) < 3:
+            raise Exception("The current node timed out during startup.")
+
+    with contextlib.ExitStack() as stack:
+        assert in_time(start, stack) == folders[2] and len(set(folders)) == 3
+        assert ended == [1, 2] and [folder.exists() for folder in folders] == [False, False, True]
+    assert ended == [1, 2, 3] and not folders[2].exists()
+    with pytest.raises(Exception, match="memory"), contextlib.ExitStack() as stack:
+        in_time(lambda folder: (_ for _ in ()).throw(MemoryError("no memory")), stack)

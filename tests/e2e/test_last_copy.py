@@ -1,0 +1,84 @@
+"""A worker with the only copy of a state is slow or stopped for a while, on a real Ray: it is waited for, nothing is lost."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.trainee import Trainee
+
+from raypar.actors.local_ray import connected
+
+ALONE = ("plan.stages=1", "plan.replicas=1", "elastic.min_workers=1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ray():
+    with connected(None, 2, Path(__file__).parents[1]):
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, own_ray) -> Trainee:
+    trainee = Trainee(tmp_path_factory.mktemp("undisturbed"), *ALONE)
+    trainee.result = trainee.run()
+    return trainee
+
+
+def same(trainee: Trainee, undisturbed: Trainee) -> None:
+    assert trainee.result.end == "done", trainee.result.why
+    assert trainee.result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.losses == undisturbed.losses
+    assert not trainee.told("lost")
+    (line,) = [event["text"] for event in trainee.told("waiting")]
+    assert "no other memory has the state after" in line and "s left (elastic.last_copy_wait_s)" in line
+    assert any("has answered, after a wait of" in event["text"] for event in trainee.told("note"))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    "layout",
+    [ALONE, ("plan.stages=2", "plan.replicas=1", "elastic={min_workers: 1, mirror: off}")],
+    ids=["one worker", "stages"],
+)
+def test_a_sample_that_takes_25_s_to_read_once_costs_nothing_else(layout, undisturbed, tmp_path):
+    """Its worker was given up after 4 s, and with it the state."""
+    trainee = Trainee(tmp_path, *layout, f"data.args={{slow: {tmp_path / 'slow'}, slow_s: 25.0}}")
+    trainee.result = trainee.run()
+    assert (tmp_path / "slow").exists()
+    same(trainee, undisturbed)
+
+
+@pytest.mark.chaos
+def test_a_worker_that_is_stopped_for_a_while_goes_on(undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *ALONE)
+
+    def act(pids: list[int]) -> None:
+        os.kill(pids[0], signal.SIGSTOP)
+        trainee.wakes = threading.Timer(12.0, os.kill, (pids[0], signal.SIGCONT))
+        trainee.wakes.start()
+
+    try:
+        trainee.result = trainee.run(act)
+    finally:
+        trainee.wakes.join()
+    same(trainee, undisturbed)
+    assert "answers no pings" in trainee.told("waiting")[0]["text"]
+
+
+@pytest.mark.chaos
+def test_a_worker_that_is_killed_while_it_is_waited_for_ends_the_wait_at_once(tmp_path):
+    trainee = Trainee(tmp_path, *ALONE)
+
+    def act(pids: list[int]) -> None:
+        os.kill(pids[0], signal.SIGSTOP)
+        trainee.dies = threading.Timer(6.0, os.kill, (pids[0], signal.SIGKILL))
+        trainee.dies.start()
+
+    try:
+        trainee.result = trainee.run(act)
+    finally:
+        trainee.dies.join()
+    assert trainee.told("waiting") and trainee.result.end == "failed"
+    assert "is lost" in str(trainee.result.error) and "no mirror and no checkpoint has it" in str(trainee.result.error)

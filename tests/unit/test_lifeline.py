@@ -1,0 +1,84 @@
+"""A process that is stopped still exists; one that has ended does not: the kernel says which, without the process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from raypar.actors.lifeline import Door, Lifelines
+
+WORKER = """
+import sys, time
+from raypar.actors.lifeline import Door
+door = Door("127.0.0.1")
+print(door.address, flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def worker():
+    process = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def within(fact, limit_s=5.0):
+    until = time.monotonic() + limit_s
+    while not fact():
+        assert time.monotonic() < until
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_that_ends_is_known_at_once_and_one_that_is_stopped_has_not_ended(stopped):
+    async def scene(process, address):
+        lines = Lifelines()
+        lines.hold(0, address)
+        await asyncio.sleep(0.1)
+        if stopped:
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.2)
+        assert not lines.ended
+        process.kill()
+        await within(lambda: lines.ended == {0})
+        lines.drop(0)
+
+    with worker() as (process, address):
+        asyncio.run(scene(process, address))
+
+
+def test_who_cannot_be_reached_in_the_first_place_is_not_said_to_have_ended():
+    async def scene():
+        door, lines = Door("127.0.0.1"), Lifelines()
+        nobody = door.address
+        door.close()
+        lines.hold(0, nobody)
+        lines.hold(1, "")
+        await within(lambda: all(task.done() for task in lines._held.values()))
+        assert not lines.ended
+
+    asyncio.run(scene())
+
+
+def test_a_stopped_process_can_still_be_connected_to_by_a_new_driver():
+    async def scene(process, address):
+        os.kill(process.pid, signal.SIGSTOP)
+        lines = Lifelines()
+        lines.hold(0, address)
+        await asyncio.sleep(0.1)
+        assert not lines.ended and not lines._held[0].done()
+        process.kill()
+        await within(lambda: lines.ended == {0})
+
+    with worker() as (process, address):
+        asyncio.run(scene(process, address))
