@@ -25,6 +25,7 @@ from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.core import StepReport, WorkerCore, whole_loss
 from raypar.worker.optimizer import state_of
+from raypar.worker.process_state import StateGuard
 from raypar.worker.spec import JobSpec
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ T = TypeVar("T")
 class LocalJob:
     """Runs `spec` under `plan`. `schedule`: a name of the registry, or a user's own schedule.
 
-    `seed` picks the order in which runnable workers are interleaved: results may not depend on it.
+    `seed` picks the order in which runnable workers are interleaved: results may not depend on it. `guard`: the process's.
     """
 
     def __init__(
@@ -47,16 +48,22 @@ class LocalJob:
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
         before: Callable[[int, Instruction], None] | None = None,
         device: torch.device = CPU,
+        guard: StateGuard | None = None,
     ) -> None:
         self.spec, self.plan = spec, plan
-        self.graph = graph if graph is not None else make_graph(spec)
+        self.guard = guard if guard is not None else StateGuard(spec.threads)
+        if graph is None:
+            self.guard.establish("the process that made this run")
+            with self.guard.watching(f"the model function {spec.model.label}"):
+                graph = make_graph(spec)
+        self.graph = graph
         order = registry.build(schedule, Routing(plan, spec.cut)) if isinstance(schedule, str) else schedule
         self.mesh = LocalMesh(plan.world)
         self.scheduler = Cooperative(seed)
         samples = 0
         if spec.validation is not None:
             samples = spec.validation.samples or len(spec.validation.data.dataset.call())
-        self.cores = [WorkerCore(spec, graph=self.graph, device=device) for _ in range(plan.world)]
+        self.cores = [WorkerCore(spec, graph=self.graph, device=device, guard=self.guard) for _ in range(plan.world)]
         parts = assignments(spec, self.graph, plan, order, validation_samples=samples)
         for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):
             core.adopt(part, transport, cost_ms=cost_ms, before=before)

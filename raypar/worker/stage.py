@@ -25,6 +25,7 @@ from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.worker.accumulate import Accumulator, Ready
 from raypar.worker.device import seeder
+from raypar.worker.process_state import StateGuard
 from raypar.worker.shard import Shard
 from raypar.worker.spec import JobSpec
 
@@ -146,6 +147,8 @@ class _Call:
     passed: Hook
     hooks: OrderedDict[int, Hook]
     """Of the aliases of what it reads: `passed` in a backward pass that settles gradients, else `_contiguous`."""
+    caller: str
+    """The layer in messages."""
 
 
 @dataclass
@@ -166,6 +169,7 @@ class Stage:
     name -> parameter, frozen ones too. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
     `values`: the parameters' tensors (canonical names), which the stage makes its own; without them they are initialised.
     `shard`: of which shard this is all meant, where the stage has several; `device`: where it computes; values given lie there.
+    `guard`: sets back what layers and the loss leave of the process's state.
     """
 
     def __init__(
@@ -182,7 +186,9 @@ class Stage:
         values: Mapping[str, Tensor] | None = None,
         shard: Shard | None = None,
         device: torch.device = CPU,
+        guard: StateGuard | None = None,
     ) -> None:
+        self.guard = guard if guard is not None else StateGuard(spec.threads)
         here = plan.stages[index]
         self.shard = shard
         self.graph, self.index, self.spec = graph, index, spec
@@ -321,6 +327,7 @@ class Stage:
             buffers=_persistent_buffers(module),
             passed=partial(self._passed, position),
             hooks=OrderedDict({0: _contiguous}),
+            caller=f"layer {layer.name!r}",
         )
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -367,6 +374,7 @@ class Stage:
             values = {**batch, **received}
             for call in self._calls:
                 layer = call.layer
+                self._seed(seed_of(self.spec.seed, "validation", microbatch, layer.name))
                 inputs = [self._field(values, name, layer, microbatch).contiguous() for name in layer.inputs]
                 values.update(zip(layer.outputs, self._run(call, microbatch, inputs), strict=True))
             if self.computes_loss:
@@ -395,6 +403,7 @@ class Stage:
                 _refuse_writing(layer, inputs, before, error)
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
+        left = self.guard.check(call.caller, wanted=None if self._training else self.guard.evaluating)
         if [tensor._version for tensor in inputs] != before:
             _refuse_writing(layer, inputs, before)
         for i, (path, part, key) in enumerate(call.buffers):
@@ -411,7 +420,19 @@ class Stage:
                 f"layer {layer.name!r} returned ({got}) where {len(layer.outputs)} tensor(s) {layer.outputs} were declared",
                 cure="return one tensor per name in the layer's outputs",
             )
+        if "grad" in left and self._training:
+            self._refuse_lost_graph(call, microbatch, inputs, outputs)
         return outputs
+
+    def _refuse_lost_graph(self, call: _Call, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Grad mode was set back after the layer: too late for what it has computed itself with gradients switched off."""
+        trained = any(p.requires_grad for p in (*inputs, *call.module.parameters()))
+        if trained and not all(out.requires_grad for out in outputs if out.is_floating_point() or out.is_complex()):
+            raise UserCodeError(
+                f"{call.caller} left torch.set_grad_enabled(False) behind and returned a tensor without a gradient, "
+                f"{self._place(microbatch)}: it and what comes before it would not be trained",
+                cure="use it as a context manager: `with torch.no_grad():` around what needs no gradient",
+            )
 
     def _loss(self, output: Tensor, values: Mapping[str, Tensor], microbatch: int) -> tuple[Tensor, Tensor | float]:
         target = self._field(values, self._target, None, microbatch)
@@ -423,6 +444,7 @@ class Stage:
             raise self._user_error(
                 f"the loss (output {list(output.shape)}, target {list(target.shape)})", microbatch, error
             ) from error
+        self.guard.check("the loss", wanted=None if self._training else self.guard.evaluating)
         total, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if not isinstance(total, Tensor) or total.numel() != 1 or total.dim():
             shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
@@ -444,10 +466,12 @@ class Stage:
         if isinstance(error, RayparError):
             return error
         return UserCodeError(
-            f"{where} raised {type(error).__name__}: {error}\n"
-            f"  at {self._coordinate}, step {self.step + 1}, microbatch {microbatch}\n{traceback.format_exc()}",
+            f"{where} raised {type(error).__name__}: {error}\n  {self._place(microbatch)}\n{traceback.format_exc()}",
             cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
+
+    def _place(self, microbatch: int) -> str:
+        return f"at {self._coordinate}, step {self.step + 1}, microbatch {microbatch}"
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -496,6 +520,7 @@ class Stage:
                 self._watch(None)
             if self.shard is not None:
                 self.shard.group.shared = None  # a layer that checkpoints has run its forward again in here
+        self.guard.check("the backward pass")
         if work == 2 and live.stash:
             self._weights(microbatch, block)
         returned: dict[str, tuple[Tensor | None, ...]] = {}
