@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from raypar.config import load_job
     from raypar.launch import make_importable
     from raypar.worker.assignment import make_graph
+    from raypar.worker.compute_state import StateGuard
     from raypar.worker.local_run import LocalJob
-    from raypar.worker.process_state import StateGuard
 
     place = _place(args.stop_at)
     job = load_job(args.job, args.overrides)
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
     with LocalJob(spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before=before, guard=guard) as local:
         for step in range(min(args.steps, spec.steps)):
             try:
-                reports = local.step(step)
+                report = local.step(step)[0]
             except bdb.BdbQuit:
                 print(f"left the debugger in step {step}", file=sys.stderr)
                 return 130
-            for _, line in (left for report in reports for left in report.warnings):
-                print(f"warning: {line}", file=sys.stderr, flush=True)
-            print(f"step {step}: loss {reports[0].loss:.6f}, gradient norm {reports[0].norm:.6f}", flush=True)
+            while local.warnings:
+                print(f"warning: {local.warnings.pop(0)}", file=sys.stderr, flush=True)
+            print(f"step {step}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}", flush=True)
     return 0
 
 

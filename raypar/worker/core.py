@@ -26,11 +26,12 @@ from raypar.plan import Routing
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
 from raypar.worker.checkpoint import ShardRecord
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.device import Brought
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
 from raypar.worker.optimizer import build_optimizer
-from raypar.worker.process_state import StateGuard, Warnings
+from raypar.worker.process_state import Warnings
 from raypar.worker.shard import Shard
 from raypar.worker.spec import DataSpec, JobSpec
 from raypar.worker.stage import Stage

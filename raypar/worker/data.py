@@ -28,7 +28,8 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.worker.process_state import StateGuard, Warnings
+from raypar.worker.compute_state import StateGuard
+from raypar.worker.process_state import Warnings
 from raypar.worker.spec import DataSpec
 
 FIELD_NAMES = ("x", "y", "z")

@@ -5,7 +5,7 @@ The executable specification of a run: `raypar debug` steps through it, the pari
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,9 +23,9 @@ from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.assignment import assignments, make_graph
-from raypar.worker.core import StepReport, WorkerCore, whole_loss
+from raypar.worker.compute_state import StateGuard
+from raypar.worker.core import StepReport, ValidationReport, WorkerCore, whole_loss
 from raypar.worker.optimizer import state_of
-from raypar.worker.process_state import StateGuard
 from raypar.worker.spec import JobSpec
 
 T = TypeVar("T")
@@ -58,6 +58,8 @@ class LocalJob:
                 graph = make_graph(spec)
         self.graph = graph
         order = registry.build(schedule, Routing(plan, spec.cut)) if isinstance(schedule, str) else schedule
+        self.warnings: list[str] = []
+        """What users' code has left of the process's state so far (see `StateGuard`)."""
         self.mesh = LocalMesh(plan.world)
         self.scheduler = Cooperative(seed)
         samples = 0
@@ -70,11 +72,18 @@ class LocalJob:
 
     def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
         """One step on every worker; their reports by rank."""
-        return self._run([core.routine(step, trace=trace) for core in self.cores])
+        reports = self._run([core.routine(step, trace=trace) for core in self.cores])
+        self._keep_warnings(reports)
+        return reports
 
     def validate(self, step: int) -> float:
         """The validation loss."""
-        return whole_loss(self._run([core.validation_routine(step) for core in self.cores]))
+        reports = self._run([core.validation_routine(step) for core in self.cores])
+        self._keep_warnings(reports)
+        return whole_loss(reports)
+
+    def _keep_warnings(self, reports: Sequence[StepReport | ValidationReport]) -> None:
+        self.warnings += [line for report in reports for _, line in report.warnings]
 
     def _run(self, routines: list[Routine[T]]) -> list[T]:
         """One routine a worker. Layers on shards wait in the middle: their workers run in threads that take turns."""

@@ -24,8 +24,8 @@ from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_lin
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.worker.accumulate import Accumulator, Ready
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.device import seeder
-from raypar.worker.process_state import StateGuard
 from raypar.worker.shard import Shard
 from raypar.worker.spec import JobSpec
 
@@ -146,7 +146,8 @@ class _Call:
     buffers: list[tuple[str, nn.Module, str]]
     passed: Hook
     hooks: OrderedDict[int, Hook]
-    """Of the aliases of what it reads: `passed` in a backward pass that settles gradients, else `_contiguous`."""
+    """Of the aliases of what it reads: `passed` in a backward pass that settles gradients, else `arrived`."""
+    arrived: Hook
     caller: str
     """The layer in messages."""
 
@@ -212,6 +213,8 @@ class Stage:
             for module in self.modules.values():
                 module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
         self._seed = seeder(device)
+        self._on_cpu = device == CPU
+        self._loss_hooks: OrderedDict[int, Hook] = OrderedDict({0: partial(self._arrived, "the backward pass of the loss")})
         self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         """What a constructor has put into evaluation mode stays in it."""
         self._training = True
@@ -319,6 +322,7 @@ class Stage:
         written = {value for before in self.layers[:position] for value in before.outputs}
         fields = set(self.graph.batch_fields)
         names = tuple(dict.fromkeys(layer.inputs))
+        arrived = partial(self._arrived, f"the backward pass of layer {layer.name!r}")
         return _Call(
             layer=layer,
             module=module,
@@ -326,7 +330,8 @@ class Stage:
             order=tuple(names.index(name) for name in layer.inputs) if names != layer.inputs else None,
             buffers=_persistent_buffers(module),
             passed=partial(self._passed, position),
-            hooks=OrderedDict({0: _contiguous}),
+            hooks=OrderedDict({0: arrived}),
+            arrived=arrived,
             caller=f"layer {layer.name!r}",
         )
 
@@ -438,7 +443,7 @@ class Stage:
         target = self._field(values, self._target, None, microbatch)
         try:
             if output.requires_grad:
-                output = _alias(output, _KEEP_CONTIGUOUS)
+                output = _alias(output, self._loss_hooks)
             found = self._loss_fn(output, target)
         except Exception as error:
             raise self._user_error(
@@ -540,7 +545,7 @@ class Stage:
         self._closing = block
         self._not_passed = len(self.layers)
         for call in self._calls:
-            call.hooks[0] = _contiguous if block is None else call.passed
+            call.hooks[0] = call.arrived if block is None else call.passed
 
     def _passed(self, position: int, gradient: Tensor | None) -> Tensor | None:
         """The hook of aliases: the backward pass has left the layers from `position` on.
@@ -553,6 +558,13 @@ class Stage:
             self._not_passed = position
             with torch.no_grad():
                 self.gradients.settle(self._closing, uses)
+        return self._calls[position].arrived(gradient)
+
+    def _arrived(self, caller: str, gradient: Tensor | None) -> Tensor | None:
+        """A hook: the gradient of what a layer (or the loss) reads has been computed; the next layer's is not to meet what that
+        has left. On a GPU this is a thread of autograd's, with a number of threads of its own: there only `_backward` looks."""
+        if self._on_cpu:
+            self.guard.check(caller, wanted=self.guard.evaluating)
         return _contiguous(gradient)
 
     def backward_weight(self, microbatch: int) -> None:

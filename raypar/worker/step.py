@@ -19,9 +19,9 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import Layout
 from raypar.plan import Routing, Tie
 from raypar.plan.tree import Node
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.numerics import norm_and_factor, parameter_squares
 from raypar.worker.optimizer import set_lr
-from raypar.worker.process_state import StateGuard
 from raypar.worker.spec import JobSpec
 from raypar.worker.stage import Stage
 from raypar.worker.tags import vote_tag
