@@ -102,17 +102,23 @@ def compute_state() -> ComputeState:
     )
 
 
-_FRESH = compute_state()._replace(
-    inference=False,
-    grad=True,
-    default_dtype=torch.float32,
-    function_modes=0,
-    dispatch_modes=0,
-    saved_tensors_hooks=False,
-    anomaly=(False, True),
-    flush_denormal=False,
-)
-"""Of a process that has run no users' code: workers and data processes import this file first."""
+def without_contexts() -> ComputeState:
+    """The state now, less what is meant to be entered and left; flags of backends may be the choice of who runs a plan in its
+    own process."""
+    return compute_state()._replace(
+        inference=False,
+        grad=True,
+        default_dtype=torch.float32,
+        function_modes=0,
+        dispatch_modes=0,
+        saved_tensors_hooks=False,
+        anomaly=(False, True),
+        flush_denormal=False,
+    )
+
+
+FRESH = without_contexts()
+"""Of a process that has run no users' code yet, if it has imported this file before that."""
 
 
 # -- setting back ------------------------------------------------------------------------------------------------------------
@@ -256,11 +262,13 @@ class StateGuard(EnvironmentGuard):
 
     One a worker (or data process). `training` is the state in which users' code is called, `evaluating` that of validation.
     Used by one thread at a time, which may be another one at the next step: `establish` puts that into the right state.
+    `base`: what is right; by default what there is now, so it is to be made before users' code is imported.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, base: ComputeState | None = None) -> None:
         super().__init__()
-        self.training = _FRESH._replace(threads=threads)
+        off = (False, *FRESH.autocast[1:])
+        self.training = (base or without_contexts())._replace(threads=threads, autocast=off)
         self.evaluating = self.training._replace(grad=False)
         self._met: set[str] = set()
         """Callers after whose first call the environment was compared too."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.worker.compute_state import StateGuard
+from raypar.worker.compute_state import FRESH, StateGuard
 from raypar.worker.process_state import Warnings
 from raypar.worker.spec import DataSpec
 
@@ -349,7 +349,7 @@ def _start(spec: DataSpec, fields: tuple[str, ...], seed: int) -> None:
     if parent is not None:
         # Not PR_SET_PDEATHSIG: that follows the thread which started us, and actor methods run in threads that come and go.
         threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
-    guard = StateGuard(threads=1)
+    guard = StateGuard(threads=1, base=FRESH)  # the arguments are unpickled, and the data set's module imported, by now
     guard.establish("the module of the data set")
     try:
         with guard.watching(f"the data set function {spec.dataset.label}"):
