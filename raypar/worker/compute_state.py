@@ -36,7 +36,11 @@ _SMALLEST = 1e-310
 
 
 class ComputeState(NamedTuple):
-    """What PyTorch's results depend on besides tensors and generators. Compared after every call of users' code (3 us)."""
+    """What PyTorch's results depend on besides tensors and generators.
+
+    What people switch in the middle of a run is compared after every call of users' code (see `quick_state`), the rest once a
+    step, and after every call of a worker's first: reading all of it takes 30 us where caches are cold.
+    """
 
     inference: bool
     """`torch.inference_mode`; of the thread. Tensors made in it can never be trained on."""
@@ -99,6 +103,37 @@ def compute_state() -> ComputeState:
             _C._get_math_sdp_enabled(),
             _C._get_cudnn_sdp_enabled(),
         ),
+    )
+
+
+Quick = tuple[object, ...]
+
+
+_QUICK: tuple[Callable[[], object], ...] = (
+    torch.is_inference_mode_enabled,
+    torch.is_grad_enabled,
+    _C._is_any_autocast_enabled,
+    torch.get_default_dtype,
+    torch.get_num_threads,
+    _C._len_torch_function_stack,
+    _C._len_torch_dispatch_stack,
+    torch.is_anomaly_enabled,
+    _C._get_deterministic_algorithms,
+)
+
+
+def quick_state() -> Quick:
+    """The part of this thread's and process's state that is compared after every call. From a table: looking names up in torch
+    takes longer than the calls."""
+    return (*[read() for read in _QUICK], _saved_tensors_hooks(True) is not None, _SMALLEST * 1.0 == 0.0)
+
+
+def quick_part(state: ComputeState) -> Quick:
+    """What `quick_state` returns in this state."""
+    return (
+        *(state.inference, state.grad, state.autocast[0], state.default_dtype, state.threads),
+        *(state.function_modes, state.dispatch_modes, state.anomaly[0], state.deterministic[0]),
+        *(state.saved_tensors_hooks, state.flush_denormal),
     )
 
 
@@ -268,18 +303,21 @@ class StateGuard(EnvironmentGuard):
     def __init__(self, threads: int, base: ComputeState | None = None) -> None:
         super().__init__()
         off = (False, *FRESH.autocast[1:])
-        self.training = (base or without_contexts())._replace(threads=threads, autocast=off)
-        self.evaluating = self.training._replace(grad=False)
-        self._met: set[str] = set()
-        """Callers after whose first call the environment was compared too."""
+        self._expect((base or without_contexts())._replace(threads=threads, autocast=off))
+        self.thorough = True
+        """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
         self._threads = threading.local()
         self.enter_thread()
 
     def accept(self) -> None:
         """What raypar itself has set since is right from now on."""
-        self.training = compute_state()
-        self.evaluating = self.training._replace(grad=False)
+        self._expect(compute_state())
         self.accept_environment()
+
+    def _expect(self, training: ComputeState) -> None:
+        self.training, self.evaluating = training, training._replace(grad=False)
+        self._quick = {False: quick_part(self.training), True: quick_part(self.evaluating)}
+        """Evaluating? -> what `quick_state` should be."""
 
     def enter_thread(self) -> None:
         """Give this thread, which may be new, the number of threads and a team of them that no setting of users' code has met.
@@ -298,26 +336,33 @@ class StateGuard(EnvironmentGuard):
         self.enter_thread()
         self.check(since)
 
-    def check(self, caller: str, wanted: ComputeState | None = None) -> tuple[str, ...]:
-        """After a call of users' code: the fields that it has left changed, now set back.
+    def check(self, caller: str, *, evaluating: bool = False, thorough: bool = False) -> tuple[str, ...]:
+        """After a call of users' code: the fields that it has left changed, now set back. `thorough`: all are compared.
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
-        found, wanted = compute_state(), wanted or self.training
-        if found == wanted and caller in self._met:
+        thorough = thorough or self.thorough
+        if not thorough and quick_state() == self._quick[evaluating]:
             return ()
-        left = self._set_back(caller, found, wanted)
-        if caller not in self._met:
-            self._met.add(caller)
+        left = self._set_back(caller, compute_state(), self.evaluating if evaluating else self.training)
+        if thorough:
             self.check_environment(caller)
         return left
 
-    def check_environment(self, caller: str) -> bool:
-        """As in the class above. A caller that has changed something is found out in the next step, if not now."""
-        clean = super().check_environment(caller)
-        if not clean:
-            self._met.clear()
-        return clean
+    def check_all(self, callers: str) -> None:
+        """Once a step, before anything comes of it. `callers`: all that have been called since the last time.
+
+        Raises `UserCodeError` for flags that are not compared after every call: others have computed with them.
+        """
+        found = compute_state()
+        left = self._set_back(callers, found, self.training)
+        if left:
+            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in left)
+            raise UserCodeError(
+                f"{callers} left {calls} behind: what came after that has computed with it",
+                cure=SETTINGS[left[0]].cure,
+            )
+        self.thorough = not self.check_environment(callers)
 
     @contextlib.contextmanager
     def watching(self, caller: str) -> Iterator[None]:

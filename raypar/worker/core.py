@@ -121,6 +121,7 @@ class WorkerCore:
         """
         spec, plan, rank = self.spec, assignment.plan, transport.rank
         self.guard.establish()
+        self.guard.thorough = True
         self._close_loaders()
         former = list(self.stages.values())
         reductions = list(self.end.reductions.values()) if self.stages else []
@@ -295,7 +296,6 @@ class WorkerCore:
         end = time.perf_counter_ns()
         outcome = self.end.outcome
         assert outcome is not None and self.transport is not None
-        self.guard.check_environment(f"a layer, the loss or the data set, in step {step + 1},")
         return StepReport(
             rank=self.rank,
             step=step,
@@ -327,7 +327,7 @@ class WorkerCore:
             self.validation_loader.prefetch(0, self._validation_mine)
         yield from self.validator.run_forward(self.assignment.validation_program, step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
-        self.guard.check_environment(f"a layer, the loss or the data set, in the validation after {step} steps,")
+        self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
         return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self.guard.lines())
 
     def validate(self, step: int) -> ValidationReport:

@@ -369,7 +369,7 @@ def _read(places: list[Place]) -> _Answer:
         raise _reader
     assert _reader is not None and _reader.guard is not None, "_start runs first"
     packed = _pack(_reader.read(places))
-    _reader.guard.check_environment("the data set's __getitem__")
+    _reader.guard.check_all("the data set's __getitem__")
     return packed, _reader.guard.lines()
 
 

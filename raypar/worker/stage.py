@@ -408,7 +408,7 @@ class Stage:
                 _refuse_writing(layer, inputs, before, error)
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
-        left = self.guard.check(call.caller, wanted=None if self._training else self.guard.evaluating)
+        left = self.guard.check(call.caller, evaluating=not self._training)
         if [tensor._version for tensor in inputs] != before:
             _refuse_writing(layer, inputs, before)
         for i, (path, part, key) in enumerate(call.buffers):
@@ -449,7 +449,7 @@ class Stage:
             raise self._user_error(
                 f"the loss (output {list(output.shape)}, target {list(target.shape)})", microbatch, error
             ) from error
-        self.guard.check("the loss", wanted=None if self._training else self.guard.evaluating)
+        self.guard.check("the loss", evaluating=not self._training)
         total, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if not isinstance(total, Tensor) or total.numel() != 1 or total.dim():
             shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
@@ -564,7 +564,7 @@ class Stage:
         """A hook: the gradient of what a layer (or the loss) reads has been computed; the next layer's is not to meet what that
         has left. On a GPU this is a thread of autograd's, with a number of threads of its own: there only `_backward` looks."""
         if self._on_cpu:
-            self.guard.check(caller, wanted=self.guard.evaluating)
+            self.guard.check(caller, evaluating=True)
         return _contiguous(gradient)
 
     def backward_weight(self, microbatch: int) -> None:

@@ -165,6 +165,7 @@ class StepEnd:
 
     def vote(self) -> Routine[None]:
         """Gather ready flag, losses, counts and squared norms of all workers; set `outcome` and the parameters' `.grad`."""
+        self.guard.check_all(f"a layer, the loss or the data set, up to step {self.step + 1},")
         self._settled = yield from self._settle()
         self.votable = True
         if self.before_vote is not None:
@@ -271,9 +272,9 @@ class StepEnd:
         if not outcome.skipped:
             for optimizer in self.optimizers.values():
                 set_lr(optimizer, self.lr_factor(self.step))
-                self.guard.check("the lr_schedule")
+                self.guard.check("the lr_schedule", thorough=True)
                 optimizer.step()
-                self.guard.check("the optimizer")
+                self.guard.check("the optimizer", thorough=True)
         self.applied = not outcome.skipped
         self.votable, self.finished = False, self.step
 

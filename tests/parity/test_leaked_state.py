@@ -47,7 +47,7 @@ LEAKS = {
     "precision": (lambda: torch.set_float32_matmul_precision("medium"), "torch.set_float32_matmul_precision"),
     "mkldnn": (lambda: torch.backends.mkldnn.set_flags(_enabled=False), "torch.backends.mkldnn"),
     "cudnn": (lambda: torch.backends.cudnn.set_flags(_benchmark=True), "torch.backends.cudnn"),
-    "attention": (lambda: torch.backends.cuda.enable_math_sdp(False), "enable_..._sdp"),
+    "attention": (lambda: torch.backends.cuda.enable_flash_sdp(False), "enable_..._sdp"),
     "saved tensors": (
         lambda: enter(torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float())),
         "saved_tensors_hooks",
@@ -66,6 +66,8 @@ GENERATORS = {
 }
 """Seeded again before each call: nothing to be named."""
 
+SELDOM = ("precision", "mkldnn", "cudnn", "attention")
+"""Compared after each call of the first step, then once a step."""
 COMPUTE = [name for name in LEAKS if name not in ("directory", "variable", "SIGTERM", "SIGINT")]
 
 
@@ -93,7 +95,7 @@ def this_process_stays_as_it_is(monkeypatch):
     torch.set_float32_matmul_precision("highest")
     torch.backends.mkldnn.set_flags(_enabled=True)
     torch.backends.cudnn.set_flags(_benchmark=False)
-    torch.backends.cuda.enable_math_sdp(True)
+    torch.backends.cuda.enable_flash_sdp(True)
     os.chdir(here)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -103,7 +105,9 @@ class Leak:
     """Leaves something behind in one of its calls."""
 
     def __init__(self, name: str, at: int = 3) -> None:
-        self.name, self.calls, self.at = name, 0, at
+        self.name, self.calls, self.at = name.removesuffix(" later"), 0, at
+        if self.name in SELDOM:
+            self.at = 1 if self.name == name else IN_TRAINING
 
     def __call__(self) -> None:
         self.calls += 1
@@ -311,6 +315,16 @@ def test_what_is_left_behind_is_set_back_and_named(leak, place):
     assert lines == named, "nothing else is said"
     if leak in COMPUTE:
         assert [line.startswith(f"{CALLERS[place]} left ") for line in lines] == [True], lines  # once
+
+
+@pytest.mark.parametrize(("leak", "place"), [(leak, place) for leak in SELDOM for place in ("layer", "loss", "data set")])
+def test_flags_of_backends_that_change_later_stop_the_job_before_the_step_is_applied(leak, place):
+    """What came after the call in this step has computed with them, and nobody else."""
+    with pytest.raises(UserCodeError) as caught:
+        outcome(job(place, f"{leak} later"), stages=1)
+    assert caught.value.what.startswith("a layer, the loss or the data set, up to step 2, left ")
+    assert LEAKS[leak][1] in caught.value.what
+    check_same(outcome(job())[0], undisturbed())
 
 
 @pytest.mark.parametrize("place", ["layer", "loss", "data set"])
