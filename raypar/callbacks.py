@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -142,8 +143,10 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._callbacks = tuple(callbacks)
 
-    def call(self, hook: str, facts: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-        """Call one hook of each; returns the first reason to stop and the metrics they added.
+    def call(
+        self, hook: str, facts: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Call one hook of each inside `around(its name)`; returns the first reason to stop and the metrics they added.
 
         Raises `UserCodeError` with the traceback of the first that raised, after all were called.
         """
@@ -154,7 +157,8 @@ class Callbacks:
         for callback in self._callbacks:
             name = f"{type(callback).__name__}.{hook}"
             try:
-                answer = getattr(callback, hook)(info)
+                with around(f"callback {name}"):
+                    answer = getattr(callback, hook)(info)
                 if isinstance(answer, Stop):
                     stop = stop or f"{type(callback).__name__}: {answer.reason}"
                 elif isinstance(answer, Mapping):

@@ -30,7 +30,7 @@ from raypar.actors.plans import Plans
 from raypar.actors.pool import Pool
 from raypar.actors.processor_wait import processor_wait_s
 from raypar.actors.recorder import Recorder
-from raypar.actors.reports import Reports
+from raypar.actors.reports import Report, Reports
 from raypar.actors.request import RunRequest
 from raypar.actors.saving import Saving
 from raypar.actors.staff import Staff, died_with_node
@@ -229,7 +229,7 @@ class DriverActor:
                 self.step_calls += len(self.machine.members)
                 self.calls.call_all(
                     lambda w: w.step.remote(generation, step, trace, cut),
-                    lambda number, report: self.reports.stepped(number, generation, step, report),
+                    lambda number, report: self.reports.stepped(number, generation, step, self._warn(number, report)),
                 )
             case do.Journal(step):
                 self.reports.commit(step)
@@ -243,7 +243,7 @@ class DriverActor:
                 self.reports.validations = {}
                 self.calls.call_all(
                     lambda w: w.validate.remote(generation, done),
-                    lambda number, report: self.reports.validated(number, generation, done, report),
+                    lambda number, report: self.reports.validated(number, generation, done, self._warn(number, report)),
                 )
             case do.EmitValidation(done):
                 found = list(self.reports.validations.values())
@@ -322,6 +322,12 @@ class DriverActor:
         self.effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
 
     # -- what people see -------------------------------------------------------------------------------------------------------
+
+    def _warn(self, number: int, report: Report) -> Report:
+        """Tells what a worker warns of, unless another one has said the same."""
+        for line in self.reports.warnings(report):
+            self.effects.note("warning", text=f"{self.calls.coordinate(number)}: {line}")
+        return report
 
     def _check_replay(self, step: int, doubted: bool) -> None:
         changed = self.reports.changed(step)

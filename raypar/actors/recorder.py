@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from raypar.plan import ParallelPlan
 from raypar.run_folder import RunFolder
 from raypar.worker import checkpoint
 from raypar.worker.checkpoint import ShardRecord
+from raypar.worker.process_state import EnvironmentGuard
 
 RETOLD = 1000
 """Steps of which a new driver tells the client again: more than it can have missed."""
@@ -59,6 +61,9 @@ class Recorder:
         self.replanned = True
         """The plan is another one than the picture's, or not known yet: see `seat`."""
         self.callbacks: Any = None
+        self._guard: EnvironmentGuard | None = None
+        """Of the driver's process, where callbacks run."""
+        self._with_torch = False
         self.nodes: list[str] = []
         self._last: dict[str, Any] = {}
         self.checkpoint_path: Path | None = None
@@ -229,8 +234,27 @@ class Recorder:
         """(reason to stop, metrics they added). Raises `UserCodeError`."""
         if self.callbacks is None:  # a run that failed before it began has none
             return None, {}
-        stop, metrics = self.callbacks.call(hook, facts)
+        guard = self._guard_of_callbacks()
+        stop, metrics = self.callbacks.call(hook, facts, around=guard.watching)
+        for _, text in guard.lines():
+            self.note({"kind": "warning", "text": text})
+            self._news.append({"kind": "warning", "text": text})
         return stop, metrics
+
+    def _guard_of_callbacks(self) -> EnvironmentGuard:
+        """With PyTorch's state only where a callback has loaded that: nothing else is computed in this process."""
+        loaded = "torch" in sys.modules
+        if self._guard is None or loaded != self._with_torch:
+            if loaded:
+                import torch
+
+                from raypar.worker.compute_state import StateGuard
+
+                self._guard = StateGuard(torch.get_num_threads())
+            else:
+                self._guard = EnvironmentGuard()
+            self._with_torch = loaded
+        return self._guard
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 

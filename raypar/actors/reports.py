@@ -27,6 +27,8 @@ class Reports:
         self._open: dict[int, dict[int, Report]] = defaultdict(dict)
         self._unseen: dict[int, dict[int, Report]] = {}
         """Of steps that are being journalled and emitted."""
+        self._warned: set[str] = set()
+        """What people have been warned of: workers run the same code, and each says it."""
 
     def stepped(self, number: int, generation: int, step: int, report: Report) -> on.Event:
         """A worker's report of a step; the event that it is."""
@@ -44,6 +46,12 @@ class Reports:
         if generation == self.machine.generation:
             self.validations[number] = report
         return on.ValidationReported(number, done, generation)
+
+    def warnings(self, report: Report) -> list[str]:
+        """What a worker warns of in its report of a step or a validation, less what another one has said."""
+        fresh = [(key, line) for key, line in report.get("warnings", ()) if key not in self._warned]
+        self._warned.update(key for key, _ in fresh)
+        return [line for _, line in fresh]
 
     def heard(self, stand: Stand) -> Stand:
         """Steps that a worker has applied and nobody has reported to the end are committed by the machine; people see their

@@ -47,6 +47,7 @@ class WorkerActor:
         self.spec: Any = None
         self.host = host
         self.core: Any = None
+        self.guard: Any = None
         self.body: Any = None
         self.member: Any = None
         self.writer: Any = None
@@ -83,13 +84,16 @@ class WorkerActor:
         from raypar.comm.memory import CPU
         from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
         from raypar.worker.body import WorkerBody
+        from raypar.worker.compute_state import StateGuard
         from raypar.worker.core import WorkerCore
         from raypar.worker.device import settle
         from raypar.worker.state import Writer
         from raypar.worker.warm_up import warm_up
 
         keep_freed_memory()
-        self.spec = pickle.loads(self.pickled_spec)
+        self.guard = guard = StateGuard(threads=1)
+        with guard.watching("a module that the job names"):
+            self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
         host, device = self.host or ray.util.get_node_ip_address(), CPU
         if self.spec.device == "gpu":
@@ -102,7 +106,8 @@ class WorkerActor:
             self.mesh = NcclMesh.listen(host, gpu, credential=self.credential)
         else:
             self.mesh = CpuMesh.listen(host, credential=self.credential)
-        self.core = WorkerCore(self.spec, device=device)
+        guard.accept()
+        self.core = WorkerCore(self.spec, device=device, guard=guard)
         self.body = WorkerBody(self.core, self.number)
         self.member = Member(self.number, self.body)
         self.writer = Writer()
@@ -121,13 +126,10 @@ class WorkerActor:
         """Connect to the other workers of `generation`, hand over and take over state, build this worker's stages."""
 
         def build() -> dict[str, Any] | None:
-            import torch
-
             from raypar.comm.transport import drive
             from raypar.worker.allocator import freeze_what_stays, return_unused_memory
             from raypar.worker.wires import wires_of
 
-            torch.set_num_threads(self.spec.threads)
             self.member.hear(generation, f"generation {generation} begins")
             self._end_if_stuck()
             made = pickle.loads(part)
@@ -281,6 +283,8 @@ class WorkerActor:
         self.doing = doing
         try:
             self.footing.keep()
+            if self.guard is not None:
+                self.guard.accept_directory()
             return call()
         except Exception as error:
             return self._judge(doing, error)

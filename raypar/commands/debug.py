@@ -27,13 +27,16 @@ def run(args: argparse.Namespace) -> int:
     from raypar.config import load_job
     from raypar.launch import make_importable
     from raypar.worker.assignment import make_graph
+    from raypar.worker.compute_state import StateGuard
     from raypar.worker.local_run import LocalJob
 
     place = _place(args.stop_at)
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)
     spec = job.to_spec()
-    graph = make_graph(spec)
+    guard = StateGuard(spec.threads)
+    with guard.watching(f"the model function {spec.model.label}"):
+        graph = make_graph(spec)
     plan = job.to_plan(len(graph.layers))
     if place is not None:
         sizes = (min(args.steps, spec.steps), len(plan.stages), spec.microbatches)
@@ -49,14 +52,17 @@ def run(args: argparse.Namespace) -> int:
         if where == place:
             print(f"step {step}: about to run {instruction}; `up` leads to the interpreter's frame", file=sys.stderr)
             breakpoint()
+            guard.accept_environment()  # pdb handles Ctrl-C itself
 
-    with LocalJob(spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before=before) as local:
+    with LocalJob(spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before=before, guard=guard) as local:
         for step in range(min(args.steps, spec.steps)):
             try:
                 report = local.step(step)[0]
             except bdb.BdbQuit:
                 print(f"left the debugger in step {step}", file=sys.stderr)
                 return 130
+            while local.warnings:
+                print(f"warning: {local.warnings.pop(0)}", file=sys.stderr, flush=True)
             print(f"step {step}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}", flush=True)
     return 0
 

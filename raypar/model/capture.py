@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from raypar.errors import ModelError
 from raypar.model.build import empty, named_state, on_meta, refuse_lazy, refuse_unsupported
 from raypar.model.deferred import Recording, settle_attributes
 from raypar.model.graph import Graph
-from raypar.model.initial_values import Built, ByName, Deferred, Whole
+from raypar.model.initial_values import Built, ByName, Deferred, Watch, Whole
 from raypar.model.random_state import RandomState
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.model.graph.Graph"
@@ -82,13 +83,13 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
     return pairs
 
 
-def without_values(graph: Graph, *, seed: int, state: RandomState) -> Graph:
+def without_values(graph: Graph, *, seed: int, state: RandomState, watch: Watch = contextlib.nullcontext) -> Graph:
     """A hand-written graph whose builds return copies of skeletons; `initial` has the values. Every build runs once here, in
     the random stream that goes on from `state`, and again whenever values are asked for. `seed`: for `Graph.init`.
 
     Raises `ModelError` for ties and layers that cannot be.
     """
-    built = Built(graph, seed, state)
+    built = Built(graph, seed, state, watch)
     layers = []
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
         refuse_unsupported(name, module)

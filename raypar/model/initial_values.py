@@ -6,10 +6,11 @@ at a time, whole, and keeps what it owns.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from raypar.model.graph import Graph
 from raypar.model.model_call import call_watched
 from raypar.model.random_state import RandomState, preserved, seed_all
 from raypar.plan.seeds import seed_of
+
+
+Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""Entered around a call of the user's code, given words for it: sets back what the call leaves of the process's state."""
 
 
 class InitialValues(Protocol):
@@ -139,12 +144,14 @@ def by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, 
 class Built:
     """Values of a hand-written `Graph`: its builds run in layer order in one random stream, one layer is held at a time.
 
-    `seed` begins the stream, or `state`: as the model function has left the generators.
+    `seed` begins the stream, or `state`: as the model function has left the generators. `watch(who)`: entered around every
+    build.
     """
 
     graph: Graph
     seed: int
     state: RandomState | None = None
+    watch: Watch = contextlib.nullcontext
     notes: tuple[str, ...] = ()
 
     def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -168,7 +175,8 @@ class Built:
                     seed_all(self.seed)
                 else:
                     random.restore()
-                module, _ = call_watched(layer.build)
+                with self.watch(f"the constructor of layer {layer.name!r}"):
+                    module, _ = call_watched(layer.build)
                 random = RandomState.now()
             refuse_lazy([(layer.name, module)])
             yield layer.name, module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from raypar.model.build import named_state
 from raypar.model.capture import capture, layers_in, without_values
 from raypar.model.deferred import Recording, Undeferrable, deferred
 from raypar.model.graph import Graph
-from raypar.model.initial_values import ByName
+from raypar.model.initial_values import ByName, Watch
 from raypar.model.model_call import WHOLE_BYTES, TooLarge, call_watched
 from raypar.model.random_state import RandomState, preserved, seed_all
 from raypar.plan import Microbatches, ParallelPlan
@@ -29,18 +30,18 @@ LOADS_BYTES = 1 << 20
 """What a model function may copy from files and arrays without a line about it."""
 
 
-def make_graph(spec: JobSpec) -> Graph:
+def make_graph(spec: JobSpec, watch: Watch = contextlib.nullcontext) -> Graph:
     """Call the user's model function as one process would, after seeding Python, numpy and torch with the job's seed, and read
-    its
-    layers. Their values are in `Graph.initial`: whole where the model is small, else recorded. Leaves the generators as they
-    were.
+    its layers. Their values are in `Graph.initial`: whole where the model is small, else recorded. Leaves the generators as
+    they were. `watch`: see `Watch`.
 
     Raises `ModelError` for what is not layers, `UserCodeError` with what the function raised.
     """
     with preserved():
-        made, recording, notes = _made(spec)
+        with watch(f"the model function {spec.model.label}"):
+            made, recording, notes = _made(spec)
         if isinstance(made, Graph):
-            graph = without_values(made, seed=spec.seed, state=RandomState.now())
+            graph = without_values(made, seed=spec.seed, state=RandomState.now(), watch=watch)
         else:
             again = partial(_values_again, spec)
             graph = capture(made, input=spec.data.input or "x", again=again, recording=recording, notes=notes)

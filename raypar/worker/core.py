@@ -5,12 +5,13 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.comm.memory import CPU
 from raypar.comm.reduction import CanonicalReduction, FastReduction
@@ -18,7 +19,7 @@ from raypar.comm.transport import Routine, Transport, drive
 from raypar.comm.wire import SHARDS
 from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout, layout_of
@@ -26,11 +27,13 @@ from raypar.plan import Routing
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
 from raypar.worker.checkpoint import ShardRecord
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.device import Brought
 from raypar.worker.initial_state import initial_state, unfilled_state
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
 from raypar.worker.optimizer import build_optimizer
+from raypar.worker.process_state import Warnings
 from raypar.worker.shard import Shard
 from raypar.worker.spec import DataSpec, JobSpec
 from raypar.worker.stage import Stage
@@ -42,7 +45,8 @@ from raypar.worker.step import Span, StepEnd
 class StepReport:
     """What one worker says of one step. Times in seconds, `mirror_seconds` beside the others; `spans` only when traced.
 
-    `digest`: of the state after the step, when it took a cut and others should hold the same.
+    `digest`: of the state after the step, when it took a cut and others should hold the same. `warnings`: what users' code has
+    left of the process's state since the last report (see `StateGuard.lines`).
     """
 
     rank: int
@@ -59,36 +63,47 @@ class StepReport:
     peak_rss_bytes: int
     mirror_seconds: float = 0.0
     digest: Digest | None = None
+    warnings: Warnings = ()
 
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """Losses of the microbatches whose last stage ran here: microbatch -> (sum, count)."""
+    """Losses of the microbatches whose last stage ran here: microbatch -> (sum, count). `warnings`: as of `StepReport`."""
 
     rank: int
     step: int
     losses: Mapping[int, tuple[float, float]]
     seconds: float
+    warnings: Warnings = ()
 
 
 class WorkerCore:
     """Everything one worker owns; it computes on `device`. `adopt` may be called again with another assignment (a new plan, a
-    new generation)."""
+    new generation). `guard`: that of its process."""
 
     def __init__(
-        self, spec: JobSpec, *, graph: Graph | None = None, step_timeout_s: float = 300.0, device: torch.device = CPU
+        self,
+        spec: JobSpec,
+        *,
+        graph: Graph | None = None,
+        step_timeout_s: float = 300.0,
+        device: torch.device = CPU,
+        guard: StateGuard | None = None,
     ) -> None:
         self.spec = spec
+        self.guard = guard if guard is not None else StateGuard(spec.threads)
+        self.guard.establish("the process that made this worker")
         self.step_timeout_s = step_timeout_s
         self.device = device
-        self.graph = graph if graph is not None else make_graph(spec)
+        if graph is None:
+            graph = make_graph(spec, self.guard.watching)
+        self.graph = graph_watched(graph, self.guard)
         self.stages: dict[int, Stage] = {}
         self.transport: Transport | None = None
         self._loaders: list[Loader] = []
         self._datasets: dict[str, Any] = {}
         self._layouts: dict[int, Layout] = {}
         self._writer = Writer()
-        torch.set_num_threads(spec.threads)
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -110,13 +125,16 @@ class WorkerCore:
         of the description.
         """
         spec, plan, rank = self.spec, assignment.plan, transport.rank
+        self.guard.establish()
+        self.guard.thorough = True
         self._close_loaders()
         former = list(self.stages.values())
         reductions = list(self.end.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, rank
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
-        loss = spec.loss.partial()
+        with self.guard.watching(f"the module of the loss {spec.loss.label}"):
+            loss = spec.loss.partial()
         if values is not None:
             values = {name: value.to(self.device) for name, value in values.items()}
         stages: dict[int, Stage] = {}
@@ -134,21 +152,32 @@ class WorkerCore:
                 own, digests = initial.values, {**digests, **initial.digests}
             else:
                 own = {name: value.clone() if name in taken else value for name, value in values.items()}
-            stages[index] = Stage(
-                self.graph,
-                plan,
-                index,
-                spec=spec,
-                routing=routing,
-                replica=seat.replica,
-                loss_fn=loss,
-                split=assignment.splits_backward,
-                values=own,
-                shard=shard,
-                device=self.device,
-            )
+            with self.guard.watching(f"the modules of the layers of stage {index}, as they were made,"):
+                stages[index] = Stage(
+                    self.graph,
+                    plan,
+                    index,
+                    spec=spec,
+                    routing=routing,
+                    replica=seat.replica,
+                    loss_fn=loss,
+                    split=assignment.splits_backward,
+                    values=own,
+                    shard=shard,
+                    device=self.device,
+                    guard=self.guard,
+                )
         self.stages = stages
-        factor = spec.lr_schedule.partial() if spec.lr_schedule is not None else _constant
+        factor = _constant
+        if spec.lr_schedule is not None:
+            with self.guard.watching(f"the module of the lr_schedule {spec.lr_schedule.label}"):
+                factor = spec.lr_schedule.partial()
+        with self.guard.watching(f"the optimizer {spec.optimizer.optimizer.label}, as it was made,"):
+            optimizers = {
+                index: build_optimizer(spec.optimizer, stage.parameters)
+                for index, stage in self.stages.items()
+                if any(p.requires_grad for p in stage.parameters.values())
+            }
         reduction = CanonicalReduction if spec.reduction == "canonical" else FastReduction
         self.end = StepEnd(
             rank=rank,
@@ -168,15 +197,12 @@ class WorkerCore:
                 )
                 for index, stage in self.stages.items()
             },
-            optimizers={
-                index: build_optimizer(spec.optimizer, stage.parameters)
-                for index, stage in self.stages.items()
-                if any(p.requires_grad for p in stage.parameters.values())
-            },
+            optimizers=optimizers,
             transport=transport,
             spec=spec,
             lr_factor=factor,
             layout=self.layout,
+            guard=self.guard,
         )
         links = Links.of(self.graph, plan, assignment.crossing, shard=seat.shard)
         self._mine = sorted({m for i in self.stages for m in routing.of_replica(i, seat.replica)})
@@ -253,7 +279,8 @@ class WorkerCore:
         """The user's data set, made once per worker and data specification."""
         key = repr((spec.dataset.label, sorted(spec.dataset.args.items(), key=str)))
         if key not in self._datasets:
-            self._datasets[key] = make_dataset(spec)
+            with self.guard.watching(f"the data set function {spec.dataset.label}"):
+                self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
     def _fields(self, stage: Stage) -> tuple[str, ...]:
@@ -266,7 +293,7 @@ class WorkerCore:
         dataset = self.dataset(data)
         order = SampleOrder(self.spec.seed, len(dataset), shuffle=training)
         readers = sum(bool(self._fields(stage)) for stage in self.stages.values())
-        loader = Loader(dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers)
+        loader = Loader(dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard)
         self._loaders.append(loader)
         return loader
 
@@ -282,6 +309,7 @@ class WorkerCore:
 
     def routine(self, step: int, *, trace: bool = False) -> Routine[StepReport]:
         """One training step as a routine, for `drive` or the cooperative scheduler."""
+        self.guard.establish()
         if self.loader is not None:
             self.loader.prefetch(step, self._mine)
             if step + 1 < self.spec.steps:
@@ -304,6 +332,7 @@ class WorkerCore:
             spans=tuple(self.interpreter.spans),
             ledger=self.transport.ledger.as_dict() if trace else {},
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            warnings=self.guard.lines(),
         )
 
     def step(self, step: int, *, trace: bool = False) -> StepReport:
@@ -313,6 +342,7 @@ class WorkerCore:
     def validation_routine(self, step: int) -> Routine[ValidationReport]:
         """One whole validation pass as a routine."""
         assert self.validator is not None, "the assignment has no validation pass"
+        self.guard.establish()
         start = time.perf_counter_ns()
         for stage in self.stages.values():
             stage.losses.clear()
@@ -320,7 +350,8 @@ class WorkerCore:
             self.validation_loader.prefetch(0, self._validation_mine)
         yield from self.validator.run_forward(self.assignment.validation_program, step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
-        return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9)
+        self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
+        return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self.guard.lines())
 
     def validate(self, step: int) -> ValidationReport:
         """One whole validation pass on a real transport."""
@@ -359,6 +390,21 @@ class WorkerCore:
         if self.transport is not None:
             self.transport.close()
             self.transport = None
+
+
+def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
+    """The graph, whose functions that make layers and fill parameters leave the process's state as it is."""
+
+    def build(layer: Layer) -> nn.Module:
+        with guard.watching(f"the constructor of layer {layer.name!r}"):
+            return layer.build()
+
+    def fill(init: Callable[[str, object], None], name: str, parameter: object) -> None:
+        with guard.watching("the graph's init"):
+            init(name, parameter)
+
+    layers = tuple(replace(layer, build=partial(build, layer)) for layer in graph.layers)
+    return replace(graph, layers=layers, init=graph.init and partial(fill, graph.init))
 
 
 def _constant(step: int) -> float:

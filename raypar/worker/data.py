@@ -28,6 +28,8 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
+from raypar.worker.compute_state import FRESH, StateGuard
+from raypar.worker.process_state import Warnings
 from raypar.worker.spec import DataSpec
 
 FIELD_NAMES = ("x", "y", "z")
@@ -112,12 +114,16 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process."""
+    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process.
+
+    `guard`: sets back what a sample leaves of the process's state, so that the next one does not depend on it.
+    """
 
     dataset: Any
     names: tuple[str, ...]
     fields: tuple[str, ...]
     seed: int
+    guard: StateGuard | None = None
 
     def read(self, places: Sequence[Place]) -> dict[str, Tensor]:
         """field -> [samples, ...], fresh memory. Leaves python, numpy and torch seeded by the last sample."""
@@ -139,6 +145,8 @@ class Reader:
                     f"{traceback.format_exc()}",
                     cure=f"read it by itself: dataset[{index}]",
                 ) from error
+            if self.guard is not None:
+                self.guard.check("the data set's __getitem__")
             for column, name in zip(columns, self.fields, strict=True):
                 column.append(self._tensor(sample, name, index))
         return {name: self._stack(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
@@ -190,7 +198,8 @@ class Loader:
     """The microbatches of one data set, by (step, microbatch).
 
     `cut.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
-    (stages of one worker that read batch fields), so that it is read once and let go after its last use.
+    (stages of one worker that read batch fields), so that it is read once and let go after its last use. `guard`: gets what
+    samples leave of the process's state, here or in the data processes.
     """
 
     def __init__(
@@ -204,13 +213,15 @@ class Loader:
         fields: Sequence[str],
         readers: int = 1,
         timeout_s: float = READ_TIMEOUT_S,
+        guard: StateGuard | None = None,
     ) -> None:
         size_of(dataset, spec.dataset.label)
         self._spec, self._order, self._cut = spec, order, cut
         self._seed, self._fields, self._readers, self._timeout_s = seed, tuple(fields), readers, timeout_s
-        self._reader = Reader(dataset, spec.names, self._fields, seed)
+        self._guard = guard
+        self._reader = Reader(dataset, spec.names, self._fields, seed, guard)
         self._pool: ProcessPoolExecutor | None = None
-        self._pending: dict[tuple[int, int], Future[_Packed]] = {}
+        self._pending: dict[tuple[int, int], Future[_Answer]] = {}
         self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]] = {}
 
     def places(self, step: int, microbatch: int) -> list[Place]:
@@ -268,7 +279,7 @@ class Loader:
             for process in processes:
                 process.terminate()
 
-    def _submit(self, places: list[Place]) -> Future[_Packed]:
+    def _submit(self, places: list[Place]) -> Future[_Answer]:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self._spec.processes,
@@ -285,7 +296,10 @@ class Loader:
         future = self._pending.pop(key, None) or self._submit(places)
         where = f"step {key[0] + 1}, microbatch {key[1]} (samples {_ids(places)})"
         try:
-            return _unpack(future.result(self._timeout_s))
+            packed, left = future.result(self._timeout_s)
+            if self._guard is not None:
+                self._guard.pass_on(left)
+            return _unpack(packed)
         except FutureTimeout:
             future.cancel()
             raise UserCodeError(
@@ -320,6 +334,8 @@ def _ids(places: Sequence[Place]) -> str:
 # -- in the data processes ---------------------------------------------------------------------------------------------------
 
 _Packed = dict[str, tuple[bytearray, torch.dtype, tuple[int, ...]]]
+_Answer = tuple[_Packed, Warnings]
+"""A microbatch, and what the data set has left of the process's state."""
 
 _reader: Reader | RayparError | None = None
 """Of this data process; an error when the data set could not be made."""
@@ -333,9 +349,12 @@ def _start(spec: DataSpec, fields: tuple[str, ...], seed: int) -> None:
     if parent is not None:
         # Not PR_SET_PDEATHSIG: that follows the thread which started us, and actor methods run in threads that come and go.
         threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
-    torch.set_num_threads(1)
+    guard = StateGuard(threads=1, base=FRESH)  # the arguments are unpickled, and the data set's module imported, by now
+    guard.establish("the module of the data set")
     try:
-        _reader = Reader(make_dataset(spec), spec.names, fields, seed)
+        with guard.watching(f"the data set function {spec.dataset.label}"):
+            dataset = make_dataset(spec)
+        _reader = Reader(dataset, spec.names, fields, seed, guard)
     except RayparError as error:
         _reader = error
 
@@ -345,11 +364,13 @@ def _follow(sentinel: int) -> None:
     os._exit(1)
 
 
-def _read(places: list[Place]) -> _Packed:
+def _read(places: list[Place]) -> _Answer:
     if isinstance(_reader, RayparError):
         raise _reader
-    assert _reader is not None, "_start runs first"
-    return _pack(_reader.read(places))
+    assert _reader is not None and _reader.guard is not None, "_start runs first"
+    packed = _pack(_reader.read(places))
+    _reader.guard.check_all("the data set's __getitem__")
+    return packed, _reader.guard.lines()
 
 
 def _pack(batch: Mapping[str, Tensor]) -> _Packed:

@@ -5,7 +5,7 @@ The executable specification of a run: `raypar debug` steps through it, the pari
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,7 +23,8 @@ from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.assignment import assignments, make_graph
-from raypar.worker.core import StepReport, WorkerCore, whole_loss
+from raypar.worker.compute_state import StateGuard
+from raypar.worker.core import StepReport, ValidationReport, WorkerCore, whole_loss
 from raypar.worker.optimizer import state_of
 from raypar.worker.spec import JobSpec
 
@@ -33,7 +34,7 @@ T = TypeVar("T")
 class LocalJob:
     """Runs `spec` under `plan`. `schedule`: a name of the registry, or a user's own schedule.
 
-    `seed` picks the order in which runnable workers are interleaved: results may not depend on it.
+    `seed` picks the order in which runnable workers are interleaved: results may not depend on it. `guard`: the process's.
     """
 
     def __init__(
@@ -47,27 +48,41 @@ class LocalJob:
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
         before: Callable[[int, Instruction], None] | None = None,
         device: torch.device = CPU,
+        guard: StateGuard | None = None,
     ) -> None:
         self.spec, self.plan = spec, plan
-        self.graph = graph if graph is not None else make_graph(spec)
+        self.guard = guard if guard is not None else StateGuard(spec.threads)
+        if graph is None:
+            self.guard.establish("the process that made this run")
+            graph = make_graph(spec, self.guard.watching)
+        self.graph = graph
         order = registry.build(schedule, Routing(plan, spec.cut)) if isinstance(schedule, str) else schedule
+        self.warnings: list[str] = []
+        """What users' code has left of the process's state so far (see `StateGuard`)."""
         self.mesh = LocalMesh(plan.world)
         self.scheduler = Cooperative(seed)
         samples = 0
         if spec.validation is not None:
             samples = spec.validation.samples or len(spec.validation.data.dataset.call())
-        self.cores = [WorkerCore(spec, graph=self.graph, device=device) for _ in range(plan.world)]
+        self.cores = [WorkerCore(spec, graph=self.graph, device=device, guard=self.guard) for _ in range(plan.world)]
         parts = assignments(spec, self.graph, plan, order, validation_samples=samples)
         for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):
             core.adopt(part, transport, cost_ms=cost_ms, before=before)
 
     def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
         """One step on every worker; their reports by rank."""
-        return self._run([core.routine(step, trace=trace) for core in self.cores])
+        reports = self._run([core.routine(step, trace=trace) for core in self.cores])
+        self._keep_warnings(reports)
+        return reports
 
     def validate(self, step: int) -> float:
         """The validation loss."""
-        return whole_loss(self._run([core.validation_routine(step) for core in self.cores]))
+        reports = self._run([core.validation_routine(step) for core in self.cores])
+        self._keep_warnings(reports)
+        return whole_loss(reports)
+
+    def _keep_warnings(self, reports: Sequence[StepReport | ValidationReport]) -> None:
+        self.warnings += [line for report in reports for _, line in report.warnings]
 
     def _run(self, routines: list[Routine[T]]) -> list[T]:
         """One routine a worker. Layers on shards wait in the middle: their workers run in threads that take turns."""

@@ -24,6 +24,7 @@ from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_lin
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.worker.accumulate import Accumulator, Ready
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.device import seeder
 from raypar.worker.shard import Shard
 from raypar.worker.spec import JobSpec
@@ -158,7 +159,10 @@ class _Call:
     buffers: tuple[_Buffer, ...]
     passed: Hook
     hooks: OrderedDict[int, Hook]
-    """Of the aliases of what it reads: `passed` in a backward pass that settles gradients, else `_contiguous`."""
+    """Of the aliases of what it reads: `passed` in a backward pass that settles gradients, else `arrived`."""
+    arrived: Hook
+    caller: str
+    """The layer in messages."""
 
 
 @dataclass
@@ -181,6 +185,7 @@ class Stage:
     `values`: tensors of all parameters (canonical names) and buffers, which the stage makes its own; without them they are the
     initial ones.
     `shard`: of which shard this is all meant, where the stage has several; `device`: where it computes; values given lie there.
+    `guard`: sets back what layers and the loss leave of the process's state.
     """
 
     def __init__(
@@ -197,7 +202,9 @@ class Stage:
         values: Mapping[str, Tensor] | None = None,
         shard: Shard | None = None,
         device: torch.device = CPU,
+        guard: StateGuard | None = None,
     ) -> None:
+        self.guard = guard if guard is not None else StateGuard(spec.threads)
         here = plan.stages[index]
         self.shard = shard
         self.graph, self.index, self.spec = graph, index, spec
@@ -221,6 +228,8 @@ class Stage:
             for module in self.modules.values():
                 module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
         self._seed = seeder(device)
+        self._on_cpu = device == CPU
+        self._loss_hooks: OrderedDict[int, Hook] = OrderedDict({0: partial(self._arrived, "the backward pass of the loss")})
         self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         """What a constructor has put into evaluation mode stays in it."""
         self._training = True
@@ -332,6 +341,7 @@ class Stage:
         written = {value for before in self.layers[:position] for value in before.outputs}
         fields = set(self.graph.batch_fields)
         names = tuple(dict.fromkeys(layer.inputs))
+        arrived = partial(self._arrived, f"the backward pass of layer {layer.name!r}")
         return _Call(
             layer=layer,
             module=module,
@@ -339,7 +349,9 @@ class Stage:
             order=tuple(names.index(name) for name in layer.inputs) if names != layer.inputs else None,
             buffers=_buffers_of(module),
             passed=partial(self._passed, position),
-            hooks=OrderedDict({0: _contiguous}),
+            hooks=OrderedDict({0: arrived}),
+            arrived=arrived,
+            caller=f"layer {layer.name!r}",
         )
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -386,6 +398,7 @@ class Stage:
             values = {**batch, **received}
             for call in self._calls:
                 layer = call.layer
+                self._seed(seed_of(self.spec.seed, "validation", microbatch, layer.name))
                 inputs = [aligned(self._field(values, name, layer, microbatch)) for name in layer.inputs]
                 values.update(zip(layer.outputs, self._run(call, microbatch, inputs), strict=True))
             if self.computes_loss:
@@ -412,6 +425,7 @@ class Stage:
                 _refuse_writing(layer, inputs, before, error)
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
             raise self._user_error(f"layer {layer.name!r} (inputs: {shapes})", microbatch, error) from error
+        left = self.guard.check(call.caller, evaluating=not self._training)
         if [tensor._version for tensor in inputs] != before:
             _refuse_writing(layer, inputs, before)
         for buffer, version in zip(call.buffers, versions, strict=True):
@@ -434,18 +448,31 @@ class Stage:
                 f"layer {layer.name!r} returned ({got}) where {len(layer.outputs)} tensor(s) {layer.outputs} were declared",
                 cure="return one tensor per name in the layer's outputs",
             )
+        if "grad" in left and self._training:
+            self._refuse_lost_graph(call, microbatch, inputs, outputs)
         return outputs
+
+    def _refuse_lost_graph(self, call: _Call, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Grad mode was set back after the layer: too late for what it has computed itself with gradients switched off."""
+        trained = any(p.requires_grad for p in (*inputs, *call.module.parameters()))
+        if trained and not all(out.requires_grad for out in outputs if out.is_floating_point() or out.is_complex()):
+            raise UserCodeError(
+                f"{call.caller} left torch.set_grad_enabled(False) behind and returned a tensor without a gradient, "
+                f"{self._place(microbatch)}: it and what comes before it would not be trained",
+                cure="use it as a context manager: `with torch.no_grad():` around what needs no gradient",
+            )
 
     def _loss(self, output: Tensor, values: Mapping[str, Tensor], microbatch: int) -> tuple[Tensor, Tensor | float]:
         target = self._field(values, self._target, None, microbatch)
         try:
             if output.requires_grad:
-                output = _alias(output, _KEEP_CONTIGUOUS)
+                output = _alias(output, self._loss_hooks)
             found = self._loss_fn(output, target)
         except Exception as error:
             raise self._user_error(
                 f"the loss (output {list(output.shape)}, target {list(target.shape)})", microbatch, error
             ) from error
+        self.guard.check("the loss", evaluating=not self._training)
         total, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         if not isinstance(total, Tensor) or total.numel() != 1 or total.dim():
             shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
@@ -467,10 +494,12 @@ class Stage:
         if isinstance(error, RayparError):
             return error
         return UserCodeError(
-            f"{where} raised {type(error).__name__}: {error}\n"
-            f"  at {self._coordinate}, step {self.step + 1}, microbatch {microbatch}\n{traceback.format_exc()}",
+            f"{where} raised {type(error).__name__}: {error}\n  {self._place(microbatch)}\n{traceback.format_exc()}",
             cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
+
+    def _place(self, microbatch: int) -> str:
+        return f"at {self._coordinate}, step {self.step + 1}, microbatch {microbatch}"
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -519,6 +548,7 @@ class Stage:
                 self._watch(None)
             if self.shard is not None:
                 self.shard.group.shared = None  # a layer that checkpoints has run its forward again in here
+        self.guard.check("the backward pass")
         if work == 2 and live.stash:
             self._weights(microbatch, block)
         returned: dict[str, tuple[Tensor | None, ...]] = {}
@@ -538,7 +568,7 @@ class Stage:
         self._closing = block
         self._not_passed = len(self.layers)
         for call in self._calls:
-            call.hooks[0] = _contiguous if block is None else call.passed
+            call.hooks[0] = call.arrived if block is None else call.passed
 
     def _passed(self, position: int, gradient: Tensor | None) -> Tensor | None:
         """The hook of aliases: the backward pass has left the layers from `position` on.
@@ -551,6 +581,13 @@ class Stage:
             self._not_passed = position
             with torch.no_grad():
                 self.gradients.settle(self._closing, uses)
+        return self._calls[position].arrived(gradient)
+
+    def _arrived(self, caller: str, gradient: Tensor | None) -> Tensor | None:
+        """A hook: the gradient of what a layer (or the loss) reads has been computed; the next layer's is not to meet what that
+        has left. On a GPU this is a thread of autograd's, with a number of threads of its own: there only `_backward` looks."""
+        if self._on_cpu:
+            self.guard.check(caller, evaluating=True)
         return _contiguous(gradient)
 
     def backward_weight(self, microbatch: int) -> None:

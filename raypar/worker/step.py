@@ -19,6 +19,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import Layout
 from raypar.plan import Routing, Tie
 from raypar.plan.tree import Node
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.numerics import norm_and_factor, parameter_squares
 from raypar.worker.optimizer import set_lr
 from raypar.worker.spec import JobSpec
@@ -73,6 +74,8 @@ class StepEnd:
     lr_factor: Callable[[int], float]
     layout: Callable[[int], Layout]
     """How the model is cut over so many shards."""
+    guard: StateGuard
+    """Sets back what the schedule and the optimizer leave of the process's state."""
 
     meanwhile: Callable[[int], None] | None = None
     """What of the next step can be done while the others' votes are on their way."""
@@ -162,6 +165,7 @@ class StepEnd:
 
     def vote(self) -> Routine[None]:
         """Gather ready flag, losses, counts and squared norms of all workers; set `outcome` and the parameters' `.grad`."""
+        self.guard.check_all(f"a layer, the loss or the data set, up to step {self.step + 1},")
         self._settled = yield from self._settle()
         self.votable = True
         if self.before_vote is not None:
@@ -268,13 +272,16 @@ class StepEnd:
         if not outcome.skipped:
             for optimizer in self.optimizers.values():
                 set_lr(optimizer, self.lr_factor(self.step))
+                self.guard.check("the lr_schedule", thorough=True)
                 optimizer.step()
+                self.guard.check("the optimizer", thorough=True)
         self.applied = not outcome.skipped
         self.votable, self.finished = False, self.step
 
     def apply_late(self, outcome: Outcome) -> None:
         """Act on a vote that was whole elsewhere (DESIGN 4.7): everybody has voted, so our gradients are reduced."""
         assert self.votable, f"no gradients of step {self.step} are kept"
+        self.guard.establish()
         self.outcome = outcome
         self.apply()
 

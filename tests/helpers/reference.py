@@ -135,7 +135,10 @@ def train(graph: Graph, spec: JobSpec) -> Result:
                         if name not in fields:
                             value = Alias.apply(value) if value.requires_grad else lying_as_new(value)
                         inputs[name] = value
-                    torch.manual_seed(seed_of(spec.seed, "forward", step, microbatch, layer.name))
+                    here = seed_of(spec.seed, "forward", step, microbatch, layer.name)
+                    torch.manual_seed(here)
+                    random.seed(here % 2**32)
+                    numpy.random.seed(here % 2**32)
                     out = modules[layer.name](*(inputs[name] for name in layer.inputs))
                     outputs = out if isinstance(out, tuple) else (out,)
                     for place, output in enumerate(outputs):

@@ -1,0 +1,397 @@
+"""State of a process that decides results and that users' code may leave changed: grad mode, default dtype, threads, directory.
+
+A result may depend on nothing that an earlier call has left behind, because what ran earlier in a process depends on the plan.
+So every call of users' code begins with the same state: after each call the state is compared, set back where it differs, and a
+line names what was left and by whom. What cannot be set back (a graph that was never recorded, tensors of inference mode) is an
+error. Generators are not compared: they are seeded before every call (`worker.device.seeder`, `worker.data.Reader`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+
+from raypar.errors import UserCodeError
+from raypar.worker.process_state import EnvironmentGuard
+
+_PRECISIONS = (
+    ("generic", "all"),
+    *((backend, operation) for backend in ("mkldnn", "cuda") for operation in ("all", "matmul", "conv", "rnn")),
+)
+_PARALLEL_GRAIN = 32768
+"""Elements below which PyTorch runs an elementwise operation in one thread."""
+
+_C = torch._C
+_float32_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
+_saved_tensors_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
+_SMALLEST = 1e-310
+"""A denormal double: 0 times anything when the processor flushes denormal numbers."""
+
+
+class ComputeState(NamedTuple):
+    """What PyTorch's results depend on besides tensors and generators.
+
+    What people switch in the middle of a run is compared after every call of users' code (see `quick_state`), the rest once a
+    step, and after every call of a worker's first: reading all of it takes 30 us where caches are cold.
+    """
+
+    inference: bool
+    """`torch.inference_mode`; of the thread. Tensors made in it can never be trained on."""
+    grad: bool
+    """`torch.set_grad_enabled`; of the thread."""
+    autocast: tuple[bool, torch.dtype, bool]
+    """`torch.autocast` on any device, the CPU's autocast dtype, whether casts are cached; of the thread."""
+    default_dtype: torch.dtype
+    """`torch.set_default_dtype`; of the process."""
+    threads: int
+    """`torch.set_num_threads`; of the thread, inherited by threads it has not met. Decides the order of sums."""
+    function_modes: int
+    """How many modes stand in PyTorch's function calls: `torch.set_default_device`, `with torch.device(...)`; of the thread."""
+    dispatch_modes: int
+    """How many `TorchDispatchMode`s are entered; of the thread."""
+    saved_tensors_hooks: bool
+    """Whether `torch.autograd.graph.saved_tensors_hooks` are entered; of the thread."""
+    anomaly: tuple[bool, bool]
+    """`torch.autograd.set_detect_anomaly`, and whether it refuses NaN; of the process."""
+    deterministic: tuple[bool, bool, bool]
+    """`torch.use_deterministic_algorithms`, its `warn_only`, whether memory is filled; of the process."""
+    flush_denormal: bool
+    """`torch.set_flush_denormal`; of the thread, and for ever of those that OpenMP starts meanwhile."""
+    precisions: tuple[str, ...]
+    """`torch.set_float32_matmul_precision` and `fp32_precision` of the backends (`_PRECISIONS`); of the process. "none" (nobody
+    has set it) computes as "ieee" does, and stands for it."""
+    mkldnn: tuple[bool, bool]
+    """`torch.backends.mkldnn.enabled` and `deterministic`; of the process."""
+    cudnn: tuple[bool, bool, bool]
+    """`torch.backends.cudnn.enabled`, `benchmark` and `deterministic`; of the process."""
+    attention: tuple[bool, bool, bool, bool]
+    """`torch.backends.cuda.enable_flash_sdp` and its like (efficient, math, cuDNN); of the process, on CPUs too."""
+
+
+def compute_state() -> ComputeState:
+    """The state of this thread and process now."""
+    precision = _float32_precision
+    return ComputeState(
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        (_C._is_any_autocast_enabled(), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        _C._len_torch_function_stack(),
+        _C._len_torch_dispatch_stack(),
+        _saved_tensors_hooks(True) is not None,
+        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        (
+            _C._get_deterministic_algorithms(),
+            _C._get_deterministic_algorithms_warn_only(),
+            _C._get_deterministic_fill_uninitialized_memory(),
+        ),
+        _SMALLEST * 1.0 == 0.0,
+        tuple(["none" if (found := precision(*place)) == "ieee" else found for place in _PRECISIONS]),
+        (_C._get_mkldnn_enabled(), _C._get_mkldnn_deterministic()),
+        (_C._get_cudnn_enabled(), _C._get_cudnn_benchmark(), _C._get_cudnn_deterministic()),
+        (
+            _C._get_flash_sdp_enabled(),
+            _C._get_mem_efficient_sdp_enabled(),
+            _C._get_math_sdp_enabled(),
+            _C._get_cudnn_sdp_enabled(),
+        ),
+    )
+
+
+Quick = tuple[object, ...]
+
+
+_QUICK: tuple[Callable[[], object], ...] = (
+    torch.is_inference_mode_enabled,
+    torch.is_grad_enabled,
+    _C._is_any_autocast_enabled,
+    torch.get_default_dtype,
+    torch.get_num_threads,
+    _C._len_torch_function_stack,
+    _C._len_torch_dispatch_stack,
+    torch.is_anomaly_enabled,
+    _C._get_deterministic_algorithms,
+)
+
+
+def quick_state() -> Quick:
+    """The part of this thread's and process's state that is compared after every call. From a table: looking names up in torch
+    takes longer than the calls."""
+    return (*[read() for read in _QUICK], _saved_tensors_hooks(True) is not None, _SMALLEST * 1.0 == 0.0)
+
+
+def quick_part(state: ComputeState) -> Quick:
+    """What `quick_state` returns in this state."""
+    return (
+        *(state.inference, state.grad, state.autocast[0], state.default_dtype, state.threads),
+        *(state.function_modes, state.dispatch_modes, state.anomaly[0], state.deterministic[0]),
+        *(state.saved_tensors_hooks, state.flush_denormal),
+    )
+
+
+def without_contexts() -> ComputeState:
+    """The state now, less what is meant to be entered and left; flags of backends may be the choice of who runs a plan in its
+    own process."""
+    return compute_state()._replace(
+        inference=False,
+        grad=True,
+        default_dtype=torch.float32,
+        function_modes=0,
+        dispatch_modes=0,
+        saved_tensors_hooks=False,
+        anomaly=(False, True),
+        flush_denormal=False,
+    )
+
+
+FRESH = without_contexts()
+"""Of a process that has run no users' code yet, if it has imported this file before that."""
+
+
+# -- setting back ------------------------------------------------------------------------------------------------------------
+
+_LEFT_INFERENCE_MODE: list[Any] = []
+"""There is no switch, only an object that sets the mode and sets it back when it goes: it must stay."""
+
+
+def _set_inference(value: bool) -> None:
+    _LEFT_INFERENCE_MODE.append(_C._InferenceMode(value))
+
+
+def _set_autocast(value: tuple[bool, torch.dtype, bool]) -> None:
+    """Leaves every `autocast` that is entered; casts of weights that it has cached are forgotten."""
+    enabled, dtype, cache = value
+    assert not enabled, "autocast is never on between calls"
+    for kind in ("cpu", "cuda"):
+        torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_cache_enabled(cache)
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
+
+
+def _set_function_modes(value: int) -> None:
+    torch.set_default_device(None)
+    while _C._len_torch_function_stack() > value:
+        _pop_function_mode()
+
+
+def _set_dispatch_modes(value: int) -> None:
+    while _C._len_torch_dispatch_stack() > value:
+        _pop_dispatch_mode()
+
+
+def _set_saved_tensors_hooks(value: bool) -> None:
+    assert not value, "no hooks are entered between calls"
+    while _saved_tensors_hooks(True) is not None:
+        _C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _set_deterministic(value: tuple[bool, bool, bool]) -> None:
+    on, warn_only, fill = value
+    _C._set_deterministic_algorithms(on, warn_only=warn_only)
+    _C._set_deterministic_fill_uninitialized_memory(fill)
+
+
+def _set_precisions(value: tuple[str, ...]) -> None:
+    torch.set_float32_matmul_precision("highest")  # also behind the older API, which the setters below do not reach
+    for place, precision in zip(_PRECISIONS, value, strict=True):
+        _C._set_fp32_precision_setter(*place, precision)
+
+
+def _set_mkldnn(value: tuple[bool, bool]) -> None:
+    _C._set_mkldnn_enabled(value[0])
+    _C._set_mkldnn_deterministic(value[1])
+
+
+def _set_cudnn(value: tuple[bool, bool, bool]) -> None:
+    _C._set_cudnn_enabled(value[0])
+    _C._set_cudnn_benchmark(value[1])
+    _C._set_cudnn_deterministic(value[2])
+
+
+def _set_attention(value: tuple[bool, bool, bool, bool]) -> None:
+    flash, efficient, plain, cudnn = value
+    _C._set_sdp_use_flash(flash)
+    _C._set_sdp_use_mem_efficient(efficient)
+    _C._set_sdp_use_math(plain)
+    _C._set_sdp_use_cudnn(cudnn)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one field is set again. `call`: what sets it, in messages, `{}` being the value found."""
+
+    write: Callable[[Any], None]
+    call: str
+    cure: str
+
+
+_FOR_ALL = "such settings hold for all layers, whichever worker has them; leave it out"
+
+SETTINGS: Mapping[str, Setting] = {
+    "inference": Setting(_set_inference, "torch.inference_mode()", "enter it by `with torch.inference_mode():`"),
+    "grad": Setting(
+        torch.set_grad_enabled,
+        "torch.set_grad_enabled({})",
+        "use it as a context manager: `with torch.no_grad():` around what needs no gradient",
+    ),
+    "autocast": Setting(_set_autocast, "torch.autocast", "enter it by `with torch.autocast(...):`"),
+    "default_dtype": Setting(
+        torch.set_default_dtype,
+        "torch.set_default_dtype({})",
+        "give dtype=... to what makes tensors; the model's own is the job's `dtype`",
+    ),
+    "threads": Setting(torch.set_num_threads, "torch.set_num_threads({})", "set the job's `threads`"),
+    "function_modes": Setting(
+        _set_function_modes,
+        "torch.set_default_device or `with torch.device(...)`",
+        "give device=... to what makes tensors, or use `with torch.device(...):`",
+    ),
+    "dispatch_modes": Setting(_set_dispatch_modes, "a TorchDispatchMode", "enter it by `with`"),
+    "saved_tensors_hooks": Setting(
+        _set_saved_tensors_hooks, "torch.autograd.graph.saved_tensors_hooks", "enter them by `with saved_tensors_hooks(...):`"
+    ),
+    "anomaly": Setting(
+        lambda value: torch.set_anomaly_enabled(*value),
+        "torch.autograd.set_detect_anomaly (enabled, check_nan) = {}",
+        "use `with torch.autograd.detect_anomaly():`, in `raypar debug`",
+    ),
+    "deterministic": Setting(
+        _set_deterministic, "torch.use_deterministic_algorithms (on, warn_only, fill memory) = {}", _FOR_ALL
+    ),
+    "flush_denormal": Setting(torch.set_flush_denormal, "torch.set_flush_denormal({})", _FOR_ALL),
+    "precisions": Setting(
+        _set_precisions,
+        "torch.set_float32_matmul_precision or a backend's fp32_precision or allow_tf32",
+        _FOR_ALL,
+    ),
+    "mkldnn": Setting(_set_mkldnn, "torch.backends.mkldnn (enabled, deterministic) = {}", "use `with mkldnn.flags(...):`"),
+    "cudnn": Setting(
+        _set_cudnn, "torch.backends.cudnn (enabled, benchmark, deterministic) = {}", "use `with cudnn.flags(...):`"
+    ),
+    "attention": Setting(
+        _set_attention,
+        "torch.backends.cuda.enable_..._sdp (flash, efficient, math, cudnn) = {}",
+        "use `with torch.nn.attention.sdpa_kernel(...):`",
+    ),
+}
+"""By field of `ComputeState`, in the order in which they are set back."""
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------------
+
+
+class StateGuard(EnvironmentGuard):
+    """Compares the state of the process after calls of users' code, sets it back, and keeps a line for people.
+
+    One a worker (or data process). `training` is the state in which users' code is called, `evaluating` that of validation.
+    Used by one thread at a time, which may be another one at the next step: `establish` puts that into the right state.
+    `base`: what is right; by default what there is now, so it is to be made before users' code is imported.
+    """
+
+    def __init__(self, threads: int, base: ComputeState | None = None) -> None:
+        super().__init__()
+        off = (False, *FRESH.autocast[1:])
+        self._expect((base or without_contexts())._replace(threads=threads, autocast=off))
+        self.thorough = True
+        """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
+        self._threads = threading.local()
+        self.enter_thread()
+
+    def accept(self) -> None:
+        """What raypar itself has set since is right from now on."""
+        self._expect(compute_state())
+        self.accept_environment()
+
+    def _expect(self, training: ComputeState) -> None:
+        self.training, self.evaluating = training, training._replace(grad=False)
+        self._quick = {False: quick_part(self.training), True: quick_part(self.evaluating)}
+        """Evaluating? -> what `quick_state` should be."""
+
+    def enter_thread(self) -> None:
+        """Give this thread, which may be new, the number of threads and a team of them that no setting of users' code has met.
+
+        Threads that OpenMP starts keep the floating-point mode of that moment for ever; no call could set it back.
+        """
+        threads = self.training.threads
+        torch.set_num_threads(threads)
+        if threads > 1 and not getattr(self._threads, "has_team", False):
+            self._threads.has_team = True
+            torch.set_flush_denormal(self.training.flush_denormal)
+            torch.zeros(threads * _PARALLEL_GRAIN, dtype=torch.int8, device="cpu").add_(1)
+
+    def establish(self, since: str = "code that runs between steps (a thread of the job's own?)") -> None:
+        """Before a step or a validation pass: this thread gets the state. What it finds changed is told as left by `since`."""
+        self.enter_thread()
+        self.check(since)
+
+    def check(self, caller: str, *, evaluating: bool = False, thorough: bool = False) -> tuple[str, ...]:
+        """After a call of users' code: the fields that it has left changed, now set back. `thorough`: all are compared.
+
+        Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
+        """
+        thorough = thorough or self.thorough
+        if not thorough and quick_state() == self._quick[evaluating]:
+            return ()
+        left = self._set_back(caller, compute_state(), self.evaluating if evaluating else self.training)
+        if thorough:
+            self.check_environment(caller)
+        return left
+
+    def check_all(self, callers: str) -> None:
+        """Once a step, before anything comes of it. `callers`: all that have been called since the last time.
+
+        Raises `UserCodeError` for flags that are not compared after every call: others have computed with them.
+        """
+        found = compute_state()
+        left = self._set_back(callers, found, self.training)
+        if left:
+            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in left)
+            raise UserCodeError(
+                f"{callers} left {calls} behind: what came after that has computed with it",
+                cure=SETTINGS[left[0]].cure,
+            )
+        self.thorough = not self.check_environment(callers)
+
+    @contextlib.contextmanager
+    def watching(self, caller: str) -> Iterator[None]:
+        """Around users' code that runs once, in whatever state raypar calls it: that state is set back."""
+        before = compute_state()
+        with super().watching(caller):
+            yield
+            self._set_back(caller, compute_state(), before)
+
+    def _set_back(self, caller: str, found: ComputeState, wanted: ComputeState) -> tuple[str, ...]:
+        if found == wanted:
+            return ()
+        left = [name for name in ComputeState._fields if getattr(found, name) != getattr(wanted, name)]
+        if "inference" in left and "grad" in left:
+            left.remove("grad")  # inference mode switches it off itself
+        for name in left:
+            SETTINGS[name].write(getattr(wanted, name))
+        torch.set_grad_enabled(wanted.grad)
+        if "inference" in left:
+            raise UserCodeError(
+                f"{caller} entered torch.inference_mode() and did not leave it: what was made in it cannot be trained on",
+                cure=SETTINGS["inference"].cure,
+            )
+        now = compute_state()
+        still = [name for name in left if getattr(now, name) != getattr(wanted, name)]
+        if still:
+            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in still)
+            raise UserCodeError(f"{caller} left {calls}, which cannot be set back", cure=SETTINGS[still[0]].cure)
+        for name in left:
+            setting = SETTINGS[name]
+            self.tell(name, caller, setting.call.format(getattr(found, name)), setting.cure)
+        return tuple(left)
