@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from raypar.actors.cleaner import cleared
 from raypar.actors.local_nodes import LocalNode, local_nodes, shared_out
-from raypar.errors import ClusterError, ConfigError
+from raypar.errors import ClusterError, ConfigError, first_line
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Modest: no tensor goes through the object store."""
@@ -136,7 +136,7 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
             unpacked()
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise ClusterError(
-            f"cannot join a Ray cluster at {address!r}: {error}",
+            f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
             cure="check `ray status --address ...`, or leave the address out: raypar then starts a Ray of its own",
         ) from error
     try:
@@ -196,7 +196,7 @@ def _started() -> Iterator[None]:
         yield
     except Exception as error:
         raise ClusterError(
-            f"Ray did not start on this machine: {error}",
+            f"Ray did not start on this machine: {first_line(error)}",
             cure="the machine may be busy or short of memory: try again; or join a running cluster (--address)",
         ) from error
 
