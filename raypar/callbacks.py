@@ -394,8 +394,23 @@ def callbacks_of(job: Job) -> tuple[Callback, ...]:
     return tuple(found)
 
 
+def checked_list(given: Any) -> tuple[Callback, ...]:
+    """Callbacks as `Trainer` takes them. Raises `ConfigError` unless it is a list of objects that are `checked`."""
+    if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
+        raise ConfigError(f"callbacks is {given!r}, not a list", cure=f"give a list: callbacks=[{_shown(given)}]")
+    return tuple(checked(one, one.__name__ if isinstance(one, type) else type(one).__name__) for one in given)
+
+
+def _shown(given: Any) -> str:
+    """`MyCallback()`, for a message."""
+    kind = given if isinstance(given, type) else type(given)
+    return f"{kind.__name__}()" if issubclass(kind, Callback) else "MyCallback()"
+
+
 def checked(made: Any, name: str) -> Callback:
     """Raises `ConfigError` unless it is a `Callback`, all of whose `on_...` methods are hooks."""
+    if isinstance(made, type) and issubclass(made, Callback):
+        raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")
     if not isinstance(made, Callback):
         raise ConfigError(
             f"callback {name} is a {type(made).__name__}, not a raypar.callbacks.Callback",

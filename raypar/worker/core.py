@@ -28,6 +28,7 @@ from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.device import Brought
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
+from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import build_optimizer
 from raypar.worker.shard import Shard
 from raypar.worker.spec import DataSpec, JobSpec
@@ -110,7 +111,7 @@ class WorkerCore:
         self.assignment, self.transport, self.rank = assignment, transport, rank
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
-        loss = spec.loss.partial()
+        loss = loss_function(spec.loss, self.device)
         if values is not None:
             values = {name: value.to(self.device) for name, value in values.items()}
         stages: dict[int, Stage] = {}

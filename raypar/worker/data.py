@@ -33,6 +33,12 @@ from raypar.worker.spec import DataSpec
 FIELD_NAMES = ("x", "y", "z")
 """Names of a tuple sample's fields, unless `data.names` gives others."""
 
+WHERE_FIELDS_ARE_NAMED = (
+    "name the fields there are: data.input and data.target (tuples: data.names) in a job file, data_input=, data_target= and "
+    "data_names= of Trainer"
+)
+"""For the cures of errors."""
+
 READ_TIMEOUT_S = 120.0
 """How long data processes may take over one microbatch, their own start included."""
 
@@ -152,13 +158,13 @@ class Reader:
             if len(values) > len(names):
                 raise DataError(
                     f"sample {index} has {len(values)} fields, but names for {len(names)}: {', '.join(names)}",
-                    cure=f"name all {len(values)} in data.names, or return a dict",
+                    cure=f"name all {len(values)} in data.names (data_names= of Trainer), or return a dict",
                 )
             found = dict(zip(names, values, strict=False))
         if name not in found:
             raise DataError(
                 f"sample {index} has no field {name!r}, only {', '.join(map(str, found)) or 'none at all'}",
-                cure="set data.input, data.target or data.names to the fields there are",
+                cure=WHERE_FIELDS_ARE_NAMED,
             )
         value = found[name]
         if isinstance(value, Tensor):
@@ -290,7 +296,7 @@ class Loader:
             future.cancel()
             raise UserCodeError(
                 f"the data set did not give {where} within {self._timeout_s:g} s, read by {self._spec.processes} processes",
-                cure="raise data.processes, make __getitem__ cheaper, or look for what it waits for",
+                cure="raise data.processes (data_processes= of Trainer), make __getitem__ cheaper, or find what it waits for",
             ) from None
         except BrokenProcessPool as error:
             raise self._died(error, where) from error

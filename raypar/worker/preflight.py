@@ -17,7 +17,8 @@ from raypar.model.tensor_parallel.by_shape import check_by_shape
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
 from raypar.worker.assignment import make_graph
-from raypar.worker.data import make_dataset
+from raypar.worker.data import WHERE_FIELDS_ARE_NAMED, make_dataset
+from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import check_elementwise, check_groups
 from raypar.worker.profile import first_batch
 from raypar.worker.spec import JobSpec, Ref
@@ -40,7 +41,8 @@ def preflight(spec: JobSpec) -> Checked:
 
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
-    for ref in (spec.loss, spec.lr_schedule, spec.optimizer.optimizer):
+    loss_function(spec.loss)
+    for ref in (spec.lr_schedule, spec.optimizer.optimizer):
         if ref is not None:
             ref.resolve()
     graph = make_graph(spec)
@@ -76,7 +78,7 @@ def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
                 )
             target, sequence = spec.data.target or "y", spec.sequence_parallel
-            loss = spec.loss.partial()
+            loss = loss_function(spec.loss)
             check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
 
 
@@ -104,7 +106,7 @@ def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
         if missing:
             raise DataError(
                 f"layer {layer.name!r} reads {missing[0]!r}, which is neither a field of the samples nor written by a layer",
-                cure=f"the samples have fields {sorted(batch)}; name them with data.names or choose data.input",
+                cure=f"the samples have fields {sorted(batch)}; {WHERE_FIELDS_ARE_NAMED}",
             )
         try:
             inputs = [values[name] for name in layer.inputs]
@@ -137,10 +139,13 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
     fields = list(batch)
     target = spec.data.target or (fields[1] if len(fields) > 1 else fields[0])
     if target not in values:
-        raise DataError(f"the loss reads field {target!r}, which the samples do not have", cure=f"data.target: one of {fields}")
+        raise DataError(
+            f"the loss reads field {target!r}, which the samples do not have",
+            cure=f"choose data.target (data_target= of Trainer): one of {fields}",
+        )
     try:
         with torch.no_grad():
-            found = spec.loss.partial()(values[graph.output], values[target])
+            found = loss_function(spec.loss)(values[graph.output], values[target])
     except Exception:
         # A loss may read numbers; if it is wrong, the first step says so with its own traceback.
         return

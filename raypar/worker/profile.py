@@ -21,6 +21,7 @@ from raypar.plan import ParallelPlan, Routing
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.worker.assignment import make_graph
 from raypar.worker.data import Loader, SampleOrder, make_dataset
+from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import build_optimizer, state_of
 from raypar.worker.spec import JobSpec
 from raypar.worker.stage import Stage
@@ -105,7 +106,7 @@ def _profile_layer(
     batch: Mapping[str, Tensor],
 ) -> tuple[LayerProfile, Mapping[str, Tensor]]:
     whole, split = (
-        Stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=spec.loss.partial(), split=split)
+        Stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss_function(spec.loss), split=split)
         for split in (False, True)
     )
     fields = {name: batch[name] for name in whole.batch_fields}

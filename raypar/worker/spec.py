@@ -47,8 +47,14 @@ class Ref:
 
     @property
     def label(self) -> str:
-        """For messages."""
-        return self.target if isinstance(self.target, str) else getattr(self.target, "__qualname__", repr(self.target))
+        """For messages, and for what a checkpoint keeps of the job."""
+        if isinstance(self.target, str):
+            return self.target
+        name: str = getattr(self.target, "__qualname__", repr(self.target))
+        if hasattr(self.target, "named_parameters") and not isinstance(self.target, type):  # a loss module
+            options = [f"{k}={v!r}" for k, v in vars(self.target).items() if isinstance(v, (int, float, str)) and k[0] != "_"]
+            name = f"{type(self.target).__qualname__}({', '.join(o for o in options if not o.startswith('training='))})"
+        return name
 
 
 @dataclass(frozen=True)

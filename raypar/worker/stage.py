@@ -24,6 +24,7 @@ from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_lin
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.worker.accumulate import Accumulator, Ready
+from raypar.worker.data import WHERE_FIELDS_ARE_NAMED
 from raypar.worker.device import seeder
 from raypar.worker.shard import Shard
 from raypar.worker.spec import JobSpec
@@ -378,7 +379,7 @@ class Stage:
             reader = f"layer {layer.name!r}" if layer is not None else "the loss"
             raise UserCodeError(
                 f"{reader} reads {name!r}, which no layer writes and the batch does not have (it has {sorted(values)})",
-                cure="set data.input / data.target to fields of the samples, or data.names for tuples",
+                cure=WHERE_FIELDS_ARE_NAMED,
             )
         return values[name]
 
