@@ -15,7 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from raypar.errors import ConfigError, RayparError, UserCodeError
+from raypar.errors import ConfigError, InputError, RayparError, UserCodeError
+from raypar.user_code import ENDS, said, unless_ctrl_c
 
 if TYPE_CHECKING:
     from raypar.config import Job
@@ -163,9 +164,10 @@ class Callbacks:
                     raise TypeError(f"returned a {type(answer).__name__}, neither Stop nor a dict of metrics nor None")
             except RayparError as error:
                 failed = failed or error
-            except Exception as error:
+            except ENDS as error:
+                unless_ctrl_c(error)
                 at = f", after {facts['step']} steps," if "step" in facts else ""
-                text = f"callback {name}{at} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+                text = f"callback {name}{at} raised {said(error)}\n{traceback.format_exc()}"
                 failed = failed or UserCodeError(
                     text, cure="mend the callback; `raypar resume` goes on from the last checkpoint"
                 )
@@ -378,9 +380,10 @@ def callbacks_of(job: Job) -> tuple[Callback, ...]:
             made = config.to_ref().call()
         except RayparError:
             raise
-        except Exception as error:
-            raise UserCodeError(
-                f"callback {config.function} raised {type(error).__name__}: {error}\n{traceback.format_exc()}",
+        except ENDS as error:
+            unless_ctrl_c(error)
+            raise InputError(
+                f"callback {config.function} raised {said(error)}\n{traceback.format_exc()}",
                 cure="call it by itself with its args",
             ) from error
         found.append(checked(made, config.function))

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from raypar import __version__
 from raypar.errors import ConfigError, Interrupted, RayparError
+from raypar.user_code import noting_ctrl_c
 
 COMMANDS = {
     "train": "train a job; leaves a run folder",
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(argv: Sequence[str]) -> int:
     words = list(argv)
     try:
-        status = _run(words)
+        with noting_ctrl_c():
+            status = _run(words)
         sys.stdout.flush()
         return status
     except Interrupted as stopped:  # as it was asked to: no error

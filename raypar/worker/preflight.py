@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError
+from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError
 from raypar.model.build import on_meta, parameter_shapes
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.by_shape import check_by_shape
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
+from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.assignment import make_graph
 from raypar.worker.data import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.loss import loss_function
@@ -42,9 +43,9 @@ def preflight(spec: JobSpec) -> Checked:
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
     loss_function(spec.loss)
-    for ref in (spec.lr_schedule, spec.optimizer.optimizer):
-        if ref is not None:
-            ref.resolve()
+    spec.optimizer.optimizer.resolve()
+    if spec.lr_schedule is not None:
+        _check_lr_schedule(spec.lr_schedule)
     graph = make_graph(spec)
     check_groups(spec.optimizer, parameter_shapes(graph))
     samples = len(make_dataset(spec.data))
@@ -116,13 +117,13 @@ def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
             return
         except RayparError:
             raise
-        except Exception as error:
+        except ENDS as error:
+            unless_ctrl_c(error)
             if "meta" in str(error).lower():
                 return
             shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
             raise DataError(
-                f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised "
-                f"{type(error).__name__}: {error}",
+                f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {said(error)}",
                 cure="compare the shape of a sample (data) with what the layer expects (model)",
             ) from error
         outputs = out if isinstance(out, tuple) else (out,)
@@ -146,7 +147,8 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
     try:
         with torch.no_grad():
             found = loss_function(spec.loss)(values[graph.output], values[target])
-    except Exception:
+    except ENDS as error:
+        unless_ctrl_c(error)
         # A loss may read numbers; if it is wrong, the first step says so with its own traceback.
         return
     total = found[0] if isinstance(found, tuple) and found else found
@@ -155,6 +157,26 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
         raise ModelError(
             f"the loss {spec.loss.label} returned {shape}, not a scalar", cure="return a scalar, or (sum, count) as scalars"
         )
+
+
+def _check_lr_schedule(ref: Ref) -> None:
+    """Raises `UserCodeError` when it cannot be called with a step, `ConfigError` when it then returns no number."""
+    schedule = ref.partial()
+    try:
+        factor = schedule(0)
+    except ENDS as error:
+        unless_ctrl_c(error)
+        raise UserCodeError(
+            f"lr_schedule {ref.label}, called with step 0, raised {said(error)}",
+            cure="give a function of the step that returns the factor on the learning rates",
+        ) from error
+    try:
+        float(factor)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"lr_schedule {ref.label}, called with step 0, returned a {type(factor).__name__}",
+            cure="return a number, the factor on the learning rates",
+        ) from error
 
 
 def _dtype(spec: JobSpec) -> torch.dtype:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from raypar.errors import ConfigError
 from raypar.plan.microbatches import Microbatches
+from raypar.user_code import ENDS, said, unless_ctrl_c
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class Ref:
             found: Any = importlib.import_module(module)
             for part in name.split("."):
                 found = getattr(found, part)
-        except (ImportError, AttributeError, ValueError) as error:
+        except ENDS as error:
+            unless_ctrl_c(error)
             raise ConfigError(
-                f"cannot import {self.target!r}: {type(error).__name__}: {error}",
+                f"cannot import {self.target!r}: {said(error)}",
                 cure="write it as module:name and run where the module can be imported (current folder, installed package)",
             ) from error
         if not callable(found):

@@ -23,6 +23,7 @@ from raypar.model.tensor_parallel.gradient_place import Places
 from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
+from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.accumulate import Accumulator, Ready
 from raypar.worker.data import WHERE_FIELDS_ARE_NAMED
 from raypar.worker.device import seeder
@@ -391,7 +392,7 @@ class Stage:
         before = [tensor._version for tensor in inputs]
         try:
             result = call.module(*inputs)
-        except Exception as error:
+        except ENDS as error:
             if isinstance(error, RuntimeError):
                 _refuse_writing(layer, inputs, before, error)
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
@@ -420,7 +421,7 @@ class Stage:
             if output.requires_grad:
                 output = _alias(output, _KEEP_CONTIGUOUS)
             found = self._loss_fn(output, target)
-        except Exception as error:
+        except ENDS as error:
             raise self._user_error(
                 f"the loss (output {list(output.shape)}, target {list(target.shape)})", microbatch, error
             ) from error
@@ -441,11 +442,12 @@ class Stage:
             return total * samples, samples
         return total, count
 
-    def _user_error(self, where: str, microbatch: int, error: Exception) -> RayparError:
+    def _user_error(self, where: str, microbatch: int, error: BaseException) -> RayparError:
+        unless_ctrl_c(error)
         if isinstance(error, RayparError):
             return error
         return UserCodeError(
-            f"{where} raised {type(error).__name__}: {error}\n"
+            f"{where} raised {said(error)}\n"
             f"  at {self._coordinate}, step {self.step + 1}, microbatch {microbatch}\n{traceback.format_exc()}",
             cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
@@ -490,7 +492,7 @@ class Stage:
                 torch.autograd.backward(roots, starts)
         except RayparError:
             raise
-        except Exception as error:
+        except ENDS as error:
             raise self._user_error("the backward pass", microbatch, error) from error
         finally:
             if self._closing is not None:

@@ -12,15 +12,16 @@ PACKAGE = Path(__file__).parents[2] / "raypar"
 PURE = ("errors", "plan", "schedule", "planner", "elastic")
 MAY_IMPORT = {
     "errors": "",
+    "user_code": "",
     "plan": "errors",
     "schedule": "plan errors",
     "planner": "plan schedule errors",
     "elastic": "plan errors",
     "comm": "plan errors torch numpy cupy",
-    "model": "plan comm errors torch",
-    "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors torch numpy "
-    "safetensors",
-    "actors": "worker model elastic planner comm schedule plan run_folder errors torch numpy ray",
+    "model": "plan comm errors user_code torch",
+    "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors user_code torch "
+    "numpy safetensors",
+    "actors": "worker model elastic planner comm schedule plan run_folder errors user_code torch numpy ray",
     "config": "plan schedule elastic errors worker.spec pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
