@@ -9,6 +9,7 @@ import argparse
 import atexit
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         return _guarded(argv)
     status = _guarded(sys.argv[1:])
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more Ctrl-C ends this at once, without a traceback of what is left
     if "ray" in sys.modules:
         atexit._run_exitfuncs()
         sys.stdout.flush()
