@@ -348,6 +348,7 @@ class Stage:
                 elif source == "elsewhere" and (value.is_floating_point() or value.is_complex()):
                     value = value.detach().requires_grad_()
                     live.received.setdefault(name, []).append(value)
+                    value = value.view_as(value)  # as `_alias`: of a leaf autocast would keep one cast for several readers
                 inputs.append(value)
             self._seed(own_seed)
             outputs = self._run(call, microbatch, inputs if call.order is None else [inputs[place] for place in call.order])
@@ -541,6 +542,7 @@ class Stage:
 
     def _weights(self, microbatch: int, block: int) -> None:
         live = self._live[microbatch]
+        by_cast: dict[tuple[int, object], Tensor] = {}
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             for deferred in live.stash:
@@ -548,8 +550,11 @@ class Stage:
                 if deferred.linear.bias is not None:
                     pairs.append((deferred.linear.bias, deferred.bias))
                 for parameter, compute in pairs:
-                    use = self._use_of[id(parameter)]
-                    sums[use] = sums[use] + compute() if use in sums else compute()
+                    use = self._use_of[id(parameter)], deferred.cast
+                    by_cast[use] = by_cast[use] + compute() if use in by_cast else compute()
+            for (use, _), total in by_cast.items():
+                total = total.to(self.uses[use][2])  # under torch.autocast gradients are of another dtype
+                sums[use] = sums[use] + total if use in sums else total
         live.stash.clear()
         self.gradients.add_deferred(block, sums)
 
