@@ -1,5 +1,6 @@
 """`sys.exit(3)` and `KeyboardInterrupt` in user code are errors of it: they end no worker in silence, and are no Ctrl-C."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -13,7 +14,9 @@ from helpers.tiny_job import Samples, ends, loss, model, write_job
 from torch import nn
 
 import raypar
+from raypar.actors.effects import Effects
 from raypar.actors.messages import Failed
+from raypar.actors.tasks import Tasks
 from raypar.actors.worker_actor import WorkerActor
 from raypar.callbacks import Callback, Callbacks
 from raypar.cli import main
@@ -129,6 +132,22 @@ def test_a_callback_that_ends_is_an_error_after_all_others_were_called(how):
     with noting_ctrl_c(), pytest.raises(UserCodeError, match=f"(?s)callback Ends.on_step, after 3 steps, raised {HOW[how]}"):
         Callbacks([Ends(how), other]).call("on_step", facts | {"bubble": 0.0})
     assert seen == [3]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_callbacks_module_that_ends_does_not_end_the_driver(how):
+    """Callbacks are unpickled, so imported, in the driver. Its event loop would end with it."""
+    told = []
+    effects = Effects(None, None, None, Tasks(told.append))
+
+    async def begins() -> None:
+        effects.perform(lambda: ends(how=how), lambda found: found)
+        await asyncio.gather(*effects.tasks._open)
+
+    asyncio.run(begins())
+    (event,) = told
+    assert event.kind == "user" and isinstance(event.error, UserCodeError)
+    assert HOW[how].partition(" .*")[0] in event.error.what
 
 
 CASES = {
