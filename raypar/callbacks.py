@@ -16,7 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from raypar.errors import ConfigError, RayparError, UserCodeError
+from raypar.errors import ConfigError, InputError, RayparError, UserCodeError
+from raypar.user_code import ENDS, said, unless_ctrl_c
 
 if TYPE_CHECKING:
     from raypar.config import Job
@@ -167,9 +168,10 @@ class Callbacks:
                     raise TypeError(f"returned a {type(answer).__name__}, neither Stop nor a dict of metrics nor None")
             except RayparError as error:
                 failed = failed or error
-            except Exception as error:
+            except ENDS as error:
+                unless_ctrl_c(error)
                 at = f", after {facts['step']} steps," if "step" in facts else ""
-                text = f"callback {name}{at} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+                text = f"callback {name}{at} raised {said(error)}\n{traceback.format_exc()}"
                 failed = failed or UserCodeError(
                     text, cure="mend the callback; `raypar resume` goes on from the last checkpoint"
                 )
@@ -382,9 +384,10 @@ def callbacks_of(job: Job) -> tuple[Callback, ...]:
             made = config.to_ref().call()
         except RayparError:
             raise
-        except Exception as error:
-            raise UserCodeError(
-                f"callback {config.function} raised {type(error).__name__}: {error}\n{traceback.format_exc()}",
+        except ENDS as error:
+            unless_ctrl_c(error)
+            raise InputError(
+                f"callback {config.function} raised {said(error)}\n{traceback.format_exc()}",
                 cure="call it by itself with its args",
             ) from error
         found.append(checked(made, config.function))
@@ -398,8 +401,23 @@ def callbacks_of(job: Job) -> tuple[Callback, ...]:
     return tuple(found)
 
 
+def checked_list(given: Any) -> tuple[Callback, ...]:
+    """Callbacks as `Trainer` takes them. Raises `ConfigError` unless it is a list of objects that are `checked`."""
+    if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
+        raise ConfigError(f"callbacks is {given!r}, not a list", cure=f"give a list: callbacks=[{_shown(given)}]")
+    return tuple(checked(one, one.__name__ if isinstance(one, type) else type(one).__name__) for one in given)
+
+
+def _shown(given: Any) -> str:
+    """`MyCallback()`, for a message."""
+    kind = given if isinstance(given, type) else type(given)
+    return f"{kind.__name__}()" if issubclass(kind, Callback) else "MyCallback()"
+
+
 def checked(made: Any, name: str) -> Callback:
     """Raises `ConfigError` unless it is a `Callback`, all of whose `on_...` methods are hooks."""
+    if isinstance(made, type) and issubclass(made, Callback):
+        raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")
     if not isinstance(made, Callback):
         raise ConfigError(
             f"callback {name} is a {type(made).__name__}, not a raypar.callbacks.Callback",

@@ -9,12 +9,14 @@ import argparse
 import atexit
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from raypar import __version__
 from raypar.errors import ConfigError, Interrupted, RayparError
+from raypar.user_code import noting_ctrl_c
 
 COMMANDS = {
     "train": "train a job; leaves a run folder",
@@ -51,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         return _guarded(argv)
     status = _guarded(sys.argv[1:])
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more Ctrl-C ends this at once, without a traceback of what is left
     if "ray" in sys.modules:
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -62,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(argv: Sequence[str]) -> int:
     words = list(argv)
     try:
-        status = _run(words)
+        with noting_ctrl_c():
+            status = _run(words)
         sys.stdout.flush()
         return status
     except Interrupted as stopped:  # as it was asked to: no error

@@ -409,6 +409,29 @@ class Job(_Section):
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, default_flow_style=None)
 
 
+class _Arguments(Job):
+    """What `Trainer` takes besides what a job file says."""
+
+    most_workers: PositiveInt | None = None
+    local_nodes: PositiveInt = 1
+    stop_at_step: PositiveInt | None = None
+    address: str | None = None
+
+
+ARGUMENTS = {
+    "checkpoint.every": "checkpoint_every",
+    "checkpoint.keep": "keep",
+    "validation.every": "validate_every",
+    "validation.samples": "validation_samples",
+    "data.input": "data_input",
+    "data.target": "data_target",
+    "data.names": "data_names",
+    "data.processes": "data_processes",
+    "most_workers": "workers",
+}
+"""Key of a job file -> argument of `Trainer`, where they have different names."""
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
@@ -453,6 +476,23 @@ def parse_elastic(given: bool | Mapping[str, Any] | ElasticConfig | None) -> Ela
         return given if isinstance(given, ElasticConfig) else ElasticConfig.model_validate(dict(given))
     except ValidationError as error:
         raise _told(error, ("elastic",)) from None
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Check arguments of `Trainer`, by their names there, as the same keys of a job file. Raises `ConfigError` or `PlanError`.
+
+    Functions are not among them: `Trainer` takes callables too.
+    """
+    key_of = {argument: key for key, argument in ARGUMENTS.items()}
+    function = {"function": "given:elsewhere"}
+    tree: dict[str, Any] = {key: dict(function) for key in ("model", "loss", "data", "optimizer", "validation")}
+    for argument, value in given.items():
+        section, _, key = key_of.get(argument, argument).rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[key] = value
+    try:
+        _Arguments.model_validate(tree)
+    except ValidationError as error:
+        raise _told(error, (), of_trainer=True) from None
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -528,13 +568,13 @@ def _nearest(key: str, path: Sequence[str | int]) -> str | None:
     return ".".join(map(str, [*path, found[0]])) if found else None
 
 
-def _told(error: ValidationError, inside: tuple[str, ...]) -> ConfigError:
-    """One error for all findings; `inside`: the section that was checked alone."""
-    found = [_explain({**one, "loc": (*inside, *one["loc"])}) for one in error.errors()]
+def _told(error: ValidationError, inside: tuple[str, ...], *, of_trainer: bool = False) -> ConfigError:
+    """One error for all findings; `inside`: the section that was checked alone; `of_trainer`: for who has called `Trainer`."""
+    found = [_explain({**one, "loc": (*inside, *one["loc"])}, of_trainer) for one in error.errors()]
     return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
 
 
-def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
+def _explain(error: Mapping[str, Any], of_trainer: bool = False) -> tuple[str, str]:
     """(what, cure) of one of pydantic's findings."""
     path = [part for part in error["loc"] if part not in (_AUTO, _GIVEN)]
     key = shown(".".join(map(str, path))) or "the job file"
@@ -553,4 +593,7 @@ def _explain(error: Mapping[str, Any]) -> tuple[str, str]:
     if error["loc"] == ("plan", _AUTO):
         expected = f"auto, or keys and values ({', '.join(_keys(PlanConfig))})"
     got = error["input"]
-    return f"{key}: expected {expected}, got {shown(repr(got))} ({type(got).__name__})", f"correct {key} in the job file"
+    if of_trainer:
+        key = ARGUMENTS.get(key, key)
+    cure = f"correct the argument {key} of Trainer" if of_trainer else f"correct {key} in the job file"
+    return f"{key}: expected {expected}, got {shown(repr(got))} ({type(got).__name__})", cure

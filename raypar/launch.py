@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, RayparError, UserCodeError
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder
+from raypar.user_code import ENDS, noting_ctrl_c, said, unless_ctrl_c
 from raypar.worker.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -127,15 +129,22 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     from raypar.planner.report import fewer_shards
     from raypar.worker.preflight import preflight
 
-    try:
-        checked = preflight(spec)
-        say("checked", f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples")
-        for line in checked.notes:
-            tell({"kind": "warning", "text": line})
-        planned = plan(checked)
-        request = _request(spec, checked, planned, options)
-    except UserCodeError as error:
-        raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
+    with noting_ctrl_c():
+        try:
+            checked = preflight(spec)
+            say("checked", f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples")
+            for line in checked.notes:
+                tell({"kind": "warning", "text": line})
+            planned = plan(checked)
+            request = _request(spec, checked, planned, options)
+        except UserCodeError as error:
+            raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
+        except (SystemExit, KeyboardInterrupt) as error:
+            unless_ctrl_c(error)
+            raise InputError(
+                f"the job's code raised {said(error)}\n{traceback.format_exc()}",
+                cure="the last lines of the traceback are where it did",
+            ) from error
     gpus = int(spec.device == "gpu")
     notes = ["times are of this machine's processors, not of GPUs"] * gpus
     if options.elastic is not None:
@@ -166,7 +175,8 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
         from raypar.worker.checkpoint import hash_of
 
         result.weights_sha256 = hash_of(Path(result.checkpoint_path))
-        result.sample = sample_of(spec, Path(result.checkpoint_path))
+        with noting_ctrl_c():
+            result.sample = sample_of(spec, Path(result.checkpoint_path))
     return result
 
 
@@ -192,8 +202,9 @@ def sample_of(spec: JobSpec, checkpoint: Path) -> str | None:
         model.load_state_dict(dict(Parameters(checkpoint)), strict=False)
         taken = inspect.signature(generate).parameters
         return str(generate(model, **{key: value for key, value in spec.model.args.items() if key in taken}))
-    except Exception as error:
-        return f"({spec.model.label} has a generate function beside it, but it raised {type(error).__name__}: {error})"
+    except ENDS as error:
+        unless_ctrl_c(error)
+        return f"({spec.model.label} has a generate function beside it, but it raised {said(error)})"
 
 
 def choose(

@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,23 @@ LINE_BYTES = 1 << 20
 """Of a line of metrics or events."""
 DOCUMENT_BYTES = 16 << 20
 """Of plan, members or cluster: tens of thousands of workers."""
+
+URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""`s3://...`, also with one slash: that is what `pathlib.Path` makes of it."""
+
+
+def local_path(given: str | os.PathLike[str], what: str) -> Path:
+    """The path. Raises `ConfigError` for a URI: raypar would make a folder of that name on this machine's disk.
+
+    `what`: which argument or key gave it.
+    """
+    if found := URI.match(os.fspath(given)):
+        scheme = found[0].rstrip(":/")
+        raise ConfigError(
+            f"{what} is {os.fspath(given)!r}: raypar does not read or write {scheme} storage, only folders",
+            cure="give the path of a folder (on a cluster, of storage that all nodes have mounted), and copy to or from there",
+        )
+    return Path(given)
 
 
 @dataclass(frozen=True)
@@ -88,7 +106,7 @@ class RunFolder:
     @staticmethod
     def create(run_dir: str | Path, name: str) -> RunFolder:
         """A new folder `name`, or `name-2`, `name-3`, ... beside runs that have it already. Raises `ConfigError`."""
-        root = Path(run_dir)
+        root = local_path(run_dir, "run_dir")
         try:
             root.mkdir(parents=True, exist_ok=True)
             number = 1
@@ -110,7 +128,7 @@ class RunFolder:
     @staticmethod
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
         """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
-        for path in (Path(run), Path(run_dir) / run):
+        for path in (local_path(run, "the run"), local_path(run_dir, "--run-dir") / run):
             has_job = (path / "job.yaml").is_file()
             if has_job or (path / "checkpoints").is_dir():
                 RunFolder(path).check_files()
@@ -136,7 +154,7 @@ class RunFolder:
     @staticmethod
     def latest(run_dir: str | Path = "runs/") -> RunFolder:
         """The run under `run_dir` that was started or resumed last. Raises `ConfigError` when there is none."""
-        started = sorted(Path(run_dir).glob("*/cluster.json"), key=lambda path: path.lstat().st_mtime)
+        started = sorted(local_path(run_dir, "--run-dir").glob("*/cluster.json"), key=lambda path: path.lstat().st_mtime)
         if not started:
             raise ConfigError(
                 f"no run lies under {run_dir}",

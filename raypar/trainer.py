@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.callbacks import checked as checked_callback
+from raypar.callbacks import checked_list as checked_callbacks
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch import (
     Options,
@@ -27,7 +27,7 @@ from raypar.launch import (
     resumed,
 )
 from raypar.plan import ParallelPlan, Routing
-from raypar.run_folder import RunFolder
+from raypar.run_folder import RunFolder, local_path
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 
 if TYPE_CHECKING:
@@ -36,16 +36,28 @@ if TYPE_CHECKING:
     from raypar.worker.preflight import Checked
 
 
+NOT_OF_RAY_TRAIN = {
+    "storage_filesystem": "give storage_path, the path of a folder (on a cluster, of storage that all nodes have mounted)",
+    "callbacks": "give callbacks=[...] to Trainer, objects of classes derived from raypar.callbacks.Callback",
+    "worker_runtime_env": "give it to ray.init(runtime_env=...)",
+}
+"""Fields of Ray Train's `RunConfig` that would be passed over in silence, and what to give instead."""
+
+
 class Trainer:
     """Trains a model on Ray, in stages, replicas and shards; of the plan, only shards and their styles change the bits.
 
     Functions are given as `"module:name"`, as the callable itself, or as a pair (either of those, dict of keyword arguments):
 
     - `model()`: an `nn.Sequential`, a list of blocks or a `Graph`; called under the meta device;
-    - `loss(output, target)`: a scalar, or (sum, count);
+    - `loss(output, target)`: a scalar, or (sum, count); also a loss module without parameters (`nn.CrossEntropyLoss()`) or the
+      class of one;
     - `data()`: a map-style data set, or the data set itself; `validation` likewise;
     - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates.
 
+    `data_input`, `data_target`: fields of dict samples that the first layer reads and the loss is given; `data_names`: names of
+    the fields of tuple samples, where they are not x, y, z; `data_processes`: CPU processes that read ahead. What a job file
+    calls `data.input` and so on; `validation` samples have the same fields.
     `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan` (then `schedule` is used).
     `workers`: so many at most; with "auto" as many are used as help, by default as many as this machine has processors.
     `elastic`: True, or a dict with the keys of a job file's `elastic`: workers may die, hang, join or be drained.
@@ -62,6 +74,10 @@ class Trainer:
         model: Any,
         loss: Any,
         data: Any,
+        data_input: str | None = None,
+        data_target: str | None = None,
+        data_names: Sequence[str] = (),
+        data_processes: int = 0,
         optimizer: Any = "torch.optim:AdamW",
         steps: int,
         batch_size: int,
@@ -93,23 +109,61 @@ class Trainer:
         **rest: Any,
     ) -> None:
         from raypar.commands._submitted import lasting
-        from raypar.config import PlanConfig, parse_elastic
+        from raypar.config import PlanConfig, check_arguments, parse_elastic
 
         known = {f.name for f in fields(JobSpec)}
+        whole_plan = isinstance(plan, ParallelPlan)  # which says nothing of styles
         for key in rest:
-            if key not in known:
+            if key not in known or (key in PlanConfig.model_fields and not whole_plan):
                 near = get_close_matches(key, [*inspect.signature(Trainer).parameters, *known], n=1, cutoff=0.6)
                 cure = f"did you mean {near[0]!r}?" if near else "see help(raypar.Trainer)"
                 if key in PlanConfig.model_fields:
                     cure = f"it is part of the plan: plan={{{key!r}: ...}}"
                 raise ConfigError(f"Trainer has no argument {key!r}", cure=cure)
         if run_config is not None:
-            name = run_config.name or name
+            name = name or run_config.name  # Ray makes one up where none is given
             run_dir = run_config.storage_path or run_dir
             checkpoint_config = checkpoint_config or run_config.checkpoint_config
+            for key, instead in NOT_OF_RAY_TRAIN.items():
+                if getattr(run_config, key, None):
+                    raise ConfigError(f"run_config has {key}, which raypar does not use", cure=instead)
         if checkpoint_config is not None:
             keep = checkpoint_config.num_to_keep or keep
-            checkpoint_every = getattr(checkpoint_config, "checkpoint_frequency", None) or checkpoint_every
+            frequency = getattr(checkpoint_config, "checkpoint_frequency", None)
+            checkpoint_every = frequency if isinstance(frequency, int) and frequency else checkpoint_every
+        check_arguments(
+            {
+                "name": name or "run",
+                "seed": seed,
+                "steps": steps,
+                "batch_size": batch_size,
+                "microbatches": microbatches,
+                "virtual_replicas": virtual_replicas,
+                "clip_norm": clip_norm,
+                "data_input": data_input,
+                "data_target": data_target,
+                "data_names": data_names,
+                "data_processes": data_processes,
+                "validate_every": validate_every,
+                "validation_samples": validation_samples,
+                "checkpoint_every": checkpoint_every,
+                "keep": keep,
+                "run_dir": os.fspath(run_dir) if isinstance(run_dir, os.PathLike) else run_dir,
+                "workers": workers,
+                "address": address,
+                "local_nodes": local_nodes,
+                "stop_at_step": stop_at_step,
+                "max_time_s": max_time_s,
+                "wait_for_workers_s": wait_for_workers_s,
+                **rest,
+            }
+        )
+        if validation is None and (validate_every or validation_samples):
+            raise ConfigError(
+                "validate_every or validation_samples is given, but validation is not",
+                cure="give validation=, a data set, or leave them out",
+            )
+        reading = {"names": tuple(data_names), "input": data_input, "target": data_target, "processes": data_processes}
         self.spec = JobSpec(
             name=name or "run",
             seed=seed,
@@ -118,19 +172,19 @@ class Trainer:
             microbatches=microbatches,
             virtual_replicas=virtual_replicas,
             model=as_ref(model, "model"),
-            loss=as_ref(loss, "loss"),
-            data=as_data(data, "data"),
+            loss=as_loss(loss),
+            data=as_data(data, "data", reading),
             optimizer=OptimizerSpec(as_ref(optimizer, "optimizer")),
             lr_schedule=as_ref(lr_schedule, "lr_schedule") if lr_schedule is not None else None,
             clip_norm=clip_norm,
-            validation=ValidationSpec(as_data(validation, "validation"), validate_every, validation_samples)
+            validation=ValidationSpec(as_data(validation, "validation", reading), validate_every, validation_samples)
             if validation is not None
             else None,
             **rest,
         )
         self.plan, self.schedule, self.workers = plan, schedule, workers
         self.elastic = parse_elastic(elastic)
-        self.callbacks = tuple(checked_callback(c, type(c).__name__) for c in callbacks)
+        self.callbacks = checked_callbacks(callbacks)
         self.address, self.local_nodes, self.run_dir = address, local_nodes, lasting(run_dir)
         self.save_every, self.keep, self.stop_at_step = checkpoint_every, keep, stop_at_step
         self.max_time_s, self.wait_for_workers_s = max_time_s, wait_for_workers_s
@@ -208,12 +262,18 @@ def checkpoint_at(given: Any, tell: Tell) -> Path:
     """The whole checkpoint meant by a Ray Train checkpoint, or by the path of a checkpoint or run. Raises `CheckpointError`."""
     from raypar.worker.checkpoint import MANIFEST, verify
 
+    elsewhere = getattr(given, "filesystem", None)
+    if elsewhere is not None and elsewhere.type_name != "local":
+        raise ConfigError(
+            f"resume_from_checkpoint lies on a file system of its own ({elsewhere.type_name}), and raypar reads folders only",
+            cure="copy it here first: resume_from_checkpoint=checkpoint.to_directory()",
+        )
     given = getattr(given, "path", given)
     if not given or not isinstance(given, (str, os.PathLike)):
         raise ConfigError(
             f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
         )
-    path = Path(given)
+    path = local_path(given, "resume_from_checkpoint")
     if (path / "checkpoints").is_dir():
         return last_checkpoint(RunFolder(path), tell)
     if not (path / MANIFEST).is_file():
@@ -225,14 +285,14 @@ def as_ref(value: Any, what: str) -> Ref:
     """A function as `Trainer` takes it."""
     if isinstance(value, Ref):
         return value
-    if hasattr(value, "named_parameters"):
+    args: Mapping[str, Any] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, args = value
+    if what != "loss" and hasattr(value, "named_parameters") and not isinstance(value, type):
         raise ConfigError(
             f"{what} is a {type(value).__name__} that is built already",
             cure=f"give a function that builds it ({what}=lambda: nn.Sequential(...)): every worker makes only its own stage",
         )
-    args: Mapping[str, Any] = {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value, args = value
     if isinstance(value, str) or callable(value):
         return Ref(value, args)
     raise ConfigError(
@@ -240,9 +300,25 @@ def as_ref(value: Any, what: str) -> Ref:
     )
 
 
-def as_data(value: Any, what: str) -> DataSpec:
-    """A data set as `Trainer` takes it: a factory, or the data set itself."""
+def as_loss(value: Any) -> Ref:
+    """A loss as `Trainer` takes it: a function, a loss module, or the class of one. Raises `ConfigError` for a module that
+    would have to be trained."""
+    from raypar.worker.loss import loss_function
+
+    ref = as_ref(value, "loss")
+    if callable(ref.target):  # else it is imported by the check, from the folder the job was started in
+        loss_function(ref)
+    return ref
+
+
+def as_data(value: Any, what: str, reading: Mapping[str, Any]) -> DataSpec:
+    """A data set as `Trainer` takes it: a factory, or the data set itself. `reading`: the other fields of its `DataSpec`."""
     if isinstance(value, DataSpec):
+        if any(reading.values()):
+            raise ConfigError(
+                f"{what} is a DataSpec, and data_input, data_target, data_names or data_processes is given beside it",
+                cure="give them to the DataSpec, or give the data set itself",
+            )
         return value
     if isinstance(value, Mapping):
         raise ConfigError(
@@ -250,8 +326,8 @@ def as_data(value: Any, what: str) -> DataSpec:
             cure='give one data set (of several splits, one); or "module:name", or a pair (function, keyword arguments)',
         )
     if not callable(value) and hasattr(value, "__getitem__") and not isinstance(value, (str, tuple)):
-        return DataSpec(Ref(Given(value)))
-    return DataSpec(as_ref(value, what))
+        return DataSpec(Ref(Given(value)), **reading)
+    return DataSpec(as_ref(value, what), **reading)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get
 
 from raypar.errors import ClusterError, ConfigError
 
@@ -20,7 +23,8 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Capacity:
-    """Logical CPUs, and GPUs. `ever`: what an autoscaler may bring the cluster to; None without an autoscaler."""
+    """Logical CPUs, and GPUs. `ever`: what an autoscaler may bring the cluster to, where it says so; else None. `grows`:
+    whether an autoscaler runs that may add nodes."""
 
     nodes: int
     total: int
@@ -28,6 +32,7 @@ class Capacity:
     ever: int | None
     gpus: int = 0
     gpus_ever: int | None = None
+    grows: bool = False
 
 
 def capacity() -> Capacity:
@@ -36,7 +41,7 @@ def capacity() -> Capacity:
     total = sum(node["Resources"].get("CPU", 0.0) for node in alive)
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive)
     free = int(ray.available_resources().get("CPU", 0.0))
-    return Capacity(len(alive), int(total), free, autoscaled("CPU"), int(gpus), autoscaled("GPU"))
+    return Capacity(len(alive), int(total), free, autoscaled("CPU"), int(gpus), autoscaled("GPU"), grows())
 
 
 def most_on_a_node(gpus: int = 0) -> int:
@@ -57,11 +62,51 @@ def autoscaled(resource: str) -> int | None:
     return int(most[resource]) if most and resource in most else None
 
 
+AUTOSCALER_STATUS = b"__autoscaling_status"
+"""Key of Ray's key-value store under which the autoscaler (version 1) keeps its status, as JSON."""
+ANONYMOUS = re.compile(r"node_[0-9a-f]{56}")
+"""Node type that Ray makes up for a node where nobody has defined types: every head has a monitor, which then only reads."""
+
+
+def grows() -> bool:
+    """Whether an autoscaler runs that may add nodes. Ray says so in private places only: where they are gone, none is seen.
+
+    Ray 2.60 never publishes how far an autoscaler goes (`autoscaled` is None); both versions publish a status.
+    """
+    with contextlib.suppress(Exception):
+        if defines_node_types(_internal_kv_get(AUTOSCALER_STATUS)):
+            return True
+        reply = ray.core.generated.autoscaler_pb2.GetClusterStatusReply()
+        reply.ParseFromString(
+            ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address).get_cluster_status(timeout_s=ANSWER_S)
+        )
+        types = [node.ray_node_type_name for node in reply.cluster_resource_state.node_states]
+        return reply.autoscaling_state.autoscaler_state_version > 0 and any(map(defined, types))
+    return False
+
+
+def defines_node_types(status: bytes | None) -> bool:
+    """Whether the status of an autoscaler of version 1 has node types that somebody has defined, so that it can add nodes."""
+    try:
+        report = json.loads(status or b"{}").get("autoscaler_report") or {}
+    except ValueError:
+        return False
+    seen = [*(report.get("active_nodes") or ()), *(report.get("idle_nodes") or ()), *(report.get("pending_launches") or ())]
+    return any(map(defined, seen))
+
+
+def defined(node_type: str) -> bool:
+    """Whether somebody has given the node type this name."""
+    return bool(node_type) and ANONYMOUS.fullmatch(node_type) is None
+
+
 def require(workers: int, cluster: Capacity, gpus: int = 0, plan: str = "") -> None:
     """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one.
 
-    `plan`: how it comes to so many, for the message.
+    `plan`: how it comes to so many, for the message. One that grows may come to any number: that is waited for.
     """
+    if cluster.grows and cluster.ever is None:
+        return
     if gpus:
         from raypar.comm.nccl import judge_gpus
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from raypar.actors.tasks import Tasks
 from raypar.elastic import events as on
 from raypar.elastic.machine import RunMachine
 from raypar.errors import UserCodeError
+from raypar.user_code import said
 
 
 class Effects:
@@ -41,7 +43,20 @@ class Effects:
 
     async def awaited(self, call: Callable[[], Any]) -> Any:
         """Its result. The loop goes on meanwhile: a driver that does not answer is taken for hung by its client."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+        def called() -> Any:
+            try:
+                return call()
+            except (
+                SystemExit,
+                KeyboardInterrupt,
+            ) as error:  # of a callback's module, say: it would end the loop, and the driver
+                raise UserCodeError(
+                    f"code of a callback raised {said(error)}\n{traceback.format_exc()}",
+                    cure="the last lines of the traceback are where it did",
+                ) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, called)
 
     def aside(self, call: Callable[..., Any], *facts: Any) -> None:
         """Nobody waits for it."""

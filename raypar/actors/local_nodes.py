@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raypar.errors import ClusterError
+from raypar.errors import ClusterError, first_line
 
 JOIN_S = 60.0
 """How long a raylet may take to appear in Ray's node table."""
@@ -55,6 +55,11 @@ def local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> Iterat
             raise ClusterError(
                 f"this version of Ray does not start several nodes as raypar knows it: {error}",
                 cure="leave --local-nodes out, or use ray 2.60",
+            ) from error
+        except Exception as error:  # Ray raises a bare one when a raylet is not up in time
+            raise ClusterError(
+                f"local node {len(started) + 2} of {count} did not start: {first_line(error)}",
+                cure="ask for fewer with --local-nodes, or look at what else this machine is doing",
             ) from error
         joined(tuple(found))
         yield tuple(found)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from raypar.actors.cleaner import cleared
 from raypar.actors.local_nodes import LocalNode, local_nodes, shared_out
-from raypar.errors import ClusterError, ConfigError
+from raypar.errors import ClusterError, ConfigError, first_line
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Modest: no tensor goes through the object store."""
@@ -78,7 +78,7 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
     that ends, and leaves nothing behind. A Ray that happens to run on the machine is never attached to.
 
     `nodes`: of a Ray of our own; more than one share out the CPUs. Raises `ConfigError` when they are not `possible`.
-    `gpus`: workers need the machine's GPUs, which a Ray of our own offers only then.
+    `gpus`: workers need the machine's GPUs, which a Ray of our own offers only then. Raises `ConfigError` where it has none.
     """
     possible(address, nodes)
     if gpus and nodes > 1:
@@ -106,8 +106,22 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
             with without_obituaries(), joined(address, working_dir) as connection:
                 yield connection
         else:
+            if gpus:
+                require_gpu_here()
             with without_obituaries(), own(workers, nodes, gpus) as connection:
                 yield connection
+
+
+def require_gpu_here() -> None:
+    """Raise `ConfigError` where a Ray of our own would have no GPU that PyTorch can use."""
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        raise ConfigError(
+            "the job asks for GPUs (device: gpu), and PyTorch finds none on this machine",
+            cure="set device: cpu, join a cluster that has GPUs (--address), or look at nvidia-smi, CUDA_VISIBLE_DEVICES and "
+            "whether this PyTorch is built for CUDA",
+        )
 
 
 def would_join(address: str | None) -> bool:
@@ -133,6 +147,7 @@ def possible(address: str | None, nodes: int) -> None:
 def joined(address: str, working_dir: Path) -> Iterator[Connection]:
     """A cluster that runs already. Its workers import from the working directory, which is sent there if it is elsewhere."""
     import ray
+    from ray.exceptions import AuthenticationError, RayError
 
     from raypar.actors.footing import unpacked  # at once: not while Ray unpacks us
 
@@ -144,9 +159,15 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
         with interruptible(), unseeded():
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
             unpacked()
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except AuthenticationError as error:
         raise ClusterError(
-            f"cannot join a Ray cluster at {address!r}: {error}",
+            f"the Ray cluster at {address!r} lets nobody in without its token: {error.message}",
+            cure="set RAY_AUTH_MODE=token, and give the cluster's token: RAY_AUTH_TOKEN, or a file (RAY_AUTH_TOKEN_PATH; "
+            "~/.ray/auth_token where it is not set)",
+        ) from error
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
+        raise ClusterError(
+            f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
             cure="check `ray status --address ...`, or leave the address out: raypar then starts a Ray of its own",
         ) from error
     try:
@@ -231,7 +252,7 @@ def _started() -> Iterator[None]:
         yield
     except Exception as error:
         raise ClusterError(
-            f"Ray did not start on this machine: {error}",
+            f"Ray did not start on this machine: {first_line(error)}",
             cure="the machine may be busy or short of memory: try again; or join a running cluster (--address)",
         ) from error
 

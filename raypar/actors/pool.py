@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypar.actors.cluster_watch import capacity, most_on_a_node
+from raypar.actors.cluster_watch import Capacity, capacity, most_on_a_node
 from raypar.actors.worker_actor import worker_class
 from raypar.comm.handshake import Credential
 from raypar.elastic.naming import named, verb
@@ -22,6 +22,8 @@ from raypar.plan import ParallelPlan
 
 POLL_S = 0.05
 SWEEP_S = 20.0
+SAY_S, SAY_AGAIN_S = 2.0, 30.0
+"""How often people hear what is waited for: when it has changed, and when not."""
 SHUN_S = 15.0
 """How long a worker that is hired waits for a place elsewhere than on a node that is known to be slow."""
 NODE_LABEL = "ray.io/node-id"
@@ -62,22 +64,17 @@ class Pool:
                 shards = sum(s.position == seat.position and s.replica == seat.replica for s in plan.seats)
                 group = self._group(rank, shards)
             self.groups[rank], self.bundles[rank] = group, seat.shard
-        start, told_s = time.monotonic(), 0.0
+        start, told = time.monotonic(), (0.0, -1)
         while True:
             there = await asyncio.to_thread(self._there)
             if there == plan.world:
                 return
             waited = time.monotonic() - start
             if waited > wait_s:
-                cluster = capacity()
-                raise ClusterError(
-                    f"only {there} of {plan.world} workers could be placed within {wait_s:.0f} s; the cluster has "
-                    f"{cluster.total} CPUs, {cluster.free} of them free" + f", and {cluster.gpus} GPUs" * bool(self.gpus),
-                    cure="wait for other jobs to end, add nodes, choose a smaller plan, or raise wait_for_workers_s",
-                )
-            if waited - told_s > 2.0:
-                told_s = waited
-                say(f"waiting for {plan.world - there} of {plan.world} workers")
+                raise never_placed(there, plan.world, wait_s, await asyncio.to_thread(capacity), bool(self.gpus))
+            if waited > told[0] + (SAY_S if there != told[1] else SAY_AGAIN_S):
+                told = waited, there
+                say(awaited(there, plan.world, (await asyncio.to_thread(capacity)).grows))
             await asyncio.sleep(POLL_S)
 
     async def reserve_one(self, number: int, avoid: Collection[str], shun: Collection[str] = ()) -> None:
@@ -188,6 +185,27 @@ class Pool:
         """Kill every worker, return every reserved CPU. Idempotent."""
         for number in {*self.workers, *self.groups}:
             self.dismiss(number)()
+
+
+def awaited(there: int, wanted: int, grows: bool) -> str:
+    """`waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running`."""
+    more = "1 more worker" if wanted - there == 1 else f"{wanted - there} more workers"
+    return f"waiting for {more}: the cluster has a place for {there} of {wanted}" + ", an autoscaler is running" * grows
+
+
+def never_placed(there: int, wanted: int, wait_s: float, cluster: Capacity, gpus: bool) -> ClusterError:
+    """What is said when the wait for places has been in vain."""
+    cure = "wait for other jobs to end, add nodes, choose a smaller plan, or raise wait_for_workers_s"
+    if cluster.grows:
+        cure = (
+            "`ray status` says what the autoscaler does: its max_workers may be too low, or no node type may have "
+            f"{'a GPU' if gpus else 'CPUs'} enough; else raise wait_for_workers_s, or choose a smaller plan"
+        )
+    what = (
+        f"only {there} of {wanted} workers could be placed within {wait_s:.0f} s; the cluster has {cluster.total} CPUs, "
+        f"{cluster.free} of them free" + f", and {cluster.gpus} GPUs" * gpus
+    )
+    return ClusterError(what + ", and its autoscaler has added no more" * cluster.grows, cure=cure)
 
 
 async def _quietly(ref: Any) -> None:

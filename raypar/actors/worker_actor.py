@@ -28,6 +28,7 @@ from raypar.comm.handshake import Credential
 from raypar.comm.tcp_accept import THREAD as ACCEPT_THREAD
 from raypar.elastic.member import Fenced, Member
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
+from raypar.user_code import ENDS, said
 
 ORPHAN_THREAD = "raypar-orphan"
 LEAVE_S = 5.0
@@ -286,21 +287,21 @@ class WorkerActor:
             if self.guard is not None:
                 self.guard.accept_directory()
             return call()
-        except Exception as error:
+        except ENDS as error:  # a SystemExit would end this process without a word
             return self._judge(doing, error)
         finally:
             self.heard_s = time.monotonic()  # whoever waits for this is still there
             self.doing = "idle"
 
-    def _judge(self, doing: str, error: Exception) -> Failed:
+    def _judge(self, doing: str, error: BaseException) -> Failed:
         if isinstance(error, Fenced):
             return Failed("aborted", error)
         if isinstance(error, CommError):
             return Failed("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
         if lacks_memory(error):
             text = "".join(traceback.format_exception(error)).rstrip()
-            said = str(error.what if isinstance(error, UserCodeError) else error).partition("\n")[0]
-            what = f"{self.coordinate}, {doing}: out of memory: {said or type(error).__name__}\n{text}"
+            first = str(error.what if isinstance(error, UserCodeError) else error).partition("\n")[0]
+            what = f"{self.coordinate}, {doing}: out of memory: {first or type(error).__name__}\n{text}"
             return Failed("user", OutOfMemory(what, cure="use workers with more memory"))
         if isinstance(error, UserCodeError):
             return Failed("user", UserCodeError(f"{self.coordinate}, {doing}: {error.what}", error.cure))
@@ -311,7 +312,7 @@ class WorkerActor:
         if Path(innermost).is_relative_to(Path(__file__).parents[1]):
             what = f"{self.coordinate}, {doing}: a mistake of raypar's own\n{text}"
             return Failed("error", RayparError(what, cure="please report it with the lines above"))
-        what = f"{self.coordinate}, {doing}: {type(error).__name__}: {error}\n{text}"
+        what = f"{self.coordinate}, {doing}: {said(error)}\n{text}"
         return Failed(
             "user", UserCodeError(what, cure="the last lines of the traceback are where your code, or what it called, raised")
         )

@@ -24,8 +24,11 @@ def submitted() -> bool:
 
 def lasting(run_dir: str | os.PathLike[str]) -> Path:
     """Where `run_dir` lies: a submitted job stands in a copy of its folder that Ray removes, so that what is relative lies
-    under `~/raypar` there."""
-    return Path.home() / FOLDER / run_dir if submitted() else Path(run_dir)
+    under `~/raypar` there. Raises `ConfigError` for a URI."""
+    from raypar.run_folder import local_path
+
+    path = local_path(run_dir, "run_dir")
+    return Path.home() / FOLDER / path if submitted() else path
 
 
 def unfinished(job: Job) -> tuple[RunFolder | None, str]:

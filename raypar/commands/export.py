@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from raypar.errors import CheckpointError, ConfigError
+from raypar.run_folder import RunFolder, local_path
 
 SUFFIXES = (".safetensors", ".pt")
 
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     Parameters and persistent buffers, so that `load_state_dict` takes a .pt as it is. A tied parameter has all names in a .pt;
     in a .safetensors, which holds a tensor once, it has its first name, and the metadata lead from the others to it.
     """
-    out = Path(args.out)
+    out = local_path(args.out, "--out")
     if out.suffix not in SUFFIXES or not out.parent.is_dir():
         raise ConfigError(f"cannot write --out {args.out}", cure=f"name a {' or '.join(SUFFIXES)} file in a folder that exists")
     path = _checkpoint(args.run, args.run_dir, args.step)
@@ -58,10 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
     """The checkpoint folder meant; what had to be skipped is said on stderr. Raises `CheckpointError`."""
-    from raypar.run_folder import RunFolder
     from raypar.worker.checkpoint import MANIFEST, usable, verify
 
-    if os.path.lexists(Path(run) / MANIFEST):
+    if os.path.lexists(local_path(run, "the run") / MANIFEST):
         return verify(Path(run)).path
     folder = RunFolder.find(run, run_dir, with_job=False)
     if step is not None:

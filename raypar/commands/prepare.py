@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
+from raypar.run_folder import local_path
 
 PIECE_BYTES = 4 << 20
 """Read and tokenized at a time; text for a tokenizer is cut after a line."""
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise ConfigError(f"no text file {', '.join(missing)}", cure="give the paths of text files")
-    out = Path(args.out)
+    out = local_path(args.out, "--out")
     if out.suffix != ".bin" or not out.parent.is_dir() or out in files:
         raise ConfigError(f"cannot write --out {args.out}", cure="name a .bin file in a folder that exists")
     from raypar.worker.tokens import write_tokens

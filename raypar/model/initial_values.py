@@ -23,7 +23,6 @@ from raypar.model.model_call import call_watched
 from raypar.model.random_state import RandomState, preserved, seed_all
 from raypar.plan.seeds import seed_of
 
-
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
 """Entered around a call of the user's code, given words for it: sets back what the call leaves of the process's state."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,8 @@ class Deferred:
     summed: Tensor
     product: Callable[[Tensor, Tensor], Tensor] | None = None
     """Of grad and x: the weight's gradient, where that is not `weight_gradient`."""
+    cast: object = None
+    """Under `torch.autocast`: what is one object for calls whose gradients are added before they are cast back."""
 
     def weight(self) -> Tensor:
         """Gradient of `linear.weight` [out, in]."""
@@ -108,10 +110,55 @@ def adds_to_weights(ctx: Any) -> bool:
 
     `torch.autograd.grad` inside a layer does not: what it passes by must not be put off and added later.
     """
+    node = ctx.next_functions[1][0]
+    while node is not None and node.name() == "ToCopyBackward0":  # of `in_compute_dtype`
+        node = node.next_functions[0][0]
     try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[1][0]))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # `grad` of the weight itself
         return False
+
+
+# -- under torch.autocast ----------------------------------------------------------------------------------------------------
+
+
+def in_compute_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The operands of a product as `torch.autocast` has them cast, recorded by autograd; elsewhere as they are."""
+    kind = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    castable = (t is not None and t.is_floating_point() and t.dtype != torch.float64 for t in tensors)
+    return tuple(t.to(dtype) if t is not None and can else t for t, can in zip(tensors, castable, strict=True))
+
+
+_PROBES: dict[torch.device, Tensor] = {}
+
+
+def cast_of(device: torch.device) -> object:
+    """One and the same object for all calls between which autocast keeps a weight's cast; None where there is no autocast.
+
+    Plain autograd adds the gradients of such calls in the compute dtype, and casts the sum. PyTorch does not say whether it
+    still has a cast: a leaf of ours is cast, and kept, as weights are, and the object is the node that did it.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    if device not in _PROBES:
+        _PROBES[device] = torch.ones(1, 1, dtype=torch.float32, device=device, requires_grad=True)
+    made = torch.mm(_PROBES[device], _PROBES[device])
+    return made.grad_fn.next_functions[0][0] if made.grad_fn is not None else None
+
+
+class CastStash(list[Deferred]):
+    """Hands on to `stash`, marked with `cast`, what is put off."""
+
+    def __init__(self, stash: Stash, cast: object) -> None:
+        super().__init__()
+        self._stash, self._cast = stash, cast
+
+    def append(self, deferred: Deferred) -> None:
+        """See the class."""
+        self._stash.append(replace(deferred, cast=self._cast))
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -174,7 +221,11 @@ def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor]
         # A part of a value (`tensor_parallel.value.Sharded`) is no tensor: its weight gradients are autograd's.
         if not torch.is_grad_enabled() or not isinstance(x, Tensor):
             return F.linear(x, linear.weight, linear.bias)
-        result: Tensor = _SplitLinear.apply(x, linear.weight, linear.bias, linear, stash())  # type: ignore[no-untyped-call]
+        kept, cast = stash(), cast_of(x.device)
+        if cast is not None:
+            kept = CastStash(kept, cast)
+        operands = in_compute_dtype(x, linear.weight, linear.bias)
+        result: Tensor = _SplitLinear.apply(*operands, linear, kept)  # type: ignore[no-untyped-call]
         return result
 
     return forward

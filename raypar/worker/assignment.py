@@ -21,6 +21,7 @@ from raypar.model.random_state import RandomState, preserved, seed_all
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
+from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.spec import JobSpec
 
 __all__ = ["Assignment", "assignments", "make_graph", "validation_cut"]
@@ -93,9 +94,10 @@ def _call_model(spec: JobSpec) -> Any:
         made = spec.model.call()
     except RayparError:
         raise
-    except Exception as error:
+    except ENDS as error:
+        unless_ctrl_c(error)
         raise UserCodeError(
-            f"the model function {spec.model.label} raised {type(error).__name__}: {error}",
+            f"the model function {spec.model.label} raised {said(error)}",
             cure="it is called with model.args, as one process would call it",
         ) from error
     if made is None:

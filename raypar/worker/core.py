@@ -32,6 +32,7 @@ from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.device import Brought
 from raypar.worker.initial_state import initial_state, unfilled_state
 from raypar.worker.interpreter import BatchSource, Interpreter, Links
+from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import build_optimizer
 from raypar.worker.process_state import Warnings
 from raypar.worker.shard import Shard
@@ -134,7 +135,7 @@ class WorkerCore:
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
         with self.guard.watching(f"the module of the loss {spec.loss.label}"):
-            loss = spec.loss.partial()
+            loss = loss_function(spec.loss, self.device)
         if values is not None:
             values = {name: value.to(self.device) for name, value in values.items()}
         stages: dict[int, Stage] = {}

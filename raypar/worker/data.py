@@ -28,12 +28,19 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
+from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.compute_state import FRESH, StateGuard
 from raypar.worker.process_state import Warnings
 from raypar.worker.spec import DataSpec
 
 FIELD_NAMES = ("x", "y", "z")
 """Names of a tuple sample's fields, unless `data.names` gives others."""
+
+WHERE_FIELDS_ARE_NAMED = (
+    "name the fields there are: data.input and data.target (tuples: data.names) in a job file, data_input=, data_target= and "
+    "data_names= of Trainer"
+)
+"""For the cures of errors."""
 
 READ_TIMEOUT_S = 120.0
 """How long data processes may take over one microbatch, their own start included."""
@@ -51,9 +58,10 @@ def make_dataset(spec: DataSpec) -> Any:
         dataset = spec.dataset.call()
     except RayparError:
         raise
-    except Exception as error:
+    except ENDS as error:
+        unless_ctrl_c(error)
         raise UserCodeError(
-            f"the data set function {spec.dataset.label} raised {type(error).__name__}: {error}\n{traceback.format_exc()}",
+            f"the data set function {spec.dataset.label} raised {said(error)}\n{traceback.format_exc()}",
             cure="run it by itself with data.args",
         ) from error
     size_of(dataset, spec.dataset.label)
@@ -73,6 +81,12 @@ def size_of(dataset: Any, label: str = "") -> int:
         size = len(dataset)
     except TypeError as error:
         raise DataError(f"data set {name} has no length: {error}", cure="give it a __len__ that returns an int") from error
+    except ENDS as error:
+        unless_ctrl_c(error)
+        raise UserCodeError(
+            f"data set {name} has no length: it raised {said(error)}\n{traceback.format_exc()}",
+            cure="call its __len__ by itself",
+        ) from error
     if size == 0:
         raise DataError(f"data set {name} is empty", cure="check data.args: its path, split and context length")
     return size
@@ -139,10 +153,10 @@ class Reader:
                 torch.default_generator.manual_seed(here)
             try:
                 sample = self.dataset[index]
-            except Exception as error:
+            except ENDS as error:
+                unless_ctrl_c(error)
                 raise UserCodeError(
-                    f"sample {index} (epoch {epoch}): the data set raised {type(error).__name__}: {error}\n"
-                    f"{traceback.format_exc()}",
+                    f"sample {index} (epoch {epoch}): the data set raised {said(error)}\n{traceback.format_exc()}",
                     cure=f"read it by itself: dataset[{index}]",
                 ) from error
             if self.guard is not None:
@@ -160,13 +174,13 @@ class Reader:
             if len(values) > len(names):
                 raise DataError(
                     f"sample {index} has {len(values)} fields, but names for {len(names)}: {', '.join(names)}",
-                    cure=f"name all {len(values)} in data.names, or return a dict",
+                    cure=f"name all {len(values)} in data.names (data_names= of Trainer), or return a dict",
                 )
             found = dict(zip(names, values, strict=False))
         if name not in found:
             raise DataError(
                 f"sample {index} has no field {name!r}, only {', '.join(map(str, found)) or 'none at all'}",
-                cure="set data.input, data.target or data.names to the fields there are",
+                cure=WHERE_FIELDS_ARE_NAMED,
             )
         value = found[name]
         if isinstance(value, Tensor):
@@ -304,7 +318,7 @@ class Loader:
             future.cancel()
             raise UserCodeError(
                 f"the data set did not give {where} within {self._timeout_s:g} s, read by {self._spec.processes} processes",
-                cure="raise data.processes, make __getitem__ cheaper, or look for what it waits for",
+                cure="raise data.processes (data_processes= of Trainer), make __getitem__ cheaper, or find what it waits for",
             ) from None
         except BrokenProcessPool as error:
             raise self._died(error, where) from error

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, UserCodeError
+from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.spec import OptimizerSpec
 
 
@@ -53,6 +55,12 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
         raise ConfigError(
             f"optimizer {spec.optimizer.label} refused its arguments: {error}",
             cure="compare optimizer.args and optimizer.groups with the class's signature",
+        ) from error
+    except ENDS as error:
+        unless_ctrl_c(error)
+        raise UserCodeError(
+            f"optimizer {spec.optimizer.label} raised {said(error)}\n{traceback.format_exc()}",
+            cure="make it by itself with optimizer.args",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError
+from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError
 from raypar.model.build import on_meta, parameter_shapes
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.by_shape import check_by_shape
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
+from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.assignment import make_graph
-from raypar.worker.data import make_dataset
+from raypar.worker.data import WHERE_FIELDS_ARE_NAMED, make_dataset
+from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import check_elementwise, check_groups
 from raypar.worker.profile import first_batch
 from raypar.worker.spec import JobSpec, Ref
@@ -42,9 +44,10 @@ def preflight(spec: JobSpec) -> Checked:
 
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
-    for ref in (spec.loss, spec.lr_schedule, spec.optimizer.optimizer):
-        if ref is not None:
-            ref.resolve()
+    loss_function(spec.loss)
+    spec.optimizer.optimizer.resolve()
+    if spec.lr_schedule is not None:
+        _check_lr_schedule(spec.lr_schedule)
     graph = make_graph(spec)
     check_groups(spec.optimizer, parameter_shapes(graph))
     samples = len(make_dataset(spec.data))
@@ -78,7 +81,7 @@ def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
                 )
             target, sequence = spec.data.target or "y", spec.sequence_parallel
-            loss = spec.loss.partial()
+            loss = loss_function(spec.loss)
             check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
 
 
@@ -106,7 +109,7 @@ def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
         if missing:
             raise DataError(
                 f"layer {layer.name!r} reads {missing[0]!r}, which is neither a field of the samples nor written by a layer",
-                cure=f"the samples have fields {sorted(batch)}; name them with data.names or choose data.input",
+                cure=f"the samples have fields {sorted(batch)}; {WHERE_FIELDS_ARE_NAMED}",
             )
         try:
             inputs = [values[name] for name in layer.inputs]
@@ -116,13 +119,13 @@ def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
             return
         except RayparError:
             raise
-        except Exception as error:
+        except ENDS as error:
+            unless_ctrl_c(error)
             if "meta" in str(error).lower():
                 return
             shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
             raise DataError(
-                f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised "
-                f"{type(error).__name__}: {error}",
+                f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {said(error)}",
                 cure="compare the shape of a sample (data) with what the layer expects (model)",
             ) from error
         outputs = out if isinstance(out, tuple) else (out,)
@@ -139,11 +142,15 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
     fields = list(batch)
     target = spec.data.target or (fields[1] if len(fields) > 1 else fields[0])
     if target not in values:
-        raise DataError(f"the loss reads field {target!r}, which the samples do not have", cure=f"data.target: one of {fields}")
+        raise DataError(
+            f"the loss reads field {target!r}, which the samples do not have",
+            cure=f"choose data.target (data_target= of Trainer): one of {fields}",
+        )
     try:
         with torch.no_grad():
-            found = spec.loss.partial()(values[graph.output], values[target])
-    except Exception:
+            found = loss_function(spec.loss)(values[graph.output], values[target])
+    except ENDS as error:
+        unless_ctrl_c(error)
         # A loss may read numbers; if it is wrong, the first step says so with its own traceback.
         return
     total = found[0] if isinstance(found, tuple) and found else found
@@ -152,6 +159,26 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
         raise ModelError(
             f"the loss {spec.loss.label} returned {shape}, not a scalar", cure="return a scalar, or (sum, count) as scalars"
         )
+
+
+def _check_lr_schedule(ref: Ref) -> None:
+    """Raises `UserCodeError` when it cannot be called with a step, `ConfigError` when it then returns no number."""
+    schedule = ref.partial()
+    try:
+        factor = schedule(0)
+    except ENDS as error:
+        unless_ctrl_c(error)
+        raise UserCodeError(
+            f"lr_schedule {ref.label}, called with step 0, raised {said(error)}",
+            cure="give a function of the step that returns the factor on the learning rates",
+        ) from error
+    try:
+        float(factor)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"lr_schedule {ref.label}, called with step 0, returned a {type(factor).__name__}",
+            cure="return a number, the factor on the learning rates",
+        ) from error
 
 
 def _dtype(spec: JobSpec) -> torch.dtype:

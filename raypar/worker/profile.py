@@ -23,6 +23,7 @@ from raypar.plan import ParallelPlan, Routing
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.worker.assignment import make_graph
 from raypar.worker.data import Loader, SampleOrder, make_dataset
+from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import build_optimizer, state_of
 from raypar.worker.spec import JobSpec
 from raypar.worker.stage import Stage
@@ -108,7 +109,7 @@ def _profile_layer(
     received: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
 ) -> tuple[LayerProfile, Mapping[str, Tensor]]:
-    loss = spec.loss.partial()
+    loss = loss_function(spec.loss)
     whole, split = (
         Stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
         for split in (False, True)
@@ -158,7 +159,9 @@ def _kept_bytes(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[st
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        stage.guard.accept()  # the hooks are ours
         _forward(stage, received, fields)
+    stage.guard.accept()
     return sum(kept.values())
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from raypar.errors import ConfigError
 from raypar.plan.microbatches import Microbatches
+from raypar.user_code import ENDS, said, unless_ctrl_c
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class Ref:
             found: Any = importlib.import_module(module)
             for part in name.split("."):
                 found = getattr(found, part)
-        except (ImportError, AttributeError, ValueError) as error:
+        except ENDS as error:
+            unless_ctrl_c(error)
             raise ConfigError(
-                f"cannot import {self.target!r}: {type(error).__name__}: {error}",
+                f"cannot import {self.target!r}: {said(error)}",
                 cure="write it as module:name and run where the module can be imported (current folder, installed package)",
             ) from error
         if not callable(found):
@@ -47,8 +49,14 @@ class Ref:
 
     @property
     def label(self) -> str:
-        """For messages."""
-        return self.target if isinstance(self.target, str) else getattr(self.target, "__qualname__", repr(self.target))
+        """For messages, and for what a checkpoint keeps of the job."""
+        if isinstance(self.target, str):
+            return self.target
+        name: str = getattr(self.target, "__qualname__", repr(self.target))
+        if hasattr(self.target, "named_parameters") and not isinstance(self.target, type):  # a loss module
+            options = [f"{k}={v!r}" for k, v in vars(self.target).items() if isinstance(v, (int, float, str)) and k[0] != "_"]
+            name = f"{type(self.target).__qualname__}({', '.join(o for o in options if not o.startswith('training='))})"
+        return name
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,10 @@ from raypar.model.tensor_parallel.gradient_place import Places
 from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
+from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.accumulate import Accumulator, Ready
 from raypar.worker.compute_state import StateGuard
+from raypar.worker.data import WHERE_FIELDS_ARE_NAMED
 from raypar.worker.device import seeder
 from raypar.worker.shard import Shard
 from raypar.worker.spec import JobSpec
@@ -377,6 +379,7 @@ class Stage:
                 elif source == "elsewhere" and (value.is_floating_point() or value.is_complex()):
                     value = value.detach().requires_grad_()
                     live.received.setdefault(name, []).append(value)
+                    value = value.view_as(value)  # as `_alias`: of a leaf autocast would keep one cast for several readers
                 inputs.append(value)
             self._seed(own_seed)
             outputs = self._run(call, microbatch, inputs if call.order is None else [inputs[place] for place in call.order])
@@ -410,7 +413,7 @@ class Stage:
             reader = f"layer {layer.name!r}" if layer is not None else "the loss"
             raise UserCodeError(
                 f"{reader} reads {name!r}, which no layer writes and the batch does not have (it has {sorted(values)})",
-                cure="set data.input / data.target to fields of the samples, or data.names for tuples",
+                cure=WHERE_FIELDS_ARE_NAMED,
             )
         return values[name]
 
@@ -420,7 +423,7 @@ class Stage:
         before = [tensor._version for tensor in inputs]
         try:
             result = call.module(*inputs)
-        except Exception as error:
+        except ENDS as error:
             if isinstance(error, RuntimeError):
                 _refuse_writing(layer, inputs, before, error)
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
@@ -468,7 +471,7 @@ class Stage:
             if output.requires_grad:
                 output = _alias(output, self._loss_hooks)
             found = self._loss_fn(output, target)
-        except Exception as error:
+        except ENDS as error:
             raise self._user_error(
                 f"the loss (output {list(output.shape)}, target {list(target.shape)})", microbatch, error
             ) from error
@@ -490,11 +493,12 @@ class Stage:
             return total * samples, samples
         return total, count
 
-    def _user_error(self, where: str, microbatch: int, error: Exception) -> RayparError:
+    def _user_error(self, where: str, microbatch: int, error: BaseException) -> RayparError:
+        unless_ctrl_c(error)
         if isinstance(error, RayparError):
             return error
         return UserCodeError(
-            f"{where} raised {type(error).__name__}: {error}\n  {self._place(microbatch)}\n{traceback.format_exc()}",
+            f"{where} raised {said(error)}\n  {self._place(microbatch)}\n{traceback.format_exc()}",
             cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
 
@@ -541,7 +545,7 @@ class Stage:
                 torch.autograd.backward(roots, starts)
         except RayparError:
             raise
-        except Exception as error:
+        except ENDS as error:
             raise self._user_error("the backward pass", microbatch, error) from error
         finally:
             if self._closing is not None:
@@ -598,6 +602,7 @@ class Stage:
 
     def _weights(self, microbatch: int, block: int) -> None:
         live = self._live[microbatch]
+        by_cast: dict[tuple[int, object], Tensor] = {}
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             for deferred in live.stash:
@@ -605,8 +610,11 @@ class Stage:
                 if deferred.linear.bias is not None:
                     pairs.append((deferred.linear.bias, deferred.bias))
                 for parameter, compute in pairs:
-                    use = self._use_of[id(parameter)]
-                    sums[use] = sums[use] + compute() if use in sums else compute()
+                    use = self._use_of[id(parameter)], deferred.cast
+                    by_cast[use] = by_cast[use] + compute() if use in by_cast else compute()
+            for (use, _), total in by_cast.items():
+                total = total.to(self.uses[use][2])  # under torch.autocast gradients are of another dtype
+                sums[use] = sums[use] + total if use in sums else total
         live.stash.clear()
         self.gradients.add_deferred(block, sums)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,11 +16,12 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Routine, Transport, Wait
 from raypar.elastic.outcome import Outcome
-from raypar.errors import NonFiniteError
+from raypar.errors import NonFiniteError, RayparError, UserCodeError
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import Layout
 from raypar.plan import Routing, Tie
 from raypar.plan.tree import Node
+from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.numerics import norm_and_factor, parameter_squares
 from raypar.worker.optimizer import set_lr
@@ -271,12 +274,28 @@ class StepEnd:
             parameter.grad = gradient.clone()
         if not outcome.skipped:
             for optimizer in self.optimizers.values():
-                set_lr(optimizer, self.lr_factor(self.step))
+                with self._user_code("lr_schedule"):
+                    set_lr(optimizer, self.lr_factor(self.step))
                 self.guard.check("the lr_schedule", thorough=True)
-                optimizer.step()
+                with self._user_code(f"the optimizer {type(optimizer).__name__}"):
+                    optimizer.step()
                 self.guard.check("the optimizer", thorough=True)
         self.applied = not outcome.skipped
         self.votable, self.finished = False, self.step
+
+    @contextlib.contextmanager
+    def _user_code(self, what: str) -> Iterator[None]:
+        """Raises `UserCodeError` that names it when user code ends otherwise than by returning."""
+        try:
+            yield
+        except RayparError:
+            raise
+        except ENDS as error:
+            unless_ctrl_c(error)
+            raise UserCodeError(
+                f"{what} raised {said(error)}\n  in step {self.step + 1}\n{traceback.format_exc()}",
+                cure="the last lines of the traceback are where your code, or what it called, raised",
+            ) from error
 
     def apply_late(self, outcome: Outcome) -> None:
         """Act on a vote that was whole elsewhere (DESIGN 4.7): everybody has voted, so our gradients are reduced."""

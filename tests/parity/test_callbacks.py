@@ -13,7 +13,7 @@ from ray import cloudpickle
 
 from raypar.callbacks import Callback, Callbacks, EarlyStopping, MLflow, Stop, TensorBoard, WandB, callbacks_of, checked
 from raypar.config import parse_job
-from raypar.errors import ConfigError, UserCodeError
+from raypar.errors import ConfigError, InputError, UserCodeError
 
 START = {"run": "r", "first": 1}
 END = {"end": "done", "why": "", "step": 3}
@@ -160,7 +160,7 @@ def test_a_job_file_asks_for_callbacks_first_then_trackers():
     ],
 )
 def test_what_is_no_callback_is_refused(asked: str, said: str):
-    with pytest.raises((ConfigError, UserCodeError), match=said):
+    with pytest.raises(InputError, match=said):
         callbacks_of(job(asked))
 
 

@@ -1,13 +1,20 @@
 """What a script gives `Trainer` wrongly is said before anything starts."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from ray.train import Checkpoint, CheckpointConfig, RunConfig
 from torch import nn
 
 import raypar
+from raypar.callbacks import Callback, EarlyStopping
+from raypar.cli import main
 from raypar.config import ElasticConfig
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, DataError, PlanError
 from raypar.worker import profile
+from raypar.worker.preflight import preflight
+from raypar.worker.spec import DataSpec, Ref
 
 GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size": 1, "microbatches": 1}
 
@@ -32,11 +39,112 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"elastic": {"min_worker": 2}}, r"unknown key elastic.min_worker: did you mean elastic.min_workers\?"),
         ({"elastic": {"min_workers": 0}}, r"elastic.min_workers: expected greater than 0, got 0"),
         ({"elastic": {"mirror": "on"}}, r"elastic.mirror: expected auto, off, or a number of steps, got 'on'"),
+        ({"reduction": "foo"}, r"reduction: expected 'canonical' or 'fast', got 'foo' .*\n.*the argument reduction of Trainer"),
+        ({"dtype": "bfloat16"}, r"dtype: expected 'float32' or 'float64', got 'bfloat16'"),
+        ({"device": "tpu"}, r"device: expected 'cpu' or 'gpu', got 'tpu'"),
+        ({"steps": -5}, r"steps: expected greater than 0, got -5"),
+        ({"steps": "10"}, r"steps: expected a valid integer, got '10'"),
+        ({"steps": 10.0}, r"steps: expected a valid integer, got 10.0"),
+        ({"batch_size": 0}, r"batch_size: expected greater than 0, got 0"),
+        ({"clip_norm": -1}, r"clip_norm: expected greater than 0, got -1"),
+        ({"keep": 0}, r"^keep: expected greater than 0, got 0 \(int\)\n.*correct the argument keep of Trainer"),
+        ({"checkpoint_every": -1}, r"^checkpoint_every: expected greater than or equal to 0, got -1"),
+        ({"seed": "x"}, r"seed: expected a valid integer, got 'x'"),
+        ({"threads": 0}, r"threads: expected greater than 0, got 0"),
+        ({"non_finite": "go on"}, r"non_finite: expected 'stop' or 'skip'"),
+        ({"virtual_replicas": -1}, r"virtual_replicas: expected greater than or equal to 0"),
+        ({"name": "a/b"}, r"name: expected letters, digits"),
+        ({"max_time_s": 0}, r"max_time_s: expected greater than 0"),
+        ({"wait_for_workers_s": -1}, r"wait_for_workers_s: expected greater than or equal to 0"),
+        ({"workers": 0}, r"^workers: expected greater than 0, got 0"),
+        ({"stop_at_step": 0}, r"stop_at_step: expected greater than 0"),
+        ({"local_nodes": 0}, r"local_nodes: expected greater than 0"),
+        ({"data_names": "xy"}, r"^data_names: expected a valid tuple, got 'xy' .*\n.*the argument data_names of Trainer"),
+        ({"data_processes": -1}, r"^data_processes: expected greater than or equal to 0"),
+        ({"validation": [1], "validate_every": -1}, r"^validate_every: expected greater than or equal to 0"),
+        ({"validate_every": 5}, r"validate_every or validation_samples is given, but validation is not"),
+        ({"data": DataSpec(Ref("m:f")), "data_target": "y"}, r"data is a DataSpec, and .*data_target.* beside it"),
+        ({"steps": -5, "dtype": "half"}, r"steps: expected .*; dtype: expected"),
+        ({"styles": {"*": "row"}, "plan": {"shards": 2}}, r"no argument 'styles'\n.*part of the plan: plan=\{'styles': ...\}"),
+        (
+            {"run_dir": "s3://bucket/runs"},
+            r"run_dir is 's3://bucket/runs': raypar does not read or write s3 storage.*\n.*folder",
+        ),
+        ({"run_dir": Path("gs://bucket/runs")}, r"raypar does not read or write gs storage"),
+        ({"run_config": RunConfig(storage_path="abfs://c@a/runs")}, r"raypar does not read or write abfs storage"),
+        ({"run_config": RunConfig(storage_filesystem="any")}, r"run_config has storage_filesystem.*\n.*mounted"),
+        ({"run_config": RunConfig(worker_runtime_env={"pip": ["x"]})}, r"run_config has worker_runtime_env.*\n.*ray.init"),
+        ({"callbacks": [Callback]}, r"callback Callback is a class, not an object of it\n.*give an object: Callback\(...\)"),
+        ({"callbacks": Callback}, r"callbacks is .*Callback.*, not a list\n.*callbacks=\[Callback\(\)\]"),
+        ({"callbacks": EarlyStopping()}, r"not a list\n.*callbacks=\[EarlyStopping\(\)\]"),
     ],
 )
 def test_a_wrong_argument_is_one_error_with_a_cure(wrong, says):
     with pytest.raises(ConfigError, match=says):
         raypar.Trainer(**(GIVEN | wrong))
+
+
+def test_more_microbatches_than_samples_are_refused_as_in_a_job_file():
+    with pytest.raises(PlanError, match="9 microbatches cannot be cut from a batch of 8 samples"):
+        raypar.Trainer(**(GIVEN | {"batch_size": 8, "microbatches": 9}))
+
+
+def test_a_class_is_a_function_that_builds_a_model():
+    class Model(nn.Sequential):
+        pass
+
+    assert raypar.Trainer(**(GIVEN | {"model": Model})).spec.model.target is Model
+
+
+def test_ray_trains_configurations_give_what_is_not_given_here():
+    """Ray makes up a name where none is given, and has marks of its own in fields that it no longer uses."""
+    run = RunConfig(name="theirs", storage_path="/somewhere", checkpoint_config=CheckpointConfig(num_to_keep=3))
+    trainer = raypar.Trainer(**GIVEN, run_config=run, checkpoint_every=5)
+    assert (trainer.spec.name, str(trainer.run_dir), trainer.keep, trainer.save_every) == ("theirs", "/somewhere", 3, 5)
+    assert raypar.Trainer(**GIVEN, name="mine", run_config=RunConfig()).spec.name == "mine"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "abfs", "hdfs", "memory"])
+def test_a_checkpoint_in_an_object_store_is_refused_by_its_scheme(scheme, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    at = f"{scheme}://bucket/runs"
+    with pytest.raises(ConfigError, match=f"resume_from_checkpoint is '{at}': raypar does not read or write {scheme} storage"):
+        raypar.Trainer(**GIVEN, resume_from_checkpoint=at).fit(verbose=False)
+    for words in (["resume", at], ["export", at, "--out", "m.pt"], ["export", "run", "--out", f"{at}.pt"], ["status", at]):
+        assert main(words) == 2
+        assert f"does not read or write {scheme} storage" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_ray_checkpoint_that_lies_elsewhere_is_refused():
+    from pyarrow.fs import SubTreeFileSystem, _MockFileSystem
+
+    elsewhere = Checkpoint("bucket/run", filesystem=SubTreeFileSystem("bucket", _MockFileSystem()))
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint lies on a file system of its own .*\n.*to_directory"):
+        raypar.Trainer(**GIVEN, resume_from_checkpoint=elsewhere).fit(verbose=False)
+
+
+DICTS = [{"ids": torch.ones(2), "labels": torch.zeros(2)}] * 4
+
+
+def test_the_fields_of_dict_samples_are_named_where_the_job_was_given():
+    """A script has no `data.input`: the cure names the argument too."""
+    job = GIVEN | {"model": lambda: nn.Sequential(nn.Linear(2, 2)), "loss": nn.functional.mse_loss, "data": DICTS}
+    with pytest.raises(DataError, match=r"has no field 'x', only ids, labels\n.*data_input=, data_target="):
+        preflight(raypar.Trainer(**job).spec)
+    spec = raypar.Trainer(**job, data_input="ids", data_target="labels", validation=DICTS).spec
+    assert set(preflight(spec).batch) == {"ids", "labels"}
+    assert (spec.data.input, spec.data.target) == ("ids", "labels") == (spec.validation.data.input, spec.validation.data.target)
+
+
+def test_the_fields_of_tuple_samples_have_the_names_that_are_given():
+    samples = [(torch.zeros(2), torch.ones(2), torch.ones(2), 1)] * 4
+    job = GIVEN | {"model": lambda: nn.Sequential(nn.Linear(2, 2)), "loss": nn.functional.mse_loss, "data": samples}
+    with pytest.raises(DataError, match=r"4 fields, but names for 3: x, y, z\n.*data_names= of Trainer"):
+        preflight(raypar.Trainer(**job).spec)
+    named = {"data_names": ["mask", "ids", "labels", "length"], "data_input": "ids", "data_target": "labels"}
+    batch = preflight(raypar.Trainer(**job, **named).spec).batch
+    assert set(batch) == {"ids", "labels"} and batch["ids"].sum() == 2
 
 
 def test_a_plan_of_more_workers_than_are_given_is_refused_before_anything_starts(tmp_path):

@@ -15,15 +15,16 @@ MAY_IMPORT = {
     "input_files": "errors",
     "safe_yaml": "input_files errors yaml",
     "run_records": "input_files",
+    "user_code": "",
     "plan": "errors",
     "schedule": "plan errors",
     "planner": "plan schedule errors",
     "elastic": "plan errors",
     "comm": "plan errors torch numpy cupy",
-    "model": "plan comm errors torch numpy",
-    "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors torch numpy "
-    "safetensors input_files",
-    "actors": "worker model elastic planner comm schedule plan run_folder errors torch numpy ray",
+    "model": "plan comm errors user_code torch numpy",
+    "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors user_code torch "
+    "numpy safetensors input_files",
+    "actors": "worker model elastic planner comm schedule plan run_folder errors user_code torch numpy ray",
     "config": "plan schedule elastic errors worker.spec input_files safe_yaml pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
 from raypar.model import split_linear
-from raypar.model.split_linear import Deferred, Stash, adds_to_weights, as_matrix, bias_gradient, input_gradient, splittable
+from raypar.model.split_linear import (
+    CastStash,
+    Deferred,
+    Stash,
+    adds_to_weights,
+    as_matrix,
+    bias_gradient,
+    in_compute_dtype,
+    input_gradient,
+    splittable,
+)
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.gradient_place import Place
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -41,7 +51,10 @@ class ShardedLinear(nn.Module):
         self._place = Place()
 
     def _stash(self) -> Stash | None:
-        return self.stash() if self.stash is not None and torch.is_grad_enabled() else None
+        stash = self.stash() if self.stash is not None and torch.is_grad_enabled() else None
+        if stash is not None and torch.is_autocast_enabled(self.weight.device.type):
+            return CastStash(stash, object())  # each call casts for itself here, also where nothing is put off
+        return stash
 
     def keep_gradient(self) -> None:
         """The gradient of the last step is no longer needed: the next one is written to its place."""
@@ -87,7 +100,8 @@ class ColumnLinear(ShardedLinear):
         if self.shares and local.requires_grad and torch.is_grad_enabled():
             made = _shared(self, local, seq)
         else:
-            made = _Column.apply(local, self.weight, self.bias, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
+            operands = in_compute_dtype(local, self.weight, self.bias)
+            made = _Column.apply(*operands, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if self.gather:
             return functions.whole(made, made.dim() - 1, even(self.out_features, self.group.size), self.group)
         return Sharded(made, Held(made.dim() - 1, self.out_features, self.held), self.group)
@@ -118,7 +132,8 @@ class RowLinear(ShardedLinear):
             local = part_of(x, x.dim() - 1, self.held, self.group)
         if self.group.sequence:
             _check_sequence(self.name, local.dim())
-        made: Tensor = _Row.apply(local, self.weight, self.bias, self.group, self, self._stash())  # type: ignore[no-untyped-call]
+        operands = in_compute_dtype(local, self.weight, self.bias)
+        made: Tensor = _Row.apply(*operands, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if not self.group.sequence:
             return made
         total = local.shape[1]
@@ -329,7 +344,8 @@ def _shared(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
             weight = _Late.apply(weight, layer, left)  # type: ignore[no-untyped-call]
         # Not kept in `shared`, which the graph refers to: the cycle would hold the activations until Python's collector comes.
         group.shared = shared, _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
-    made: Tensor = _Reader.apply(group.shared[1], weight, layer.bias, layer, stash, left)  # type: ignore[no-untyped-call]
+    operands = in_compute_dtype(group.shared[1], weight, layer.bias)
+    made: Tensor = _Reader.apply(*operands, layer, stash, left)  # type: ignore[no-untyped-call]
     return made
 
 

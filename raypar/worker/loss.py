@@ -1,0 +1,67 @@
+"""What computes the loss: a user's function, a loss module without parameters, or what the class of one makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.comm.memory import CPU
+from raypar.errors import ConfigError, UserCodeError
+from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.worker.spec import Ref
+
+
+def loss_function(ref: Ref, device: torch.device = CPU) -> Callable[..., Any]:
+    """The function (output, target) -> loss; a class is called with `ref.args` first, as an optimizer's is.
+
+    Raises `ConfigError` for what has parameters, which nobody would train, and for `reduction="sum"`, which says how to add up
+    a microbatch but not by what the sum over all of them is to be divided.
+    """
+    made = ref.resolve()
+    if isinstance(made, type):
+        try:
+            made = made(**ref.args)
+        except ENDS as error:
+            unless_ctrl_c(error)
+            raise ConfigError(
+                f"loss {ref.label} refused its arguments: {said(error)}",
+                cure="compare them with the class's signature",
+            ) from error
+        if not callable(made):
+            raise ConfigError(f"loss {ref.label} makes objects that cannot be called", cure="give a function or a loss module")
+    elif ref.args:
+        return ref.partial()
+    return _module(made, ref.label, device) if isinstance(made, nn.Module) else made
+
+
+def _module(module: nn.Module, label: str, device: torch.device) -> Callable[..., Any]:
+    name = next((name for name, _ in module.named_parameters()), None)
+    if name is not None:
+        raise ConfigError(
+            f"loss {label} has parameters ({name!r}, ...), which would not be trained",
+            cure="put the module that has them into the model, as its last layer or before it, and leave a loss without any",
+        )
+    if getattr(module, "reduction", None) == "sum":
+        raise ConfigError(
+            f"loss {label} adds up over a microbatch (reduction='sum'), but does not say what to divide by",
+            cure="give reduction='mean', or a function that returns (sum, count)",
+        )
+    buffers = dict(module.to(device).named_buffers())
+    if not buffers:
+        return module
+
+    def run(output: Tensor, target: Tensor) -> Any:
+        before = {name: buffer._version for name, buffer in buffers.items()}
+        found = module(output, target)
+        for name, buffer in module.named_buffers():
+            if buffer is not buffers[name] or buffer._version != before[name]:
+                raise UserCodeError(
+                    f"loss {label} writes its buffer {name!r}: it would be another one on every replica",
+                    cure="compute it from the output and the target",
+                )
+        return found
+
+    return run

@@ -1,0 +1,136 @@
+"""A Ray that does not start, cannot be joined or has no GPU is one clear error, whatever Ray itself raises."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+from helpers.tiny_job import write_job
+from ray.exceptions import AuthenticationError
+
+from raypar.actors import local_nodes as nodes
+from raypar.actors.cluster_watch import Capacity, defines_node_types, require
+from raypar.actors.local_ray import joined
+from raypar.actors.pool import awaited, never_placed
+from raypar.cli import main
+from raypar.errors import ClusterError
+
+
+@pytest.mark.parametrize("error", [Exception("The current node timed out during startup. This\ncould"), OSError("no memory")])
+def test_a_second_local_node_that_does_not_start_in_time_is_one_clear_error(error, monkeypatch, tmp_path):
+    """Ray raises a bare `Exception`; the nodes that did start are ended."""
+    from ray._private import worker
+
+    ended = []
+    process = SimpleNamespace(pid=7, wait=lambda: None)
+    node = SimpleNamespace(node_id="ab", gcs_address="here:1", all_processes={"raylet": [SimpleNamespace(process=process)]})
+    node.kill_all_processes = lambda **how: ended.append(node)
+
+    to_start = [node]
+
+    def raylet(*given):
+        if not to_start:
+            raise error
+        return to_start.pop()
+
+    monkeypatch.setattr(worker, "_global_node", node)
+    monkeypatch.setattr(nodes, "raylet", raylet)
+    with pytest.raises(ClusterError) as found, nodes.local_nodes(4, 2, 10**8, tmp_path):
+        pass
+    assert found.value.what == f"local node 3 of 4 did not start: {str(error).splitlines()[0]}"
+    assert "--local-nodes" in found.value.cure and ended == [node]
+
+
+NAME = "a" * 56
+STATUS = {"autoscaler_report": {"active_nodes": {f"node_{NAME}": 1}, "idle_nodes": None, "pending_launches": {}}, "time": 1.0}
+
+
+@pytest.mark.parametrize(
+    "changed, grows",
+    [
+        ({}, False),
+        ({"active_nodes": {"ray.head.default": 1}}, True),
+        ({"active_nodes": {}, "idle_nodes": {"head": 1}}, True),
+        ({"active_nodes": {}, "pending_launches": {"small": 2}}, True),
+        ({"active_nodes": {"node_small": 1}}, True),
+        ({"active_nodes": {}}, False),
+    ],
+)
+def test_an_autoscaler_is_known_by_the_node_types_that_somebody_has_defined(changed, grows):
+    """Every head has a monitor; without a configuration it makes up a type for each node and only reads."""
+    status = {**STATUS, "autoscaler_report": STATUS["autoscaler_report"] | changed}
+    assert defines_node_types(json.dumps(status).encode()) is grows
+
+
+@pytest.mark.parametrize("status", [None, b"", b"{", b"{}", b'{"autoscaler_report": null}'])
+def test_where_there_is_no_status_there_is_no_autoscaler(status):
+    assert not defines_node_types(status)
+
+
+def test_more_workers_than_there_are_is_refused_only_where_nothing_grows():
+    """An autoscaler of Ray 2.60 does not say how far it goes."""
+    has = Capacity(nodes=1, total=1, free=1, ever=None)
+    with pytest.raises(ClusterError, match=r"the plan needs 4 workers .* but the cluster has 1 CPUs .* no autoscaler adds any"):
+        require(4, has)
+    require(4, replace(has, grows=True))
+    require(4, replace(has, grows=True), gpus=1)
+    with pytest.raises(ClusterError, match="its autoscaler stops at 3"):
+        require(4, replace(has, grows=True, ever=3))
+
+
+def test_what_is_waited_for_is_said_and_at_the_end_why_it_was_in_vain():
+    has = Capacity(nodes=1, total=1, free=0, ever=None, grows=True)
+    assert awaited(1, 4, True) == "waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running"
+    assert awaited(3, 4, False) == "waiting for 1 more worker: the cluster has a place for 3 of 4"
+    error = never_placed(1, 4, 300, has, False)
+    assert "only 1 of 4 workers could be placed within 300 s" in error.what and "its autoscaler has added no more" in error.what
+    assert "`ray status`" in error.cure and "max_workers" in error.cure
+    assert "add nodes" in never_placed(1, 4, 300, replace(has, grows=False), False).cure
+
+
+def test_a_job_for_gpus_on_a_machine_without_is_bad_input_before_ray_starts(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("raypar.actors.local_ray.own", lambda *given: pytest.fail("a Ray was started"))
+    assert main(["train", str(write_job(tmp_path)), "--set", "device=gpu", "--set", "plan.replicas=1"]) == 2
+    err = capfd.readouterr().err
+    assert "the job asks for GPUs (device: gpu), and PyTorch finds none on this machine\n  cure: set device: cpu" in err
+    assert err.count("error: ") == 1 and not (tmp_path / "runs").exists()
+
+
+AT_EXIT = """
+import atexit, os, signal, sys, time
+from raypar.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["raypar"]
+def second():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+atexit.register(second)
+sys.exit(main())
+"""
+
+
+def test_a_ctrl_c_while_python_exits_ends_it_without_a_traceback():
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == -signal.SIGINT
+    assert "Traceback" not in ended.stderr and "KeyboardInterrupt" not in ended.stderr
+
+
+@pytest.mark.parametrize("mode", ["no token was found", "the token is wrong"])
+def test_a_cluster_that_asks_for_a_token_is_one_clear_error(mode, monkeypatch, tmp_path):
+    def init(**given):
+        raise AuthenticationError(mode)
+
+    monkeypatch.setattr("raypar.actors.local_ray.answers", lambda address: None)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ClusterError) as found, joined("127.0.0.1:6379", tmp_path):
+        pass
+    assert found.value.what == f"the Ray cluster at '127.0.0.1:6379' lets nobody in without its token: {mode}"
+    assert "RAY_AUTH_MODE=token" in found.value.cure and "RAY_AUTH_TOKEN" in found.value.cure
