@@ -71,7 +71,9 @@ def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbac
     callbacks = pickle.dumps(Callbacks((Diary(str(diary)),)))
     request = SimpleNamespace(folder=tmp_path, run="tiny", course=Course(workers=1, last=3), callbacks=callbacks)
     events = tmp_path / "events.jsonl"
-    lines = [json.dumps({"kind": kind, "time": 0.0}) + "\n" for kind in ("started", "end", "started")]  # it was resumed
+    lines = [
+        json.dumps({"kind": kind, "end": "stopped", "time": 0.0}) + "\n" for kind in ("started", "end", "started")
+    ]  # it was resumed
     events.write_text("".join(lines))
     facts = {"end": "done", "why": "all 3 steps are done", "done": 3, "error": None}
     for _ in range(2):  # the next driver may be killed as well
@@ -85,7 +87,7 @@ def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbac
 def test_a_new_driver_knows_how_long_the_run_has_been_under_way(tmp_path):
     request = SimpleNamespace(folder=tmp_path, run="tiny", course=Course(workers=1, last=3))
     told = [("started", 1000.0), ("end", 900.0), ("started", 100.0), ("lost", 50.0)]  # seconds ago
-    lines = [json.dumps({"kind": kind, "worker": 0, "time": time.time() - ago_s}) for kind, ago_s in told]
+    lines = [json.dumps({"kind": kind, "worker": 0, "end": "stopped", "time": time.time() - ago_s}) for kind, ago_s in told]
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"kind": "lo']))
     recorder = Recorder(request)
     assert recorder.take_over().lost == {0} and 100.0 <= recorder.age_s < 110.0
