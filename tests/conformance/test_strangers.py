@@ -178,13 +178,6 @@ def test_noise_is_closed(peers):
 # -- every byte of the handshake, at a worker that dials
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Who dials gives up soon."""
-    monkeypatch.setattr(tcp_mesh, "CHALLENGE_S", HANDSHAKE_S)
-    monkeypatch.setattr(tcp_mesh, "DIALS", 2)
-
-
 def dialed(play, hangs_up, deadline_s):
     """What `connect` of rank 1 raises when rank 0 plays so, or the first receive."""
     false, mesh = FalseAcceptor(play, hangs_up), CpuMesh.listen(credential=CREDENTIAL)
@@ -204,7 +197,10 @@ def dialed(play, hangs_up, deadline_s):
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("said", ["CHALLENGE", "welcome", "refusal"])
-def test_a_damaged_challenge_or_answer_is_an_error_that_names_the_rank(said, share, impatient):
+def test_a_damaged_challenge_or_answer_is_an_error_that_names_the_rank(said, share, monkeypatch):
+    monkeypatch.setattr(tcp_mesh, "DIALS", 2)
+    if said == "CHALLENGE":
+        monkeypatch.setattr(tcp_mesh, "CHALLENGE_S", HANDSHAKE_S)
     answer = pack_answer("generation 3 is over, this is 4" if said == "refusal" else "")
     cases = some(mutations(CHALLENGE.size if said == "CHALLENGE" else len(answer)), share)
     header = tcp_wire.pack_header(torch.zeros(4), 1, 0, 1)
