@@ -216,8 +216,13 @@ def test_a_damaged_challenge_or_answer_is_an_error_that_names_the_rank(said, sha
             sock.sendall(mutate(answer) + header * (said == "welcome"))
 
         played: list[bytes] = []
-        error = dialed(play, hangs_up, LIMIT_S if said == "CHALLENGE" else 4 * HANDSHAKE_S)
-        proven = said == "CHALLENGE" or (played and all(len(proof) == PROOF_BYTES for proof in played))
+        deadline_s = LIMIT_S if said == "CHALLENGE" else 2 * HANDSHAKE_S
+        error = dialed(play, hangs_up, deadline_s)
+        while said != "CHALLENGE" and b"" in (played or [b""]) and deadline_s < LIMIT_S:
+            played.clear()  # a busy machine: the time was over before there was an answer
+            deadline_s *= 2
+            error = dialed(play, hangs_up, deadline_s)
+        proven = said == "CHALLENGE" or {len(proof) for proof in played} == {PROOF_BYTES}
         named = isinstance(error, CommError) and re.search(r"ranks? \[?0", error.what)
         return None if proven and named else f"{what}: {error!r}, {played}"
 
