@@ -338,13 +338,10 @@ class _InSafetensors(WeightsFile):
                 out[i : i + many].copy_(values.view(many, size, inner).narrow(1, first, n))
 
     def _values(self, memory: Tensor, file: str, offset: int, elements: int, kind: torch.dtype) -> Tensor:
-        """So many elements of a file, in `memory`."""
-        import torch
-
+        """So many elements of a file, in `memory`; to be copied, which makes 0 and 1 of whatever bytes bools have."""
         held = memory[: elements * kind.itemsize]
         self._files.read_into(held.numpy().data, file, offset)
-        # Bytes other than 0 and 1 make a bool of PyTorch's that is neither.
-        return held.ne(0) if kind == torch.bool else held.view(kind)
+        return held.view(kind)
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
