@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
-from raypar.model.split_linear import CastStash, Deferred, Stash, adds_to_weights, in_compute_dtype, product, splittable
+from raypar.model.split_linear import (
+    CastStash,
+    Deferred,
+    Stash,
+    adds_to_weights,
+    autocasts,
+    in_compute_dtype,
+    product,
+    splittable,
+)
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.gradient_place import Place
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -42,7 +51,7 @@ class ShardedLinear(nn.Module):
 
     def _stash(self) -> Stash | None:
         stash = self.stash() if self.stash is not None and torch.is_grad_enabled() else None
-        if stash is not None and torch.is_autocast_enabled(self.weight.device.type):
+        if stash is not None and autocasts(self.weight.device):
             return CastStash(stash, object())  # each call casts for itself here, also where nothing is put off
         return stash
 
