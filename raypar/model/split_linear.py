@@ -122,12 +122,17 @@ def adds_to_weights(ctx: Any) -> bool:
 # -- under torch.autocast ----------------------------------------------------------------------------------------------------
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether this runs inside `torch.autocast` for that kind of device. PyTorch raises for kinds that know none (meta)."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def in_compute_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands of a product as `torch.autocast` has them cast, recorded by autograd; elsewhere as they are."""
-    kind = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(kind):
+    device = next(t.device for t in tensors if t is not None)
+    if not autocasts(device):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device.type)
     castable = (t is not None and t.is_floating_point() and t.dtype != torch.float64 for t in tensors)
     return tuple(t.to(dtype) if t is not None and can else t for t, can in zip(tensors, castable, strict=True))
 
@@ -141,7 +146,7 @@ def cast_of(device: torch.device) -> object:
     Plain autograd adds the gradients of such calls in the compute dtype, and casts the sum. PyTorch does not say whether it
     still has a cast: a leaf of ours is cast, and kept, as weights are, and the object is the node that did it.
     """
-    if not torch.is_autocast_enabled(device.type):
+    if not autocasts(device):
         return None
     if device not in _PROBES:
         _PROBES[device] = torch.ones(1, 1, dtype=torch.float32, device=device, requires_grad=True)
@@ -221,10 +226,10 @@ def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor]
         # A part of a value (`tensor_parallel.value.Sharded`) is no tensor: its weight gradients are autograd's.
         if not torch.is_grad_enabled() or not isinstance(x, Tensor):
             return F.linear(x, linear.weight, linear.bias)
+        operands: tuple[Any, ...] = (x, linear.weight, linear.bias)
         kept, cast = stash(), cast_of(x.device)
         if cast is not None:
-            kept = CastStash(kept, cast)
-        operands = in_compute_dtype(x, linear.weight, linear.bias)
+            kept, operands = CastStash(kept, cast), in_compute_dtype(*operands)
         result: Tensor = _SplitLinear.apply(*operands, linear, kept)  # type: ignore[no-untyped-call]
         return result
 

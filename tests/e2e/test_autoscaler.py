@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -133,13 +134,11 @@ def test_a_run_waits_for_the_workers_that_an_autoscaler_adds(head, tmp_path):
     assert head.grows()
     too_many = head.train(tmp_path, "plan.stages=4", "wait_for_workers_s=20")
     assert too_many.returncode == 1, too_many.stderr
-    assert "only 2 of 4 workers could be placed within 20 s" in too_many.stderr or "only 0 of 4" in too_many.stderr
-    assert "its autoscaler has added no more" in too_many.stderr and "max_workers" in too_many.stderr
-    assert "Traceback" not in too_many.stderr
+    assert re.search(r"only [0-2] of 4 workers could be placed within 20 s; .* autoscaler has added no more", too_many.stderr)
+    assert "max_workers" in too_many.stderr and "Traceback" not in too_many.stderr
+    assert "waiting for 4 more workers: the cluster has a place for 0 of 4, an autoscaler is running" in too_many.stdout
     done = head.train(tmp_path, "plan.stages=2", "wait_for_workers_s=120")
     assert done.returncode == 0, done.stdout + done.stderr
-    waited = "waiting for 2 more workers: the cluster has a place for 0 of 2, an autoscaler is running"
-    assert waited in too_many.stdout.replace("4 more", "2 more").replace("of 4", "of 2") or waited in done.stdout
 
 
 @pytest.mark.chaos

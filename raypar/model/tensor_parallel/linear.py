@@ -21,6 +21,7 @@ from raypar.model.split_linear import (
     Stash,
     adds_to_weights,
     as_matrix,
+    autocasts,
     bias_gradient,
     in_compute_dtype,
     input_gradient,
@@ -52,7 +53,7 @@ class ShardedLinear(nn.Module):
 
     def _stash(self) -> Stash | None:
         stash = self.stash() if self.stash is not None and torch.is_grad_enabled() else None
-        if stash is not None and torch.is_autocast_enabled(self.weight.device.type):
+        if stash is not None and autocasts(self.weight.device):
             return CastStash(stash, object())  # each call casts for itself here, also where nothing is put off
         return stash
 
