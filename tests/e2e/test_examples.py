@@ -41,3 +41,11 @@ def test_a_ray_program_trains_on_its_own_cluster_with_stages_replicas_and_shards
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 stages x 2 replicas x 2 shards" in done.stdout
     assert "80 steps, the last 20 with one worker" in done.stdout
+
+
+@pytest.mark.chaos
+def test_a_fine_tuning_begins_with_the_weights_of_the_file_and_leaves_a_frozen_layer_as_it_was(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "unchanged: embed.token.weight, embed.position.weight"
