@@ -37,6 +37,7 @@ from raypar.input_files import read_text, shown
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.safe_yaml import parse_yaml
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.weights_matching import WeightsSource
 
 _AUTO, _GIVEN = "<auto>", "<given>"
 """Branches of `plan`, as pydantic names them in error locations; taken out again before anyone sees them."""
@@ -266,6 +267,39 @@ def _switch(value: Any) -> Any:
     return ({} if value else None) if isinstance(value, bool) else value
 
 
+class InitFromConfig(_Section):
+    """`{path: FILE, strip_prefix: "model.", ...}`, or just the path: a .safetensors file, a folder with an index, an export, a
+    checkpoint or a run of raypar. `rename`: regular expression -> replacement; `allow_missing`, `allow_unexpected`: patterns of
+    the model's names that keep their own initial values, and of the file's names that are not used."""
+
+    path: str
+    strip_prefix: str = ""
+    add_prefix: str = ""
+    rename: dict[str, str] = {}
+    allow_missing: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    allow_unexpected: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"path": os.fspath(value)} if isinstance(value, (str, os.PathLike)) else value
+
+    def to_source(self) -> WeightsSource:
+        """For `JobSpec`."""
+        given = self.path, self.strip_prefix, self.add_prefix, tuple(self.rename.items())
+        return WeightsSource(*given, self.allow_missing, self.allow_unexpected)
+
+
+def parse_init_from(given: Any) -> WeightsSource | None:
+    """The section `init_from` alone, as `Trainer` takes it. Raises `ConfigError`."""
+    if given is None or isinstance(given, WeightsSource):
+        return given
+    try:
+        return InitFromConfig.model_validate(given).to_source()
+    except ValidationError as error:
+        raise _told(error, ("init_from",)) from None
+
+
 class EarlyStoppingConfig(_Section):
     """Stop when the validation loss has not fallen by more than `min_delta` for `patience` validations."""
 
@@ -313,6 +347,7 @@ class Job(_Section):
     dtype: Literal["float32", "float64"] = "float32"
     init: Literal["model", "by-name"] = "model"
     deferred_init: Literal["auto", "always", "never"] = "auto"
+    init_from: InitFromConfig | None = None
     device: Literal["cpu", "gpu"] = "cpu"
     threads: Annotated[PositiveInt, Field(le=MOST_WORKERS)] = 1
     non_finite: Literal["stop", "skip"] = "stop"
@@ -396,6 +431,7 @@ class Job(_Section):
             dtype=self.dtype,
             init=self.init,
             deferred_init=self.deferred_init,
+            init_from=self.init_from.to_source() if self.init_from is not None else None,
             device=self.device,
             threads=self.threads,
             reduction=self.reduction,

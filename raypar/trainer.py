@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -44,12 +45,17 @@ NOT_OF_RAY_TRAIN = {
 """Fields of Ray Train's `RunConfig` that would be passed over in silence, and what to give instead."""
 
 
+BUILT_BYTES = 32 << 20
+"""Of a model that is given built: it travels to every worker through Ray's store."""
+
+
 class Trainer:
     """Trains a model on Ray, in stages, replicas and shards; of the plan, only shards and their styles change the bits.
 
     Functions are given as `"module:name"`, as the callable itself, or as a pair (either of those, dict of keyword arguments):
 
-    - `model()`: an `nn.Sequential`, a list of blocks or a `Graph`; called under the meta device;
+    - `model()`: an `nn.Sequential`, a list of blocks or a `Graph`; training begins with the values it gives its parameters;
+      also a small model that is built already, which is taken with its values;
     - `loss(output, target)`: a scalar, or (sum, count); also a loss module without parameters (`nn.CrossEntropyLoss()`) or the
       class of one;
     - `data()`: a map-style data set, or the data set itself; `validation` likewise;
@@ -64,6 +70,7 @@ class Trainer:
     `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
     `local_nodes`: of the Ray that is started when there is no `address`.
     `run_dir`: where the run folder is made; in a submitted job of Ray's, where it is not absolute, below `~/raypar`.
+    `init`, `deferred_init`, `init_from`: as in a job file; where initial values come from.
     `resume_from_checkpoint`: a result's `checkpoint`, or the path of a checkpoint or of a run, whose last one is taken.
     Training goes on after its steps, in a run folder of its own, under the plan given here.
     """
@@ -109,7 +116,7 @@ class Trainer:
         **rest: Any,
     ) -> None:
         from raypar.commands._submitted import lasting
-        from raypar.config import PlanConfig, check_arguments, parse_elastic
+        from raypar.config import PlanConfig, check_arguments, parse_elastic, parse_init_from
 
         known = {f.name for f in fields(JobSpec)}
         whole_plan = isinstance(plan, ParallelPlan)  # which says nothing of styles
@@ -163,6 +170,7 @@ class Trainer:
                 "validate_every or validation_samples is given, but validation is not",
                 cure="give validation=, a data set, or leave them out",
             )
+        rest["init_from"] = parse_init_from(rest.get("init_from"))
         reading = {"names": tuple(data_names), "input": data_input, "target": data_target, "processes": data_processes}
         self.spec = JobSpec(
             name=name or "run",
@@ -171,7 +179,7 @@ class Trainer:
             batch_size=batch_size,
             microbatches=microbatches,
             virtual_replicas=virtual_replicas,
-            model=as_ref(model, "model"),
+            model=as_model(model),
             loss=as_loss(loss),
             data=as_data(data, "data", reading),
             optimizer=OptimizerSpec(as_ref(optimizer, "optimizer")),
@@ -279,6 +287,23 @@ def checkpoint_at(given: Any, tell: Tell) -> Path:
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_...")
     return verify(path).path
+
+
+def as_model(value: Any) -> Ref:
+    """The model function as `Trainer` takes it, or a small model that is built already, which is taken with its values.
+
+    Raises `ConfigError` for a larger one: every worker would get all of it, through Ray's store.
+    """
+    if not hasattr(value, "named_parameters") or isinstance(value, type):
+        return as_ref(value, "model")
+    nbytes = sum(t.numel() * t.element_size() for t in (*value.parameters(), *value.buffers()))
+    if nbytes > BUILT_BYTES:
+        raise ConfigError(
+            f"model is a {type(value).__name__} that is built already, with {nbytes / 2**20:.0f} MiB of values; up to "
+            f"{BUILT_BYTES >> 20} MiB are sent to workers",
+            cure="give a function that builds it (model=lambda: nn.Sequential(...)), and init_from=FILE for its values",
+        )
+    return Ref(Given(copy.deepcopy(value)))
 
 
 def as_ref(value: Any, what: str) -> Ref:

@@ -7,8 +7,10 @@ values put in: initial ones (`initial_values`), or those that other workers, a m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +99,17 @@ def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict
         f"{layer.name}.{path}": buffer.shape
         for layer in graph.layers[first:last]
         for path, buffer in on_meta(layer).named_buffers()
+    }
+
+
+def persistent_buffers(graph: Graph) -> set[str]:
+    """Qualified names of the buffers that PyTorch's state_dict has."""
+    return {
+        f"{layer.name}.{path}"
+        for layer in graph.layers
+        for module in [on_meta(layer)]
+        for path, _ in module.named_buffers()
+        if path.rpartition(".")[2] not in module.get_submodule(path.rpartition(".")[0])._non_persistent_buffers_set
     }
 
 
@@ -213,28 +226,26 @@ def refuse_lazy(layers: Collection[tuple[str, nn.Module]]) -> None:
             )
 
 
-def empty(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Makes skeletons of modules, in place: parameters and buffers on the meta device, shared ones stay shared."""
-    made: dict[int, Tensor] = {}
+def skeletons(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Copies of modules with parameters and buffers on the meta device; what is shared stays shared. The modules, which may be
+    the user's own, stay as they are."""
+    layers = list(layers)
+    memo: dict[int, Any] = {}
     for _, module in layers:
         for part in module.modules():
-            for key, parameter in part._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in made:
-                        own = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
-                        vars(own).update(vars(parameter))
-                        made[id(parameter)] = made[id(own)] = own
-                    part._parameters[key] = made[id(parameter)]  # type: ignore[assignment]
-            for key, buffer in part._buffers.items():
+            for parameter in part._parameters.values():
+                if parameter is not None and id(parameter) not in memo:
+                    own = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
+                    vars(own).update(vars(parameter))
+                    memo[id(parameter)] = own
+            for buffer in part._buffers.values():
                 if buffer is not None:
-                    if id(buffer) not in made:
-                        own_buffer = _on_meta(buffer)
-                        made[id(buffer)] = made[id(own_buffer)] = own_buffer
-                    part._buffers[key] = made[id(buffer)]
-            for key, value in vars(part).items():
+                    memo.setdefault(id(buffer), _on_meta(buffer))
+            for value in vars(part).values():
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     # Computed from parameters, as `torch.nn.utils.weight_norm` leaves it; PyTorch copies no such tensor.
-                    vars(part)[key] = value.detach()
+                    memo.setdefault(id(value), value.detach())
+    return [(name, copy.deepcopy(module, memo)) for name, module in layers]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

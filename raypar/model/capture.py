@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import empty, named_state, on_meta, refuse_lazy, refuse_unsupported
+from raypar.model.build import named_state, on_meta, refuse_lazy, refuse_unsupported, skeletons
 from raypar.model.deferred import Recording, settle_attributes
 from raypar.model.graph import Graph
 from raypar.model.initial_values import Built, ByName, Deferred, Watch, Whole
@@ -27,7 +27,7 @@ def capture(
     recording: Recording | None = None,
     notes: tuple[str, ...] = (),
 ) -> Graph:
-    """Layers of `made`, whose modules become skeletons: their values move to `Graph.initial`. Parameters shared between layers
+    """Layers of `made`, built from skeletons of its modules: values are in `Graph.initial`. Parameters shared between layers
     become ties.
 
     `input`: the batch field that the first layer of a chain reads. `again`: makes the values anew once they have been released;
@@ -51,8 +51,7 @@ def capture(
         for _, module in pairs:
             settle_attributes(module, recording)
     initial = Whole(state, again, notes) if recording is None else Deferred(state, recording, notes)
-    empty(pairs)
-    graph = Graph.sequential([(name, _copies(module)) for name, module in pairs], input=input, ties=ties)
+    graph = Graph.sequential([(name, _copies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
     return replace(graph, initial=initial)
 
 
@@ -93,11 +92,11 @@ def without_values(graph: Graph, *, seed: int, state: RandomState, watch: Watch 
     layers = []
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
         refuse_unsupported(name, module)
-        empty([(name, module)])
-        layers.append(replace(layer, build=_copies(module)))
-    bare = replace(graph, layers=tuple(layers))
-    _check_ties(bare)
-    return replace(bare, initial=built if graph.init is None else ByName(bare, seed, built))
+        ((_, bare),) = skeletons([(name, module)])
+        layers.append(replace(layer, build=_copies(bare)))
+    made = replace(graph, layers=tuple(layers))
+    _check_ties(made)
+    return replace(made, initial=built if graph.init is None else ByName(made, seed, built))
 
 
 def _check_ties(graph: Graph) -> None:

@@ -28,12 +28,19 @@ T = TypeVar("T")
 SMALL_BYTES = 64 << 10
 """Tensors below this are real from the start: biases, norms, tables of positions."""
 
+CONSTANT_BYTES = 64 << 10
+"""Real tensors below this may stand in the record as they were; values of larger ones are used at once."""
+
 META = torch.device("meta")
 _FILLS = frozenset(
     f"aten::{name}_"
     for name in ("normal", "uniform", "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric")
 )
 """Random operations that overwrite all of their first argument without reading it."""
+
+
+_OWN_GENERATOR = object()
+"""In the record: a generator that the user's code gave the operation; its state is kept beside."""
 
 
 class Undeferrable(BaseException):
@@ -82,8 +89,8 @@ class Memory:
 class Recording:
     """What happened to large tensors; `values(tensor)` computes those of one of them."""
 
-    def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
-        self.small_bytes = small_bytes
+    def __init__(self, small_bytes: int | None = None) -> None:
+        self.small_bytes = SMALL_BYTES if small_bytes is None else small_bytes
         self._operations: list[Operation] = []
         self._memories: dict[int, Memory] = {}
 
@@ -197,9 +204,11 @@ class Recording:
 
     def _run(self, operation: Operation, real: dict[int, torch.UntypedStorage]) -> None:
         leaves = [leaf.on(real[leaf.memory]) if isinstance(leaf, View) else leaf for leaf in operation.leaves]
+        own = torch.Generator()
+        leaves = [own if leaf is _OWN_GENERATOR else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(leaves, operation.tree)
         if operation.random is not None:
-            torch.set_rng_state(operation.random)
+            _generator_of(leaves).set_state(operation.random)
         results, _ = tree_flatten(operation.func(*args, **kwargs))
         for place, view in operation.made.items():
             result = results[place]
@@ -238,10 +247,12 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(tensor.is_meta and not recording.tracks(tensor) for tensor in tensors):
             raise Undeferrable(f"{func} with a tensor that was made on the meta device")
-        if func._schema.name == "aten::resize_" or any(isinstance(leaf, torch.Generator) for leaf in leaves):
+        if func._schema.name == "aten::resize_":
             raise Undeferrable(f"{func} on a large tensor")
         written = _written(func, args, kwargs)
-        mixed = any(recording.known(t) if recording.tracks(t) else t.untyped_storage().nbytes() >= SMALL_BYTES for t in tensors)
+        mixed = any(
+            recording.known(t) if recording.tracks(t) else t.untyped_storage().nbytes() >= CONSTANT_BYTES for t in tensors
+        )
         real_target = any(not recording.tracks(t) for t in written)
         if mixed or real_target or not _gives_tensors(func):
             return self._at_once(func, leaves, tree, written)
@@ -262,15 +273,13 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if not isinstance(made, Tensor) or made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:
-            raise Undeferrable(f"{func} with a generator of its own")
         random = None
         if _is_random(func):
-            random = torch.get_rng_state()
+            random = _generator_of(leaves).get_state()
             func(*args, **kwargs)
         view = self.recording.begin(made)
         fill = filler(func, made)
-        self.recording.add(Operation(func, tuple(leaves), tree, (), (), {0: view}, random))
+        self.recording.add(Operation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
         if fill is not None:
             whole = torch.ops.aten.fill_.Scalar
             fill_leaves, fill_tree = tree_flatten(((view, fill), {}))
@@ -282,7 +291,7 @@ class _Operations(TorchDispatchMode):
         views = [self._kept(leaf) for leaf in leaves]
         random = None
         if _is_random(func):
-            random = torch.get_rng_state()
+            random = _generator_of(leaves).get_state()
             self._move_generator(func, leaves, tree)
         if random is not None and func._schema.name in _FILLS:
             made = leaves[0]
@@ -297,7 +306,7 @@ class _Operations(TorchDispatchMode):
                 made = func(*args, **kwargs)
             except Exception:  # has no shape rule, or will fail on values too: they tell
                 if random is not None:
-                    torch.set_rng_state(random)
+                    _generator_of(leaves).set_state(random)
                 return self._at_once(func, leaves, tree, written)
         writes = tuple({recording.view(t).memory for t in written})
         overwrites = random is not None and func._schema.name in _FILLS
@@ -326,6 +335,8 @@ class _Operations(TorchDispatchMode):
         """As it stays in the record: small real tensors as they are now."""
         if self.recording.tracks(leaf):
             return self.recording.view(leaf)
+        if isinstance(leaf, torch.Generator):
+            return _OWN_GENERATOR
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
     def _at_once(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
@@ -355,6 +366,8 @@ class _Attributes(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         recording = self.recording
+        if func == torch.Tensor.data.__set__ and recording.tracks(args[1]) and not args[0].is_meta:
+            raise Undeferrable("`.data` of a small tensor is set to a large one, as lazy modules do")
         if not args or not recording.tracks(args[0]):
             return func(*args, **kwargs)
         tensor = args[0]
@@ -387,7 +400,7 @@ _SHARED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
 _SEEN = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__}
 
 
-def deferred(call: Callable[[], T], small_bytes: int = SMALL_BYTES) -> tuple[T, Recording]:
+def deferred(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, Recording]:
     """(what `call()` returns, with large tensors on the meta device; the record of what they hold). Raises `Undeferrable`."""
     recording = Recording(small_bytes)
     with recording.on():
@@ -419,6 +432,11 @@ def _is_view(func: Any) -> bool:
         return func._schema.name != "aten::resize_"
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _generator_of(leaves: Sequence[Any]) -> torch.Generator:
+    """From which a random operation with these arguments draws."""
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), torch.default_generator)
 
 
 def _is_random(func: Any) -> bool:

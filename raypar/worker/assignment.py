@@ -23,6 +23,7 @@ from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
 from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.spec import JobSpec
+from raypar.worker.weights_initial import weights_from_file
 
 __all__ = ["Assignment", "assignments", "make_graph", "validation_cut"]
 
@@ -49,6 +50,9 @@ def make_graph(spec: JobSpec, watch: Watch = contextlib.nullcontext) -> Graph:
     if spec.init == "by-name":
         assert graph.initial is not None
         graph = replace(graph, initial=ByName(graph, spec.seed, graph.initial))
+    if spec.init_from is not None:
+        assert graph.initial is not None
+        graph = replace(graph, initial=weights_from_file(spec, graph, graph.initial))
     return graph
 
 
@@ -65,9 +69,13 @@ def _made(spec: JobSpec) -> tuple[Any, Recording | None, tuple[str, ...]]:
     seed_all(spec.seed)
     try:
         made, recording = deferred(partial(_call_model, spec))
-        return made, recording, _loads(recording.loaded_bytes)
+        if not isinstance(made, Graph):
+            return made, recording, _loads(recording.loaded_bytes)
     except Undeferrable as error:
         reason = str(error)
+    if not reason:  # a hand-written graph: its layers are built one by one
+        seed_all(spec.seed)
+        return call_watched(partial(_call_model, spec))[0], None, ()
     if spec.deferred_init == "always":
         raise ModelError(
             f"the model function {spec.model.label} does what cannot be deferred: {reason}",

@@ -6,10 +6,13 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.errors import ConfigError
 from raypar.plan.microbatches import Microbatches
+
+if TYPE_CHECKING:
+    from raypar.worker.weights_matching import WeightsSource
 from raypar.user_code import ENDS, said, unless_ctrl_c
 
 
@@ -99,8 +102,9 @@ class JobSpec:
     `styles`: (pattern of layer names, style), the first match counts (`model.tensor_parallel.styles`); `sequence_parallel`:
     between layers values are cut over the sequence. Both matter to stages with several shards only.
     `init`: parameters begin with what the model function gives them, or every module's with what its `reset_parameters` gives
-    under a seed of its name. `deferred_init`: whether large tensors are made by the workers that own them only (auto: in
-    models that allocate more than 1 GiB); values are the same.
+    under a seed of its name. `deferred_init`: whether large tensors are made by the workers that own them only (auto: in models
+    that allocate more than 1 GiB); values are the same. `init_from`: weights to begin with instead; `init_fingerprint`: of that
+    file, where the run was started.
     """
 
     name: str
@@ -125,6 +129,8 @@ class JobSpec:
     sequence_parallel: bool = False
     init: Literal["model", "by-name"] = "model"
     deferred_init: Literal["auto", "always", "never"] = "auto"
+    init_from: WeightsSource | None = None
+    init_fingerprint: str = ""
 
     @property
     def cut(self) -> Microbatches:

@@ -11,6 +11,7 @@ import fnmatch
 import hashlib
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +83,9 @@ def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Modul
         layers = list(made.named_children())
     else:
         layers = [item if isinstance(item, tuple) else (str(place), item) for place, item in enumerate(made)]
-    return {name: copy.deepcopy(module).to(dtype) for name, module in layers}
+    shared = Counter(id(p) for _, module in layers for p in module.parameters())
+    apart = {name for name, module in layers if any(shared[id(p)] > 1 for p in module.parameters())}
+    return {name: (copy.deepcopy(module) if name in apart else module).to(dtype) for name, module in layers}
 
 
 def train(graph: Graph, spec: JobSpec) -> Result:

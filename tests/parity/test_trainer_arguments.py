@@ -26,8 +26,8 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"nonsense_at_all": 3}, r"no argument 'nonsense_at_all'\n.*help\(raypar.Trainer\)"),
         ({"shards": 2}, r"no argument 'shards'\n.*part of the plan: plan=\{'shards': ...\}"),
         (
-            {"model": nn.Sequential(nn.Linear(1, 1))},
-            r"model is a Sequential that is built already\n.*a function that builds it",
+            {"model": nn.Sequential(nn.Linear(3000, 3000, device="meta"))},
+            r"model is a Sequential that is built already, with 34 MiB of values; up to 32 MiB .*\n.*a function .*init_from",
         ),
         ({"validation": {"function": "m:f", "every": 2}}, r"validation is a dict with keys function, every, not a data set"),
         (

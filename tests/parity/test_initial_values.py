@@ -1,0 +1,296 @@
+"""Training begins with what one process has after seeding Python, NumPy and torch and calling the model function (rule 2).
+
+Every way of `helpers.initial_models` in six layouts, made whole and deferred; then after a kill, and after a resume.
+"""
+
+import random
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from helpers import initial_models as models
+from helpers import reference, torch_flesh
+from helpers.generations import Generations
+from torch import nn
+
+from raypar.elastic.digests import InitialDigests
+from raypar.errors import ModelError, UserCodeError
+from raypar.model import deferred
+from raypar.plan import ParallelPlan
+from raypar.worker import checkpoint
+from raypar.worker.assignment import make_graph
+from raypar.worker.checkpoint import BUFFER, CACHE, PARAMETER
+from raypar.worker.initial_state import initial_state
+from raypar.worker.local_run import LocalJob
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+
+WAYS = {way.__name__: way for way in models.WAYS}
+LAYOUTS = {
+    "one worker": (1, 1, 1),
+    "2 stages": (2, 1, 1),
+    "2 replicas": (1, 2, 1),
+    "4 stages": (4, 1, 1),
+    "2 x 2": (2, 2, 1),
+    "2 shards x 2 stages": (2, 1, 2),
+}
+"""Stages, replicas, shards."""
+STYLES = (("*.up", "column"), ("*.down", "row"))
+SEED = 5
+
+
+def job(way: str, *, shards: int = 1, deferred_init: str = "never", dtype: str = "float32", steps: int = 4) -> JobSpec:
+    made = WAYS[way]()
+    return JobSpec(
+        name=way,
+        seed=SEED,
+        steps=steps,
+        batch_size=8,
+        microbatches=4,
+        model=Ref(WAYS[way]),
+        loss=Ref(models.loss),
+        data=DataSpec(Ref(models.data)),
+        optimizer=OptimizerSpec(Ref("torch.optim:Adam", {"lr": 1e-3})),
+        styles=STYLES if shards > 1 and sharded(made) else (),
+        deferred_init=deferred_init,
+        dtype=dtype,
+    )
+
+
+def sharded(made) -> bool:
+    linears = [m.up for m in modules_of(made).values() if type(m) is models.Block]
+    return len(linears) == 4 and all(type(up) is nn.Linear and not up._forward_pre_hooks for up in linears)
+
+
+def modules_of(made) -> dict[str, nn.Module]:
+    if isinstance(made, nn.Sequential):
+        return dict(made.named_children())
+    if isinstance(made, list):
+        return dict(made)
+    return {layer.name: layer.build() for layer in made.layers}
+
+
+def one_process(way: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """State by name, as plain PyTorch has it."""
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+    made = WAYS[way]()
+    layers = modules_of(made)
+    tensors = {
+        f"{name}.{path}": tensor.detach()
+        for name, module in layers.items()
+        for path, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    for names in getattr(made, "ties", ()):
+        tensors |= dict.fromkeys(names, tensors[names[0]])
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def held(cores) -> list[tuple[str, torch.Tensor, object]]:
+    """(name, tensor, shard that it is a slice for) of everything that workers hold."""
+    return [
+        (name, tensor.detach(), stage.shard)
+        for core in cores
+        for stage in core.stages.values()
+        for name, tensor in {**stage.parameters, **stage.buffers}.items()
+    ]
+
+
+def check(cores, want: dict[str, torch.Tensor]) -> None:
+    found = held(cores)
+    for name, tensor, shard in found:
+        whole = want[name]
+        part = whole if shard is None else shard.part(name, whole)
+        assert torch.equal(tensor, part), name
+        assert tensor.is_contiguous() and tensor.data_ptr() % 64 == 0, name
+    assert {name for name, _, _ in found} >= set(checkpoint_names(want, cores[0].graph))
+
+
+def checkpoint_names(want, graph):
+    canonical = {name: names[0] for names in graph.ties for name in names}
+    return {canonical.get(name, name) for name in want}
+
+
+def begins_with_the_values_of_one_process(way: str, deferred_init: str, layouts, dtypes) -> None:
+    if way == "lazy":
+        deferred_init = "never"  # cannot be deferred, see below
+    for dtype in dtypes:
+        want = one_process(way, getattr(torch, dtype))
+        for stages, replicas, shards in layouts:
+            spec = job(way, shards=shards, deferred_init=deferred_init, dtype=dtype)
+            if shards > 1 and not spec.styles:
+                stages, shards = 2 * stages, 1  # nothing in it can be cut
+            plan = ParallelPlan.mesh(pp=stages, dp=replicas, tp=shards, layers=4)
+            with LocalJob(spec, plan, "1f1b") as run:
+                check(run.cores, want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_begins_with_the_values_of_one_process(way, monkeypatch):
+    begins_with_the_values_of_one_process(way, "never", [LAYOUTS["2 x 2"]], ["float32"])
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    begins_with_the_values_of_one_process(way, "always", [LAYOUTS["2 shards x 2 stages"]], ["float32"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("deferred_init", ["never", "always"])
+@pytest.mark.parametrize("way", WAYS)
+def test_so_it_does_in_every_layout(way, deferred_init, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    begins_with_the_values_of_one_process(way, deferred_init, LAYOUTS.values(), ["float32", "float64"])
+
+
+SOME = [
+    pytest.param(way, marks=() if way in ("random_buffers", "tied_after_init", "graph") else pytest.mark.full) for way in WAYS
+]
+
+
+@pytest.mark.parametrize("way", SOME)
+def test_the_first_loss_and_all_that_follows_is_that_of_one_process(way):
+    spec = job(way)
+    want = reference.train(make_graph(spec), spec)
+    with LocalJob(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
+        assert [run.step(step)[0].loss for step in range(spec.steps)] == want.losses
+        for name, copies in run.parameters().items():
+            assert all(torch.equal(copy, want.parameters[name]) for copy in copies), name
+
+
+@pytest.mark.parametrize("way", SOME)
+def test_values_outlive_a_kill_a_change_of_plan_and_a_resume(way, tmp_path):
+    """Buffers that forward may not change are the same to the end; parameters as in the undisturbed run."""
+    spec = job(way)
+    want, begun = reference.train(make_graph(spec), spec), one_process(way, torch.float32)
+    live = Generations(torch_flesh.TorchJob(spec, make_graph(spec)))
+    live.adopt(ParallelPlan.mesh(pp=2, dp=2, layers=4), [0, 1, 2, 3], 0)
+    live.step(0)
+    del live.bodies[1]  # killed: the others and a new worker go on, under other plans
+    live.adopt(ParallelPlan.mesh(pp=4, layers=4), [0, 2, 3, 9], 1)
+    live.step(1)
+    for worker in (0, 2, 3, 9):
+        for stage in live.bodies[worker].core.stages.values():
+            assert all(torch.equal(buffer, begun[name]) for name, buffer in stage.buffers.items())
+    path = live.save(tmp_path, 2)
+    with LocalJob(spec, ParallelPlan.mesh(dp=2, layers=4), "1f1b") as run:
+        for core in run.cores:
+            core.load(path)
+        losses = [run.step(step)[0].loss for step in range(2, spec.steps)]
+        assert losses == want.losses[2:]
+        for name, tensor, _ in held(run.cores):
+            assert torch.equal(tensor, want.parameters.get(name, begun.get(name))), name
+
+
+def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp_path):
+    spec = job("random_buffers")
+    begun = one_process("random_buffers", torch.float32)
+    plan = ParallelPlan.mesh(pp=2, dp=2, layers=4)
+    with LocalJob(spec, plan, "1f1b") as run:
+        run.step(0)
+        folder = checkpoint.begin(tmp_path, 1)
+        for core in run.cores:
+            core.save(folder, 1)
+        records = [core.save_result() for core in run.cores]
+        path = checkpoint.commit(folder, records, steps_done=1, contract=checkpoint.contract_of(spec))
+    kinds = {(e.name, e.kind) for e in checkpoint.load_manifest(path).entries}
+    assert {("0.mask", BUFFER), ("3.shift", CACHE), ("2.count", BUFFER), ("0.up.weight", PARAMETER)} <= kinds
+    older = checkpoint.begin(tmp_path, 2)
+    tensors = {(n, k): v for n, kinds in checkpoint.read_tensors(path).items() for k, v in kinds.items() if torch.is_tensor(v)}
+    record = checkpoint.write_shard(older, "worker_0000.safetensors", tensors)
+    lacking = checkpoint.commit(older, [record], steps_done=2, contract=checkpoint.contract_of(spec))
+    with LocalJob(spec, ParallelPlan.mesh(layers=4), "1f1b") as run:
+        for core in run.cores:
+            for stage in core.stages.values():
+                for buffer in stage.buffers.values():
+                    buffer.zero_()
+            core.load(lacking)
+            for stage in core.stages.values():
+                assert all(torch.equal(buffer, begun[name]) for name, buffer in stage.buffers.items())
+
+
+def test_frozen_parameters_stay_frozen_and_keep_their_values():
+    spec = job("frozen")
+    begun = one_process("frozen", torch.float32)
+    with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+        for step in range(spec.steps):
+            run.step(step)
+        for name, tensor, _ in held(run.cores):
+            still = name.startswith("0.") or name == "2.up.weight"
+            assert torch.equal(tensor, begun[name]) == still, name
+
+
+def test_the_users_own_model_is_not_touched():
+    """A model function may return what the user still holds."""
+    model = models.blocks()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with LocalJob(replace(job("constructors"), model=Ref(lambda: model)), ParallelPlan.mesh(layers=4), "1f1b") as run:
+        run.step(0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_generators_are_left_as_they_were():
+    spec = job("graph")
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    want = random.random(), float(numpy.random.rand()), torch.rand(1).item()
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    make_graph(spec)
+    assert (random.random(), float(numpy.random.rand()), torch.rand(1).item()) == want
+
+
+def never_the_same() -> nn.Module:
+    model = models.blocks()
+    nn.init.constant_(model[1].up.weight, random.SystemRandom().random())
+    return model
+
+
+def test_workers_that_begin_with_other_values_are_found():
+    spec = replace(job("constructors"), model=Ref(never_the_same))
+    found = InitialDigests()
+    errors = [found.add(worker, initial_state(make_graph(spec), 0, 4, spec).digests) for worker in range(2)]
+    assert errors[0] is None
+    assert isinstance(errors[1], ModelError) and "workers 0 and 1 begin with other values of 1.up.weight" in errors[1].what
+
+
+# -- deferred ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_deferred_is_made_whole_and_a_line_says_so(monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
+    spec = job("lazy", deferred_init="auto")
+    graph = make_graph(spec)
+    assert "cannot be made in parts" in graph.initial.notes[0]
+    with pytest.raises(ModelError, match="does what cannot be deferred") as error:
+        make_graph(replace(spec, deferred_init="always"))
+    assert "deferred_init: never" in error.value.cure
+
+
+def test_a_large_model_is_deferred_by_itself(monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
+    graph = make_graph(replace(job("gpt2_residual"), deferred_init="auto"))
+    assert type(graph.initial).__name__ == "Deferred"
+    want = one_process("gpt2_residual", torch.float32)
+    assert all(torch.equal(value, want[name]) for name, value in graph.initial.stream(list(want), torch.float32))
+
+
+def test_values_that_the_model_function_loads_are_told_with_their_cure():
+    def load() -> nn.Module:
+        model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+        model.load_state_dict({k: torch.from_numpy(numpy.ones(v.shape, "float32")) for k, v in model.state_dict().items()})
+        return model
+
+    for deferred_init in ("never", "always"):
+        (line,) = make_graph(replace(job("constructors"), model=Ref(load), deferred_init=deferred_init)).initial.notes
+        assert "loads 3 MiB of values itself" in line and "init_from" in line
+
+
+def test_by_name_says_that_constructors_do_not_count():
+    graph = make_graph(replace(job("zeroed_head"), init="by-name"))
+    assert "not with what the model function did" in graph.initial.notes[0]
+    values = dict(graph.initial.stream(["3.down.weight"], torch.float32))
+    assert values["3.down.weight"].abs().min() > 0
+
+
+def test_what_the_model_function_raises_is_the_users_error():
+    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+        make_graph(replace(job("constructors"), model=Ref(lambda: 1 / 0)))
