@@ -17,6 +17,7 @@ from raypar.model.tensor_parallel.by_shape import check_by_shape
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
 from raypar.worker.assignment import make_graph
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import make_dataset
 from raypar.worker.optimizer import check_elementwise, check_groups
 from raypar.worker.profile import first_batch
@@ -40,19 +41,24 @@ def preflight(spec: JobSpec) -> Checked:
 
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
-    for ref in (spec.loss, spec.lr_schedule, spec.optimizer.optimizer):
-        if ref is not None:
-            ref.resolve()
-    graph = make_graph(spec)
+    guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    with guard.watching("the job's code"):
+        for ref in (spec.loss, spec.lr_schedule, spec.optimizer.optimizer):
+            if ref is not None:
+                ref.resolve()
+        graph = make_graph(spec)
     check_groups(spec.optimizer, parameter_shapes(graph))
-    samples = len(make_dataset(spec.data))
+    with guard.watching("the job's data"):
+        samples = len(make_dataset(spec.data))
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
     batch = first_batch(spec, graph)
-    by_shape(spec, graph, batch)
+    with guard.watching("the job's layers"):
+        by_shape(spec, graph, batch)
     validation = 0
     if spec.validation is not None:
-        size = len(make_dataset(spec.validation.data))
+        with guard.watching("the job's data"):
+            size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
     return Checked(graph, samples, validation, batch)
 

@@ -468,3 +468,21 @@ def test_callbacks_do_not_meet_what_others_leave():
         "callback Wanders.on_step left os.chdir('/') behind",
         "callback Wanders.on_step left os.environ['MKL_NUM_THREADS'] = '9' behind",
     ]
+
+
+def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
+    """In the process of `raypar train`, before there are workers; the profile enters hooks of its own around layers."""
+    from raypar.worker.preflight import preflight
+    from raypar.worker.profile import profile_job
+
+    for place, leak in (
+        ("layer", "grad"),
+        ("data set", "default dtype"),
+        ("model", "default dtype"),
+        ("loss", "saved tensors"),
+    ):
+        spec = job(place, leak)
+        profile = profile_job(spec, workers=1, graph=preflight(spec).graph)
+        assert len(profile.layers) == 3
+        assert all(layer.activation_bytes > 0 for layer in profile.layers)
+        assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
