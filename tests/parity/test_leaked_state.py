@@ -486,3 +486,23 @@ def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
         assert len(profile.layers) == 3
         assert all(layer.activation_bytes > 0 for layer in profile.layers)
         assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+
+
+class InnerGradient(Sensitive):
+    """Takes a gradient in its forward, inside contexts of its own: nothing of that is left behind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        if not self.training:
+            return y
+        with torch.autograd.detect_anomaly(check_nan=False), torch.autocast("cpu", torch.bfloat16):
+            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y + 0.1 * slope.float()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_layer_that_takes_gradients_inside_contexts_of_its_own_leaves_nothing():
+    spec = replace(job(), model=Ref(with_layer, {"kind": InnerGradient}))
+    (one, said), (two, said_too) = (outcome(spec, stages) for stages in (1, 3))
+    check_same(one, two)
+    assert said == said_too == []
