@@ -126,7 +126,10 @@ class Recorder:
 
     def begin(self) -> None:
         """The workers are there."""
-        self.callbacks = pickle.loads(self.request.callbacks)
+        guard = self._guard_of_callbacks()
+        with guard.watching("a module of the callbacks"):
+            self.callbacks = pickle.loads(self.request.callbacks)
+        self._warn(guard)
         self.clock()
         self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.course.first + 1})
 
@@ -236,10 +239,14 @@ class Recorder:
             return None, {}
         guard = self._guard_of_callbacks()
         stop, metrics = self.callbacks.call(hook, facts, around=guard.watching)
+        self._warn(guard)
+        return stop, metrics
+
+    def _warn(self, guard: EnvironmentGuard) -> None:
+        """Tells what users' code has left of the state of the driver's process."""
         for _, text in guard.lines():
             self.note({"kind": "warning", "text": text})
             self._news.append({"kind": "warning", "text": text})
-        return stop, metrics
 
     def _guard_of_callbacks(self) -> EnvironmentGuard:
         """With PyTorch's state only where a callback has loaded that: nothing else is computed in this process."""

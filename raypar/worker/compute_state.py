@@ -304,7 +304,7 @@ class StateGuard(EnvironmentGuard):
         super().__init__()
         off = (False, *FRESH.autocast[1:])
         self._expect((base or without_contexts())._replace(threads=threads, autocast=off))
-        self.thorough = True
+        self.thorough = False
         """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
         self._threads = threading.local()
         self.enter_thread()
@@ -318,6 +318,14 @@ class StateGuard(EnvironmentGuard):
         self.training, self.evaluating = training, training._replace(grad=False)
         self._quick = {False: quick_part(self.training), True: quick_part(self.evaluating)}
         """Evaluating? -> what `quick_state` should be."""
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Contexts that raypar itself has entered are right until this one is left."""
+        before = self.training
+        self._expect(compute_state())
+        yield
+        self._expect(before)
 
     def enter_thread(self) -> None:
         """Give this thread, which may be new, the number of threads and a team of them that no setting of users' code has met.
@@ -337,15 +345,14 @@ class StateGuard(EnvironmentGuard):
         self.check(since)
 
     def check(self, caller: str, *, evaluating: bool = False, thorough: bool = False) -> tuple[str, ...]:
-        """After a call of users' code: the fields that it has left changed, now set back. `thorough`: all are compared.
+        """After a call of users' code: the fields that it has left changed, now set back. `thorough`: all of `ComputeState`.
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
-        thorough = thorough or self.thorough
-        if not thorough and quick_state() == self._quick[evaluating]:
+        if not (thorough or self.thorough) and quick_state() == self._quick[evaluating]:
             return ()
         left = self._set_back(caller, compute_state(), self.evaluating if evaluating else self.training)
-        if thorough:
+        if self.thorough:
             self.check_environment(caller)
         return left
 

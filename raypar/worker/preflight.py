@@ -18,6 +18,7 @@ from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
 from raypar.user_code import ENDS, said, unless_ctrl_c
 from raypar.worker.assignment import make_graph
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import check_elementwise, check_groups
@@ -44,20 +45,25 @@ def preflight(spec: JobSpec) -> Checked:
 
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
-    loss_function(spec.loss)
-    spec.optimizer.optimizer.resolve()
-    if spec.lr_schedule is not None:
-        _check_lr_schedule(spec.lr_schedule)
-    graph = make_graph(spec)
+    guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    with guard.watching("the job's code"):
+        loss_function(spec.loss)
+        spec.optimizer.optimizer.resolve()
+        if spec.lr_schedule is not None:
+            _check_lr_schedule(spec.lr_schedule)
+        graph = make_graph(spec, guard.watching)
     check_groups(spec.optimizer, parameter_shapes(graph))
-    samples = len(make_dataset(spec.data))
+    with guard.watching("the job's data"):
+        samples = len(make_dataset(spec.data))
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
     batch = first_batch(spec, graph)
-    by_shape(spec, graph, batch)
+    with guard.watching("the job's layers"):
+        by_shape(spec, graph, batch)
     validation = 0
     if spec.validation is not None:
-        size = len(make_dataset(spec.validation.data))
+        with guard.watching("the job's data"):
+            size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
     return Checked(graph, samples, validation, batch, graph.initial.notes if graph.initial is not None else ())
 

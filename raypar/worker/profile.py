@@ -22,6 +22,7 @@ from raypar.model.tensor_parallel.styles import held_elements, layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.worker.assignment import make_graph
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import build_optimizer, state_of
@@ -69,9 +70,12 @@ def held_bytes(spec: JobSpec, graph: Graph, shards: int) -> tuple[int, ...]:
 
 def first_batch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
     """The fields of microbatch 0 of step 0, collated."""
-    dataset = make_dataset(spec.data)
+    guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    with guard.watching("the data set function"):
+        dataset = make_dataset(spec.data)
     fields = tuple(dict.fromkeys([*graph.batch_fields, spec.data.target or "y"]))
-    loader = Loader(dataset, spec.data, SampleOrder(spec.seed, len(dataset)), spec.cut, seed=spec.seed, fields=fields)
+    order = SampleOrder(spec.seed, len(dataset))
+    loader = Loader(dataset, spec.data, order, spec.cut, seed=spec.seed, fields=fields, guard=guard)
     try:
         loader.prefetch(0, [0])
         return loader.get(0, 0)
@@ -158,10 +162,8 @@ def _kept_bytes(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[st
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stage.guard.accept()  # the hooks are ours
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), stage.guard.inside():
         _forward(stage, received, fields)
-    stage.guard.accept()
     return sum(kept.values())
 
 

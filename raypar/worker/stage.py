@@ -231,6 +231,8 @@ class Stage:
                 module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
         self._seed = seeder(device)
         self._on_cpu = device == CPU
+        self._in_backward = False
+        """Whether the backward pass of a microbatch is under way."""
         self._loss_hooks: OrderedDict[int, Hook] = OrderedDict({0: partial(self._arrived, "the backward pass of the loss")})
         self._modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
         """What a constructor has put into evaluation mode stays in it."""
@@ -542,12 +544,14 @@ class Stage:
             self._watch(block)
         try:
             if roots:
+                self._in_backward = True
                 torch.autograd.backward(roots, starts)
         except RayparError:
             raise
         except ENDS as error:
             raise self._user_error("the backward pass", microbatch, error) from error
         finally:
+            self._in_backward = False
             if self._closing is not None:
                 self._watch(None)
             if self.shard is not None:
@@ -589,8 +593,9 @@ class Stage:
 
     def _arrived(self, caller: str, gradient: Tensor | None) -> Tensor | None:
         """A hook: the gradient of what a layer (or the loss) reads has been computed; the next layer's is not to meet what that
-        has left. On a GPU this is a thread of autograd's, with a number of threads of its own: there only `_backward` looks."""
-        if self._on_cpu:
+        has left. Not while a layer takes a gradient itself, inside contexts of its own. On a GPU this is autograd's own thread,
+        with a number of threads of its own: there only `_backward` looks."""
+        if self._in_backward and self._on_cpu and not torch.is_grad_enabled():
             self.guard.check(caller, evaluating=True)
         return _contiguous(gradient)
 

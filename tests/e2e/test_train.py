@@ -204,3 +204,18 @@ def test_a_run_that_is_active_cannot_be_started_twice(tmp_path):
     with pytest.raises(ClusterError, match="'taken' is active"):
         follow(request, print)
     ray.kill(other)
+
+
+@pytest.mark.full
+def test_what_a_layer_leaves_behind_is_told_once_and_changes_nothing(job, tmp_path, capfd):
+    """Both replicas of the last stage run the layer; both set it back, one says so."""
+    assert job() == 0
+    wanted = hash_in(capfd.readouterr().out)
+    assert job("--set", "model.args.fault=leak", "--set", "model.args.at=5", "--set", "name=leaky") == 0
+    out = capfd.readouterr().out
+    assert hash_in(out) == wanted
+    left = "layer 'layer3' left torch.set_grad_enabled(False) behind: set back"
+    assert out.count(left) == 1
+    events = [event for event in lines(tmp_path / "runs/leaky/events.jsonl") if event["kind"] == "warning"]
+    assert [left in event["text"] for event in events].count(True) == 1
+    assert any("left os.chdir('/') behind: set back" in event["text"] for event in events)

@@ -59,6 +59,11 @@ class Recorded(nn.Module):
                     raise MemoryError("what was asked for")
                 if self.fault in ("exit", "ctrl-c"):
                     ends(how=self.fault)
+                if self.fault == "leak":
+                    found = torch.tanh(self.linear(x))
+                    torch.set_grad_enabled(False)
+                    os.chdir("/")
+                    return found
                 if self.fault == "die":
                     os._exit(3)
                 if self.fault == "nan":

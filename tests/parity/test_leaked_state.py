@@ -466,3 +466,41 @@ def test_callbacks_do_not_meet_what_others_leave():
         "callback Wanders.on_step left os.chdir('/') behind",
         "callback Wanders.on_step left os.environ['MKL_NUM_THREADS'] = '9' behind",
     ]
+
+
+def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
+    """In the process of `raypar train`, before there are workers; the profile enters hooks of its own around layers."""
+    from raypar.worker.preflight import preflight
+    from raypar.worker.profile import profile_job
+
+    for place, leak in (
+        ("layer", "grad"),
+        ("data set", "default dtype"),
+        ("model", "default dtype"),
+        ("loss", "saved tensors"),
+    ):
+        spec = job(place, leak)
+        profile = profile_job(spec, workers=1, graph=preflight(spec).graph)
+        assert len(profile.layers) == 3
+        assert all(layer.activation_bytes > 0 for layer in profile.layers)
+        assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+
+
+class InnerGradient(Sensitive):
+    """Takes a gradient in its forward, inside contexts of its own: nothing of that is left behind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        if not self.training:
+            return y
+        with torch.autograd.detect_anomaly(check_nan=False), torch.autocast("cpu", torch.bfloat16):
+            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y + 0.1 * slope.float()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_layer_that_takes_gradients_inside_contexts_of_its_own_leaves_nothing():
+    spec = replace(job(), model=Ref(with_layer, {"kind": InnerGradient}))
+    (one, said), (two, said_too) = (outcome(spec, stages) for stages in (1, 3))
+    check_same(one, two)
+    assert said == said_too == []
