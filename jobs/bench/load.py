@@ -1,7 +1,7 @@
 """A run beside processes that take all processors: does it begin, does it live, is a living worker with the only copy given up?
 
-`python jobs/bench/load.py [--minutes 20] [--starts 10] [--load 12] [--page FILE]`: so many cold starts, each to the second
-step, then one run of that many minutes, all of them the quickstart with its default settings (4 workers, `elastic`) beside
+`python jobs/bench/load.py [--minutes 20] [--starts 10] [--load 12] [--apart] [--page FILE]`: so many cold starts, each to the
+second step, then one run of that many minutes, all of them the quickstart with its default settings (4 workers) beside
 `--load` processes that compute. Exit code 1 when a start does not begin, the run is lost, or goes back to a checkpoint or the
 beginning because no copy was left in memory.
 """
@@ -37,9 +37,10 @@ TOLD = ("lost", "recovering", "waiting", "warning", "generation")
 
 
 @contextlib.contextmanager
-def crowd(processes: int) -> Iterator[None]:
-    """So many processes compute, until the block or this process ends."""
-    started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
+def crowd(processes: int, apart: bool = False) -> Iterator[None]:
+    """So many processes compute, until the block or this process ends. `apart`: each in a session of its own, so that Linux's
+    autogroups give each of them as much as all workers of a run together."""
+    started = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=apart) for _ in range(processes)]
     try:
         yield
     finally:
@@ -186,10 +187,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="of the long run; 0: none")
     parser.add_argument("--starts", type=int, default=10, help="from cold")
     parser.add_argument("--load", type=int, default=12, help="processes that compute beside it")
+    parser.add_argument("--apart", action="store_true", help="each of these in a session of its own, which takes far more")
     parser.add_argument("--page", type=Path, help="also write a results page")
     given = parser.parse_args()
     parts, well = [], True
-    with tempfile.TemporaryDirectory(prefix="raypar-load-") as folder, crowd(given.load):
+    with tempfile.TemporaryDirectory(prefix="raypar-load-") as folder, crowd(given.load, given.apart):
         if given.starts:
             rows, begun = starts(Path(folder), given.starts)
             well &= begun
@@ -205,7 +207,10 @@ def main() -> int:
     body = "\n\n".join(parts)
     print(body)
     if given.page:
-        command = f"python jobs/bench/load.py --minutes {given.minutes:g} --starts {given.starts} --load {given.load}"
+        command = (
+            f"python jobs/bench/load.py --minutes {given.minutes:g} --starts {given.starts} --load {given.load}"
+            + " --apart" * given.apart
+        )
         given.page.write_text(page("Does a run live on a machine that is busy with something else?", command, body))
     return 0 if well else 1
 

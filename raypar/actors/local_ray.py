@@ -32,8 +32,10 @@ PATIENT = {
     "RAY_gcs_server_port_wait_time_s": "180",
     "RAY_raylet_start_wait_time_s": "180",
     "RAY_worker_register_timeout_seconds": "300",
+    "RAY_grpc_client_keepalive_timeout_ms": "3600000",
 }
-"""How long the processes of a Ray of our own may take to start: on a machine that is busy with something else, long."""
+"""How long the processes of a Ray of our own may take to start: on a machine that is busy with something else, long. And for
+how long one may be stopped before Ray calls it lost: 7 minutes otherwise, which is for machines that are gone."""
 
 ATTEMPTS = 3
 """How often Ray is started before its being late is an error: it gives its raylet 30 s, and does not let us change that."""
