@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypar import __version__
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.ending import CLIENT_GONE_S
 from raypar.actors.journal import Journal
 from raypar.actors.pool import namespace, sweep
 from raypar.actors.request import RunRequest
 from raypar.elastic.actions import End
-from raypar.errors import ActiveError, OutlivedError, WorkerLost
+from raypar.errors import ActiveError, ClusterError, OutlivedError, RayparError, WorkerLost
 
 GRACE_S = 1.5
 """How long the steps in flight may take after Ctrl-C before they are made void."""
@@ -165,6 +166,14 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
             if started is not None and ray.wait([started], timeout=0)[0]:
                 ray.get(started)
                 started = None
+        except RayTaskError as error:  # what nobody has foreseen; of two raypars, say, here and on the cluster
+            if isinstance(error, RayparError):
+                raise
+            raise ClusterError(
+                f"the driver could not begin: {error.cause!r}",
+                cure=f"if the cluster has another raypar than this machine (here {__version__}), install the same; else please "
+                "report it",
+            ) from error
         except RayActorError as error:
             now = time.monotonic()
             lost_s = now if lost_s is None else lost_s

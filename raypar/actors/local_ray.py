@@ -40,8 +40,17 @@ how long one may be stopped before Ray calls it lost: 7 minutes otherwise, which
 ATTEMPTS = 3
 """How often Ray is started before its being late is an error: it gives its raylet 30 s, and does not let us change that."""
 
+JOINING = {"RAY_BACKEND_LOG_LEVEL": "error"}
+"""Ray's client tries once a second to join, and warns each time that it could not: people are told once, when it gives up."""
+
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
+
+TOKEN = (
+    "RAY_AUTH_MODE=token and give the cluster's token: RAY_AUTH_TOKEN, or a file (RAY_AUTH_TOKEN_PATH; ~/.ray/auth_token "
+    "where that is not set)"
+)
+"""How to join a cluster that has a token (Ray 2.59 and later), for messages."""
 
 OBITUARY = re.compile(
     r"\s*(Raylet is terminated|The node with node id|A worker died or was killed|\[.*\] \((raylet|gcs_server)\) )", re.DOTALL
@@ -91,7 +100,7 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
     address = address or os.environ.get("RAY_ADDRESS")
     # Workers are all that our own Ray is for: other processes of the machine do not come before them, as Ray has it.
     ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
-    with environment(QUIET if address else {**QUIET, **ours}):
+    with environment({**QUIET, **JOINING} if address else {**QUIET, **ours}):
         import ray
 
         from raypar.actors.footing import unpacked
@@ -163,11 +172,14 @@ def joined(address: str, working_dir: Path) -> Iterator[Connection]:
             unpacked()
     except AuthenticationError as error:
         raise ClusterError(
-            f"the Ray cluster at {address!r} lets nobody in without its token: {error.message}",
-            cure="set RAY_AUTH_MODE=token, and give the cluster's token: RAY_AUTH_TOKEN, or a file (RAY_AUTH_TOKEN_PATH; "
-            "~/.ray/auth_token where it is not set)",
+            f"the Ray cluster at {address!r} lets nobody in without its token: {error.message}", cure=f"set {TOKEN}"
         ) from error
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
+    except ConnectionError as error:  # something listens there: Ray says the same of a head that wants another token
+        raise ClusterError(
+            f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
+            cure=f"look at `ray status --address {address}`; if the cluster has a token, set {TOKEN}",
+        ) from error
+    except (RuntimeError, ValueError, TimeoutError, RayError) as error:
         raise ClusterError(
             f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
             cure="check `ray status --address ...`, or leave the address out: raypar then starts a Ray of its own",

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 from helpers.tiny_job import write_job
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RayTaskError
 
+from raypar.actors import client
 from raypar.actors import local_nodes as nodes
 from raypar.actors.cluster_watch import Capacity, defines_node_types, require
 from raypar.actors.local_ray import joined
@@ -121,6 +122,35 @@ def test_a_ctrl_c_while_python_exits_ends_it_without_a_traceback():
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=30)
     assert ended.returncode == -signal.SIGINT
     assert "Traceback" not in ended.stderr and "KeyboardInterrupt" not in ended.stderr
+
+
+def test_a_cluster_that_lets_nobody_in_may_have_a_token(monkeypatch, tmp_path):
+    """Ray 2.60 says no more when the token is missing or another one."""
+
+    def init(**given):
+        raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379")
+
+    monkeypatch.setattr("raypar.actors.local_ray.answers", lambda address: None)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ClusterError) as found, joined("127.0.0.1:6379", tmp_path):
+        pass
+    assert found.value.what.endswith("at '127.0.0.1:6379': Failed to connect to Ray cluster at 192.0.2.2:6379")
+    assert "if the cluster has a token, set RAY_AUTH_MODE=token" in found.value.cure
+
+
+def test_a_driver_of_another_raypar_that_cannot_begin_is_one_clear_error(monkeypatch):
+    def get(asked):
+        raise RayTaskError("DriverActor.start", "a traceback", AttributeError("'Course' object has no attribute 'x'"))
+
+    monkeypatch.setattr(client.ray, "wait", lambda asked, timeout: (asked, []))
+    monkeypatch.setattr(client.ray, "get", get)
+    remote = SimpleNamespace(remote=lambda *given: object())
+    request = SimpleNamespace(course=SimpleNamespace(first=0, elastic=True))
+    with pytest.raises(
+        ClusterError, match=r"the driver could not begin: AttributeError.*'Course' object has no attribute"
+    ) as found:
+        client._follow(SimpleNamespace(start=remote, events=remote), request, print, [])
+    assert "another raypar than this machine" in found.value.cure
 
 
 @pytest.mark.parametrize("mode", ["no token was found", "the token is wrong"])
