@@ -16,6 +16,7 @@ from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan import ParallelPlan
 from raypar.plan.spans import even
+from raypar.worker.compute_state import StateGuard, compute_state
 from raypar.worker.local_run import LocalJob
 from raypar.worker.numerics import parameter_squares
 from raypar.worker.spec import JobSpec
@@ -69,7 +70,8 @@ def test_every_plan_makes_the_products_of_one_process(schedule, replicas, chunks
 
     def train() -> None:
         plan = ParallelPlan.of(replicas, layers=6, chunks=chunks)
-        with LocalJob(spec, plan, schedule, graph=graph) as local:
+        guard = StateGuard(spec.threads, compute_state())  # the mode that records is ours, and stays
+        with LocalJob(spec, plan, schedule, graph=graph, guard=guard) as local:
             for step in range(spec.steps):
                 local.step(step)
 

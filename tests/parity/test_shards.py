@@ -213,6 +213,7 @@ class Biased(models.Attention):
         super().__init__(10, 4, 4, "gqa", norms=False)
         self.k_proj = Linear(10, 16, bias=False, std=0.3)  # attention does not see it: its gradient would be rounding alone
         self.bias, self.made = nn.Parameter(torch.empty(shape)), made
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.bias)

@@ -480,6 +480,7 @@ class Pair(nn.Module):
         super().__init__()
         self.up, self.down, self.call = Linear(6, 8), Linear(8, 6), call
         self.scale = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.scale, 1.5)
