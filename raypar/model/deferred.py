@@ -10,6 +10,7 @@ they are computed when it asks. The idea is that of torchdistx's `deferred_init`
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -227,6 +228,7 @@ class _Operations(TorchDispatchMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.recording = recording
+        self._scratch: Tensor | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -322,14 +324,24 @@ class _Operations(TorchDispatchMode):
     def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:
         """Draw as many numbers as the operation does."""
         if func._schema.name in _FILLS:
-            target = leaves[0]
-            rest = [torch.empty_strided(target.shape, target.stride(), dtype=target.dtype), *leaves[1:]]
+            rest = [self._scratch_like(leaves[0]), *leaves[1:]]
         else:
             rest = [self.recording.values(leaf) if self.recording.tracks(leaf) else leaf for leaf in leaves]
             rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in rest]
         args, kwargs = tree_unflatten(rest, tree)
         with torch.no_grad():
             func(*args, **kwargs)
+
+    def _scratch_like(self, target: Tensor) -> Tensor:
+        """Memory for a tensor of this geometry, the same for all. Of the system, not of malloc: freed one by one, blocks of one
+        size leave holes in the heap that none of that size fits in (`worker.allocator`)."""
+        extent = 1 + sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
+        nbytes = max(1, extent) * target.element_size()
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = None  # before the larger one is taken
+            self._scratch = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        flat = self._scratch[:nbytes].view(target.dtype)
+        return flat.as_strided(target.shape, target.stride()) if target.numel() else flat[:0].view(target.shape)
 
     def _kept(self, leaf: Any) -> Any:
         """As it stays in the record: small real tensors as they are now."""
