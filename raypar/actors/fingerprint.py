@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     import torch
 
 Fingerprint = Mapping[str, str]
+
+SETTINGS = (
+    ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC")
+    + ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY")
+    + ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
+)
+"""Environment variables by which a library chooses among kernels whose results have other bits."""
 
 
 def fingerprint(threads: int, device: torch.device) -> dict[str, str]:
@@ -30,11 +38,29 @@ def fingerprint(threads: int, device: torch.device) -> dict[str, str]:
         "numpy": numpy.__version__,
         "raypar": raypar.__version__,
         "machine": platform.machine(),
+        "processor": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads),
+        "settings": " ".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ) or "none",
         "kernels": kernels(device),
         **on_gpu,
     }
+
+
+def processor() -> str:
+    """Vendor, family and model as the kernel names them: by these libraries choose their kernels. "unknown" if it does not."""
+    wanted = {"vendor_id": "", "cpu family": "", "model": "", "CPU implementer": "", "CPU part": ""}
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() in wanted:
+                    wanted[key.strip()] = value.strip()
+                elif not line.strip():
+                    break  # the first processor stands for all
+    except OSError:
+        return "unknown"
+    return " ".join(value for value in wanted.values() if value) or "unknown"
 
 
 def kernels(device: torch.device) -> str:
@@ -46,7 +72,21 @@ def kernels(device: torch.device) -> str:
     b = torch.randn(65, 47, generator=generator).to(device)
     x = a @ b
     y = torch.nn.functional.layer_norm(torch.softmax(x, -1) + torch.nn.functional.gelu(x), (47,))
-    return hashlib.sha256(y.cpu().numpy().tobytes() + y.sum().cpu().numpy().tobytes()).hexdigest()[:16]
+    # Of one row or one column products take paths of their own; so do products with what is transposed.
+    results = [
+        y,
+        y.sum(),
+        a.t() @ x,
+        x @ b.t(),
+        a[:1] @ b,
+        a @ b[:, :1],
+        torch.dot(a.view(-1), a.view(-1)),
+        (a.double() @ b.double()),
+    ]
+    digest = hashlib.sha256()
+    for result in results:
+        digest.update(result.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def differences(prints: Sequence[Fingerprint]) -> list[str]:

@@ -17,8 +17,21 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 
+ALIGNED = 64
+"""Bytes: memory that PyTorch allocates begins at multiples."""
+
 SMALL_BYTES = 32 << 10
 """Below this the C library keeps blocks by itself."""
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor if it lies contiguously from a multiple of 64 bytes on, as a new one does; else a copy that does.
+
+    Products of the same numbers have other bits where these lie otherwise: MKL's kernels look at the address.
+    """
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNED else tensor
 
 
 class Pool:
@@ -46,8 +59,8 @@ class Pool:
                     flat = torch.from_numpy(block)
                     break
             else:
-                raw = np.empty(size + 64, dtype=np.uint8)
-                start = -raw.ctypes.data % 64
+                raw = np.empty(size + ALIGNED, dtype=np.uint8)
+                start = -raw.ctypes.data % ALIGNED
                 block = raw[start : start + size]
                 blocks.append(block)
                 self.held_bytes += size

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.comm.memory import CPU
+from raypar.comm.memory import CPU, aligned
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
@@ -40,21 +40,22 @@ _WRITTEN_IN_PLACE = (
 
 
 def _contiguous(gradient: Tensor | None) -> Tensor | None:
-    """A hook: None leaves the gradient as it is."""
-    return None if gradient is None or gradient.is_contiguous() else gradient.contiguous()
+    """A hook: the gradient as one that has come from another stage would lie in memory."""
+    return None if gradient is None else aligned(gradient)
 
 
 Hook = Callable[[Tensor | None], Tensor | None]
 
 
 def _alias(x: Tensor, hooks: OrderedDict[int, Hook]) -> Tensor:
-    """A layer's own alias of a value: contiguous forward, contiguous gradient, one gradient per consuming layer (rule 4).
+    """A layer's own alias of a value: contiguous and aligned, as its gradient will be, one per consuming layer (rule 4).
 
     A view and a hook, because an autograd function of our own costs ten times as much in a forward pass. The hook is looked up
     in `hooks` when a gradient comes. What follows is what `Tensor.register_hook` does, less the handle to remove the hook: its
     Python is a third of a percent of a small GPT's step.
     """
-    alias = x.view_as(x) if x.is_contiguous() else x.contiguous()
+    lying = aligned(x)
+    alias = x.view_as(x) if lying is x else lying
     alias._backward_hooks = hooks
     alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]
     return alias
@@ -341,8 +342,8 @@ class Stage:
                 if source == "here":
                     if value.requires_grad:
                         value = _alias(value, call.hooks)
-                    elif not value.is_contiguous():
-                        value = value.contiguous()
+                    else:
+                        value = aligned(value)
                 elif source == "elsewhere" and (value.is_floating_point() or value.is_complex()):
                     value = value.detach().requires_grad_()
                     live.received.setdefault(name, []).append(value)
@@ -358,7 +359,7 @@ class Stage:
             total, count = self._loss(values[self.graph.output], values, microbatch)
             self.losses[microbatch] = (total.detach(), count)
             live.loss = total
-        return {name: value.detach().contiguous() for name, value in live.produced.items()}
+        return {name: aligned(value.detach()) for name, value in live.produced.items()}
 
     def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """As `forward`, in evaluation mode, keeping nothing but the losses."""
@@ -367,11 +368,11 @@ class Stage:
             values = {**batch, **received}
             for call in self._calls:
                 layer = call.layer
-                inputs = [self._field(values, name, layer, microbatch).contiguous() for name in layer.inputs]
+                inputs = [aligned(self._field(values, name, layer, microbatch)) for name in layer.inputs]
                 values.update(zip(layer.outputs, self._run(call, microbatch, inputs), strict=True))
             if self.computes_loss:
                 self.losses[microbatch] = self._loss(values[self.graph.output], values, microbatch)
-        return {name: values[name].contiguous() for name in self._outgoing}
+        return {name: aligned(values[name]) for name in self._outgoing}
 
     def _field(self, values: Mapping[str, Tensor], name: str, layer: Layer | None, microbatch: int) -> Tensor:
         if name not in values:
@@ -500,7 +501,7 @@ class Stage:
             self._weights(microbatch, block)
         returned: dict[str, tuple[Tensor | None, ...]] = {}
         for name, leaves in live.received.items():
-            found = [None if leaf.grad is None else leaf.grad.contiguous() for leaf in reversed(leaves)]
+            found = [None if leaf.grad is None else aligned(leaf.grad) for leaf in reversed(leaves)]
             returned[name] = (fold_gradients(found),) if self._gradient_counts[name] == 1 else tuple(found)
         for name, count in self._gradient_counts.items():
             returned.setdefault(name, (None,) * count)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from helpers import torch_flesh
+from helpers.kernel_calls import parameters_lie_as_new_ones
 from helpers.shard_grid import graph
 
 from raypar.comm import blocking
@@ -59,6 +60,8 @@ class Generations:
             lacking = sum(p.size for w in members for p in without(need[w], have.get(w, ())))
             assert sum(move.piece.size for move in moved) == lacking
         self.bodies = {worker: self.bodies[worker] for worker in members}
+        for body in self.bodies.values():
+            parameters_lie_as_new_ones(body.core.stages)
         self.members, self.mesh = members, mesh
         return sum(move.piece.size for move in moved)
 

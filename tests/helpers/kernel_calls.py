@@ -7,7 +7,7 @@ Which processor shows that differs: the calls are the same on all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,33 @@ def products_in(calls: Counter[str]) -> Counter[str]:
     return Counter({call: count for call, count in calls.items() if call.partition("(")[0] in PRODUCTS})
 
 
+class AnotherProcessor(TorchDispatchMode):
+    """While it is entered, products and attention round otherwise: their results move by some of what rounding may change.
+
+    That is as large as what is summed, not as the sum, of which nothing but this may be left.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._numbers = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`."""
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS:
+            return self._moved(result, func(*(x.abs() if isinstance(x, Tensor) else x for x in args)))
+        if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+            gradient, q, k, v = (x.abs().max() for x in args[:4])
+            scales = gradient * v * k, gradient * v * q, gradient
+            return tuple(self._moved(x, scale) for x, scale in zip(result, scales, strict=True))
+        return result
+
+    def _moved(self, x: Tensor, scale: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self._numbers, dtype=x.dtype) - 0.5
+        return x + noise * torch.finfo(x.dtype).eps * scale
+
+
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         dtype, place = str(value.dtype).removeprefix("torch."), value.data_ptr() % ALIGNED
@@ -64,9 +91,11 @@ def _described(value: Any) -> str:
     return repr(value)
 
 
-def unaligned(tensors: dict[str, Tensor]) -> list[str]:
-    """Names of those whose memory does not begin as that of a new tensor does."""
-    return [name for name, tensor in tensors.items() if tensor.numel() and tensor.data_ptr() % ALIGNED]
+def parameters_lie_as_new_ones(stages: Mapping[int, Any]) -> None:
+    """Asserts it of a worker's stages: products with a weight that lies elsewhere may have other bits."""
+    for stage in stages.values():
+        wrong = [name for name, p in stage.parameters.items() if p.numel() and p.data_ptr() % ALIGNED]
+        assert not wrong, f"{wrong} of stage {stage.index} do not begin at multiples of {ALIGNED} bytes"
 
 
 def elsewhere(tensor: Tensor, by: int = 1) -> Tensor:

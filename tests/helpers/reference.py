@@ -27,17 +27,23 @@ def seed_of(*place: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def lying_as_new(x: Tensor) -> Tensor:
+    """Contiguous, from a multiple of 64 bytes on."""
+    return x if x.is_contiguous() and x.data_ptr() % 64 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
 class Alias(torch.autograd.Function):
-    """Rule 4: what a layer reads is contiguous, and so is the gradient it sends back."""
+    """Rule 4: what a layer reads lies in memory as a new tensor does, and so does the gradient it sends back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        return x.contiguous() if not x.is_contiguous() else x.view_as(x)
+        lying = lying_as_new(x)
+        return x.view_as(x) if lying is x else lying
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> Tensor | None:
-        return None if g[0] is None else g[0].contiguous()
+        return None if g[0] is None else lying_as_new(g[0])
 
 
 @dataclass
@@ -124,7 +130,7 @@ def train(graph: Graph, spec: JobSpec) -> Result:
                     for name in dict.fromkeys(layer.inputs):
                         value = values[name]
                         if name not in fields:
-                            value = Alias.apply(value) if value.requires_grad else value.contiguous()
+                            value = Alias.apply(value) if value.requires_grad else lying_as_new(value)
                         inputs[name] = value
                     torch.manual_seed(seed_of(spec.seed, "forward", step, microbatch, layer.name))
                     out = modules[layer.name](*(inputs[name] for name in layer.inputs))
@@ -153,7 +159,7 @@ def train(graph: Graph, spec: JobSpec) -> Result:
         squares = 0.0
         for gradient in gradients.values():
             if gradient is not None:
-                squares += sum(float(torch.dot(p, p)) for p in gradient.flatten().split(32768))
+                squares += sum(float(torch.dot(p, p)) for p in lying_as_new(gradient).flatten().split(32768))
         norm = math.sqrt(squares) / count
         factor = 1 / count if spec.clip_norm is None else min(1.0, spec.clip_norm / (norm + 1e-6)) / count
         for name, parameter in trained.items():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.kernel_calls import parameters_lie_as_new_ones
 
 from raypar.comm import blocking
 from raypar.comm.blocking import as_routine
@@ -72,6 +73,10 @@ class InTurns(WorkerBody):
 
     def step(self, step: int, cut: bool = False) -> Any:
         return as_routine(partial(blocking.run, super().step(step, cut)))
+
+    def adopt(self, order: Any) -> Any:
+        yield from super().adopt(order)
+        parameters_lie_as_new_ones(self.core.stages)
 
     def validate(self) -> Any:
         return as_routine(partial(blocking.run, super().validate()))

@@ -1,4 +1,5 @@
-"""Every style, on 1 to 4 shards, gives the values and gradients of the whole model (float64, 1e-12 of the largest element)."""
+"""Every style, on 1 to 4 shards, gives the values and gradients of the whole model (float64, 1e-12 of the largest element,
+of what cancels 1e-12 of what was summed)."""
 
 from itertools import product
 
@@ -6,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import sharded_models as models
-from helpers.on_shards import check, error, graph_of, on_shards, sharded, whole
+from helpers.kernel_calls import AnotherProcessor
+from helpers.on_shards import TOLERANCE, check, error, errors, graph_of, on_shards, sharded, whole
 from torch import nn
 
 from examples import gpt
@@ -46,6 +48,20 @@ def test_the_example_gpt_unchanged(shards, heads, sequence):
 def test_sequences_shorter_than_there_are_shards(length):
     for make in (lambda: gpt.layers(23, 20, 2, 5, 8), models.llama, models.dropped):
         check(make, gpt.loss, ids(23, 2, length), ids(23, 2, length), 4, sequence=True)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_on_a_processor_that_rounds_otherwise_what_cancels_is_measured_against_what_was_summed(length):
+    graph, x = graph_of(models.llama), ids(23, 2, length)
+    layout = layout_of(graph, 4)
+    runs, _ = sharded(graph, layout, gpt.loss, x, x)
+    with AnotherProcessor():
+        want = whole(graph, gpt.loss, x, x)
+    query = "layer0.self_attn.q_proj.weight"
+    assert (error(runs[0].gradients[query], slice_of(layout, query, want.gradients[query], 0)) > 0.1) == (length == 1)
+    assert max(errors(runs, want, layout).values()) < TOLERANCE
+    runs[2].gradients[query] += 1e-9
+    assert errors(runs, want, layout)[query] > TOLERANCE
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])

@@ -188,6 +188,29 @@ def test_a_schedule_may_mix_whole_and_split_backwards(blocks):
             assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
 
 
+class Fused(nn.Module):
+    """Its two parameters make one weight: their gradients are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.upper, self.lower = nn.Linear(S, 2), nn.Linear(S, S - 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch.cat([self.upper.weight, self.lower.weight])).tanh()
+
+
+@pytest.mark.parametrize("blocks", [2, 7])
+def test_parameters_that_are_used_as_one_have_the_bits_of_one_process(blocks):
+    graph, job = job_of(Fused)
+    job = replace(job, virtual_replicas=blocks)
+    want = train(graph, job)
+    with LocalJob(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
+        for step in range(job.steps):
+            run.step(step)
+            found = run.gradients()
+            assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+
+
 class RecomputedTwice(Recomputed):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(super().forward(x))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.comm.memory import aligned
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan.spans import Spans, even
@@ -75,7 +76,7 @@ class _Join(torch.autograd.Function):
     @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        return (None if gradient is None else select(gradient, ctx.dim, ctx.mine)), None, None, None
+        return (None if gradient is None else aligned(select(gradient, ctx.dim, ctx.mine))), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -83,7 +84,7 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
         ctx.dim, ctx.held, ctx.group = dim, even(x.shape[dim], group.size), group
         ctx.set_materialize_grads(False)
-        return select(x, dim, ctx.held[group.shard]).contiguous()
+        return aligned(select(x, dim, ctx.held[group.shard]))
 
     @staticmethod
     @once

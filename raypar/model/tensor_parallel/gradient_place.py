@@ -15,10 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raypar.comm.memory import CPU
+from raypar.comm.memory import ALIGNED, CPU
 
-_ALIGNED = 64
-"""Bytes: PyTorch's own blocks begin at multiples. Products that are written elsewhere have other bits."""
 _SMALL = 4
 """Activations of at most a fourth of the gradients are worth less than the holes."""
 
@@ -47,7 +45,7 @@ class Place:
             return None
         if torch.is_grad_enabled() or kept.requires_grad or kept.is_inference():
             return None
-        if not kept.is_contiguous() or kept.data_ptr() % _ALIGNED or kept.is_shared():
+        if not kept.is_contiguous() or kept.data_ptr() % ALIGNED or kept.is_shared():
             return None
         if not _is_all_of_a_block(kept):
             return None
