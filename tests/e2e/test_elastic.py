@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 from helpers.tiny_job import write_job
-from helpers.trainee import Trainee, as_soon_as, kill
+from helpers.trainee import Trainee, Undisturbed, as_soon_as, kill
 
 import raypar
 from raypar.actors.client import ALONE_S
@@ -35,11 +35,8 @@ def own_ray():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, own_ray) -> Trainee:
-    trainee = Trainee(tmp_path_factory.mktemp("undisturbed"))
-    trainee.result = trainee.run()
-    assert trainee.result.end == "done"
-    return trainee
+def undisturbed(tmp_path_factory) -> Undisturbed:
+    return Undisturbed.of(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +53,7 @@ def test_a_killed_worker_changes_nothing_but_the_plan(layout, act, undisturbed, 
     trainee = Trainee(tmp_path, "elastic.min_workers=1", *layout)
     result = trainee.run(act)
     assert result.end == "done", result.why
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses, "every step was seen once, with the same loss"
     told = [event["text"] for event in trainee.events if event["kind"] == "recovering"]
     assert any("generation 2" in text for text in told)
@@ -65,7 +62,7 @@ def test_a_killed_worker_changes_nothing_but_the_plan(layout, act, undisturbed, 
 def test_a_worker_that_hangs_is_given_up(undisturbed, tmp_path):
     trainee = Trainee(tmp_path, "elastic={min_workers: 1, step_deadline_s: 1.0}", "plan.stages=2", "plan.replicas=2")
     result = trainee.run(kill(2, number=signal.SIGSTOP))
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
     assert any(event["kind"] == "lost" and "did not answer" in event["text"] for event in trainee.events)
 
@@ -83,7 +80,7 @@ def test_when_the_only_copy_dies_the_mirror_has_another_and_what_was_seen_is_not
     trainee = Trainee(tmp_path, f"elastic={{min_workers: 1, mirror: {mirror}}}", "plan.stages=4", "plan.replicas=1")
     result = trainee.run(kill(2), at=13)
     assert result.end == "done", result.why
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
     told = [event["text"] for event in trainee.events if event["kind"] == "recovering"]
     assert any("from the mirror" in text for text in told), told
@@ -95,7 +92,7 @@ def test_when_the_only_copy_dies_the_checkpoint_is_read_and_what_was_seen_is_not
     )
     result = trainee.run(kill(2), at=13)
     assert result.end == "done", result.why
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
 
 
@@ -108,7 +105,7 @@ def test_a_bit_that_flips_in_one_replica_is_found_and_the_steps_are_executed_aga
     result = trainee.run()
     assert (tmp_path / "flipped").exists()
     assert result.end == "done", result.why
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     warnings = [event["text"] for event in trainee.told("warning")]
     assert any("silent corruption" in text for text in warnings), warnings
     assert len(trainee.told("generation")[-1]["workers"]) == (3 if replicas == 4 else 4)
@@ -145,17 +142,15 @@ LONG = ("steps=200", "elastic.min_workers=1")
 
 
 @pytest.fixture(scope="module")
-def long_undisturbed(tmp_path_factory, own_ray) -> Trainee:
-    trainee = Trainee(tmp_path_factory.mktemp("undisturbed"), *LONG)
-    trainee.result = trainee.run()
-    return trainee
+def long_undisturbed(tmp_path_factory) -> Undisturbed:
+    return Undisturbed.of(tmp_path_factory.mktemp("undisturbed"), *LONG)
 
 
 def test_a_killed_worker_is_replaced_and_the_plan_is_whole_again(long_undisturbed, tmp_path):
     trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
     result = trainee.run(kill(1))
     assert result.end == "done", result.why
-    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses
     assert [len(event["workers"]) for event in trainee.told("generation")] == [3, 4]
     assert trainee.told("joined")[0]["worker"] == 4
@@ -171,7 +166,7 @@ def test_the_driver_may_be_killed(long_undisturbed, tmp_path):
 
     result = trainee.run(act)
     assert result.end == "done", result.why
-    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses, "every step was seen once"
     assert [event["step"] for event in trainee.told("step")] == list(range(1, 201)), "the client saw every step once"
     assert trainee.told("driver")
@@ -192,7 +187,7 @@ def test_workers_that_die_together_with_the_driver_are_told_to_be_lost(long_undi
             os.kill(pid, signal.SIGKILL)
 
     result = trainee.run(act)
-    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses
     assert sorted(event["worker"] for event in trainee.told("lost")) == sorted(killed)
     assert all(re.search(r"stage \d, replica \d", event["coordinate"]) for event in trainee.told("lost"))
@@ -211,7 +206,7 @@ def test_the_driver_may_be_killed_again_and_again(long_undisturbed, tmp_path):
 
     result = trainee.run(then=dict.fromkeys(steps, shoot))
     assert result.end == "done", result.why
-    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses
     assert len(set(shot)) == len(trainee.told("driver")) == len(steps)
     seen = [event["at_s"] for event in trainee.told("step")]
@@ -252,7 +247,7 @@ def test_the_driver_may_be_killed_while_the_run_starts(moment, undisturbed, tmp_
     with as_soon_as(begun, lambda _: os.kill(trainee.members["driver_pid"], signal.SIGKILL)):
         result = trainee.run()
     assert result.end == "done", result.why
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
 
 
@@ -271,7 +266,7 @@ def test_the_driver_may_be_killed_before_it_has_kept_what_it_was_asked_for(undis
     with as_soon_as(driver, psutil.Process.kill):
         result = trainee.run()
     assert result.end == "done", result.why
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
 
 
@@ -317,7 +312,7 @@ def test_a_worker_that_has_built_its_stages_may_die_while_another_builds(undistu
     with as_soon_as(half_built, lambda _: os.kill(trainee.pids[0], signal.SIGKILL)):
         result = trainee.run()
     assert result.end == "done", result.why
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
 
 
@@ -326,7 +321,7 @@ def test_a_driver_that_hangs_is_ended_and_started_again(long_undisturbed, tmp_pa
     monkeypatch.setattr("raypar.actors.client.DRIVER_SILENT_S", 3.0)
     trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
     result = trainee.run(lambda pids: os.kill(trainee.members["driver_pid"], signal.SIGSTOP))
-    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses
 
 
@@ -337,7 +332,7 @@ def test_a_driver_whose_callbacks_take_long_to_begin_is_not_taken_for_hung(undis
     diary = f"callbacks=[{{function: helpers.tiny_job:Diary, args: {{path: {tmp_path / 'diary'}, start_s: 6.0}}}}]"
     trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", diary)
     result = trainee.run()
-    assert result.weights_sha256 == undisturbed.result.weights_sha256
+    assert result.weights_sha256 == undisturbed.weights_sha256
     assert not trainee.told("warning") and not trainee.told("driver")
     assert (tmp_path / "diary").read_text().count("start") == 1
 
@@ -346,7 +341,7 @@ def test_a_driver_whose_callbacks_take_long_to_begin_is_not_taken_for_hung(undis
 def test_with_fewer_workers_than_wanted_the_run_waits_for_another(long_undisturbed, tmp_path):
     trainee = Trainee(tmp_path, *LONG, "elastic.min_workers=4", "plan.stages=2", "plan.replicas=2")
     result = trainee.run(kill(2))
-    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses
     assert "3 workers are left, min_workers is 4" in trainee.told("waiting")[0]["text"]
 
@@ -363,7 +358,7 @@ def test_nobody_is_waited_for_longer_than_allowed(tmp_path):
 def test_a_standby_fills_the_empty_seat(long_undisturbed, tmp_path):
     trainee = Trainee(tmp_path, *LONG, "elastic.standbys=1", "plan.stages=2", "plan.replicas=2")
     result = trainee.run(kill(1), at=120)  # the standby has had the time to start
-    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses
     assert trainee.told("generation")[0]["workers"] == [0, 4, 2, 3]
 
@@ -382,7 +377,7 @@ def test_a_straggler_is_told_and_replaced(long_undisturbed, tmp_path):
     )
     result = trainee.run()
     assert result.end == "done", result.why
-    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses
     (found,) = trainee.told("straggler")
     assert found["pid"] == int(mark.read_text()) and found["leaves"], found

@@ -35,7 +35,7 @@ class Training:
         env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         env |= {"TMPDIR": str(self.temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
         command = [sys.executable, "-m", "raypar", "train", str(write_job(folder)), "--local-nodes", "3", "--json"]
-        for word in words:
+        for word in ("plan.stages=1", *words):  # two workers are enough
             command += ["--set", word]
         self.process = subprocess.Popen(command, env=env, cwd=ROOT / "tests", stdout=subprocess.PIPE, text=True)
         self.family: list[psutil.Process] = []

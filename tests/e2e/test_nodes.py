@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from helpers.trainee import Trainee
+from helpers.trainee import Trainee, Undisturbed
 
 from raypar.actors.cluster_watch import drain, nodes_at
 from raypar.actors.local_ray import connected
@@ -22,11 +22,8 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Trainee:
-    with connected(None, 4, Path(__file__).parents[1]):
-        trainee = Trainee(tmp_path_factory.mktemp("undisturbed"), *LONG)
-        trainee.result = trainee.run()
-    return trainee
+def undisturbed(tmp_path_factory) -> Undisturbed:
+    return Undisturbed.of(tmp_path_factory.mktemp("undisturbed"), *LONG)
 
 
 def victim(trainee: Trainee, cluster):
@@ -36,9 +33,9 @@ def victim(trainee: Trainee, cluster):
     return node, [m for m in there if m["node"] == node.node[:8]]
 
 
-def same(trainee: Trainee, undisturbed: Trainee) -> None:
+def same(trainee: Trainee, undisturbed: Undisturbed) -> None:
     assert trainee.result.end == "done", trainee.result.why
-    assert trainee.result.weights_sha256 == undisturbed.result.weights_sha256
+    assert trainee.result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
     steps = [event["step"] for event in trainee.told("step")]
     assert steps == list(range(1, len(steps) + 1))

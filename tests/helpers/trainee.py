@@ -1,5 +1,7 @@
 """The tiny job in this process, on the Ray that it has joined, with something done to it while it trains."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -8,13 +10,17 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helpers import reference
 from helpers.tiny_job import write_job
 
 from raypar.config import load_job
 from raypar.launch import Result, run_job
+from raypar.worker.assignment import make_graph
+from raypar.worker.numerics import weights_hash
 
 
 class Trainee:
@@ -53,6 +59,21 @@ class Trainee:
     def losses(self) -> list[tuple[int, float]]:
         lines = map(json.loads, (self.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
         return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What the tiny job gives in one plain process: (step, loss) as in a run's metrics, and the hash of its weights."""
+
+    losses: list[tuple[int, float]]
+    weights_sha256: str
+
+    @staticmethod
+    def of(folder: Path, *words: str) -> Undisturbed:
+        """Train by `helpers.reference`, without Ray; sleeping changes no number and is left out."""
+        spec = load_job(write_job(folder), ["steps=30", *words]).to_spec()
+        result = reference.train(make_graph(spec), spec)
+        return Undisturbed(list(enumerate(result.losses, 1)), weights_hash(result.parameters))
 
 
 def kill(*ranks: int, number: int = signal.SIGKILL) -> Callable[[list[int]], None]:
