@@ -24,6 +24,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sample-seed", type=int, default=7, metavar="S", help="seed of the choice made by --sample")
 
 
+def pytest_collection_finish() -> None:
+    """`torch.manual_seed` notes for each kind of device that is not there from where it was called, for the day it is: the text
+    of the whole stack, three times, half a millisecond under pytest. Tests seed a hundred thousand times."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():
+        for device in ("cuda", "xpu", "mtia"):
+            module = getattr(torch, device, None)
+            if module is not None and not getattr(module, "is_available", lambda: True)():
+                module.manual_seed_all = lambda seed: None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The choice depends on the seed and the tests' names only, so that a failing sample can be run again."""

@@ -256,8 +256,8 @@ def test_who_hangs_inside_nccl_while_it_connects_is_left_behind(workers):
 
 @pytest.fixture
 def fresh():
-    """Processes that have loaded no library yet."""
-    made = Workers(2)
+    """A process that has loaded no library yet."""
+    made = Workers(1)
     yield made
     made.end()
 
