@@ -87,7 +87,8 @@ def train(job):
             sums.append([p.grad for p in parameters] if len(members) else None)
         gradients = tree(sums)
         total, count = sum(pair[0] for pair in losses), sum(pair[1] for pair in losses)
-        squares = [sum(torch.dot(piece, piece).item() for piece in g.flatten().split(32768)) for g in gradients]
+        # Of a copy: what `dot` gives depends on the address, and a gradient may be a part of a larger tensor.
+        squares = [sum(torch.dot(piece, piece).item() for piece in g.clone().flatten().split(32768)) for g in gradients]
         norm = math.sqrt(sum(squares)) / count
         clip = job.get("clip_norm")
         factor = min(1.0, clip / (norm + 1e-6)) / count if clip else 1.0 / count
