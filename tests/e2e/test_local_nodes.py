@@ -35,7 +35,7 @@ class Training:
         env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         env |= {"TMPDIR": str(self.temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
         command = [sys.executable, "-m", "raypar", "train", str(write_job(folder)), "--local-nodes", "3", "--json"]
-        for word in ("plan.stages=1", *words):  # two workers are enough
+        for word in words:
             command += ["--set", word]
         self.process = subprocess.Popen(command, env=env, cwd=ROOT / "tests", stdout=subprocess.PIPE, text=True)
         self.family: list[psutil.Process] = []
@@ -70,7 +70,9 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path):
-    training = Training(tmp_path, "steps=100000", "validation=null", "checkpoint.every=0", "model.args.sleep_s=0.02")
+    training = Training(
+        tmp_path, "steps=100000", "plan.stages=1", "validation=null", "checkpoint.every=0", "model.args.sleep_s=0.02"
+    )
     yield training
     training.end()
 
