@@ -3,8 +3,7 @@
     python jobs/bench/start_memory.py [--page jobs/bench/results/start_memory_NAME_YYYYMM.md]
 
 A process calls the model function and builds one stage of four, as a worker does. Its peak (VmHWM) over what it had with all
-code
-loaded, warmed up on a small model of the same kind, is held against its own state plus the largest layer.
+code loaded, warmed up on a small model of the same kind, is held against its own state plus the largest layer.
 """
 
 from __future__ import annotations
@@ -109,8 +108,6 @@ def main() -> int:
     largest = max(block, VOCAB * WIDTH * 4 / 2**20)
     whole = (DEPTH * block) + 2 * VOCAB * WIDTH * 4 / 2**20
     found = {mode: measured(mode) for mode in ("always", "never")}
-    if given.json:
-        print(json.dumps({mode: dict(zip(("peak", "stays", "own"), row, strict=True)) for mode, row in found.items()}))
     names = {"always": "deferred", "never": "whole"}
     cells = [
         [
@@ -130,9 +127,8 @@ def main() -> int:
         f"second of four workers holds 2 blocks. Peak: VmHWM less the resident memory before, in MiB, median of {RUNS} "
         f"processes.\n\n"
         + table(header, cells)
-        + "\n\nThe record of a deferred model has 5 KB for every random operation, so a Llama of 7 G parameters in 32 blocks
-        (some 300 "
-        "of them) costs 2 MB of records; a worker that holds 4 blocks would have 3.2 GiB of its own, and 0.5 GiB (an embedding "
+        + "\n\nThe record of a deferred model has 5 KB for every random operation, so a Llama of 7 G parameters in 32 blocks "
+        "(some 300 of them) costs 2 MB of records; a worker that holds 4 blocks would have 3.2 GiB of its own, and 0.5 GiB (an embedding "
         "of 32,000 x 4,096, float32) as its largest tensor beside them. That was not measured."
     )
     print(json.dumps(found) if given.json else body)
