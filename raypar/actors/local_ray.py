@@ -28,9 +28,6 @@ OBJECT_STORE_BYTES = 150 * 2**20
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
-JOINING = {"RAY_BACKEND_LOG_LEVEL": "error"}
-"""Ray's client tries once a second to join, and warns each time that it could not: people are told once, when it gives up."""
-
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
 
@@ -88,7 +85,7 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
     address = address or os.environ.get("RAY_ADDRESS")
     # Workers are all that our own Ray is for: other processes of the machine do not come before them, as Ray has it.
     ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir), "RAY_worker_niceness": "0"}
-    with environment({**QUIET, **JOINING} if address else {**QUIET, **ours}):
+    with environment(QUIET if address else {**QUIET, **ours}):
         import ray
 
         from raypar.actors.footing import unpacked

@@ -67,7 +67,7 @@ class Head:
             "upscaling_speed": 10,
             "idle_timeout_minutes": 1,
             **{key: {} for key in ("auth", "docker", "file_mounts")},
-            **{key: [] for key in ("cluster_synced_files", "file_mounts_sync_continuously", "rsync_exclude", "rsync_filter")},
+            **{key: [] for key in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
             **{f"{one}commands": [] for one in ("initialization_", "setup_", "head_setup_", "worker_setup_")},
             "head_start_ray_commands": [],
             "worker_start_ray_commands": [],
