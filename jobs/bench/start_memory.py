@@ -128,7 +128,8 @@ def main() -> int:
         f"processes.\n\n"
         + table(header, cells)
         + "\n\nThe record of a deferred model has 5 KB for every random operation, so a Llama of 7 G parameters in 32 blocks "
-        "(some 300 of them) costs 2 MB of records; a worker that holds 4 blocks would have 3.2 GiB of its own, and 0.5 GiB (an embedding "
+        "(some 300 of them) costs 2 MB of records; a worker that holds 4 blocks would have 3.2 GiB of its own, and 0.5 "
+        "GiB (an embedding "
         "of 32,000 x 4,096, float32) as its largest tensor beside them. That was not measured."
     )
     print(json.dumps(found) if given.json else body)

@@ -40,9 +40,6 @@ how long one may be stopped before Ray calls it lost: 7 minutes otherwise, which
 ATTEMPTS = 3
 """How often Ray is started before its being late is an error: it gives its raylet 30 s, and does not let us change that."""
 
-JOINING = {"RAY_BACKEND_LOG_LEVEL": "error"}
-"""Ray's client tries once a second to join, and warns each time that it could not: people are told once, when it gives up."""
-
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
 
@@ -100,7 +97,7 @@ def connected(address: str | None, workers: int, working_dir: Path, nodes: int =
     address = address or os.environ.get("RAY_ADDRESS")
     # Workers are all that our own Ray is for: other processes of the machine do not come before them, as Ray has it.
     ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": import_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
-    with environment({**QUIET, **JOINING} if address else {**QUIET, **ours}):
+    with environment(QUIET if address else {**QUIET, **ours}):
         import ray
 
         from raypar.actors.footing import unpacked
