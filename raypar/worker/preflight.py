@@ -42,6 +42,7 @@ def preflight(spec: JobSpec) -> Checked:
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
     guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    guard.establish()
     with guard.watching("the job's code"):
         for ref in (spec.loss, spec.lr_schedule, spec.optimizer.optimizer):
             if ref is not None:

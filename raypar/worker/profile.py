@@ -68,6 +68,7 @@ def held_bytes(spec: JobSpec, graph: Graph, shards: int) -> tuple[int, ...]:
 def first_batch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
     """The fields of microbatch 0 of step 0, collated."""
     guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    guard.establish()
     with guard.watching("the data set function"):
         dataset = make_dataset(spec.data)
     fields = tuple(dict.fromkeys([*graph.batch_fields, spec.data.target or "y"]))
