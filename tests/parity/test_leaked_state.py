@@ -475,8 +475,10 @@ def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
     from raypar.worker.preflight import preflight
     from raypar.worker.profile import profile_job
 
+    here = os.getcwd()
     for place, leak in (
         ("layer", "grad"),
+        ("layer", "directory"),
         ("data set", "default dtype"),
         ("model", "default dtype"),
         ("loss", "saved tensors"),
@@ -487,6 +489,7 @@ def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
         assert len(profile.layers) == 3
         assert all(layer.activation_bytes > 0 for layer in profile.layers)
         assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+        assert os.getcwd() == here, "a Ray of our own stands where it is started from, and so do its workers"
 
 
 class InnerGradient(Sensitive):
