@@ -46,6 +46,7 @@ def preflight(spec: JobSpec) -> Checked:
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
     guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    guard.establish()
     with guard.watching("the job's code"):
         loss_function(spec.loss)
         spec.optimizer.optimizer.resolve()

@@ -44,9 +44,11 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shar
     `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
     this process can be profiled.
     """
-    torch.set_num_threads(spec.threads)
-    graph = graph if graph is not None else make_graph(spec)
-    layers, outputs = profile_layers(spec, graph, first_batch(spec, graph))
+    guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    guard.establish()
+    with guard.watching("the job's code"):
+        graph = graph if graph is not None else make_graph(spec)
+        layers, outputs = profile_layers(spec, graph, first_batch(spec, graph))
     link = profile_loopback()
     # The vote is one exchange of all with all, and the step ends with its answer.
     return ModelProfile(
@@ -70,7 +72,8 @@ def held_bytes(spec: JobSpec, graph: Graph, shards: int) -> tuple[int, ...]:
 
 def first_batch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
     """The fields of microbatch 0 of step 0, collated."""
-    guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    guard = StateGuard(spec.threads)
+    guard.establish()
     with guard.watching("the data set function"):
         dataset = make_dataset(spec.data)
     fields = tuple(dict.fromkeys([*graph.batch_fields, spec.data.target or "y"]))

@@ -473,17 +473,21 @@ def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
     from raypar.worker.preflight import preflight
     from raypar.worker.profile import profile_job
 
+    here = os.getcwd()
     for place, leak in (
         ("layer", "grad"),
+        ("layer", "directory"),
         ("data set", "default dtype"),
         ("model", "default dtype"),
         ("loss", "saved tensors"),
     ):
         spec = job(place, leak)
+        torch.set_default_dtype(torch.float64)  # as modules do that were imported before, with the callbacks
         profile = profile_job(spec, workers=1, graph=preflight(spec).graph)
         assert len(profile.layers) == 3
         assert all(layer.activation_bytes > 0 for layer in profile.layers)
         assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+        assert os.getcwd() == here, "a Ray of our own stands where it is started from, and so do its workers"
 
 
 class InnerGradient(Sensitive):
