@@ -7,12 +7,21 @@ import difflib
 import errno
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raypar.errors import ConfigError
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a disk, a quota or a limit that has no room left."""
+ROOM = "free disk space, or choose a folder on a disk that has some"
+WRITABLE = "choose a folder you may write to"
+
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,15 +92,30 @@ class RunFolder:
                 try:
                     # mkdir decides between two runs that start at once.
                     path.mkdir()
-                    (path / "checkpoints").mkdir()
-                    return RunFolder(path)
                 except FileExistsError:
                     number += 1
+                    continue
+                try:
+                    (path / "checkpoints").mkdir()
+                except OSError:
+                    path.rmdir()
+                    raise
+                return RunFolder(path)
         except OSError as error:
+            cure = "free disk space, or set run_dir to" if error.errno in FULL else "set run_dir to"
             raise ConfigError(
-                f"cannot make a run folder {root / name}: {error.strerror or error}",
-                cure="set run_dir to a folder you may write",
+                f"cannot make a run folder {root / name}: {error.strerror or error}", cure=f"{cure} a folder you may write"
             ) from error
+
+    @contextlib.contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """Remove this new folder again if the body, which fills it, fails. Raises `ConfigError` for what cannot be written."""
+        try:
+            with writing(self.path):
+                yield
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     @staticmethod
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
@@ -144,7 +168,9 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """Nobody else trains in this folder meanwhile, on whichever Ray: two runs would write into each other's files. The
         system lets go of it however this process ends; a file system without locks knows no holders. Raises `ConfigError`."""
-        with open(self.job, "a") as file:
+        with contextlib.ExitStack() as stack:
+            with writing(self.job):
+                file = stack.enter_context(open(self.job, "a"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -162,20 +188,29 @@ class RunFolder:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(dict(facts)) + "\n")
 
-    @staticmethod
-    def mend(path: Path) -> None:
-        """Cut off a last line that a crash has left incomplete, before anything is written behind it."""
-        if path.is_file():
-            whole = path.read_bytes().rpartition(b"\n")
-            if whole[2]:
-                path.write_bytes(whole[0] + whole[1])
+    def read(self, path: Path) -> Iterator[Line]:
+        """The lines of `metrics` or `events` (`lines_in`); of a file that is missing, or no file, none. Raises `ConfigError`
+        when it cannot be read."""
+        try:
+            text = path.read_bytes() if path.is_file() else b""
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror or error}", cure="make it readable, or move it away"
+            ) from error
+        yield from lines_in(path.name, text)
 
-    def read(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The lines of `metrics` or `events`; one cut off by a crash is left out."""
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    yield json.loads(line)
+    def rewrite_job(self, text: str) -> None:
+        """job.yaml in place, where the lock of `held` is; as it was when there is no room. Raises `ConfigError`."""
+        before = self.job.read_text(encoding="utf-8")
+        if before == text:
+            return
+        with writing(self.job):
+            try:
+                self.job.write_text(text, encoding="utf-8")
+            except OSError:
+                with contextlib.suppress(OSError):  # there was room for it
+                    self.job.write_text(before, encoding="utf-8")
+                raise
 
     def document(self, path: Path) -> dict[str, Any] | None:
         """What stands in `plan`, `members` or `cluster`; None where that file is missing or broken."""
@@ -184,3 +219,113 @@ class RunFolder:
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) else None
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing(path: Path, cure: str = "") -> Iterator[None]:
+    """Turns errors of the file system into a `ConfigError` that names `path`; `cure`: unless the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}", cure=ROOM if error.errno in FULL else cure or WRITABLE
+        ) from error
+
+
+def write_whole(path: Path, text: str, cure: str = "") -> None:
+    """Write a text file, whole or not at all: what was there stays until then. Raises `ConfigError`; `cure`: see `writing`."""
+    with writing(path, cure):
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():  # /dev/stdout, a pipe; for a folder the error is raised here
+            target.write_text(text, encoding="utf-8")
+        else:
+            replace_whole(target, text.encode())
+
+
+def replace_whole(path: Path, content: bytes) -> None:
+    """Put a file with this content in the place of `path`, or leave everything as it was. Raises `OSError`."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------------
+
+
+def lines_in(name: str, content: bytes) -> list[Line]:
+    """The lines of a metrics.jsonl or events.jsonl, whatever has befallen the file: what is no such line is left out. Metrics
+    come in the order of steps, each once (`joined`)."""
+    found: list[Line] = []
+    for text in content.split(b"\n"):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):  # cut off by a crash, or bytes of something else
+            continue
+        if isinstance(line, dict) and (is_event(line) if name == "events.jsonl" else is_metrics(line)):
+            found.append(line)
+    return joined(found)
+
+
+def joined(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
+    """Metrics in the order of steps, each once: of two of one step the last is taken. Events as they come, and those of `more`
+    that are not among them."""
+    lines, more = list(lines), list(more)
+    if any("kind" in line for line in (*lines, *more)):
+        there = {json.dumps(line) for line in lines}
+        return lines + [line for line in more if json.dumps(line) not in there]
+    found = {place_of(line): line for line in (*lines, *more)}
+    return [found[place] for place in sorted(found)]
+
+
+def place_of(line: Line) -> tuple[float, bool]:
+    """Where a line belongs: events by their time, steps by their number, a validation behind its step."""
+    return (line.get("time", 0.0), False) if "kind" in line else (line["step"], "loss" not in line)
+
+
+def is_metrics(line: Line) -> bool:
+    """Whether it is the line of a step or of a validation, with the numbers that readers take from it."""
+    step = line.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1 or "kind" in line:
+        return False
+    if "time" in line and not _numbers(line, "time"):
+        return False
+    if "loss" in line:
+        return _numbers(line, "seconds", "samples_per_s") and _numbers(line, "loss", or_null=True)
+    return "validation_loss" in line and _numbers(line, "validation_loss", or_null=True)
+
+
+EVENT_NUMBERS = {"lost": ("worker",), "joined": ("worker",), "draining": ("worker",), "generation": ("generation",)}
+EVENT_LISTS = {"generation": ("workers",)}
+EVENT_TEXTS = {"warning": ("text",), "recovering": ("text",), "checkpoint": ("path",)}
+"""What readers take from events of a kind without asking whether it is there."""
+
+
+def is_event(line: Line) -> bool:
+    """Whether it is the line of an event, with what readers take from it."""
+    kind = line.get("kind")
+    return (
+        isinstance(kind, str)
+        and ("time" not in line or _numbers(line, "time"))
+        and _numbers(line, *EVENT_NUMBERS.get(kind, ()))
+        and all(isinstance(line.get(key), list) for key in EVENT_LISTS.get(kind, ()))
+        and all(isinstance(line.get(key), str) for key in EVENT_TEXTS.get(kind, ()))
+    )
+
+
+def _numbers(line: Line, *keys: str, or_null: bool = False) -> bool:
+    return all(
+        key in line
+        and ((or_null and line[key] is None) or (isinstance(line[key], (int, float)) and not isinstance(line[key], bool)))
+        for key in keys
+    )

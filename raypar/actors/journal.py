@@ -15,6 +15,9 @@ from raypar.actors.messages import Hello
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
+KEPT_STEPS = 1000
+"""Of so many steps the journal knows what people have seen, for a driver that does not find them in the run folder."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -47,18 +50,42 @@ class Journal:
         self.generation = generation
         return True
 
-    def commit(self, step: int) -> None:
-        """Step `step` is committed. One that a former driver has written already is the same step: nobody commits what not
-        all have applied. Raises `Deposed` when another driver has taken over."""
+    def commit(self, step: int, facts: Any = None) -> None:
+        """Step `step` is committed; `facts`: what people are to see of it. One that a former driver has written already is the
+        same step: nobody commits what not all have applied. Raises `Deposed` when another driver has taken over."""
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
             raise Deposed(
                 f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",
             )
-        _internal_kv_put(f"{self.prefix}step/{step}", str(self.generation).encode(), overwrite=False)
-        if step >= 2:
-            _internal_kv_del(f"{self.prefix}step/{step - 2}")
+        _internal_kv_put(f"{self.prefix}step/{step}", pickle.dumps((self.generation, facts)), overwrite=False)
+        if step >= KEPT_STEPS:
+            _internal_kv_del(f"{self.prefix}step/{step - KEPT_STEPS}")
+
+    def committed(self) -> list[int]:
+        """The last steps that are committed, ascending; the first of a run are deleted."""
+        return sorted(self._numbers("step"))
+
+    def facts(self, step: int) -> Any:
+        """What was given with `commit`; None of a step that is not known, or not any more."""
+        value = _internal_kv_get(f"{self.prefix}step/{step}")
+        return None if value is None else pickle.loads(value)[1]
+
+    # -- lines that a full disk does not take (`line_file.Spare`) ----------------------------------------------------------
+
+    def keep_lines(self, file: str, block: int, text: str) -> None:
+        """Lines of the run folder's `file`, under a number."""
+        _internal_kv_put(f"{self.prefix}lines/{file}/{block}", text.encode(), overwrite=True)
+
+    def kept_lines(self, file: str) -> dict[int, str]:
+        """All that are kept, by number."""
+        found = {block: _internal_kv_get(f"{self.prefix}lines/{file}/{block}") for block in self._numbers(f"lines/{file}")}
+        return {block: value.decode() for block, value in found.items() if value is not None}
+
+    def drop_lines(self, file: str, block: int | None = None) -> None:
+        """They are in the file now: those of one number, or all."""
+        _internal_kv_del(f"{self.prefix}lines/{file}/{'' if block is None else block}", del_by_prefix=block is None)
 
     def record(self, record: Record) -> None:
         """Before the workers of a generation begin: a new driver has to find them."""
@@ -118,6 +145,15 @@ class Journal:
             return facts
         value = _internal_kv_get(key)
         return None if value is None else pickle.loads(value)
+
+    def began(self, time_s: float | None = None) -> float | None:
+        """Note when the run was started or resumed (Unix time); without `time_s`, what was noted."""
+        key = f"{self.prefix}began"
+        if time_s is not None:
+            _internal_kv_put(key, repr(time_s).encode(), overwrite=True)
+            return time_s
+        value = _internal_kv_get(key)
+        return None if value is None else float(value)
 
     def erase(self) -> None:
         """Remove every key of the run."""

@@ -243,7 +243,7 @@ def test_lines_of_a_run_survive_a_last_one_cut_off(tmp_path: Path):
     folder = RunFolder.create(tmp_path, "run")
     assert list(folder.read(folder.metrics)) == []
     for step in (1, 2):
-        folder.append(folder.metrics, {"step": step, "loss": 0.5})
+        folder.append(folder.metrics, {"step": step, "loss": 0.5, "seconds": 1.0, "samples_per_s": 8.0})
     with open(folder.metrics, "a") as file:
         file.write('{"step": 3, "lo')
     assert [line["step"] for line in folder.read(folder.metrics)] == [1, 2]
