@@ -13,6 +13,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -143,13 +144,16 @@ class LineFile:
             return
         last = (self.count - 1) // BLOCK
         first = last if self.unwritten == self.spared + 1 else (self.count - self.unwritten) // BLOCK
-        lines = list(self.lines)[-self.unwritten :]
+        lines = self._waiting()
         start = self.count - self.unwritten
         with contextlib.suppress(Exception):  # a store that does not answer: memory has to do
             for block in range(first, last + 1):
                 text = "".join(lines[max(0, block * BLOCK - start) : (block + 1) * BLOCK - start])
                 self.spare.keep_lines(self.path.name, block, text)
             self.spared = self.unwritten
+
+    def _waiting(self) -> list[str]:
+        return [*islice(reversed(self.lines), self.unwritten)][::-1]
 
     def _drop(self, block: int | None = None) -> None:
         if self.spare is not None:
@@ -196,7 +200,7 @@ class LineFile:
             return
         try:
             with open(self.path, "a") as file:
-                file.write("".join(list(self.lines)[-self.unwritten :]))
+                file.write("".join(self._waiting()))
         except PermissionError:  # of the file, perhaps not of its folder
             self._restore()
             return

@@ -352,7 +352,8 @@ class Recorder:
                 draw(self.request, self.traced["step"], self.traced["spans"], self.traced["nodes"])
                 self._news.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
             except OSError as error:
-                self._news.append({"kind": "warning", "text": f"the picture could not be written: {error}"})
+                text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
+                self._say("warning", text)
         if teardown.error is not None:
             self._call("on_exception", {"error": teardown.error, "step": teardown.done})
         self._call("on_end", facts)

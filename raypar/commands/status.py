@@ -75,28 +75,20 @@ def write(file: str, text: str, option: str) -> None:
     """Raises `ConfigError`."""
     from pathlib import Path
 
-    from raypar.errors import ConfigError
+    from raypar.run_folder import write_whole
 
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {file}: {error.strerror or error}", cure=f"give {option} a file you may write"
-        ) from error
+    write_whole(Path(file), text, cure=f"give {option} a file you may write")
 
 
 def read(folder: RunFolder, now: float) -> Status:
     """The status of the run in a folder."""
-    import yaml
-
     from raypar.commands._status import status
 
     cluster = folder.document(folder.cluster)
-    job = yaml.safe_load(folder.job.read_text(encoding="utf-8")) if folder.job.is_file() else {}
     return status(
         folder.name,
         str(folder.path),
-        steps=job.get("steps"),
+        steps=steps_of(folder),
         plan=folder.document(folder.plan),
         members=folder.document(folder.members),
         metrics=list(folder.read(folder.metrics)),
@@ -106,6 +98,18 @@ def read(folder: RunFolder, now: float) -> Status:
         resumable=any(folder.checkpoints.glob("step_*")),
         now=now,
     )
+
+
+def steps_of(folder: RunFolder) -> int | None:
+    """Of the job; None where its file is missing, or is not whole any more."""
+    import yaml
+
+    try:
+        job = yaml.safe_load(folder.job.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    steps = job.get("steps") if isinstance(job, dict) else None
+    return steps if isinstance(steps, int) else None
 
 
 def gone(cluster: Mapping[str, Any]) -> list[str]:

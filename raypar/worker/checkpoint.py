@@ -290,10 +290,15 @@ def verify(path: Path) -> Manifest:
                 f"{file} has {file.stat().st_size:,} bytes instead of {nbytes:,}: it was truncated",
                 cure="use another checkpoint",
             )
-        with open(file, "rb") as opened:
-            digest = hashlib.sha256()
-            while piece := opened.read(1 << 22):
-                digest.update(piece)
+        digest = hashlib.sha256()
+        try:
+            with open(file, "rb") as opened:
+                while piece := opened.read(1 << 22):
+                    digest.update(piece)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {file}: {error.strerror or error}", cure="make it readable, or use another checkpoint"
+            ) from error
         if digest.hexdigest() != sha256:
             raise CheckpointError(f"{file} was altered: its checksum is another", cure="use another checkpoint")
     return manifest
