@@ -423,8 +423,8 @@ def resume_job(
         text = "".join(json.dumps(line) + "\n" for line in kept)
         if not (folder.metrics.is_file() and folder.metrics.read_bytes() == text.encode()):
             write_whole(folder.metrics, text)
-        folder.rewrite_job(job.to_yaml())
         write_whole(folder.plan, plan_json(planned))
+        folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
         return folder
 
     with folder.held():

@@ -169,7 +169,7 @@ class RunFolder:
         """Nobody else trains in this folder meanwhile, on whichever Ray: two runs would write into each other's files. The
         system lets go of it however this process ends; a file system without locks knows no holders. Raises `ConfigError`."""
         with contextlib.ExitStack() as stack:
-            with writing(self.job):
+            with writing(self.job, cure="make the run folder writable, or resume a copy of it"):
                 file = stack.enter_context(open(self.job, "a"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
             import torch
 
             whole = dict(tensors)
-            torch.save(whole | {name: whole[first] for name, first in ties.items()}, aside)
+            with open(aside, "wb") as file:  # an error of this file has a name, one of torch's own has none
+                torch.save(whole | {name: whole[first] for name, first in ties.items()}, file)
         else:
             write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
         os.replace(aside, out)
