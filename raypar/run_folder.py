@@ -278,12 +278,13 @@ def lines_in(name: str, content: bytes) -> list[Line]:
 
 
 def joined(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
-    """Metrics in the order of steps, each once: of two of one step the last is taken. Events as they come, and those of `more`
-    that are not among them."""
+    """Metrics in the order of steps, each once: of two of one step the last is taken. Events as they come; if some of `more`
+    are not among them, all in the order of time."""
     lines, more = list(lines), list(more)
     if any("kind" in line for line in (*lines, *more)):
         there = {json.dumps(line) for line in lines}
-        return lines + [line for line in more if json.dumps(line) not in there]
+        lacking = [line for line in more if json.dumps(line) not in there]
+        return sorted([*lines, *lacking], key=place_of) if lacking else lines
     found = {place_of(line): line for line in (*lines, *more)}
     return [found[place] for place in sorted(found)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import uuid
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class Journal:
     def __init__(self, run: str) -> None:
         self.run, self.prefix, self.generation = run, f"raypar/{run}/", 1
         self.identity = uuid.uuid4().bytes
+        self._validations: deque[int] = deque()
+        """Those that are there, ascending, as far as this driver has written any."""
 
     # -- generations and steps ---------------------------------------------------------------------------------------------
 
@@ -71,6 +74,25 @@ class Journal:
         """What was given with `commit`; None of a step that is not known, or not any more."""
         value = _internal_kv_get(f"{self.prefix}step/{step}")
         return None if value is None else pickle.loads(value)[1]
+
+    def validated(self, done: int, line: dict[str, Any]) -> None:
+        """A validation after `done` steps, as people see it."""
+        _internal_kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
+        if not self._validations:
+            self._validations.extend(self.validations())
+        elif done > self._validations[-1]:
+            self._validations.append(done)
+        while self._validations[0] < done - KEPT_STEPS:
+            _internal_kv_del(f"{self.prefix}validation/{self._validations.popleft()}")
+
+    def validations(self) -> list[int]:
+        """After how many steps there were validations, in the last `KEPT_STEPS`."""
+        return sorted(self._numbers("validation"))
+
+    def validation(self, done: int) -> dict[str, Any] | None:
+        """What was given with `validated`."""
+        value = _internal_kv_get(f"{self.prefix}validation/{done}")
+        return None if value is None else pickle.loads(value)
 
     # -- lines that a full disk does not take (`line_file.Spare`) ----------------------------------------------------------
 

@@ -21,6 +21,8 @@ from raypar.run_folder import Line, joined, lines_in, place_of, replace_whole
 
 KEPT_BYTES = 8 << 20
 """Of each file's last lines so much is kept in memory: 20,000 steps or more. Older ones are in the file only."""
+MIRRORED = 1000
+"""So many of the last events are in the journal all the time: unlike steps, they are written there nowhere else."""
 BLOCK = 64
 """Lines that one entry of the journal holds."""
 
@@ -52,6 +54,8 @@ class LineFile:
     path: Path
     tell: Callable[[str, str], None]
     spare: Spare | None = None
+    mirrored: bool = False
+    """Every line goes to the journal too, not only those that the file does not take."""
     kept_bytes: int = KEPT_BYTES
     opened: bool = False
     lines: deque[str] = field(default_factory=deque)
@@ -96,6 +100,8 @@ class LineFile:
             self.known, self.unwritten = UNKNOWN, len(self.lines)
         if self.unwritten or self.known == UNKNOWN:
             self._flush(mending=True)
+        if self.mirrored:
+            self._to_journal()
         for block in spare:  # it is in the file now, or there under a new number
             self._drop(block)
         return lines
@@ -107,6 +113,8 @@ class LineFile:
         self._keep(json.dumps(facts) + "\n")
         self.unwritten += 1
         self._flush()
+        if self.mirrored and not self.failing:
+            self._to_journal()
 
     def close(self) -> None:
         """The last chance of what waits, and of what somebody has changed without changing the file's length."""
@@ -139,21 +147,23 @@ class LineFile:
             self.trimmed = True
 
     def _to_journal(self) -> None:
-        """Put what waits there: the block of the last line, if the others are there already."""
-        if self.spare is None or not self.unwritten:
+        """Put there what waits, and what is mirrored: the block of the last line, if the others are there already."""
+        wanted = max(self.unwritten, min(MIRRORED, len(self.lines)) if self.mirrored else 0)
+        if self.spare is None or not wanted:
             return
-        last = (self.count - 1) // BLOCK
-        first = last if self.unwritten == self.spared + 1 else (self.count - self.unwritten) // BLOCK
-        lines = self._waiting()
-        start = self.count - self.unwritten
+        start, last = self.count - wanted, (self.count - 1) // BLOCK
+        first = last if wanted <= self.spared + 1 else start // BLOCK
+        lines = self._last(wanted)
         with contextlib.suppress(Exception):  # a store that does not answer: memory has to do
             for block in range(first, last + 1):
                 text = "".join(lines[max(0, block * BLOCK - start) : (block + 1) * BLOCK - start])
                 self.spare.keep_lines(self.path.name, block, text)
-            self.spared = self.unwritten
+            self.spared = wanted
+        if (self.count - 1) % BLOCK == 0 and self.mirrored:
+            self._drop(start // BLOCK - 1)
 
-    def _waiting(self) -> list[str]:
-        return [*islice(reversed(self.lines), self.unwritten)][::-1]
+    def _last(self, number: int) -> list[str]:
+        return [*islice(reversed(self.lines), number)][::-1]
 
     def _drop(self, block: int | None = None) -> None:
         if self.spare is not None:
@@ -190,9 +200,10 @@ class LineFile:
         if self.failing:
             what = f"{self.lost} lines are lost" if self.lost else "no line is lost"
             self.tell("note", f"{self.path} can be written again: {what}")
-        if self.spared:
+        self.failing = False
+        if self.spared and not self.mirrored:
             self._drop()
-        self.failing, self.spared = False, 0
+            self.spared = 0
 
     def _write_on(self) -> None:
         """Add what waits behind what is there. Raises `OSError`; a part that was written is taken back."""
@@ -200,7 +211,7 @@ class LineFile:
             return
         try:
             with open(self.path, "a") as file:
-                file.write("".join(self._waiting()))
+                file.write("".join(self._last(self.unwritten)))
         except PermissionError:  # of the file, perhaps not of its folder
             self._restore()
             return

@@ -62,7 +62,8 @@ class Recorder:
         self.folder = Path(request.folder)
         run = RunFolder(self.folder)
         self._news: list[dict[str, Any]] = []
-        self.metrics, self.events = (LineFile(path, self._say, journal) for path in (run.metrics, run.events))
+        self.metrics = LineFile(run.metrics, self._say, journal)
+        self.events = LineFile(run.events, self._say, journal, mirrored=True)
         self._seconds: deque[float] = deque(maxlen=50)
         self.traced: dict[str, Any] | None = None
         self.replanned = True
@@ -99,7 +100,7 @@ class Recorder:
         lines = self.metrics.open(lambda found: self._completed(found, known, rebuilt))
         lines = [line for line in lines if line["step"] > first]
         steps = [line for line in lines if "loss" in line]
-        seen = self._seen((line["step"] for line in steps), known)
+        seen = self._seen((line["step"] for line in lines), known)
         began = [event["time"] for event in events if event["kind"] == "started" and "time" in event]
         since = began[-1] if began else None if journal is None else journal.began()
         self.age_s = max(0.0, time.time() - since) if since is not None else 0.0
@@ -145,9 +146,13 @@ class Recorder:
         if newest and wrong == newest:  # another run's: nothing in it can be trusted
             by_place = {place: line for place, line in by_place.items() if line["step"] <= first}
             there = {}
+        for done in self.journal.validations():
+            if done <= last and (done, True) not in by_place and (line := self.journal.validation(done)) is not None:
+                by_place[done, True] = line
+        seen = self._seen((step for step, _ in by_place), known)
         for step in known:
             line = there.get(step + 1)
-            if (line is None and step < self._seen(there, known)) or (line is not None and wrong):
+            if (line is None and step < seen) or (line is not None and wrong):
                 facts = self.journal.facts(step)
                 if facts is not None and (line is None or not same_step(line, facts)):
                     rebuilt.append(step + 1)
@@ -156,7 +161,7 @@ class Recorder:
         return [by_place[place] for place in sorted(by_place)]
 
     def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
-        """How many steps people have seen for certain: those `there` are in the file (from 1), and all but the last `DEPTH`
+        """How many steps people have seen for certain: those of which `there` are lines (from 1), and all but the last `DEPTH`
         that are `known` to the journal (from 0), for no step is issued before."""
         return max([self.request.course.first, *there, *(step + 1 - DEPTH for step in known[-1:])])
 
@@ -246,6 +251,8 @@ class Recorder:
         metrics = {"step": done, "validation_loss": total / count, "count": count, "seconds": seconds}
         stop, own = self._call("on_validation", metrics)
         metrics |= own
+        if self.journal is not None:
+            self.journal.validated(done, _finite({"time": time.time(), **metrics}))
         self._write(metrics)
         self._last_s = time.monotonic()
         self._news.append({"kind": "validation", **metrics})

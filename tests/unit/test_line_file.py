@@ -11,13 +11,13 @@ import pytest
 from raypar.actors import journal as store
 from raypar.actors import line_file
 from raypar.actors.journal import KEPT_STEPS, Journal
-from raypar.actors.line_file import BLOCK, LineFile
+from raypar.actors.line_file import BLOCK, MIRRORED, LineFile
 from raypar.actors.recorder import Recorder, spans_of
 from raypar.actors.reports import Reports
 from raypar.elastic.actions import Teardown
 from raypar.elastic.machine import Course, RunMachine
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder, lines_in
+from raypar.run_folder import RunFolder, lines_in, place_of
 
 PLAN = ParallelPlan.mesh(dp=2)
 DONE, END = 40, 60
@@ -94,6 +94,8 @@ class Driver:
             self.reports.commit(step)
             self.journal.commit(step, {"time": 1000.0 + step, **self.reports.brief(step)})
             self.recorder.step(step, self.reports.emit(step))
+            if (step + 1) % 10 == 0:
+                self.recorder.validation(step + 1, [{"losses": {0: (3.0 + step, 1.0)}, "seconds": 0.1}])
 
     def end(self) -> None:
         self.recorder.end(Teardown("done", "all steps are done", END, None), None)
@@ -105,9 +107,13 @@ class Driver:
 def check(folder, last=END) -> None:
     """Every line is JSON, every step there once, in order, with its loss."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["loss"], line["norm"]) for line in lines] == [
+    assert [(line["step"], line["loss"], line["norm"]) for line in lines if "loss" in line] == [
         (step, 1 / step, 1.0 + step) for step in range(1, last + 1)
     ]
+    assert [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line] == [
+        (done, 2.0 + done) for done in range(10, last + 1, 10)
+    ]
+    assert lines == sorted(lines, key=place_of)
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
 
 
@@ -207,8 +213,8 @@ def test_damage_to_the_events_ends_nothing(damage, alive, tmp_path):
     driver.end()
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events[-2:]] == ["driver", "end"]
-    if alive:
-        assert [event["worker"] for event in events if event["kind"] == "lost"] == [*range(DONE)]
+    lost = [event["worker"] for event in events if event["kind"] == "lost"]
+    assert lost == [*range(DONE)] if alive else sorted(set(lost)) == [*range(DONE)]
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 7, BLOCK, 3 * BLOCK + 1])
@@ -229,7 +235,7 @@ def test_lines_of_a_full_disk_outlive_the_driver(steps, full, keys, tmp_path):
     driver.end()
     check(tmp_path, END + steps)
     events = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert events == ["lost", "end"] and not [key for key in keys if "/lines/" in key]
+    assert events == ["lost", "end"] and not [key for key in keys if "/lines/metrics" in key]
 
 
 def test_a_file_that_is_removed_while_the_disk_is_full_comes_back_whole(full, tmp_path):
@@ -251,13 +257,14 @@ def test_a_file_that_is_removed_while_the_disk_is_full_comes_back_whole(full, tm
 def test_steps_that_nobody_knows_any_more_are_named_in_one_line_and_the_run_goes_on(tmp_path):
     Driver(tmp_path, last=KEPT_STEPS + 60).steps(0, KEPT_STEPS + 50)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_text("".join(lines[10:12]))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[11:13]))
     driver = Driver(tmp_path, last=KEPT_STEPS + 60)
     assert driver.take_over() >= KEPT_STEPS + 48
     gaps = [text for text in driver.warnings() if "has no lines of" in text]
     assert len(gaps) == 1 and "steps 1-10, 13-50 any more" in gaps[0] and "cure: " in gaps[0]
     driver.steps(KEPT_STEPS + 50, KEPT_STEPS + 60)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if "loss" in line]
     assert steps == [11, 12, *range(51, KEPT_STEPS + 61)]
     assert "has no lines of steps 1-10" in (tmp_path / "events.jsonl").read_text()
 
@@ -265,7 +272,20 @@ def test_steps_that_nobody_knows_any_more_are_named_in_one_line_and_the_run_goes
 def test_the_journal_knows_so_many_steps_and_no_more(keys, tmp_path):
     Driver(tmp_path, last=KEPT_STEPS + 50).steps(0, KEPT_STEPS + 50)
     assert len([key for key in keys if "/step/" in key]) == KEPT_STEPS
+    assert len([key for key in keys if "/validation/" in key]) <= KEPT_STEPS / 10 + 1
     assert not [key for key in keys if "/lines/" in key], "nothing while the disk has room"
+
+
+def test_the_journal_knows_so_many_events_and_no_more(keys, tmp_path):
+    for _ in range(3):
+        driver = Driver(tmp_path)
+        driver.take_over()
+        for worker in range(MIRRORED):
+            driver.recorder.note({"kind": "lost", "worker": worker})
+        blocks = [key for key in keys if "/lines/events" in key]
+        assert MIRRORED / BLOCK <= len(blocks) <= MIRRORED / BLOCK + 2
+    (tmp_path / "events.jsonl").unlink()
+    assert len(Driver(tmp_path).recorder.events.open()) >= MIRRORED
 
 
 def test_a_run_that_was_resumed_keeps_the_lines_of_before(tmp_path):
@@ -355,8 +375,8 @@ def test_readers_take_what_is_whole(damage, tmp_path):
     Driver(tmp_path).steps(0, DONE)
     DAMAGES[damage](tmp_path / "metrics.jsonl")
     folder = RunFolder(tmp_path)
-    steps = [line["step"] for line in folder.read(folder.metrics)]
-    assert steps == sorted(set(steps))
+    places = [place_of(line) for line in folder.read(folder.metrics)]
+    assert places == sorted(set(places))
 
 
 def test_spans_are_short():
