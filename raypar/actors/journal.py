@@ -82,7 +82,7 @@ class Journal:
             self._validations.extend(self.validations())
         elif done > self._validations[-1]:
             self._validations.append(done)
-        while self._validations[0] < done - KEPT_STEPS:
+        while self._validations and self._validations[0] < done - KEPT_STEPS:
             _internal_kv_del(f"{self.prefix}validation/{self._validations.popleft()}")
 
     def validations(self) -> list[int]:

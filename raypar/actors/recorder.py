@@ -121,6 +121,7 @@ class Recorder:
             text = f"{self.metrics.path} lacked the lines of {spans_of(rebuilt)}: they are written again from the journal"
             self._warn(text, "leave the files of a run alone while it trains")
         self._tell_gaps(lines, first, seen)
+        unseen = {} if journal is None else {step: journal.facts(step) for step in known if step >= seen}
         return Seen(
             steps=seen,
             outcomes={
@@ -130,7 +131,7 @@ class Recorder:
             saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
             last_s=steps[-1].get("time") if steps else None,
             lost=lost_of(events),
-            unseen={} if journal is None else {step: journal.facts(step) for step in known if step >= seen},
+            unseen=unseen,
         )
 
     def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
