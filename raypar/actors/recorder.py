@@ -111,6 +111,7 @@ class Recorder:
         for line in lines[-RETOLD:]:
             facts = {key: value for key, value in line.items() if key != "time"}
             if "loss" in line:
+                facts |= {key: math.nan for key in ("loss", "norm") if facts.get(key) is None}
                 eta_s = (self.request.course.end - line["step"]) * statistics.median(self._seconds)
                 self._news.append({"kind": "step", **facts, "eta_s": eta_s})
             else:

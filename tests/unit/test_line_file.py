@@ -2,8 +2,10 @@
 
 import errno
 import json
+import math
 import os
 import shutil
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from raypar.actors.journal import KEPT_STEPS, Journal
 from raypar.actors.line_file import BLOCK, MIRRORED, LineFile
 from raypar.actors.recorder import Recorder, spans_of
 from raypar.actors.reports import Reports
+from raypar.commands._console import Console
 from raypar.elastic.actions import Teardown
 from raypar.elastic.machine import Course, RunMachine
 from raypar.plan import ParallelPlan
@@ -381,3 +384,21 @@ def test_readers_take_what_is_whole(damage, tmp_path):
 
 def test_spans_are_short():
     assert spans_of([4]) == "step 4" and spans_of([1, 2, 3, 7, 9, 10]) == "steps 1-3, 7, 9-10"
+
+
+def test_a_step_whose_loss_was_not_finite_is_told_again_as_it_was(tmp_path):
+    """Its line has null, which nobody can print as a number."""
+    driver = Driver(tmp_path)
+    driver.steps(0, 3)
+    report = {"loss": math.nan, "norm": math.inf, "count": 8.0, "skipped": True, "seconds": 0.5, "busy_seconds": 0.4}
+    driver.reports._open[3] = {0: {**report, "peak_rss_bytes": 9, "spans": []}}
+    driver.reports.commit(3)
+    driver.journal.commit(3, {"time": 1003.0, **driver.reports.brief(3)})
+    driver.recorder.step(3, driver.reports.emit(3))
+    driver = Driver(tmp_path)
+    driver.take_over()
+    said = StringIO()
+    console = Console(steps=4, out=said)
+    for event in driver.recorder.news():
+        console(event)
+    assert "step 4/4  loss nan" in said.getvalue()
