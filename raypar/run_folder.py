@@ -245,14 +245,16 @@ def write_whole(path: Path, text: str, cure: str = "") -> None:
             replace_whole(target, text.encode())
 
 
-def replace_whole(path: Path, content: bytes) -> None:
-    """Put a file with this content in the place of `path`, or leave everything as it was. Raises `OSError`."""
+def replace_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
+    """Put a file with this content in the place of `path`, or leave everything as it was. Raises `OSError`. `lasting`: it
+    outlives a crash of the machine too, for which the disk is waited for."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -83,7 +83,7 @@ class LineFile:
         """What the file holds, and the journal of what it lacks, each line once; from now on it goes on from there. `correct`:
         gives the lines as they should be. The file is mended."""
         self.opened = True
-        for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):  # by a driver that was killed while it wrote
+        for left in self.path.parent.glob(".*.tmp"):  # by a driver that was killed while it wrote
             with contextlib.suppress(OSError):
                 left.unlink()
         content = self._content()

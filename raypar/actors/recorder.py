@@ -281,7 +281,7 @@ class Recorder:
     def _replace(self, path: Path, text: str) -> None:
         """A full disk must not end the run: what people see there is old then."""
         with contextlib.suppress(OSError):
-            replace_whole(path, text.encode())
+            replace_whole(path, text.encode(), lasting=False)
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
         self._append(self.metrics, metrics)
