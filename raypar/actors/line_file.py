@@ -102,8 +102,9 @@ class LineFile:
             self._flush(mending=True)
         if self.mirrored:
             self._to_journal()
-        for block in spare:  # it is in the file now, or there under a new number
-            self._drop(block)
+        if not self.failing or self.spared >= self.unwritten:  # they are in the file now, or there under new numbers
+            for block in spare:
+                self._drop(block)
         return lines
 
     def append(self, facts: Line) -> None:
