@@ -192,6 +192,11 @@ def cut(trainee: Trainee) -> None:
     os.truncate(trainee.folder / "runs/tiny/metrics.jsonl", 1000)
 
 
+def validations(trainee: Trainee) -> list[tuple[int, float]]:
+    lines = map(json.loads, (trainee.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+
+
 def mess(trainee: Trainee) -> None:
     for name in ("metrics.jsonl", "events.jsonl"):
         (trainee.folder / "runs/tiny" / name).write_bytes(bytes(range(256)))
@@ -212,6 +217,7 @@ def test_a_driver_that_is_killed_after_its_disk_was_full_or_damaged_loses_no_ste
     assert result.end == "done", result.why
     assert result.weights_sha256 == long_undisturbed.result.weights_sha256
     assert trainee.losses == long_undisturbed.losses, "every step is there once"
+    assert validations(trainee) == validations(long_undisturbed)
     assert [event["step"] for event in trainee.told("step")] == list(range(1, 201)), "the client saw every step once"
     assert any(said in event["text"] for event in trainee.told("warning")) and trainee.told("driver")
     events = [json.loads(line)["kind"] for line in (tmp_path / "runs/tiny/events.jsonl").read_text().splitlines()]
