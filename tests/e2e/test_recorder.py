@@ -23,9 +23,9 @@ class Full:
     def __init__(self) -> None:
         self.room = True
 
-    def open(self, path, mode):
+    def open(self, path, mode, **options):
         if self.room:
-            return open(path, mode)
+            return open(path, mode, **options)
         with open(path, mode) as file:
             file.write("0123456789")
         raise OSError(errno.ENOSPC, "No space left on device")
