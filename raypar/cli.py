@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import errno
 import importlib
 import os
 import signal
@@ -17,6 +18,9 @@ from typing import NoReturn
 from raypar import __version__
 from raypar.errors import ConfigError, Interrupted, RayparError
 from raypar.user_code import noting_ctrl_c
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors of a disk that takes nothing more."""
 
 COMMANDS = {
     "train": "train a job; leaves a run folder",
@@ -82,6 +86,14 @@ def _guarded(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        what = f"cannot write {error.filename or 'what is printed'}: {error.strerror}"
+        print(f"error: {what}\n  cure: free disk space, or choose a place you may write to", file=sys.stderr)
+        if error.filename is None:  # as above
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -20,6 +20,7 @@ TEXT_BYTES = 4 << 20
 """Of a file that people write or read."""
 SCHEDULE_BYTES = 64 << 20
 """Of a schedule file: some million instructions."""
+PIECE_BYTES = 1 << 20
 MOST_DEPTH = 64
 """Brackets within each other in JSON and YAML. raypar's own files have 6 at most."""
 
@@ -39,6 +40,10 @@ _SAME_BRACKET = bytes.maketrans(b"{}", b"[]")
 def kind_of(mode: int) -> str | None:
     """What a file is that is no regular file: `a FIFO`, `a symbolic link`, ...; None of a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+class TooDeep(ValueError):
+    """More than `MOST_DEPTH` brackets within each other."""
 
 
 @contextlib.contextmanager
@@ -83,10 +88,14 @@ def read_bytes(
     """The whole of a regular file of at most `limit` bytes. Raises `error`."""
     with open_regular(path, follow=follow, error=error, cure=cure, what=what) as file:
         size = os.fstat(file.fileno()).st_size
+        pieces, left = [], limit + 1
         try:
-            content = file.read(limit + 1) if size <= limit else b""
+            while size <= limit and (piece := file.read(min(left, PIECE_BYTES))):  # never memory for what is not there
+                pieces.append(piece)
+                left -= len(piece)
         except OSError as failed:
             raise error(f"cannot read {what}{shown(path)}: {failed.strerror or failed}", cure=cure) from failed
+    content = b"".join(pieces)
     if size > limit or len(content) > limit:
         raise error(
             f"{what}{shown(path)} has {max(size, len(content)):,} bytes, more than the {limit:,} that are read", cure=cure
@@ -114,7 +123,7 @@ def parse_json(content: bytes) -> Any:
     """The value of a JSON text. Raises `ValueError` for what is none, for more than `MOST_DEPTH` brackets within each other
     (before anything is parsed) and for a key given twice."""
     if nested(content) > MOST_DEPTH:
-        raise ValueError(f"more than {MOST_DEPTH} brackets within each other")
+        raise TooDeep(f"more than {MOST_DEPTH} brackets within each other")
     return json.loads(content.decode(), object_pairs_hook=_once)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, RayparError, UserCodeError
 from raypar.plan import ParallelPlan, Routing
-from raypar.run_folder import RunFolder
+from raypar.run_folder import RunFolder, holds, replace_whole, write_whole, writing
 from raypar.user_code import ENDS, noting_ctrl_c, said, unless_ctrl_c
 from raypar.worker.spec import JobSpec
 
@@ -162,17 +162,22 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     with connected(options.address, most, Path.cwd(), options.local_nodes, bool(gpus)) as connection:
         require(planned.plan.world, capacity(), gpus, planned.plan.describe())
         folder = options.folder(planned)
-        done = options.first
+        begun = options.resume is not None
         try:
-            folder.cluster.write_text(json.dumps(connection.facts, indent=1) + "\n")
+            write_whole(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
             say("connected", f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}")
             asked = request(folder, connection.host)
             if connection.kind == "joined":  # Ray gives every worker a processor of its own, on whichever machine
                 asked = replace(asked, profile=replace(planned.profile, processors=None))
-            result = _follow(asked, folder, tell, say)
-            done = result.done
+
+            def heard(event: dict[str, Any]) -> None:
+                nonlocal begun
+                begun = begun or event["kind"] in ("step", "checkpoint")
+                tell(event)
+
+            result = _follow(asked, folder, heard, say)
         finally:
-            if done == 0 and not folder.metrics.exists() and options.resume is None:
+            if not begun and not folder.metrics.exists():  # it may be missing because the disk is full
                 shutil.rmtree(folder.path, ignore_errors=True)
     if result.end in ("done", "stopped") and result.checkpoint_path is not None:
         from raypar.worker.checkpoint import hash_of
@@ -404,9 +409,10 @@ def run_job(
 
         def folder(planned: Planned) -> RunFolder:
             made = RunFolder.create(job.run_dir, job.name)
-            made.job.write_text(job.to_yaml())
-            stack.enter_context(made.held())
-            made.plan.write_text(plan_json(planned))
+            with made.unless_it_fails():
+                made.job.write_text(job.to_yaml())
+                stack.enter_context(made.held())
+                made.plan.write_text(plan_json(planned))
             return made
 
         return launch(spec, chooser(job, spec), options_of(job, folder, stop_at_step, address, local_nodes), tell)
@@ -431,9 +437,12 @@ def resume_job(
 
         unclaimed(folder.name)  # its client may be gone, and its driver not
         kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.first]
-        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        folder.job.write_text(job.to_yaml())
-        folder.plan.write_text(plan_json(planned))
+        text = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        if not holds(folder.metrics, text):
+            with writing(folder.metrics):
+                replace_whole(folder.metrics, text)
+        write_whole(folder.plan, plan_json(planned))
+        folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
         return folder
 
     with folder.held():

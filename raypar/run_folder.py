@@ -6,17 +6,19 @@ import contextlib
 import difflib
 import errno
 import fcntl
-import itertools
+import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError
-from raypar.input_files import kind_of, open_regular, parse_json, read_bytes, shown
+from raypar.input_files import TooDeep, kind_of, open_regular, parse_json, read_bytes, read_text, shown
 from raypar.run_records import check_document, check_event, check_metrics
 
 FILES = (
@@ -26,6 +28,8 @@ FILES = (
 """What a run reads and writes directly in its folder."""
 LINE_BYTES = 1 << 20
 """Of a line of metrics or events."""
+FILE_BYTES = 4 << 30
+"""Of metrics or events: ten million steps of ten workers, 350,000 of a thousand."""
 DOCUMENT_BYTES = 16 << 20
 """Of plan, members or cluster: tens of thousands of workers."""
 
@@ -45,6 +49,14 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
             cure="give the path of a folder (on a cluster, of storage that all nodes have mounted), and copy to or from there",
         )
     return Path(given)
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a disk, a quota or a limit that has no room left."""
+ROOM = "free disk space, or choose a folder on a disk that has some"
+WRITABLE = "choose a folder you may write to"
+
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,15 +127,30 @@ class RunFolder:
                 try:
                     # mkdir decides between two runs that start at once.
                     path.mkdir()
-                    (path / "checkpoints").mkdir()
-                    return RunFolder(path)
                 except FileExistsError:
                     number += 1
+                    continue
+                try:
+                    (path / "checkpoints").mkdir()
+                except OSError:
+                    path.rmdir()
+                    raise
+                return RunFolder(path)
         except OSError as error:
+            cure = "free disk space, or set run_dir to" if error.errno in FULL else "set run_dir to"
             raise ConfigError(
-                f"cannot make a run folder {root / name}: {error.strerror or error}",
-                cure="set run_dir to a folder you may write",
+                f"cannot make a run folder {root / name}: {error.strerror or error}", cure=f"{cure} a folder you may write"
             ) from error
+
+    @contextlib.contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """Remove this new folder again if the body, which fills it, fails. Raises `ConfigError` for what cannot be written."""
+        try:
+            with writing(self.path):
+                yield
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     @staticmethod
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
@@ -192,7 +219,9 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """Nobody else trains in this folder meanwhile, on whichever Ray: two runs would write into each other's files. The
         system lets go of it however this process ends; a file system without locks knows no holders. Raises `ConfigError`."""
-        with open(self.job, "a") as file:
+        with contextlib.ExitStack() as stack:
+            with writing(self.job, cure="make the run folder writable, or resume a copy of it"):
+                file = stack.enter_context(open(self.job, "a", opener=as_regular))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -207,47 +236,49 @@ class RunFolder:
 
     def append(self, path: Path, facts: Mapping[str, Any]) -> None:
         """One JSON line at the end of `metrics` or `events`, handed to the system before this returns."""
-        with open(path, "a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8", opener=as_regular) as file:
             file.write(json.dumps(dict(facts)) + "\n")
 
-    @staticmethod
-    def mend(path: Path) -> None:
-        """Cut off a last line that a crash has left incomplete, before anything is written behind it."""
-        if path.is_file():
-            whole = path.read_bytes().rpartition(b"\n")
-            if whole[2]:
-                path.write_bytes(whole[0] + whole[1])
-
-    def read(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The lines of `metrics` or `events`; one cut off by a crash is left out. Raises `ConfigError` for a line that is whole
-        and cannot be one of raypar's."""
-        if not os.path.lexists(path):
+    def read(self, path: Path) -> Iterator[Line]:
+        """The lines of `metrics` or `events` (`lines_in`); where there is no regular file, none (`check_files` refuses
+        what else is there). Raises `ConfigError` when it cannot be read, or has more than `FILE_BYTES`."""
+        try:
+            if kind_of(path.lstat().st_mode) is not None:
+                return
+        except OSError:
             return
-        check = check_event if path == self.events else check_metrics
-        with open_regular(path, follow=False, cure="remove it") as file:
-            for number in itertools.count(1):
-                line = file.readline(LINE_BYTES + 1)
-                if not line:
-                    return
-                try:
-                    if len(line) > LINE_BYTES:
-                        raise ValueError(f"it has more than {LINE_BYTES:,} bytes")
-                    if not line.strip():
-                        continue
-                    found = parse_json(line)
-                    check(found)
-                except (json.JSONDecodeError, UnicodeDecodeError):
-                    continue
-                except ValueError as error:
-                    raise ConfigError(
-                        f"{shown(path)}, line {number}: not a line of raypar's: {shown(str(error), 400)}",
-                        cure="remove the line; checkpoints do not depend on it",
-                    ) from error
-                yield found
+        cure = "make it readable, or move it away; checkpoints do not depend on it"
+        with open_regular(path, follow=False, cure=cure) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > FILE_BYTES:
+                raise ConfigError(f"{shown(path)} has {size:,} bytes, more than the {FILE_BYTES:,} that are read", cure=cure)
+            try:
+                lines = joined(_whole(path.name, file))
+            except OSError as error:
+                raise ConfigError(f"cannot read {shown(path)}: {error.strerror or error}", cure=cure) from error
+        yield from lines
 
-    def document(self, path: Path) -> dict[str, Any] | None:
-        """What stands in `plan`, `members` or `cluster`; None where that file is missing or cut off (it is being written).
-        Raises `ConfigError` where it cannot be one of raypar's."""
+    def rewrite_job(self, text: str) -> None:
+        """job.yaml in place, where the lock of `held` is; as it was when there is no room. Raises `ConfigError`."""
+        before = read_text(self.job, follow=False)
+        if before == text:
+            return
+        with writing(self.job):
+            try:
+                self._put_job(text)
+            except OSError:
+                with contextlib.suppress(OSError):  # there was room for it
+                    self._put_job(before)
+                raise
+
+    def _put_job(self, text: str) -> None:
+        with open(self.job, "w", encoding="utf-8", opener=as_regular) as file:
+            file.write(text)
+
+    def document(self, path: Path, *, damaged: bool = False) -> dict[str, Any] | None:
+        """What stands in `plan`, `members` or `cluster`; None where that file is missing or cut off (it is being written), and
+        with `damaged` where it is not one of raypar's. Raises `ConfigError` where it is not, and for one that is not read: a
+        link, a FIFO, too long or too deep."""
         if not os.path.lexists(path):
             return None
         cure = "remove it; checkpoints do not depend on it"
@@ -257,5 +288,119 @@ class RunFolder:
         except (json.JSONDecodeError, UnicodeDecodeError):
             return None
         except ValueError as error:
+            if damaged and not isinstance(error, TooDeep):
+                return None
             raise ConfigError(f"{shown(path)} is not one of raypar's: {shown(str(error), 400)}", cure=cure) from error
         return dict(found)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------------
+
+
+def as_regular(path: str | os.PathLike[str], flags: int) -> int:
+    """For `open`: a file of the run that somebody has replaced by a link or a FIFO is neither followed nor waited for."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return descriptor
+
+
+@contextlib.contextmanager
+def writing(path: Path, cure: str = "") -> Iterator[None]:
+    """Turns errors of the file system into a `ConfigError` that names `path`; `cure`: unless the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}", cure=ROOM if error.errno in FULL else cure or WRITABLE
+        ) from error
+
+
+def write_whole(path: Path, text: str, cure: str = "") -> None:
+    """Write a text file, whole or not at all: what was there stays until then. Raises `ConfigError`; `cure`: see `writing`."""
+    with writing(path, cure):
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():  # /dev/stdout, a pipe; for a folder the error is raised here
+            target.write_text(text, encoding="utf-8")
+        else:
+            replace_whole(target, text.encode())
+
+
+def replace_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
+    """Put a file with this content in the place of `path`, or leave everything as it was; a link there is replaced, not
+    followed. Raises `OSError`. `lasting`: it outlives a crash of the machine too, for which the disk is waited for."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(aside, "wb", opener=as_regular) as file:
+            file.write(content)
+            file.flush()
+            if lasting:
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def holds(path: Path, content: bytes) -> bool:
+    """Whether it is a regular file with this content."""
+    try:
+        return read_bytes(path, follow=False, limit=len(content)) == content
+    except ConfigError:
+        return False
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------------
+
+
+def content_of(path: Path) -> bytes | None:
+    """What a file of lines holds; empty when there is none. None when it cannot be read, has more than `FILE_BYTES`, or is no
+    regular file: a link is not followed."""
+    if not os.path.lexists(path):
+        return b""
+    try:
+        return read_bytes(path, follow=False, limit=FILE_BYTES)
+    except ConfigError:
+        return None
+
+
+def lines_in(name: str, content: bytes) -> list[Line]:
+    """The lines of a metrics.jsonl or events.jsonl, whatever has befallen the file: what is no such line is left out. Metrics
+    come in the order of steps, each once (`joined`)."""
+    return joined(_whole(name, io.BytesIO(content)))
+
+
+def _whole(name: str, stream: BinaryIO) -> Iterator[Line]:
+    """As they come. A line that is cut off, damaged, too long, too deep or of other types than raypar's is left out: nobody can
+    tell a hostile hand from a full disk by it, and training must go on after either."""
+    check = check_event if name == "events.jsonl" else check_metrics
+    within = False
+    while text := stream.readline(LINE_BYTES + 1):
+        rest, within = within, not text.endswith(b"\n")
+        if rest or (within and len(text) > LINE_BYTES):
+            continue
+        try:
+            line = parse_json(text)
+            check(line)
+        except ValueError:
+            continue
+        yield line
+
+
+def joined(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
+    """Metrics in the order of steps, each once: of two of one step the last is taken. Events as they come; if some of `more`
+    are not among them, all in the order of time."""
+    lines, more = list(lines), list(more)
+    if any("kind" in line for line in (*lines, *more)):
+        there = {json.dumps(line) for line in lines}
+        lacking = [line for line in more if json.dumps(line) not in there]
+        return sorted([*lines, *lacking], key=place_of) if lacking else lines
+    found = {place_of(line): line for line in (*lines, *more)}
+    return [found[place] for place in sorted(found)]
+
+
+def place_of(line: Line) -> tuple[float, bool]:
+    """Where a line belongs: events by their time, steps by their number, a validation behind its step."""
+    return (line.get("time", 0.0), False) if "kind" in line else (line["step"], "loss" not in line)

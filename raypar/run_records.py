@@ -27,6 +27,11 @@ def _number(most: float) -> Check:
     return lambda value: type(value) in (int, float) and math.isfinite(value) and 0 <= value <= most
 
 
+def _real(value: Any) -> bool:
+    """What can be printed and compared as a float; it may be NaN."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
 def _text(value: Any) -> bool:
     """Half of a surrogate pair is no text: it cannot be printed."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in (() if value.isascii() else value))
@@ -60,7 +65,8 @@ NEEDED = {
 }  # fmt: skip
 """What the sentences about an event cannot do without."""
 METRICS: dict[str, Check] = {
-    "time": TIME, "step": STEP, "loss": lambda value: type(value) in (int, float), "seconds": _number(LATEST_S),
+    "time": TIME, "step": lambda value: STEP(value) and value > 0, "loss": _real, "norm": _real, "validation_loss": _real,
+    "count": _real, "count_per_s": _real, "bubble": _real, "seconds": _number(LATEST_S),
     "samples_per_s": _number(1e18), "peak_rss_bytes": lambda value: isinstance(value, list),
 }  # fmt: skip
 PLAN: dict[str, Check] = {"schedule": _text, "stages": lambda value: bool(value) and _STAGES(value)}
@@ -71,6 +77,10 @@ MEMBERS: dict[str, Check] = {
 }  # fmt: skip
 _NODE: dict[str, Check] = {"node": _text, "pid": _count(2**31), "head": lambda value: isinstance(value, bool)}
 CLUSTER: dict[str, Check] = {"kind": _text, "address": _text, "nodes": _records(_NODE, *_NODE)}
+
+
+NEVER_NULL = ("time", "peak_rss_bytes", "stages", "members", "spares", "nodes")
+"""These may be absent."""
 
 
 def check_event(line: Any) -> None:
@@ -92,8 +102,12 @@ def check_metrics(line: Any) -> None:
     """Raises `ValueError` for what no line of metrics.jsonl can be."""
     _object(line)
     _fields(line, METRICS, ("step",))
+    if "kind" in line:
+        raise ValueError("it has a kind, as events do")
     if "loss" in line or "samples_per_s" in line:
         _fields(line, METRICS, ("seconds", "samples_per_s"))
+    if "loss" not in line and "validation_loss" not in line:
+        raise ValueError("it has no loss")
 
 
 def check_document(name: str, found: Any) -> None:
@@ -116,7 +130,7 @@ def _fields(found: Mapping[str, Any], fields: Mapping[str, Check], required: tup
 
 def _wrong(found: Mapping[str, Any], fields: Mapping[str, Check], required: tuple[str, ...]) -> str | None:
     """The first key that is missing, or of another type than it must be."""
-    for key in (*required, *(("time",) if "time" in found else ())):  # a time may be absent, not null
+    for key in (*required, *(key for key in NEVER_NULL if key in found)):
         if found.get(key) is None:
             return key
     return next((key for key, check in fields.items() if found.get(key) is not None and not check(found[key])), None)

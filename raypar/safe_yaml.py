@@ -14,6 +14,14 @@ MOST_NODES = 20_000
 """Keys and values of a file, an alias counted as what it stands for."""
 
 
+class TooMuchError(ConfigError):
+    """More levels, or more values with aliases written out, than are read."""
+
+
+class _TooMuch(yaml.composer.ComposerError):
+    """The same, within PyYAML."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 takes `3e-4` for a string; here it is a number. A key given twice is an error."""
 
@@ -27,21 +35,19 @@ class _Loader(yaml.SafeLoader):
         mark, alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self._depth, self._count = self._depth + 1, self._count + 1
         if self._depth > MOST_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"more than {MOST_DEPTH} levels within each other", mark)
+            raise _TooMuch(None, None, f"more than {MOST_DEPTH} levels within each other", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if node is None:
             return None
         if alias and id(node) not in self._sizes:
-            raise yaml.composer.ComposerError(None, None, "an alias within what it stands for", mark)
+            raise _TooMuch(None, None, "an alias within what it stands for", mark)
         inner = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
             inner = [each for pair in inner for each in pair]
         size = self._sizes[id(node)] = self._sizes[id(node)] if alias else 1 + sum(self._sizes[id(each)] for each in inner)
         if max(size, self._count) > MOST_NODES:
-            raise yaml.composer.ComposerError(
-                None, None, f"more than {MOST_NODES:,} keys and values, aliases written out", mark
-            )
+            raise _TooMuch(None, None, f"more than {MOST_NODES:,} keys and values, aliases written out", mark)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -69,7 +75,8 @@ def parse_yaml(text: str, source: str) -> Any:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         cure = "check indentation, colons and brackets"
-        raise ConfigError(f"{shown(source)}{where}: not valid YAML: {shown(problem)}", cure=cure) from None
+        refusal = TooMuchError if isinstance(error, _TooMuch) else ConfigError
+        raise refusal(f"{shown(source)}{where}: not valid YAML: {shown(problem)}", cure=cure) from None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         # Of PyYAML's conversions: 2020-99-99 is written like a date, `!!bool maybe` says what it is not.
         raise ConfigError(

@@ -262,7 +262,8 @@ class Trainer:
 
     def _folder(self, planned: Planned) -> RunFolder:
         folder = RunFolder.create(self.run_dir, self.spec.name)
-        folder.plan.write_text(plan_json(planned))
+        with folder.unless_it_fails():
+            folder.plan.write_text(plan_json(planned))
         return folder
 
 

@@ -152,8 +152,8 @@ class Beginning:
         for number in starting:
             self.tasks.spawn(self.staff.welcome(number, workers[number], request.start_deadline_s))
         self.plans.schedules[record.plan] = record.schedule
-        seen = await asyncio.to_thread(recorder.take_over)
-        self.reports.outcomes = dict(seen.outcomes)
+        seen = await self.effects.awaited(recorder.take_over)  # there, for workers that join are noted in the same files
+        self.reports.outcomes, self.reports.journalled = dict(seen.outcomes), dict(seen.unseen)
         self.news.pass_on(recorder.news())
         generation = await asyncio.to_thread(self.journal.claimed)
         hired = max(await asyncio.to_thread(self.journal.numbers), *(n + 1 for n in (*workers, *record.members)))

@@ -89,7 +89,7 @@ class DriverActor:
         self.machine = machine = RunMachine(request.course, plan=request.plan, layout=layout)
         self.plans = plans = Plans(request)
         self.pool = pool = Pool(credential, request.gpus, request.environment)
-        self.recorder = recorder = Recorder(request)
+        self.recorder = recorder = Recorder(request, journal)
         self.status = Status(request)
         self.effects = effects = Effects(recorder, machine, news, tasks)
         self.staff = staff = Staff(pool, journal, tasks.post, effects.note, lambda number: number in machine.members)
@@ -164,6 +164,7 @@ class DriverActor:
         self.journal.erase()
         self.journal.put_credential(Credential.fresh(request.run))
         self.journal.put_request(request)
+        self.journal.began(time.time())
 
     async def events(self, epoch: int, cursor: int, wait_s: float = 1.0) -> tuple[list[dict[str, Any]], int, int]:
         """See `News.after`."""
@@ -233,7 +234,8 @@ class DriverActor:
                 )
             case do.Journal(step):
                 self.reports.commit(step)
-                self.effects.perform(lambda: self.journal.commit(step), lambda _: on.Journalled(step))
+                facts = {"time": time.time(), **self.reports.brief(step)}
+                self.effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.Journalled(step))
             case do.Emit(step):
                 reports, fresh = self.reports.emit(step), step == self.generations.resumed_at
                 self.effects.perform(

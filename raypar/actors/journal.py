@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import uuid
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from raypar.actors.messages import Hello
 from raypar.comm.handshake import Credential
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
+
+KEPT_STEPS = 1000
+"""Of so many steps the journal knows what people have seen, for a driver that does not find them in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Journal:
     def __init__(self, run: str) -> None:
         self.run, self.prefix, self.generation = run, f"raypar/{run}/", 1
         self.identity = uuid.uuid4().bytes
+        self._validations: deque[int] = deque()
+        """Those that are there, ascending, as far as this driver has written any."""
 
     # -- generations and steps ---------------------------------------------------------------------------------------------
 
@@ -48,18 +54,61 @@ class Journal:
         self.generation = generation
         return True
 
-    def commit(self, step: int) -> None:
-        """Step `step` is committed. One that a former driver has written already is the same step: nobody commits what not
-        all have applied. Raises `Deposed` when another driver has taken over."""
+    def commit(self, step: int, facts: Any = None) -> None:
+        """Step `step` is committed; `facts`: what people are to see of it. One that a former driver has written already is the
+        same step: nobody commits what not all have applied. Raises `Deposed` when another driver has taken over."""
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
             raise Deposed(
                 f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",
             )
-        _internal_kv_put(f"{self.prefix}step/{step}", str(self.generation).encode(), overwrite=False)
-        if step >= 2:
-            _internal_kv_del(f"{self.prefix}step/{step - 2}")
+        _internal_kv_put(f"{self.prefix}step/{step}", pickle.dumps((self.generation, facts)), overwrite=False)
+        if step >= KEPT_STEPS:
+            _internal_kv_del(f"{self.prefix}step/{step - KEPT_STEPS}")
+
+    def committed(self) -> list[int]:
+        """The last steps that are committed, ascending; the first of a run are deleted."""
+        return sorted(self._numbers("step"))
+
+    def facts(self, step: int) -> Any:
+        """What was given with `commit`; None of a step that is not known, or not any more."""
+        value = _internal_kv_get(f"{self.prefix}step/{step}")
+        return None if value is None else pickle.loads(value)[1]
+
+    def validated(self, done: int, line: dict[str, Any]) -> None:
+        """A validation after `done` steps, as people see it."""
+        _internal_kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
+        if not self._validations:
+            self._validations.extend(self.validations())
+        elif done > self._validations[-1]:
+            self._validations.append(done)
+        while self._validations and self._validations[0] < done - KEPT_STEPS:
+            _internal_kv_del(f"{self.prefix}validation/{self._validations.popleft()}")
+
+    def validations(self) -> list[int]:
+        """After how many steps there were validations, in the last `KEPT_STEPS`."""
+        return sorted(self._numbers("validation"))
+
+    def validation(self, done: int) -> dict[str, Any] | None:
+        """What was given with `validated`."""
+        value = _internal_kv_get(f"{self.prefix}validation/{done}")
+        return None if value is None else pickle.loads(value)
+
+    # -- lines that a full disk does not take (`line_file.Spare`) ----------------------------------------------------------
+
+    def keep_lines(self, file: str, block: int, text: str) -> None:
+        """Lines of the run folder's `file`, under a number."""
+        _internal_kv_put(f"{self.prefix}lines/{file}/{block}", text.encode(), overwrite=True)
+
+    def kept_lines(self, file: str) -> dict[int, str]:
+        """All that are kept, by number."""
+        found = {block: _internal_kv_get(f"{self.prefix}lines/{file}/{block}") for block in self._numbers(f"lines/{file}")}
+        return {block: value.decode() for block, value in found.items() if value is not None}
+
+    def drop_lines(self, file: str, block: int | None = None) -> None:
+        """They are in the file now: those of one number, or all."""
+        _internal_kv_del(f"{self.prefix}lines/{file}/{'' if block is None else block}", del_by_prefix=block is None)
 
     def record(self, record: Record) -> None:
         """Before the workers of a generation begin: a new driver has to find them."""
@@ -134,6 +183,15 @@ class Journal:
             return facts
         value = _internal_kv_get(key)
         return None if value is None else pickle.loads(value)
+
+    def began(self, time_s: float | None = None) -> float | None:
+        """Note when the run was started or resumed (Unix time); without `time_s`, what was noted."""
+        key = f"{self.prefix}began"
+        if time_s is not None:
+            _internal_kv_put(key, repr(time_s).encode(), overwrite=True)
+            return time_s
+        value = _internal_kv_get(key)
+        return None if value is None else float(value)
 
     def erase(self) -> None:
         """Remove every key of the run."""

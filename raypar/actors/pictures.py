@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raypar.actors.request import RunRequest
+from raypar.run_folder import replace_whole
 from raypar.schedule.svg import swimlanes
 from raypar.schedule.timeline import Timeline
 from raypar.schedule.trace import chrome_trace
@@ -17,7 +18,7 @@ Rows = Sequence[Sequence[tuple[str, float, float]]]
 
 
 def draw(request: RunRequest, step: int, spans: Rows, nodes: Sequence[str]) -> None:
-    """Writes `swimlane.svg` and `trace.json` into the run folder. `nodes[rank]`: the machine of a worker."""
+    """Writes `swimlane.svg` and `trace.json` into the run folder; raises `OSError`. `nodes[rank]`: the machine of a worker."""
     names = [request.plan.coordinate(rank) for rank in range(request.plan.world)]
     measured = Timeline.from_spans(one_clock(spans, nodes), names)
     predicted = replace(request.predicted, names=tuple(names))
@@ -26,8 +27,9 @@ def draw(request: RunRequest, step: int, spans: Rows, nodes: Sequence[str]) -> N
     folder = Path(request.folder)
     workers = f"{request.plan.world} workers = {request.plan.describe()}"
     title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.cut.count} microbatches"
-    (folder / "swimlane.svg").write_text(swimlanes(panels, title=title, edges=edges))
-    (folder / "trace.json").write_text(json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run)))
+    replace_whole(folder / "swimlane.svg", swimlanes(panels, title=title, edges=edges).encode())
+    trace = json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run))
+    replace_whole(folder / "trace.json", trace.encode())
 
 
 def one_clock(rows: Rows, nodes: Sequence[str]) -> Rows:

@@ -8,24 +8,27 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import pickle
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.journal import Journal
+from raypar.actors.line_file import LineFile
 from raypar.actors.messages import Hello
 from raypar.actors.pictures import draw
+from raypar.actors.reports import in_brief
 from raypar.actors.request import RunRequest
 from raypar.elastic.actions import Teardown
-from raypar.errors import CheckpointError
+from raypar.elastic.machine import DEPTH
+from raypar.errors import CheckpointError, RayparError
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder
+from raypar.run_folder import Line, RunFolder, place_of, replace_whole
 from raypar.worker import checkpoint
 from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.process_state import EnvironmentGuard
@@ -33,11 +36,15 @@ from raypar.worker.process_state import EnvironmentGuard
 RETOLD = 1000
 """Steps of which a new driver tells the client again: more than it can have missed."""
 
+COMPARED = 3
+"""So many of the last steps in the run folder are compared with the journal: whether it is this run's."""
+
 
 @dataclass(frozen=True)
 class Seen:
-    """What the run folder says of a run. `outcomes`: step (from 0) -> (loss, norm); `validated`, `saved`: after how many steps
-    that was done last; `lost`: workers that people know to be lost."""
+    """What people have seen of a run, as its folder and its journal say together. `outcomes`: step (from 0) -> (loss, norm);
+    `validated`, `saved`: after how many steps that was done last; `lost`: workers that people know to be lost; `unseen`: step
+    (from 0) -> what the journal knows of steps that people may not have seen (`reports.in_brief`)."""
 
     steps: int
     outcomes: Mapping[int, tuple[float, float]]
@@ -46,16 +53,19 @@ class Seen:
     last_s: float | None
     """When the last step was written (Unix time)."""
     lost: frozenset[int] = frozenset()
+    unseen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Recorder:
     """Side effects of one run, each exactly once and in order; called from one thread at a time."""
 
-    def __init__(self, request: RunRequest) -> None:
-        self.request = request
+    def __init__(self, request: RunRequest, journal: Journal | None = None) -> None:
+        self.request, self.journal = request, journal
         self.folder = Path(request.folder)
+        run = RunFolder(self.folder)
         self._news: list[dict[str, Any]] = []
-        self._waiting: dict[str, list[str]] = {}
+        self.metrics = LineFile(run.metrics, self._say, journal)
+        self.events = LineFile(run.events, self._say, journal, mirrored=True)
         self._seconds: deque[float] = deque(maxlen=50)
         self.traced: dict[str, Any] | None = None
         self.replanned = True
@@ -86,16 +96,19 @@ class Recorder:
         self.replanned, self.nodes = plan != self.request.plan, list(nodes)
 
     def take_over(self) -> Seen:
-        """Go on with the folder that another driver has filled; the client is told again what it may have missed."""
-        run = RunFolder(self.folder)
-        first = self.request.course.first
-        run.mend(run.metrics)
-        run.mend(run.events)
-        events = list(run.read(run.events))
-        began = [event["time"] for event in events if event["kind"] == "started"]
-        self.age_s = max(0.0, time.time() - began[-1]) if began else 0.0
-        lines = [line for line in run.read(run.metrics) if line["step"] > first]
+        """Go on with the folder that another driver has filled, and somebody else may have damaged; the client is told again
+        what it may have missed."""
+        first, journal = self.request.course.first, self.journal
+        known = [] if journal is None else journal.committed()
+        events = self.events.open()
+        rebuilt: list[int] = []
+        lines = self.metrics.open(lambda found: self._completed(found, known, rebuilt))
+        lines = [line for line in lines if line["step"] > first]
         steps = [line for line in lines if "loss" in line]
+        seen = self._seen((line["step"] for line in lines), known)
+        began = [event["time"] for event in events if event["kind"] == "started" and "time" in event]
+        since = began[-1] if began else None if journal is None else journal.began()
+        self.age_s = max(0.0, time.time() - since) if since is not None else 0.0
         validations = [line for line in lines if "validation_loss" in line]
         path, _ = checkpoint.usable(self.folder / "checkpoints")
         self.checkpoint_path = path
@@ -103,24 +116,90 @@ class Recorder:
         for line in lines[-RETOLD:]:
             facts = {key: value for key, value in line.items() if key != "time"}
             if "loss" in line:
+                facts |= {key: math.nan for key in ("loss", "norm") if facts.get(key) is None}
+                facts |= {key: 0.0 for key in ("count", "bubble") if facts.get(key) is None}
                 eta_s = (self.request.course.end - line["step"]) * statistics.median(self._seconds)
                 self._news.append({"kind": "step", **facts, "eta_s": eta_s})
             else:
-                self._news.append({"kind": "validation", **facts})
+                loss = facts["validation_loss"]
+                self._news.append({"kind": "validation", **facts, "validation_loss": math.nan if loss is None else loss})
         if path is not None:
             self._news.append({"kind": "checkpoint", "step": checkpoint.load_manifest(path).steps_done, "path": str(path)})
+        if rebuilt:
+            text = f"{self.metrics.path} lacked the lines of {spans_of(rebuilt)}: they are written again from the journal"
+            self._warn(text, "leave the files of a run alone while it trains")
+        self._tell_gaps(lines, first, seen)
+        unseen = {} if journal is None else {step: journal.facts(step) for step in known if step >= seen}
         return Seen(
-            steps=steps[-1]["step"] if steps else first,
-            outcomes={s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s["norm"] is not None},
+            steps=seen,
+            outcomes={
+                s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s.get("norm") is not None
+            },
             validated=validations[-1]["step"] if validations else None,
             saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
-            last_s=steps[-1]["time"] if steps else None,
+            last_s=steps[-1].get("time") if steps else None,
             lost=lost_of(events),
+            unseen=unseen,
         )
+
+    def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
+        """The lines of metrics as people have seen them, by what is `known` to the journal (steps from 0): without those of
+        another run, and with those that the file has lost, whose steps are added to `rebuilt`."""
+        if self.journal is None:
+            return found
+        first, last = self.request.course.first, known[-1] + 1 if known else self.request.course.first
+        by_place = {place_of(line): line for line in found if line["step"] <= last}
+        there = {line["step"]: line for line in by_place.values() if "loss" in line}
+        newest = [step for step in known if step + 1 in there][-COMPARED:]
+        wrong = [step for step in newest if not same_step(there[step + 1], self.journal.facts(step))]
+        if newest and wrong == newest:  # another run's: nothing in it can be trusted
+            by_place = {place: line for place, line in by_place.items() if line["step"] <= first}
+            there = {}
+        for done in self.journal.validations():
+            if done <= last and (done, True) not in by_place and (line := self.journal.validation(done)) is not None:
+                by_place[done, True] = line
+        seen = self._seen((step for step, _ in by_place), known)
+        for step in known:
+            line = there.get(step + 1)
+            if (line is None and step < seen) or (line is not None and wrong):
+                facts = self.journal.facts(step)
+                if facts is not None and (line is None or not same_step(line, facts)):
+                    rebuilt.append(step + 1)
+                    again = {"time": facts["time"], **self._metrics(step, facts, facts["seconds"])}
+                    by_place[step + 1, False] = _finite(again)
+        return [by_place[place] for place in sorted(by_place)]
+
+    def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
+        """How many steps people have seen for certain: those of which `there` are lines (from 1), and all but the last `DEPTH`
+        that are `known` to the journal (from 0), for no step is issued before."""
+        return max([self.request.course.first, *there, *(step + 1 - DEPTH for step in known[-1:])])
+
+    def _tell_gaps(self, lines: Iterable[Line], first: int, seen: int) -> None:
+        """Say which steps people have seen and the file has no lines of."""
+        gaps = sorted(set(range(first + 1, seen + 1)) - {line["step"] for line in lines if "loss" in line})
+        if gaps:
+            text = f"{self.metrics.path} has no lines of {spans_of(gaps)} any more; training is not touched by that"
+            self._warn(text, "take them from what was printed; leave the files of a run alone while it trains")
+
+    def _warn(self, text: str, cure: str) -> None:
+        """Told to people, and kept with the events."""
+        event = {"kind": "warning", "text": f"{text}\n  cure: {cure}"}
+        self._news.append(event)
+        self.note(event)
+
+    def _say(self, kind: str, text: str) -> None:
+        self._news.append({"kind": kind, "text": text})
 
     def clock(self) -> None:
         """The next step's time begins now."""
         self._last_s = time.monotonic()
+
+    def _lines_of_metrics(self) -> list[Line]:
+        """What the file holds; it may be unreadable."""
+        run = RunFolder(self.folder)
+        with contextlib.suppress(RayparError):
+            return list(run.read(run.metrics))
+        return []
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
@@ -136,32 +215,19 @@ class Recorder:
     def step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
         """Metrics and callbacks of a committed step; the reason to stop, if a callback gave one. `fresh`: the first of a new
         generation, whose time is its own, without the pause before it."""
-        request, one = self.request, reports[0]
+        request, brief = self.request, in_brief(reports)
         now = time.monotonic()
         wall, self._last_s = now - self._last_s, now
-        busy = sum(r["busy_seconds"] for r in reports.values())
-        longest = max(r["seconds"] for r in reports.values())
+        longest = brief["seconds"]
         if not longest:  # found applied by a new driver, and reported to none
             wall = statistics.median(self._seconds) if self._seconds else wall
         elif fresh or wall < longest / 2:  # before it came a pause, or steps that were written late
             wall = longest
         self._seconds.append(wall)
-        metrics = {
-            "step": step + 1,
-            "loss": one["loss"],
-            "norm": one["norm"],
-            "count": one["count"],
-            "seconds": wall,
-            "samples_per_s": request.cut.batch_size / wall,
-            "count_per_s": one["count"] / wall,
-            "bubble": max(0.0, 1 - busy / (longest * len(reports))) if longest else 0.0,
-            "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports) if longest],
-        }
-        if one["skipped"]:
-            metrics["skipped"] = True
-        if step in request.trace and not self.replanned and len(reports) == request.plan.world:
-            spans = [reports[rank]["spans"] for rank in sorted(reports)]
-            self.traced = {"step": step + 1, "spans": spans, "ledger": one["ledger"], "nodes": self.nodes}
+        metrics = self._metrics(step, brief, wall)
+        spans = [reports[rank]["spans"] for rank in sorted(reports)]
+        if step in request.trace and not self.replanned and len(reports) == request.plan.world and all(spans):
+            self.traced = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
         self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
         stop, own = self._call("on_step", metrics)
         metrics |= own
@@ -169,6 +235,22 @@ class Recorder:
         left = request.course.end - step - 1
         self._news.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._seconds)})
         return stop
+
+    def _metrics(self, step: int, brief: Mapping[str, Any], wall: float) -> dict[str, Any]:
+        """Of a step (from 0) that took `wall` seconds; `brief`: see `in_brief`."""
+        longest = brief["seconds"]
+        metrics = {
+            "step": step + 1,
+            "loss": brief["loss"],
+            "norm": brief["norm"],
+            "count": brief["count"],
+            "seconds": wall,
+            "samples_per_s": self.request.cut.batch_size / wall if wall else 0.0,
+            "count_per_s": brief["count"] / wall if wall else 0.0,
+            "bubble": max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
+            "peak_rss_bytes": brief["peak_rss_bytes"] if longest else [],
+        }
+        return metrics | {"skipped": True} if brief["skipped"] else metrics
 
     def validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
         """The validation loss: sums in microbatch order / count."""
@@ -181,6 +263,8 @@ class Recorder:
         metrics = {"step": done, "validation_loss": total / count, "count": count, "seconds": seconds}
         stop, own = self._call("on_validation", metrics)
         metrics |= own
+        if self.journal is not None:
+            self.journal.validated(done, _finite({"time": time.time(), **metrics}))
         self._write(metrics)
         self._last_s = time.monotonic()
         self._news.append({"kind": "validation", **metrics})
@@ -188,7 +272,7 @@ class Recorder:
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """A line in events.jsonl."""
-        self._append("events.jsonl", facts)
+        self._append(self.events, facts)
 
     def keep_status(self, text: str) -> None:
         """members.json, whole or not at all."""
@@ -206,30 +290,15 @@ class Recorder:
 
     def _replace(self, path: Path, text: str) -> None:
         """A full disk must not end the run: what people see there is old then."""
-        aside = path.with_suffix(".new")
         with contextlib.suppress(OSError):
-            aside.write_text(text)
-            aside.replace(path)
+            replace_whole(path, text.encode(), lasting=False)
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
-        self._append("metrics.jsonl", metrics)
+        self._append(self.metrics, metrics)
 
-    def _append(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Add a line to a file of the run. On a full disk training goes on: lines wait here until they can be written."""
-        path, waiting = self.folder / name, self._waiting.setdefault(name, [])
-        waiting.append(json.dumps(_finite({"time": time.time(), **facts})) + "\n")
-        size = path.stat().st_size if path.exists() else 0
-        try:
-            with open(path, "a") as file:
-                file.write("".join(waiting))
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(path, size)  # a part may have been written
-            if len(waiting) == 1:
-                text = f"{path} cannot be written ({error}); its lines are kept in memory until it can"
-                self._news.append({"kind": "warning", "text": f"{text}\n  cure: free disk space, or put the run folder back"})
-            return
-        waiting.clear()
+    def _append(self, file: LineFile, facts: Mapping[str, Any]) -> None:
+        """Add a line to a file of the run. On a full disk training goes on: lines wait until they can be written."""
+        file.append(_finite({"time": time.time(), **facts}))
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
@@ -302,8 +371,8 @@ class Recorder:
     def finish(self, facts: Mapping[str, Any]) -> None:
         """The end that a former driver had decided on (`Journal.end`), as far as people have not seen it."""
         self.take_over()
-        run = RunFolder(self.folder)
-        last = next((e["kind"] for e in reversed([*run.read(run.events)]) if e["kind"] in ("started", "generation", "end")), "")
+        events = [json.loads(line) for line in self.events.lines]
+        last = next((e["kind"] for e in reversed(events) if e["kind"] in ("started", "generation", "end")), "")
         if last != "end":
             if last:
                 self.begin()
@@ -315,13 +384,18 @@ class Recorder:
         steps = teardown.done - self.request.course.first
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
         calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
-        self._append("events.jsonl", {"kind": "end", **facts, **calls})
+        self.metrics.close()
+        if self.metrics.changed or self.metrics.lost or self.metrics.failing:
+            self._tell_gaps(self._lines_of_metrics(), self.request.course.first, teardown.done)
+        self._append(self.events, {"kind": "end", **facts, **calls})
+        self.events.close()
         if self.traced is not None:
             try:
                 draw(self.request, self.traced["step"], self.traced["spans"], self.traced["nodes"])
                 self._news.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
             except OSError as error:
-                self._news.append({"kind": "warning", "text": f"the picture could not be written: {error}"})
+                text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
+                self._say("warning", text)
         if teardown.error is not None:
             self._call("on_exception", {"error": teardown.error, "step": teardown.done})
         self._call("on_end", facts)
@@ -336,6 +410,23 @@ def lost_of(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
         elif event["kind"] == "lost":
             lost.add(event["worker"])
     return frozenset(lost)
+
+
+def same_step(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
+    """Whether a line of metrics is of the step of which the journal knows `facts`; of one that it does not know, yes."""
+    found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
+    return all(line.get(key) == value for key, value in found.items())
+
+
+def spans_of(steps: Sequence[int]) -> str:
+    """`step 4`, `steps 1-3, 7` of ascending numbers."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1][1:] = [step]
+        else:
+            runs.append([step])
+    return f"step{'s' * (len(steps) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _finite(facts: Mapping[str, Any]) -> dict[str, Any]:

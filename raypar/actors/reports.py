@@ -22,6 +22,8 @@ class Reports:
         self.machine, self.plans = machine, plans
         self.outcomes: dict[int, tuple[float, float]] = {}
         """(loss, norm) of every step seen: what is executed again must give the same."""
+        self.journalled: dict[int, Report] = {}
+        """What a former driver has written in the journal of steps that people may not have seen: see `in_brief`."""
         self.validations: dict[int, Any] = {}
         """worker -> its part of the validation that is under way"""
         self._open: dict[int, dict[int, Report]] = defaultdict(dict)
@@ -62,8 +64,15 @@ class Reports:
         return stand
 
     def commit(self, step: int) -> None:
-        """It is committed, and not seen yet."""
+        """It is committed, and not seen yet. What a former driver wrote in the journal of it says more than what workers
+        remember, and they remember the last steps only."""
+        if step in self.journalled:
+            self._open[step] = {0: {**self.journalled[step], "spans": [], "ledger": {}}}
         self._unseen[step] = self._open.pop(step)
+
+    def brief(self, step: int) -> Report:
+        """What people are to see of a step that is committed and not seen yet: see `in_brief`."""
+        return in_brief(self._unseen[step])
 
     def emit(self, step: int) -> dict[int, Report]:
         """What people are to see of it, by rank."""
@@ -85,6 +94,20 @@ def outcome_of(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
     """(loss, norm): the same in all reports of a step."""
     report = next(iter(reports.values()))
     return report["loss"], report["norm"]
+
+
+def in_brief(reports: Mapping[int, Mapping[str, Any]]) -> Report:
+    """A step in one report: the longest time of any worker, the work and the memory of all."""
+    one = next(iter(reports.values()))
+    if "workers" in one:  # it is one of these already
+        return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
+    return {
+        **{key: one[key] for key in ("loss", "norm", "count", "skipped")},
+        "seconds": max(r["seconds"] for r in reports.values()),
+        "busy_seconds": sum(r["busy_seconds"] for r in reports.values()),
+        "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports)],
+        "workers": len(reports),
+    }
 
 
 def missed(outcome: Any) -> Report:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from raypar.commands._story import Teller, counted, executing_again
 from raypar.commands._toll import COUNTED, toll
+from raypar.run_folder import FULL
 
 if TYPE_CHECKING:
     from raypar.launch import Result
@@ -113,19 +114,25 @@ class Console:
     def draw(self, text: str) -> None:
         """A progress line: on a terminal it replaces the one before."""
         if self.live:
-            self.out.write("\r" + text.ljust(self.width))
+            self.put("\r" + text.ljust(self.width))
             self.width = len(text)
-            self.out.flush()
         else:
             self.line(text)
 
     def line(self, text: str) -> None:
         """A line that stays; an unfinished progress line is kept above it."""
-        if self.width:
-            self.out.write("\n")
-            self.width = 0
-        self.out.write(text + "\n")
-        self.out.flush()
+        ended, self.width = "\n" * (self.width > 0), 0
+        self.put(ended + text + "\n")
+
+    def put(self, text: str) -> None:
+        """Print. Where the output is a file on a full disk, the run does not end for that: what cannot be written is missing in
+        it, and the exit code says so if the end is."""
+        try:
+            self.out.write(text)
+            self.out.flush()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def speed(self) -> str:
         """Of all steps: `310 samples/s, 39,700 tokens/s`."""

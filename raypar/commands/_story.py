@@ -116,7 +116,7 @@ def checkpoint(event: Event) -> str:
 
 def end(event: Event) -> str:
     why = event.get("why") or event.get("text")
-    return f"{event['end']} after {counted(event.get('step', event.get('done', 0)), 'step')}" + (
+    return f"{event.get('end') or 'ended'} after {counted(event.get('step', event.get('done', 0)), 'step')}" + (
         f": {plainly(why)}" if why else ""
     )
 

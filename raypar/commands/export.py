@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -40,21 +41,31 @@ def run(args: argparse.Namespace) -> int:
             import torch
 
             whole = dict(tensors)
-            torch.save(whole | {name: whole[first] for name, first in ties.items()}, aside)
+            with open(aside, "wb") as file:  # an error of this file has a name, one of torch's own has none
+                torch.save(whole | {name: whole[first] for name, first in ties.items()}, file)
         else:
             write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
         os.replace(aside, out)
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise cannot_write(out, error.__cause__) from error
     except Exception as error:
         # torch tells of a full disk in classes of its own.
-        raise CheckpointError(f"cannot write {out}: {error}", cure="choose another --out, or free space") from error
+        raise cannot_write(out, error) from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
+            aside.unlink()
     steps, size = load_manifest(path).steps_done, out.stat().st_size / 2**20
     print(f"{len(tensors)} tensors after {steps} steps in {out} ({size:.1f} MiB)")
     print(f"weights sha256 {hash_of(path)}", flush=True)
     return 0
+
+
+def cannot_write(out: Path, error: BaseException) -> CheckpointError:
+    """For people, in one line."""
+    why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+    return CheckpointError(f"cannot write {out}: {why}", cure="choose another --out, or free disk space")
 
 
 def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:

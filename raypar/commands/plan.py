@@ -134,15 +134,11 @@ def picture(timeline: Timeline) -> str:
 
 def draw(file: Path, title: str, timeline: Timeline, crossing: Crossing) -> None:
     """Write the predicted step, a lane for every worker. Raises `ConfigError`."""
+    from raypar.run_folder import write_whole
     from raypar.schedule.svg import swimlane
 
     edges = [(edge.src, edge.dst) for edge in crossing.edges]
-    try:
-        file.write_text(swimlane(timeline, title=title, subtitle="predicted", edges=edges), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {file}: {error.strerror or error}", cure="name a file in a folder you may write to"
-        ) from error
+    write_whole(file, swimlane(timeline, title=title, subtitle="predicted", edges=edges))
 
 
 def cut_layers(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         tokens = write_tokens(out, _pieces(files, encode), dtype=args.dtype, notes={"tokenizer": args.tokenizer})
     except OSError as error:
         raise ConfigError(
-            f"cannot write {out}: {error.strerror or error}", cure="choose another --out, or free space"
+            f"cannot write {out}: {error.strerror or error}", cure="choose another --out, or free disk space"
         ) from error
     print(f"{tokens:,} tokens ({args.dtype}, {out.stat().st_size / 2**20:.1f} MiB) in {out}; in a job file:")
     print(f"data: {{function: raypar.worker.tokens:TokenFile, args: {{path: {out}, context: 128, split: train}}}}")
@@ -78,9 +78,12 @@ def _pieces(files: Sequence[Path], encode: Callable[[str], Sequence[int]] | None
 
 
 def _read(file: Path, *, whole_lines: bool) -> Iterator[bytes]:
-    with open(file, "rb") as stream:
-        while piece := stream.read(PIECE_BYTES):
-            yield piece + stream.readline() if whole_lines else piece
+    try:
+        with open(file, "rb") as stream:
+            while piece := stream.read(PIECE_BYTES):
+                yield piece + stream.readline() if whole_lines else piece
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}", cure="give the paths of text files") from error
 
 
 def _encoded(encode: Callable[[str], Sequence[int]], piece: bytes, file: Path) -> Any:

@@ -227,29 +227,26 @@ def _write(
     args: argparse.Namespace, title: str, schedule: Schedule, timeline: Timeline, crossing: Crossing, costs: Costs
 ) -> Iterable[Path]:
     """The files that were asked for. Raises `ConfigError` for one that cannot be written."""
+    from raypar.run_folder import write_whole
+
     for option in ("csv", "svg", "trace"):
         path: Path | None = getattr(args, option)
         if path is None:
             continue
-        try:
-            if option == "csv":
-                from raypar.schedule.file import write_csv
+        if option == "csv":
+            from raypar.schedule.file import write_csv
 
-                path.write_text(write_csv(schedule), encoding="utf-8")
-            elif option == "svg":
-                from raypar.schedule.svg import swimlane
+            write_whole(path, write_csv(schedule))
+        elif option == "svg":
+            from raypar.schedule.svg import swimlane
 
-                timed_links = costs.latency_ms or costs.bandwidth_bytes_per_ms < math.inf
-                edges = [(e.src, e.dst) for e in crossing.edges] if timed_links else []
-                path.write_text(swimlane(timeline, title=title, edges=edges), encoding="utf-8")
-            else:
-                from raypar.schedule.trace import chrome_trace
+            timed_links = costs.latency_ms or costs.bandwidth_bytes_per_ms < math.inf
+            edges = [(e.src, e.dst) for e in crossing.edges] if timed_links else []
+            write_whole(path, swimlane(timeline, title=title, edges=edges))
+        else:
+            from raypar.schedule.trace import chrome_trace
 
-                path.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {path}: {error.strerror}", cure="name a file in a folder you may write to"
-            ) from error
+            write_whole(path, json.dumps(chrome_trace(timeline)))
         yield path
 
 

@@ -75,27 +75,22 @@ def write(file: str, text: str, option: str) -> None:
     """Raises `ConfigError`."""
     from pathlib import Path
 
-    from raypar.errors import ConfigError
+    from raypar.run_folder import write_whole
 
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {file}: {error.strerror or error}", cure=f"give {option} a file you may write"
-        ) from error
+    write_whole(Path(file), text, cure=f"give {option} a file you may write")
 
 
 def read(folder: RunFolder, now: float) -> Status:
     """The status of the run in a folder."""
     from raypar.commands._status import status
 
-    cluster = folder.document(folder.cluster)
+    cluster = folder.document(folder.cluster, damaged=True)
     return status(
         folder.name,
         str(folder.path),
         steps=steps_of(folder),
-        plan=folder.document(folder.plan),
-        members=folder.document(folder.members),
+        plan=folder.document(folder.plan, damaged=True),
+        members=folder.document(folder.members, damaged=True),
         metrics=list(folder.read(folder.metrics)),
         events=list(folder.read(folder.events)),
         cluster=cluster,
@@ -106,23 +101,25 @@ def read(folder: RunFolder, now: float) -> Status:
 
 
 def steps_of(folder: RunFolder) -> int | None:
-    """Steps of the run's job; None without a job file. Raises `ConfigError`."""
+    """Steps of the run's job; None where its file is missing, or is not whole any more. Raises `ConfigError` for a file that is
+    not read: a link, a FIFO, too much."""
     import os
 
     from raypar.errors import ConfigError
-    from raypar.input_files import read_text, shown
-    from raypar.safe_yaml import parse_yaml
+    from raypar.input_files import read_bytes
+    from raypar.safe_yaml import TooMuchError, parse_yaml
 
     if not os.path.lexists(folder.job):
         return None
-    job = parse_yaml(read_text(folder.job, follow=False, cure="put the run's job file back"), str(folder.job))
+    content = read_bytes(folder.job, follow=False, cure="put the run's job file back")
+    try:
+        job = parse_yaml(content.decode(), str(folder.job))
+    except TooMuchError:
+        raise
+    except (ConfigError, UnicodeDecodeError):
+        return None
     steps = job.get("steps") if isinstance(job, dict) else None
-    if not isinstance(job, dict) or type(steps) not in (int, type(None)):
-        raise ConfigError(
-            f"{shown(folder.job)} holds {'steps: ' + shown(repr(steps)) if isinstance(job, dict) else shown(job)}",
-            cure="put the run's job file back",
-        )
-    return steps
+    return steps if type(steps) is int else None
 
 
 def gone(cluster: Mapping[str, Any]) -> list[str]:

@@ -135,6 +135,7 @@ def write_tokens(out: Path, pieces: Iterable[Any], *, dtype: str, notes: dict[st
     kind = DTYPES[dtype]
     limit = numpy.iinfo(kind).max
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    noted = meta_path(aside)
     total = 0
     try:
         with open(aside, "wb") as file:
@@ -154,12 +155,13 @@ def write_tokens(out: Path, pieces: Iterable[Any], *, dtype: str, notes: dict[st
             os.fsync(file.fileno())
         if not total:
             raise DataError("the text has no tokens", cure="give a text that is not empty")
+        noted.write_text(json.dumps({"dtype": dtype, "tokens": total, **notes}) + "\n")  # while `out` is as it was
         # The old notes do not belong to the new tokens: there is no moment at which a reader would believe them.
         meta_path(out).unlink(missing_ok=True)
         os.replace(aside, out)
-        noted = meta_path(aside)
-        noted.write_text(json.dumps({"dtype": dtype, "tokens": total, **notes}) + "\n")
         os.replace(noted, meta_path(out))
     finally:
-        aside.unlink(missing_ok=True)
+        for left in (aside, noted):
+            with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
+                left.unlink()
     return total

@@ -12,6 +12,7 @@ from raypar.actors import driver_actor as module
 from raypar.actors import ending
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.news import News
+from raypar.elastic.crowding import Crowding
 from raypar.elastic.events import StopRequested
 
 
@@ -84,12 +85,13 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
     driver.news, driver.queue = News(), asyncio.Queue()
     driver.request = SimpleNamespace(max_time_s=3600.0)
     driver.recorder = SimpleNamespace(age_s=age_s)
-    driver.staff = SimpleNamespace(unheard=frozenset)
+    driver.staff = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=Crowding())
     driver.machine = SimpleNamespace(phase=module.Phase.RUNNING)
 
     async def scene():
         ticking = asyncio.ensure_future(driver._tick())
         await asyncio.sleep(0.6)
+        assert not ticking.done(), ticking.exception()
         ticking.cancel()
         return [driver.queue.get_nowait() for _ in range(driver.queue.qsize())]
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -173,6 +174,49 @@ def test_the_driver_may_be_killed(long_undisturbed, tmp_path):
     assert [event["workers"] for event in trainee.told("generation")] == [[0, 1, 2, 3]], "the same workers, none started again"
     assert [member["pid"] for member in trainee.members["members"]] == pids
     assert trainee.told("picture") and not trainee.told("warning"), "the new driver knows where its workers are"
+
+
+def no_room(trainee: Trainee) -> None:
+    """From now on the driver's disk takes no byte more: the next driver's does."""
+    size = (trainee.folder / "runs/tiny/metrics.jsonl").stat().st_size
+    _, hard = resource.prlimit(trainee.members["driver_pid"], resource.RLIMIT_FSIZE)
+    resource.prlimit(trainee.members["driver_pid"], resource.RLIMIT_FSIZE, (size, hard))
+
+
+def cut(trainee: Trainee) -> None:
+    os.truncate(trainee.folder / "runs/tiny/metrics.jsonl", 1000)
+
+
+def validations(trainee: Trainee) -> list[tuple[int, float]]:
+    lines = map(json.loads, (trainee.folder / "runs/tiny/metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+
+
+def mess(trainee: Trainee) -> None:
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (trainee.folder / "runs/tiny" / name).write_bytes(bytes(range(256)))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("befalls, said", [(no_room, "cannot be written"), (cut, "lacked"), (mess, "lacked")])
+def test_a_driver_that_is_killed_after_its_disk_was_full_or_damaged_loses_no_step(befalls, said, long_undisturbed, tmp_path):
+    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
+
+    def die() -> None:
+        if befalls is not no_room:
+            befalls(trainee)
+        os.kill(trainee.members["driver_pid"], signal.SIGKILL)
+
+    then = {20: lambda: befalls(trainee)} if befalls is no_room else {}
+    result = trainee.run(then={**then, 40: die})
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == long_undisturbed.result.weights_sha256
+    assert trainee.losses == long_undisturbed.losses, "every step is there once"
+    assert validations(trainee) == validations(long_undisturbed)
+    assert [event["step"] for event in trainee.told("step")] == list(range(1, 201)), "the client saw every step once"
+    assert any(said in event["text"] for event in trainee.told("warning")) and trainee.told("driver")
+    events = [json.loads(line)["kind"] for line in (tmp_path / "runs/tiny/events.jsonl").read_text().splitlines()]
+    assert "driver" in events and events[-1] == "end"
 
 
 @pytest.mark.chaos

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.tiny_job import Diary
 
+from raypar.actors import line_file
 from raypar.actors import recorder as module
 from raypar.actors.recorder import Recorder
 from raypar.callbacks import Callbacks
@@ -22,9 +23,9 @@ class Full:
     def __init__(self) -> None:
         self.room = True
 
-    def open(self, path, mode):
+    def open(self, path, mode, **options):
         if self.room:
-            return open(path, mode)
+            return open(path, mode, **options)
         with open(path, mode) as file:
             file.write("0123456789")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -32,15 +33,17 @@ class Full:
 
 def test_on_a_full_disk_metrics_wait_in_memory_with_one_warning_and_no_line_is_torn_or_lost(tmp_path, monkeypatch):
     disk = Full()
-    monkeypatch.setattr(module, "open", disk.open, raising=False)
+    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
     recorder = Recorder(SimpleNamespace(folder=tmp_path))
     for step, room in enumerate((True, False, False, True, False)):
         disk.room = room
-        recorder._write({"step": step})
-    warnings = [event["text"] for event in recorder.news()]
+        recorder._write({"step": step + 1, "validation_loss": 0.5})
+    news = recorder.news()
+    assert [event["kind"] for event in news] == ["warning", "note", "warning"]
+    warnings = [event["text"] for event in news if event["kind"] == "warning"]
     assert len(warnings) == 2 and all("No space left" in text and "cure: " in text for text in warnings)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, monkeypatch):

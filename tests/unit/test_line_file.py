@@ -1,0 +1,457 @@
+"""Whatever befalls metrics.jsonl and events.jsonl: the run goes on, and in the end every step stands there once."""
+
+import errno
+import json
+import math
+import os
+import shutil
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+
+from raypar.actors import journal as store
+from raypar.actors import line_file
+from raypar.actors.journal import KEPT_STEPS, Journal
+from raypar.actors.line_file import BLOCK, MIRRORED, LineFile
+from raypar.actors.recorder import Recorder, spans_of
+from raypar.actors.reports import Reports
+from raypar.commands._console import Console
+from raypar.elastic.actions import Teardown
+from raypar.elastic.machine import Course, RunMachine
+from raypar.errors import ConfigError
+from raypar.plan import ParallelPlan
+from raypar.run_folder import RunFolder, content_of, lines_in, place_of
+
+PLAN = ParallelPlan.mesh(dp=2)
+DONE, END = 40, 60
+REAL_OPEN = open
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch) -> dict[str, bytes]:
+    """Ray's key-value store."""
+    kept: dict[str, bytes] = {}
+
+    def put(key, value, overwrite):
+        there = key in kept
+        if overwrite or not there:
+            kept[key] = value
+        return there
+
+    def delete(key, del_by_prefix=False):
+        for one in [k for k in kept if k == key or (del_by_prefix and k.startswith(key))]:
+            del kept[one]
+
+    monkeypatch.setattr(store, "_internal_kv_put", put)
+    monkeypatch.setattr(store, "_internal_kv_get", kept.get)
+    monkeypatch.setattr(store, "_internal_kv_del", delete)
+    monkeypatch.setattr(store, "_internal_kv_list", lambda prefix: [k.encode() for k in kept if k.startswith(prefix)])
+    return kept
+
+
+@pytest.fixture
+def full(monkeypatch) -> SimpleNamespace:
+    """A disk that is full while `now`: of every file ten bytes more are written."""
+    disk = SimpleNamespace(now=False)
+
+    def opened(path, mode="r", **options):
+        if disk.now and mode in ("a", "w", "wb"):
+            with REAL_OPEN(path, mode) as file:
+                file.write("0123456789" if mode != "wb" else b"0123456789")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return REAL_OPEN(path, mode, **options)
+
+    monkeypatch.setattr(line_file, "open", opened, raising=False)
+    monkeypatch.setattr("raypar.run_folder.open", opened, raising=False)
+    return disk
+
+
+class Driver:
+    """As much of a driver as writes: each one after the first takes over."""
+
+    def __init__(self, folder, *, first=0, last=END) -> None:
+        self.journal = Journal("tiny")
+        course = Course(workers=2, first=first, last=last)
+        request = SimpleNamespace(folder=folder, run="tiny", course=course, plan=PLAN, trace=frozenset())
+        request.cut = SimpleNamespace(batch_size=8)
+        self.recorder = Recorder(request, self.journal)
+        self.recorder.clock()
+        self.reports = Reports(RunMachine(course, plan=PLAN), SimpleNamespace(passes=lambda plan: (4, 4)))
+
+    def take_over(self) -> int:
+        """The steps that people have seen; those that are committed beyond are seen now."""
+        known = self.journal.committed()
+        seen = self.recorder.take_over()
+        self.reports.journalled = dict(seen.unseen)
+        for step in range(seen.steps, (known or [-1])[-1] + 1):
+            self.reports.commit(step)
+            self.recorder.step(step, self.reports.emit(step))
+        return seen.steps
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            report = {"loss": 1 / (step + 1), "norm": 2.0 + step, "count": 8.0, "skipped": False, "seconds": 0.5}
+            report |= {"busy_seconds": 0.4, "peak_rss_bytes": 9, "mirror_seconds": 0.0, "digest": None, "spans": []}
+            for worker in (0, 1):
+                self.reports.stepped(worker, 1, step, report)
+            self.reports.commit(step)
+            self.journal.commit(step, {"time": 1000.0 + step, **self.reports.brief(step)})
+            self.recorder.step(step, self.reports.emit(step))
+            if (step + 1) % 10 == 0:
+                self.recorder.validation(step + 1, [{"losses": {0: (3.0 + step, 1.0)}, "seconds": 0.1}])
+
+    def end(self) -> None:
+        self.recorder.end(Teardown("done", "all steps are done", END, None), None)
+
+    def warnings(self) -> list[str]:
+        return [event["text"] for event in self.recorder.news() if event["kind"] == "warning"]
+
+
+def check(folder, last=END) -> None:
+    """Every line is JSON, every step there once, in order, with its loss."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"], line["norm"]) for line in lines if "loss" in line] == [
+        (step, 1 / step, 1.0 + step) for step in range(1, last + 1)
+    ]
+    assert [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line] == [
+        (done, 2.0 + done) for done in range(10, last + 1, 10)
+    ]
+    assert lines == sorted(lines, key=place_of)
+    assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
+
+
+def torn(file) -> None:
+    file.write_bytes(file.read_bytes()[:-30])
+
+
+def another_runs(file) -> None:
+    lines = [{**json.loads(line), "loss": 7.5} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines * 2))
+
+
+def longer_run(file) -> None:
+    line = json.loads(file.read_text().splitlines()[-1])
+    with file.open("a") as out:
+        out.writelines(json.dumps({**line, "step": step}) + "\n" for step in range(DONE + 1, 200))
+
+
+def lines_changed(change):
+    def damage(file) -> None:
+        file.write_text("".join(line + "\n" for line in change(file.read_text().splitlines())))
+
+    return damage
+
+
+def replaced_by(make):
+    def damage(file) -> None:
+        file.unlink()
+        make(file)
+
+    return damage
+
+
+def link_to_elsewhere(file) -> None:
+    elsewhere = file.parent / "elsewhere"
+    elsewhere.write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(elsewhere)
+
+
+DAMAGES = {
+    "nothing": lambda file: None,
+    "a last line that is torn": torn,
+    "cut in the middle of a line": lambda file: os.truncate(file, file.stat().st_size // 2 + 7),
+    "emptied": lambda file: os.truncate(file, 0),
+    "deleted": lambda file: file.unlink(),
+    "a folder in its place": replaced_by(lambda file: (file / "sub").mkdir(parents=True)),
+    "a pipe in its place": replaced_by(os.mkfifo),
+    "a link to nowhere": replaced_by(lambda file: file.symlink_to("/nowhere/at/all")),
+    "a link to a device": replaced_by(lambda file: file.symlink_to("/dev/full")),
+    "a link to a file like it": link_to_elsewhere,
+    "a terabyte of zeros": lambda file: os.truncate(file, 1 << 40),
+    "a line of 2 MiB": lambda file: file.write_bytes(b"x" * (2 << 20) + b"\n" + file.read_bytes()),
+    "100,000 brackets": lambda file: file.write_bytes(b"[" * 100_000 + b"]" * 100_000 + b"\n" + file.read_bytes()),
+    "brackets that are not closed": lambda file: file.write_bytes(file.read_bytes() + b"\xff{{{[" * 99),
+    "garbage": lambda file: file.write_bytes(bytes(range(256)) * 40),
+    "garbage behind it": lambda file: file.write_bytes(file.read_bytes() + b"\xff\xfe\x00{{{" * 9),
+    "zeros, as after a crash of the machine": lambda file: file.write_bytes(file.read_bytes()[:3000] + bytes(4096)),
+    "JSON of something else": lambda file: file.write_text('3\nnull\n[]\n"x"\n{}\n{"step": "1"}\n{"step": 1, "loss": {}}\n'),
+    "another text": lambda file: file.write_text("# Notes\nnothing of ours\n"),
+    "lines out of order": lines_changed(lambda lines: lines[20:] + lines[:20]),
+    "lines backwards": lines_changed(lambda lines: lines[::-1]),
+    "steps twice": lines_changed(lambda lines: lines + lines[5:15]),
+    "lines in the middle gone": lines_changed(lambda lines: lines[:10] + lines[-2:]),
+    "the first lines gone": lines_changed(lambda lines: lines[-3:]),
+    "the last lines gone": lines_changed(lambda lines: lines[:-5]),
+    "another run's": another_runs,
+    "a longer run's behind it": longer_run,
+    "no line break at the end": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "the same length, other bytes": lambda file: file.write_bytes(b"x" * file.stat().st_size),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_driver_that_finds_the_file_damaged_goes_on_and_every_step_is_there_once(damage, tmp_path):
+    Driver(tmp_path).steps(0, DONE)
+    DAMAGES[damage](tmp_path / "metrics.jsonl")
+    driver = Driver(tmp_path)
+    assert DONE - 2 <= driver.take_over() <= DONE, "all but the last two have been seen for certain"
+    driver.steps(DONE, END)
+    driver.end()
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_damaged_under_a_driver_is_written_again(damage, tmp_path):
+    driver = Driver(tmp_path)
+    driver.steps(0, DONE)
+    DAMAGES[damage](tmp_path / "metrics.jsonl")
+    driver.steps(DONE, END)
+    driver.end()
+    check(tmp_path)
+    harmless = damage in ("nothing", "the same length, other bytes")
+    assert any("shortened, replaced or removed" in text for text in driver.warnings()) != (harmless and damage == "nothing")
+
+
+@pytest.mark.parametrize("alive", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_the_events_ends_nothing(damage, alive, tmp_path):
+    driver = Driver(tmp_path)
+    driver.recorder.note({"kind": "started"})
+    for worker in range(DONE):
+        driver.recorder.note({"kind": "lost", "worker": worker, "step": worker + 1, "loss": 1.0})
+    DAMAGES[damage](tmp_path / "events.jsonl")
+    if not alive:
+        driver = Driver(tmp_path)
+        driver.take_over()
+    driver.recorder.note({"kind": "driver"})
+    driver.end()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events[-2:]] == ["driver", "end"]
+    lost = [event["worker"] for event in events if event["kind"] == "lost"]
+    assert lost == [*range(DONE)] if alive else sorted(set(lost)) == [*range(DONE)]
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_link_in_the_place_of_the_file_is_neither_read_nor_written_through(alive, tmp_path):
+    driver = Driver(tmp_path)
+    driver.steps(0, DONE)
+    link_to_elsewhere(tmp_path / "metrics.jsonl")
+    before = (tmp_path / "elsewhere").read_bytes()
+    assert content_of(tmp_path / "metrics.jsonl") is None
+    if not alive:
+        driver = Driver(tmp_path)
+        driver.take_over()
+    driver.steps(DONE, END)
+    driver.end()
+    check(tmp_path)
+    assert (tmp_path / "elsewhere").read_bytes() == before and not (tmp_path / "metrics.jsonl").is_symlink()
+    assert (tmp_path / "metrics.jsonl.damaged").is_symlink(), "it is kept aside"
+
+
+def test_a_validation_that_was_not_finite_and_steps_that_lack_what_is_printed_are_told_again(tmp_path):
+    """`count` and `bubble` of a line may be gone; the client prints them."""
+    driver = Driver(tmp_path)
+    driver.steps(0, 1)
+    driver.recorder.validation(1, [{"losses": {0: (math.nan, 1.0)}, "seconds": 0.1}])
+    driver.journal.erase()
+    line, validation = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    del line["count"], line["bubble"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(validation) + "\n")
+    driver = Driver(tmp_path)
+    driver.journal.commit(0, {"loss": line["loss"], "norm": line["norm"]})
+    driver.take_over()
+    said = StringIO()
+    console = Console(steps=4, out=said)
+    for event in driver.recorder.news():
+        console(event)
+    assert "step 1/4" in said.getvalue() and "step 1: validation loss nan" in said.getvalue()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 7, BLOCK, 3 * BLOCK + 1])
+def test_lines_of_a_full_disk_outlive_the_driver(steps, full, keys, tmp_path):
+    """It ended with a KeyError where the disk had been full for more than three steps."""
+    first = Driver(tmp_path)
+    first.steps(0, 20)
+    full.now = True
+    first.steps(20, 20 + steps)
+    first.recorder.note({"kind": "lost", "worker": 3})
+    assert sum("cannot be written" in text for text in first.warnings()) == 2, "once for each file"
+    for _ in range(2):  # it is killed, and the next one as well, and the disk is still full
+        driver = Driver(tmp_path, last=END + steps)
+        assert driver.take_over() == 20 + steps
+        assert not any("lacked" in text or "no lines" in text for text in driver.warnings())
+    full.now = False
+    driver.steps(20 + steps, END + steps)
+    driver.end()
+    check(tmp_path, END + steps)
+    events = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert events == ["lost", "end"] and not [key for key in keys if "/lines/metrics" in key]
+
+
+def test_a_file_that_is_removed_while_the_disk_is_full_comes_back_whole(full, tmp_path):
+    Driver(tmp_path).steps(0, 10)
+    driver = Driver(tmp_path)
+    driver.take_over()
+    full.now = True
+    driver.steps(10, 20)
+    (tmp_path / "metrics.jsonl").unlink()
+    driver.steps(20, 30)
+    driver = Driver(tmp_path)
+    driver.take_over()
+    full.now = False
+    driver.steps(30, END)
+    driver.end()
+    check(tmp_path)
+
+
+def test_steps_that_nobody_knows_any_more_are_named_in_one_line_and_the_run_goes_on(tmp_path):
+    Driver(tmp_path, last=KEPT_STEPS + 60).steps(0, KEPT_STEPS + 50)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[11:13]))
+    driver = Driver(tmp_path, last=KEPT_STEPS + 60)
+    assert driver.take_over() >= KEPT_STEPS + 48
+    gaps = [text for text in driver.warnings() if "has no lines of" in text]
+    assert len(gaps) == 1 and "steps 1-10, 13-50 any more" in gaps[0] and "cure: " in gaps[0]
+    driver.steps(KEPT_STEPS + 50, KEPT_STEPS + 60)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == [11, 12, *range(51, KEPT_STEPS + 61)]
+    assert "has no lines of steps 1-10" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_the_journal_knows_so_many_steps_and_no_more(keys, tmp_path):
+    Driver(tmp_path, last=KEPT_STEPS + 50).steps(0, KEPT_STEPS + 50)
+    assert len([key for key in keys if "/step/" in key]) == KEPT_STEPS
+    assert len([key for key in keys if "/validation/" in key]) <= KEPT_STEPS / 10 + 1
+    assert not [key for key in keys if "/lines/" in key], "nothing while the disk has room"
+
+
+def test_the_journal_knows_so_many_events_and_no_more(keys, tmp_path):
+    for _ in range(3):
+        driver = Driver(tmp_path)
+        driver.take_over()
+        for worker in range(MIRRORED):
+            driver.recorder.note({"kind": "lost", "worker": worker})
+        blocks = [key for key in keys if "/lines/events" in key]
+        assert MIRRORED / BLOCK <= len(blocks) <= MIRRORED / BLOCK + 2
+    (tmp_path / "events.jsonl").unlink()
+    assert len(Driver(tmp_path).recorder.events.open()) >= MIRRORED
+
+
+def test_a_run_that_was_resumed_keeps_the_lines_of_before(tmp_path):
+    Driver(tmp_path).steps(0, 30)
+    for key in (store._internal_kv_list)(""):
+        store._internal_kv_del(key.decode())
+    driver = Driver(tmp_path, first=30)
+    driver.steps(30, DONE)
+    DAMAGES["deleted"](tmp_path / "metrics.jsonl")
+    driver.steps(DONE, DONE + 1)
+    driver = Driver(tmp_path, first=30)
+    assert driver.take_over() == DONE + 1
+    driver.steps(DONE + 1, END)
+    driver.end()
+    check(tmp_path)
+
+
+def test_memory_for_lines_is_bounded_and_what_did_not_fit_is_said(full, keys, tmp_path):
+    said = []
+    file = LineFile(tmp_path / "metrics.jsonl", lambda kind, text: said.append(text), Journal("tiny"), kept_bytes=20_000)
+    lines = [{"step": n, "validation_loss": 0.5, "text": "x" * 50} for n in range(1, 501)]
+    file.append(lines[0])
+    full.now = True
+    for line in lines[1:]:
+        file.append(line)
+    assert file.size <= 20_000
+    kept = sum(len(value) for key, value in keys.items() if "/lines/" in key)
+    assert kept <= 20_000 + BLOCK * 100, "nor is the journal's memory without bounds"
+    full.now = False
+    file.append({"step": 501, "validation_loss": 0.5})
+    steps = [line["step"] for line in lines_in("metrics.jsonl", (tmp_path / "metrics.jsonl").read_bytes())]
+    assert steps[0] == 1 and steps[1:] == [*range(502 - len(steps[1:]), 502)] and len(steps) + file.lost == 501
+    assert len(said) == 3 and "the oldest are dropped" in said[1] and f"{file.lost} lines are lost" in said[2]
+
+
+def test_older_lines_than_those_in_memory_stay_in_the_file_when_it_is_written_again(tmp_path):
+    file = LineFile(tmp_path / "metrics.jsonl", lambda kind, text: None, kept_bytes=2_000)
+    for step in range(1, 201):
+        file.append({"step": step, "validation_loss": 0.5})
+    assert file.trimmed and len(file.lines) < 100
+    os.truncate(file.path, file.path.stat().st_size - 100)
+    file.append({"step": 201, "validation_loss": 0.5})
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [*range(1, 202)]
+
+
+def test_a_driver_that_wakes_after_its_successor_has_written_removes_nothing(tmp_path):
+    old = Driver(tmp_path)
+    old.steps(0, 20)
+    new = Driver(tmp_path)
+    new.take_over()
+    new.steps(20, END)
+    new.recorder.note({"kind": "driver"})
+    old.recorder.note({"kind": "note", "text": "it has slept"})
+    old.recorder.step(19, {0: {**new.journal.facts(19), "spans": [], "ledger": {}}})
+    new.end()
+    check(tmp_path)
+    assert '"driver"' in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_run_folder_that_is_removed_costs_lines_and_not_the_run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    driver = Driver(folder)
+    driver.steps(0, 20)
+    shutil.rmtree(folder)
+    driver.steps(20, 30)
+    assert sum("put the run folder back" in text for text in driver.warnings()) == 1
+    folder.mkdir()
+    driver.steps(30, END)
+    driver.end()
+    check(folder)
+
+
+def test_what_the_disk_still_does_not_take_at_the_end_is_said(full, tmp_path):
+    driver = Driver(tmp_path)
+    driver.steps(0, DONE)
+    full.now = True
+    driver.steps(DONE, END)
+    driver.end()
+    assert sum(f"has no lines of steps {DONE + 1}-{END} any more" in text for text in driver.warnings()) == 1
+    check(tmp_path, DONE)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_readers_take_what_is_whole(damage, tmp_path):
+    """`raypar status`, `raypar resume` and early stopping read the same file."""
+    Driver(tmp_path).steps(0, DONE)
+    DAMAGES[damage](tmp_path / "metrics.jsonl")
+    folder = RunFolder(tmp_path)
+    if damage == "a terabyte of zeros":
+        with pytest.raises(ConfigError, match="more than the 4,294,967,296 that are read"):
+            list(folder.read(folder.metrics))
+        return
+    places = [place_of(line) for line in folder.read(folder.metrics)]
+    assert places == sorted(set(places))
+
+
+def test_spans_are_short():
+    assert spans_of([4]) == "step 4" and spans_of([1, 2, 3, 7, 9, 10]) == "steps 1-3, 7, 9-10"
+
+
+def test_a_step_whose_loss_was_not_finite_is_told_again_as_it_was(tmp_path):
+    """Its line has null, which nobody can print as a number."""
+    driver = Driver(tmp_path)
+    driver.steps(0, 3)
+    report = {"loss": math.nan, "norm": math.inf, "count": 8.0, "skipped": True, "seconds": 0.5, "busy_seconds": 0.4}
+    driver.reports._open[3] = {0: {**report, "peak_rss_bytes": 9, "spans": []}}
+    driver.reports.commit(3)
+    driver.journal.commit(3, {"time": 1003.0, **driver.reports.brief(3)})
+    driver.recorder.step(3, driver.reports.emit(3))
+    driver = Driver(tmp_path)
+    driver.take_over()
+    said = StringIO()
+    console = Console(steps=4, out=said)
+    for event in driver.recorder.news():
+        console(event)
+    assert "step 4/4  loss nan" in said.getvalue()
