@@ -1,7 +1,7 @@
 """A small GPT on bytes, in plain PyTorch: the model, loss, data and sampling of the quickstart. Nothing here knows raypar.
 
 Pre-norm decoder (Radford et al. 2019): `layers` returns `embed`, `block0`, ..., `head`, each a layer that can be cut from
-the others. Every module that owns parameters has `reset_parameters`, so that it can be initialised by its name alone.
+the others. Weights begin as in GPT-2: normal, those that end a residual branch with a smaller deviation.
 """
 
 from __future__ import annotations
