@@ -128,12 +128,12 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
 
     from raypar.planner.report import fewer_shards
     from raypar.worker.preflight import preflight
-    from raypar.worker.weights_initial import pinned
+    from raypar.worker.weights_initial import with_fingerprint
 
     with noting_ctrl_c():
         try:
             # A run that goes on has its values in the checkpoint; the file may be gone by now.
-            spec = pinned(spec) if options.resume is None else replace(spec, init_from=None)
+            spec = with_fingerprint(spec) if options.resume is None else replace(spec, init_from=None)
             checked = preflight(spec)
             say("checked", f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples")
             for line in checked.notes:

@@ -1,8 +1,8 @@
-"""Makes the modules of one stage, never of the whole model: the user's modules without values, given the values that they hold.
+"""Makes the modules of one stage, never of the whole model: copies of skeletons, with values put in.
 
-The user's model function runs once a worker (`worker.assignment.make_graph`); what it made is kept as a *skeleton*: the same
-modules with parameters and buffers on the meta device. Every stage, of every plan, is a copy of its layers' skeletons with
-values put in: initial ones (`initial_values`), or those that other workers, a mirror or a checkpoint hold.
+The user's model function runs once per worker (`worker.assignment.make_graph`). A *skeleton* is one of the modules it made,
+with parameters and buffers on the meta device. Every stage of every plan is a copy of its layers' skeletons with values put
+in: initial ones (`initial_values`), or those that other workers, a mirror or a checkpoint hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """A layer without its values: number of parameters and their bytes in the job's dtype (ties counted at their first use)."""
+    """A layer's number of parameters, and their bytes in the job's dtype; a tie counts in the first layer that uses it."""
 
     name: str
     parameters: int
@@ -38,7 +38,7 @@ def canonical_names(graph: Graph) -> dict[str, str]:
 
 
 def on_meta(layer: Layer) -> nn.Module:
-    """The layer's module without values. Raises `ModelError` for what writes state in forward or has sparse gradients."""
+    """The layer's skeleton. Raises `ModelError` for a module that `refuse_unsupported` refuses."""
     with torch.device("meta"):
         module = layer.build()
     refuse_unsupported(layer.name, module)
@@ -68,7 +68,7 @@ def refuse_unsupported(layer: str, module: nn.Module) -> None:
 
 
 def describe(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSize, ...]:
-    """Size of every layer, without making one."""
+    """The size of every layer; allocates none of them."""
     canonical, counted = canonical_names(graph), set[str]()
     sizes = []
     for layer in graph.layers:
@@ -93,8 +93,10 @@ def parameter_shapes(graph: Graph, first: int = 0, last: int | None = None) -> d
 
 
 def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
-    """Qualified buffer name -> shape, for layers [first, last), in layer order; non-persistent buffers too. A buffer that a
-    layer has under several names has the first."""
+    """Qualified buffer name -> shape, for layers [first, last), in layer order; non-persistent buffers too.
+
+    A buffer that a layer holds under several names appears under the first.
+    """
     return {
         f"{layer.name}.{path}": buffer.shape
         for layer in graph.layers[first:last]
@@ -103,7 +105,7 @@ def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict
 
 
 def persistent_buffers(graph: Graph) -> set[str]:
-    """Qualified names of the buffers that PyTorch's state_dict has."""
+    """Qualified names of the buffers that are part of PyTorch's state_dict."""
     return {
         f"{layer.name}.{path}"
         for layer in graph.layers
@@ -114,12 +116,15 @@ def persistent_buffers(graph: Graph) -> set[str]:
 
 
 def state_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
-    """Name -> shape of all that layers [first, last) hold: parameters (canonical names) and buffers."""
+    """Name -> shape of every parameter (canonical names) and buffer of layers [first, last)."""
     return {**parameter_shapes(graph, first, last), **buffer_shapes(graph, first, last)}
 
 
 def state_on_meta(graph: Graph, first: int, last: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same as meta tensors, floating point ones in `dtype`."""
+    """Name -> meta tensor of every parameter (canonical names) and buffer of layers [first, last).
+
+    Floating-point ones are in `dtype`.
+    """
     canonical = canonical_names(graph)
     found: dict[str, Tensor] = {}
     for layer in graph.layers[first:last]:
@@ -130,24 +135,24 @@ def state_on_meta(graph: Graph, first: int, last: int, dtype: torch.dtype) -> di
 
 
 def elements_by_layer(graph: Graph) -> tuple[dict[str, int], ...]:
-    """By layer: name of a parameter (canonical) or buffer -> number of elements; without those that have none."""
+    """For each layer: name of a parameter (canonical) or buffer -> number of elements. Empty tensors are left out."""
     count = len(graph.layers)
     found = (state_shapes(graph, i, i + 1) for i in range(count))
     return tuple({name: shape.numel() for name, shape in shapes.items() if shape.numel()} for shapes in found)
 
 
 def outline_of(graph: Graph) -> Outline:
-    """The graph without the model."""
+    """The graph as `plan` sees it: layers with their inputs and outputs, ties, numbers of elements; no modules."""
     return Outline(tuple((x.name, x.inputs, x.outputs) for x in graph.layers), graph.ties, elements_by_layer(graph))
 
 
 def materialise(
     graph: Graph, first: int, last: int, *, seed: int, dtype: torch.dtype, values: Mapping[str, Tensor] | None = None
 ) -> dict[str, nn.Module]:
-    """Layer name -> module on the CPU, in `dtype`. Tied uses inside the range hold equal values.
+    """Layer name -> module on the CPU, in `dtype`, for layers [first, last). Tied uses inside the range hold equal values.
 
-    `values`: name -> tensor, of every parameter (canonical names) and buffer of these layers; the tensors given become the
-    module's own, without a copy. Without them they are the initial ones (rule 2), which `seed` decides.
+    `values`: name -> tensor, of every parameter (canonical names) and buffer of these layers; the modules take these tensors
+    without a copy. None: the initial values (rule 2 of the numerics contract), which `seed` decides.
     """
     fresh = values is None
     if values is None:
@@ -167,10 +172,10 @@ def materialise(
 
 
 def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, str]:
-    """Puts values into a layer's skeleton, in place; what it has at several places it has once.
+    """Put values into a layer's skeleton, in place; returns path of each parameter -> canonical name.
 
-    `values`: by canonical parameter name and by buffer name; zero-element ones may be missing. Returns path of each parameter
-    -> canonical name.
+    A parameter that the layer holds at several places stays one object. `values`: by canonical parameter name and by buffer
+    name; empty tensors may be missing.
     """
     canonical = canonical_names(graph)
     names = {path: canonical.get(f"{layer}.{path}", f"{layer}.{path}") for path, _ in module.named_parameters()}
@@ -189,7 +194,7 @@ def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str,
 
 
 def put_buffers(layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """The same for buffers alone."""
+    """Put values into the buffers of a layer's skeleton, in place; `values` by qualified buffer name."""
     by_id = {id(b): f"{layer}.{path}" for path, b in module.named_buffers()}
     made: dict[int, Tensor] = {}
     for part in module.modules():
@@ -210,14 +215,14 @@ def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor]) -> Tens
 
 
 def named_state(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
-    """(qualified name, tensor) of every parameter and buffer; of one that several places have, each layer's first name."""
+    """(qualified name, tensor) of every parameter and buffer; one that a layer holds under several names, under the first."""
     for layer, module in layers:
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield f"{layer}.{path}", tensor
 
 
 def refuse_lazy(layers: Collection[tuple[str, nn.Module]]) -> None:
-    """Raises `ModelError` for parameters and buffers whose shape a first batch is to decide (`nn.LazyLinear`, ...)."""
+    """Raises `ModelError` for lazy parameters and buffers (`nn.LazyLinear`, ...): their shape is not known yet."""
     for name, tensor in named_state(layers):
         if nn.parameter.is_lazy(tensor):
             raise ModelError(
@@ -227,8 +232,10 @@ def refuse_lazy(layers: Collection[tuple[str, nn.Module]]) -> None:
 
 
 def skeletons(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Copies of modules with parameters and buffers on the meta device; what is shared stays shared. The modules, which may be
-    the user's own, stay as they are."""
+    """(name, copy of the module with parameters and buffers on the meta device); tensors that modules share stay shared.
+
+    The modules given may be the user's own, and are not changed.
+    """
     layers = list(layers)
     memo: dict[int, Any] = {}
     for _, module in layers:

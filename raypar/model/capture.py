@@ -1,4 +1,4 @@
-"""From what the user's model function returned to a layer graph."""
+"""The layer graph of what the user's model function returned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypar.errors import ModelError
 from raypar.model.build import named_state, on_meta, refuse_lazy, refuse_unsupported, skeletons
 from raypar.model.deferred import Recording, settle_attributes
 from raypar.model.graph import Graph
-from raypar.model.initial_values import Built, ByName, Deferred, Watch, Whole
+from raypar.model.initial_values import ByNameValues, CallGuard, DeferredValues, LayerBuildValues, WholeModelValues
 from raypar.model.random_state import RandomState
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.model.graph.Graph"
@@ -27,12 +27,12 @@ def capture(
     recording: Recording | None = None,
     notes: tuple[str, ...] = (),
 ) -> Graph:
-    """Layers of `made`, built from skeletons of its modules: values are in `Graph.initial`. Parameters shared between layers
-    become ties.
+    """The graph of the layers of `made`; a hand-written `Graph` is returned as it is.
 
-    `input`: the batch field that the first layer of a chain reads. `again`: makes the values anew once they have been released;
-    `recording`: of their values, where large tensors are absent; `notes`: see `InitialValues`.
-    A hand-written `Graph` stays as it is. Raises `ModelError` for anything that is not layers.
+    Layers are built from skeletons (`model.build`), and their values are in `Graph.initial`. Parameters that layers share
+    become ties. `input`: the batch field that the first layer reads. `again`: makes the values again after they were released.
+    `recording`: of the values, if the model function ran with deferred initialisation. `notes`: see `InitialValues`. Raises
+    `ModelError` for anything that is not layers.
     """
     if isinstance(made, Graph):
         _check_ties(made)
@@ -50,14 +50,16 @@ def capture(
     if recording is not None:
         for _, module in pairs:
             settle_attributes(module, recording)
-    initial = Whole(state, again, notes) if recording is None else Deferred(state, recording, notes)
+    initial = WholeModelValues(state, again, notes) if recording is None else DeferredValues(state, recording, notes)
     graph = Graph.sequential([(name, _copies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
     return replace(graph, initial=initial)
 
 
 def layers_in(made: object) -> list[tuple[str, nn.Module]]:
-    """(name, module) of each layer of an nn.Sequential, a list of modules or of pairs. Raises `ModelError` for anything
-    else."""
+    """(name, module) of each layer of an nn.Sequential, a list of modules or of (name, module) pairs.
+
+    Raises `ModelError` for anything else.
+    """
     if isinstance(made, nn.Sequential):
         if type(made).forward is not nn.Sequential.forward:
             raise ModelError(
@@ -82,13 +84,14 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
     return pairs
 
 
-def without_values(graph: Graph, *, seed: int, state: RandomState, watch: Watch = contextlib.nullcontext) -> Graph:
-    """A hand-written graph whose builds return copies of skeletons; `initial` has the values. Every build runs once here, in
-    the random stream that goes on from `state`, and again whenever values are asked for. `seed`: for `Graph.init`.
+def without_values(graph: Graph, *, seed: int, state: RandomState, guard: CallGuard = contextlib.nullcontext) -> Graph:
+    """A hand-written graph whose builds return copies of skeletons; its `initial` has the values.
 
-    Raises `ModelError` for ties and layers that cannot be.
+    Every user's build runs once here, in the random stream that continues from `state`, and again whenever values are read.
+    `seed`: for `Graph.init`. `guard`: entered around every build. Raises `ModelError` for inconsistent ties and for layers that
+    raypar does not support.
     """
-    built = Built(graph, seed, state, watch)
+    built = LayerBuildValues(graph, seed, state, guard)
     layers = []
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
         refuse_unsupported(name, module)
@@ -96,11 +99,14 @@ def without_values(graph: Graph, *, seed: int, state: RandomState, watch: Watch 
         layers.append(replace(layer, build=_copies(bare)))
     made = replace(graph, layers=tuple(layers))
     _check_ties(made)
-    return replace(made, initial=built if graph.init is None else ByName(made, seed, built))
+    return replace(made, initial=built if graph.init is None else ByNameValues(made, seed, built))
 
 
 def _check_ties(graph: Graph) -> None:
-    """The names of a tie exist and mean parameters of one shape, all trained or none: else the cut would decide the bits."""
+    """Raises `ModelError` unless a tie's names are parameters of one shape, all trained or all frozen.
+
+    Otherwise results would depend on where the plan splits the model.
+    """
     layers = {layer.name: layer for layer in graph.layers}
     modules: dict[str, nn.Module] = {}
     for names in graph.ties:
@@ -129,4 +135,5 @@ def _check_ties(graph: Graph) -> None:
 
 
 def _copies(skeleton: nn.Module) -> Callable[[], nn.Module]:
+    """A layer's `build` that returns copies of the skeleton."""
     return lambda: copy.deepcopy(skeleton)

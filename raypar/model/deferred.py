@@ -1,10 +1,14 @@
-"""Deferred initialisation: the user's model function runs, large tensors get no memory, and what happens to them is recorded.
+"""Deferred initialisation: runs the model function without memory for large tensors, and records what happens to them.
 
-Afterwards the values of any tensor can be computed alone, bit for bit as if all had been there. Large tensors are meta tensors
-that claim to be on the CPU; small ones are real. Operations on large ones are recorded with what they read, at the level of
-ATen; random ones also run at once on memory that is dropped, so that the generator moves on for those that follow, and the
-generator's state before is kept with them. Code that looks at values (`item()`, `numpy()`, `if (w > 0).all()`) gets them:
-they are computed when it asks. The idea is that of torchdistx's `deferred_init`.
+Afterwards the values of each tensor can be computed alone, bit-identical to those of an ordinary run.
+
+- Large tensors are meta tensors that claim to be on the CPU; small ones are real.
+- ATen operations on large tensors are recorded with what they read.
+- A random operation is recorded with the generator's state before it. It also runs at once, on scratch memory, so that the
+  generator advances for the operations that follow.
+- Code that looks at values (`item()`, `numpy()`, `if (w > 0).all()`) gets them: they are computed at that moment.
+
+The idea is that of torchdistx's `deferred_init`.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ SMALL_BYTES = 64 << 10
 """Tensors below this are real from the start: biases, norms, tables of positions."""
 
 CONSTANT_BYTES = 64 << 10
-"""Real tensors below this may stand in the record as they were; values of larger ones are used at once."""
+"""Real tensors below this are copied into the recording as constants. An operation that reads a larger one runs at once."""
 
 META = torch.device("meta")
 _FILLS = frozenset(
@@ -41,16 +45,19 @@ _FILLS = frozenset(
 
 
 _OWN_GENERATOR = object()
-"""In the record: a generator that the user's code gave the operation; its state is kept beside."""
+"""In a recorded operation: stands for a generator of the user's own. Its state is in `RecordedOperation.random`."""
 
 
 class Undeferrable(BaseException):
-    """The model function does what cannot be recorded; no handler of the user's code is to catch it."""
+    """The model function does something that cannot be recorded.
+
+    A `BaseException`, so that `except Exception` in the user's code does not catch it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A tensor in a recorded operation: which memory, and where in it."""
+class RecordedView:
+    """A large tensor in a recorded operation: key of its `RecordedMemory`, and the geometry of the view."""
 
     memory: int
     dtype: torch.dtype
@@ -59,69 +66,76 @@ class View:
     offset: int
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The real tensor."""
+        """The same view of real memory."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """One recorded call. `leaves`: its arguments, flattened by `tree`, tensors as `View` or constants; `made`: place among the
-    flattened results -> new memory; `random`: the generator's state before it."""
+class RecordedOperation:
+    """One recorded call of an ATen operation."""
 
     func: Any
     leaves: tuple[Any, ...]
+    """The arguments as pytree leaves; large tensors as `RecordedView`, small ones as constants."""
     tree: Any
+    """The pytree structure of `leaves`."""
     reads: tuple[int, ...]
+    """Keys of the memory that it reads."""
     writes: tuple[int, ...]
-    made: Mapping[int, View]
+    """Keys of the memory that it changes."""
+    made: Mapping[int, RecordedView]
+    """Index among the flattened results -> tensor in new memory."""
     random: Tensor | None = None
+    """The generator's state before the call, if it draws random numbers."""
 
 
 @dataclass(slots=True)
-class Memory:
-    """One piece of memory. `anchor`: keeps the meta storage, by whose address it is known; `writers`: operations that make or
-    change it, in order; `real`: what it holds, where that is known already (nothing is recorded from then on)."""
+class RecordedMemory:
+    """The storage of one or more large tensors. Its key is the address of its meta storage."""
 
     anchor: torch.UntypedStorage
+    """The meta storage; kept alive, so that its address stays unique."""
     writers: list[int] = field(default_factory=list)
+    """Indices of the operations that make or change it, in order."""
     real: torch.UntypedStorage | None = None
+    """Its values, once it has become real; from then on nothing is recorded."""
 
 
 class Recording:
-    """What happened to large tensors; `values(tensor)` computes those of one of them."""
+    """The operations on large tensors; `values(tensor)` computes the values of one of them."""
 
     def __init__(self, small_bytes: int | None = None) -> None:
         self.small_bytes = SMALL_BYTES if small_bytes is None else small_bytes
-        self._operations: list[Operation] = []
-        self._memories: dict[int, Memory] = {}
+        self._operations: list[RecordedOperation] = []
+        self._memories: dict[int, RecordedMemory] = {}
 
     # -- recording -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """What runs inside is recorded. Raises `Undeferrable`."""
+        """Record what runs inside. Raises `Undeferrable`."""
         with _Operations(self), _Attributes(self):
             yield
 
     def tracks(self, value: Any) -> bool:
-        """Whether it is a tensor whose values are recorded."""
+        """Whether `value` is a large tensor of this recording."""
         return isinstance(value, Tensor) and value.is_meta and value.untyped_storage()._cdata in self._memories
 
-    def view(self, tensor: Tensor) -> View:
-        """Of a tracked tensor."""
+    def view(self, tensor: Tensor) -> RecordedView:
+        """A tracked tensor as operations refer to it."""
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
             raise Undeferrable("a conjugated, negated or sparse view")
         key = tensor.untyped_storage()._cdata
-        return View(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        return RecordedView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
 
-    def begin(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> View:
+    def begin(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> RecordedView:
         """Track the memory of a new meta tensor."""
         storage = tensor.untyped_storage()
-        self._memories[storage._cdata] = Memory(storage, real=real)
+        self._memories[storage._cdata] = RecordedMemory(storage, real=real)
         return self.view(tensor)
 
     def stand_in(self, value: Tensor) -> Tensor:
-        """A tracked tensor for a real one, whose memory it shares."""
+        """A new tracked tensor that shares the memory of the real tensor `value`."""
         with _disable_current_modes():
             return self._stand_in(value)
 
@@ -132,31 +146,31 @@ class Recording:
         self.begin(made, real=value.untyped_storage())
         return made
 
-    def add(self, operation: Operation) -> None:
-        """Recorded after all before it."""
+    def add(self, operation: RecordedOperation) -> None:
+        """Append an operation."""
         for key in {*operation.writes, *(view.memory for view in operation.made.values())}:
             self._memories[key].writers.append(len(self._operations))
         self._operations.append(operation)
 
     @property
     def loaded_bytes(self) -> int:
-        """Of memory that became real, because values came from outside or were looked at."""
+        """Bytes of tracked memory that became real, because values came from outside or were looked at."""
         return sum(memory.real.nbytes() for memory in self._memories.values() if memory.real is not None)
 
     def known(self, tensor: Tensor) -> bool:
-        """Whether its memory is real already."""
+        """Whether the memory of a tracked tensor is real already."""
         return self._memories[tensor.untyped_storage()._cdata].real is not None
 
     # -- computing -------------------------------------------------------------------------------------------------------
 
     def values(self, tensor: Tensor) -> Tensor:
-        """A tracked tensor's values as they are now; shares memory with others only where that is real already."""
+        """A tracked tensor's values after the operations so far; in memory of their own, unless its memory is real already."""
         view = self.view(tensor)
         with _disable_current_modes():
             return view.on(self._compute(view.memory))
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The same, and its memory stays real from now on: what is written to the result is seen."""
+        """Make the memory of a tracked tensor real for good; returns the real tensor, whose changes others see."""
         view = self.view(tensor)
         memory = self._memories[view.memory]
         with _disable_current_modes():
@@ -164,6 +178,7 @@ class Recording:
             return view.on(memory.real)
 
     def _compute(self, key: int) -> torch.UntypedStorage:
+        """The values of one memory, from running the operations that it depends on."""
         memory = self._memories[key]
         if memory.real is not None:
             return memory.real
@@ -182,11 +197,13 @@ class Recording:
         return real[key]
 
     def _touched(self, index: int) -> set[int]:
+        """Keys of the memory that an operation reads, changes or makes."""
         operation = self._operations[index]
         return {*operation.reads, *operation.writes, *(view.memory for view in operation.made.values())}
 
     def _needed(self, key: int) -> list[int]:
-        """Operations that decide this memory, in order: its writers, and those of what they read, as it was then."""
+        """Indices of the operations that this memory depends on, in order: its writers, and, for everything that they read,
+        the writers before that read."""
         found: set[int] = set()
         seen: dict[int, int] = {}
         todo = [(key, len(self._operations))]
@@ -203,8 +220,9 @@ class Recording:
                     todo += [(read, index) for read in (*self._operations[index].reads, *self._operations[index].writes)]
         return sorted(found)
 
-    def _run(self, operation: Operation, real: dict[int, torch.UntypedStorage]) -> None:
-        leaves = [leaf.on(real[leaf.memory]) if isinstance(leaf, View) else leaf for leaf in operation.leaves]
+    def _run(self, operation: RecordedOperation, real: dict[int, torch.UntypedStorage]) -> None:
+        """Run one operation on real memory; adds to `real` what it makes."""
+        leaves = [leaf.on(real[leaf.memory]) if isinstance(leaf, RecordedView) else leaf for leaf in operation.leaves]
         own = torch.Generator()
         leaves = [own if leaf is _OWN_GENERATOR else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(leaves, operation.tree)
@@ -233,7 +251,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # PyTorch's own code is to see where tensors really are
+        with torch._C.DisableTorchFunction():  # PyTorch's own code has to see the real devices
             return self._call(func, args, dict(kwargs or {}))
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,7 +279,7 @@ class _Operations(TorchDispatchMode):
         return self._record(func, leaves, tree, written)
 
     def _factory(self, func: Any, leaves: list[Any], tree: Any) -> Any:
-        """An operation without tensors among its arguments: something new."""
+        """Run a factory function (no tensors among its arguments); a large result becomes a tracked tensor."""
         args, kwargs = tree_unflatten(leaves, tree)
         if not _gives_tensors(func) or "device" not in {a.name for a in func._schema.arguments}:
             return func(*args, **kwargs)
@@ -281,14 +299,15 @@ class _Operations(TorchDispatchMode):
             func(*args, **kwargs)
         view = self.recording.begin(made)
         fill = filler(func, made)
-        self.recording.add(Operation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
+        self.recording.add(RecordedOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
         if fill is not None:
             whole = torch.ops.aten.fill_.Scalar
             fill_leaves, fill_tree = tree_flatten(((view, fill), {}))
-            self.recording.add(Operation(whole, tuple(fill_leaves), fill_tree, (), (view.memory,), {}))
+            self.recording.add(RecordedOperation(whole, tuple(fill_leaves), fill_tree, (), (view.memory,), {}))
         return made
 
     def _record(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
+        """Record an operation, and run it on meta tensors for the shapes of its results."""
         recording = self.recording
         views = [self._kept(leaf) for leaf in leaves]
         random = None
@@ -306,23 +325,23 @@ class _Operations(TorchDispatchMode):
             args, kwargs = tree_unflatten(on_meta, tree)
             try:
                 made = func(*args, **kwargs)
-            except Exception:  # has no shape rule, or will fail on values too: they tell
+            except Exception:  # no meta kernel, or an error of the user's: run it on values to find out
                 if random is not None:
                     _generator_of(leaves).set_state(random)
                 return self._at_once(func, leaves, tree, written)
         writes = tuple({recording.view(t).memory for t in written})
         overwrites = random is not None and func._schema.name in _FILLS
-        reads = {v.memory for v in views if isinstance(v, View)} - (set(writes) if overwrites else set())
+        reads = {v.memory for v in views if isinstance(v, RecordedView)} - (set(writes) if overwrites else set())
         results, _ = tree_flatten(made)
-        new: dict[int, View] = {}
+        new: dict[int, RecordedView] = {}
         for place, result in enumerate(results):
             if isinstance(result, Tensor) and not recording.tracks(result):
                 new[place] = recording.begin(result)
-        recording.add(Operation(func, tuple(views), tree, tuple(reads), writes, new, random))
+        recording.add(RecordedOperation(func, tuple(views), tree, tuple(reads), writes, new, random))
         return made
 
     def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:
-        """Draw as many numbers as the operation does."""
+        """Advance the generator as the operation does."""
         if func._schema.name in _FILLS:
             rest = [self._scratch_like(leaves[0]), *leaves[1:]]
         else:
@@ -333,8 +352,10 @@ class _Operations(TorchDispatchMode):
             func(*args, **kwargs)
 
     def _scratch_like(self, target: Tensor) -> Tensor:
-        """Memory for a tensor of this geometry, the same for all. Of the system, not of malloc: freed one by one, blocks of one
-        size leave holes in the heap that none of that size fits in (`worker.allocator`)."""
+        """A scratch tensor of this geometry; all share one buffer.
+
+        The buffer comes from mmap: blocks that malloc frees one by one leave holes in the heap (`worker.allocator`).
+        """
         extent = 1 + sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
         nbytes = max(1, extent) * target.element_size()
         if self._scratch is None or self._scratch.nbytes < nbytes:
@@ -344,7 +365,7 @@ class _Operations(TorchDispatchMode):
         return flat.as_strided(target.shape, target.stride()) if target.numel() else flat[:0].view(target.shape)
 
     def _kept(self, leaf: Any) -> Any:
-        """As it stays in the record: small real tensors as they are now."""
+        """An argument as the recording keeps it: large tensors as views, small ones as copies of their present values."""
         if self.recording.tracks(leaf):
             return self.recording.view(leaf)
         if isinstance(leaf, torch.Generator):
@@ -352,7 +373,7 @@ class _Operations(TorchDispatchMode):
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
     def _at_once(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
-        """On real values: large real tensors come in, or somebody wants to see values."""
+        """Run an operation on real values: it reads large real tensors, or returns values to the caller."""
         recording = self.recording
         targets = {id(t) for t in written}
         real = [
@@ -367,7 +388,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Attributes(TorchFunctionMode):
-    """What code may ask a tensor without an ATen operation: where it lies, and its values as something else than a tensor."""
+    """Answers what code asks a large tensor without an ATen operation: its device, and its values in other forms."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -383,11 +404,11 @@ class _Attributes(TorchFunctionMode):
         if not args or not recording.tracks(args[0]):
             return func(*args, **kwargs)
         tensor = args[0]
-        if func in _ANSWERS:
-            return _ANSWERS[func]
-        if func in _SHARED:
+        if func in _ANSWERS_OF_CPU_TENSORS:
+            return _ANSWERS_OF_CPU_TENSORS[func]
+        if func in _GIVE_SHARED_MEMORY:
             return func(recording.keep(tensor.detach()), *args[1:], **kwargs)
-        if func in _SEEN:
+        if func in _GIVE_VALUES:
             return func(recording.values(tensor.detach()).clone(), *args[1:], **kwargs)
         if func == torch.Tensor.__setitem__ and not isinstance(args[2], Tensor):
             # PyTorch would make a tensor of the number where `tensor` is: on the meta device.
@@ -401,19 +422,19 @@ class _Attributes(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_ANSWERS = {
+_ANSWERS_OF_CPU_TENSORS = {
     torch.Tensor.device.__get__: torch.device("cpu"),  # type: ignore[attr-defined]
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
     torch.Tensor.get_device: -1,
 }
-_SHARED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
-"""Of which the caller may keep what shares the tensor's memory."""
-_SEEN = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__}
+_GIVE_SHARED_MEMORY = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
+"""Functions whose results share the tensor's memory: it becomes real for good."""
+_GIVE_VALUES = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__}
 
 
-def deferred(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, Recording]:
-    """(what `call()` returns, with large tensors on the meta device; the record of what they hold). Raises `Undeferrable`."""
+def run_deferred(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, Recording]:
+    """(what `call()` returns, with large tensors on the meta device; the recording of their values). Raises `Undeferrable`."""
     recording = Recording(small_bytes)
     with recording.on():
         made = call()
@@ -421,7 +442,7 @@ def deferred(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, 
 
 
 def settle_attributes(module: nn.Module, recording: Recording) -> None:
-    """Gives values to tensors that are plain attributes of modules, neither parameters nor buffers, in place."""
+    """Replace large tensors that are plain attributes of modules, neither parameters nor buffers, by real ones, in place."""
 
     def settled(value: Any) -> Any:
         if isinstance(value, Tensor) and recording.tracks(value):
@@ -439,7 +460,7 @@ def settle_attributes(module: nn.Module, recording: Recording) -> None:
 
 
 def _is_view(func: Any) -> bool:
-    """Gives another view of its argument, or makes its argument one: no values are touched."""
+    """Whether an operation returns a view of its argument, or turns its argument into one: no values are read or written."""
     if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::lift_fresh"):
         return func._schema.name != "aten::resize_"
     returns = func._schema.returns
@@ -447,7 +468,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _generator_of(leaves: Sequence[Any]) -> torch.Generator:
-    """From which a random operation with these arguments draws."""
+    """The generator from which a random operation with these arguments draws."""
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), torch.default_generator)
 
 
@@ -461,7 +482,7 @@ def _gives_tensors(func: Any) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Tensors among the arguments that the operation changes."""
+    """The tensors among the arguments that the operation changes."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

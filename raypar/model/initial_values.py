@@ -1,7 +1,7 @@
-"""The values that parameters and buffers have before the first step: those that the user's code gives them (rule 2).
+"""Initial values of parameters and buffers: those that the user's code gives them (rule 2 of the numerics contract).
 
-One process that seeds Python, numpy and torch and calls the model function has them all at once. A worker gets them one tensor
-at a time, whole, and keeps what it owns.
+One process that seeds Python, numpy and torch and calls the model function has all values at once. A worker reads them one
+whole tensor at a time, and keeps what it owns. The numerics contract is in `raypar/README.md`.
 """
 
 from __future__ import annotations
@@ -20,41 +20,46 @@ from raypar.model.build import canonical_names, named_state, on_meta, put_buffer
 from raypar.model.deferred import Recording
 from raypar.model.graph import Graph
 from raypar.model.model_call import call_watched
-from raypar.model.random_state import RandomState, preserved, seed_all
+from raypar.model.random_state import RandomState, generators_preserved, seed_all
 from raypar.plan.seeds import seed_of
 
-Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
-"""Entered around a call of the user's code, given words for it: sets back what the call leaves of the process's state."""
+CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""guard(caller): a context for one call of the user's code; on exit it restores process state that the call left changed.
+
+`caller` describes the call in messages. `StateGuard.watching` of `worker.compute_state` is one."""
 
 
 class InitialValues(Protocol):
-    """Values by name: canonical names of parameters, names of buffers."""
+    """Initial values by name: canonical names of parameters, qualified names of buffers."""
 
     def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of each of `names` once, in any order: on the CPU, contiguous, floating point ones in `dtype`,
-        in memory of its own. Raises `ModelError` for what has no values."""
+        """(name, whole tensor) of each of `names` once, in any order.
+
+        Tensors are on the CPU, contiguous, in memory of their own, floating-point ones in `dtype`. Raises `ModelError` for a
+        tensor without values.
+        """
 
     def release(self) -> None:
-        """Free what is kept for `stream`; it is made again should it be called once more."""
+        """Free the memory that `stream` uses; a later `stream` makes the values again."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for people: what these values cost, or what is not used."""
+        """Lines for the user: what these values cost, or which values are not used."""
 
 
 def initial_values(graph: Graph, seed: int) -> InitialValues:
-    """Where the graph's values come from: what was kept when it was made, or the builds of a hand-written graph."""
+    """The graph's initial values: `graph.initial`, or, for a hand-written graph, what its layers' builds give."""
     if graph.initial is not None:
         return graph.initial
-    built = Built(graph, seed)
-    return built if graph.init is None else ByName(graph, seed, built)
+    built = LayerBuildValues(graph, seed)
+    return built if graph.init is None else ByNameValues(graph, seed, built)
 
 
 def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, trained: bool, own: bool = False) -> Tensor:
-    """A tensor as workers hold it: on the CPU, contiguous, floating point in `dtype`; a copy, unless it is our `own` already.
+    """A tensor as workers hold it: on the CPU, contiguous, floating point in `dtype`.
 
-    Raises `ModelError` for what is on the meta device, and for parameters (`trained`) that hold NaN, as those do that nobody
-    filled (`model_call`).
+    The result is a copy, unless `own` says that nobody else uses the tensor's memory. Raises `ModelError` for a tensor on the
+    meta device, and for a parameter (`trained`) with NaN: `model_call` fills uninitialised memory with NaN.
     """
     if tensor.is_meta:
         raise ModelError(
@@ -63,7 +68,7 @@ def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, trained: bool, 
         )
     if trained and tensor.is_floating_point() and bool(tensor.isnan().any()):
         raise ModelError(
-            f"parameter {name} is left without (all its) values by the model function: it holds NaN",
+            f"parameter {name} is left without values, or without some of them, by the model function: it holds NaN",
             cure="give it values where it is made (torch.empty has none), or set init: by-name if its module's "
             "reset_parameters() does",
         )
@@ -72,8 +77,8 @@ def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, trained: bool, 
     return tensor.detach().to(device="cpu", dtype=kind, copy=copies, memory_format=torch.contiguous_format).contiguous()
 
 
-class Whole:
-    """Values of a model that was made whole. `make`: makes them again after `release`."""
+class WholeModelValues:
+    """Values of a model that was built whole. `make`: builds it again after `release`."""
 
     def __init__(
         self,
@@ -101,10 +106,10 @@ class Whole:
 
 
 @dataclass
-class Deferred:
-    """Values of a model whose large tensors were recorded instead of made: each is computed when it is asked for.
+class DeferredValues:
+    """Values of a model run with deferred initialisation: each large tensor is computed when `stream` reaches it.
 
-    `tensors`: as the model function made them, real or on the meta device.
+    `tensors`: as the model function made them, real or on the meta device. `recording`: how to compute those on meta.
     """
 
     tensors: Mapping[str, Tensor]
@@ -122,11 +127,11 @@ class Deferred:
             yield name, as_initial(name, value, dtype, trained=trained, own=own)
 
     def release(self) -> None:
-        """The record is small, and stays."""
+        """Nothing to free: the recording is small."""
 
 
 def by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """What each layer begins with, one layer after the other; of others only tied parameters are held meanwhile."""
+    """Each layer's initial values by name, in layer order. Between layers only tied parameters stay in memory."""
     names = [list(state_shapes(graph, index, index + 1)) for index in range(len(graph.layers))]
     tied = {name for several in graph.ties for name in several}
     everything = list(dict.fromkeys(name for layer in names for name in layer))
@@ -140,17 +145,17 @@ def by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, 
 
 
 @dataclass
-class Built:
-    """Values of a hand-written `Graph`: its builds run in layer order in one random stream, one layer is held at a time.
+class LayerBuildValues:
+    """Values of a hand-written `Graph`: its builds run in layer order in one random stream; one layer is held at a time.
 
-    `seed` begins the stream, or `state`: as the model function has left the generators. `watch(who)`: entered around every
-    build.
+    The stream starts from `state` (the generators as the model function left them), or from `seed` if there is none. `guard`
+    is entered around every build.
     """
 
     graph: Graph
     seed: int
     state: RandomState | None = None
-    watch: Watch = contextlib.nullcontext
+    guard: CallGuard = contextlib.nullcontext
     notes: tuple[str, ...] = ()
 
     def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -166,28 +171,31 @@ class Built:
         assert not wanted, f"the graph has no {sorted(wanted)}"
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """(layer name, module with its values), one after the other. Draws made in between do not count."""
+        """(layer name, module with its values) in layer order. What the caller draws between layers does not affect them."""
         random = self.state
         for layer in self.graph.layers:
-            with preserved():
+            with generators_preserved():
                 if random is None:
                     seed_all(self.seed)
                 else:
                     random.restore()
-                with self.watch(f"the constructor of layer {layer.name!r}"):
+                with self.guard(f"the constructor of layer {layer.name!r}"):
                     module, _ = call_watched(layer.build)
                 random = RandomState.now()
             refuse_lazy([(layer.name, module)])
             yield layer.name, module
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Nothing to free."""
 
 
 @dataclass
-class ByName:
-    """`init: by-name`: every module's `reset_parameters` (or `Graph.init`) under a seed of its name; `buffers`: where buffers
-    come from. What constructors give parameters is not used."""
+class ByNameValues:
+    """Values under `init: by-name`: every module's `reset_parameters()` runs under a seed made from the module's name.
+
+    With `Graph.init` that function fills each parameter, under a seed made from the parameter's name. What constructors give
+    parameters is not used. `buffers`: where buffers come from.
+    """
 
     graph: Graph
     seed: int
@@ -204,9 +212,9 @@ class ByName:
             yield from ((name, kept[name]) for name in buffers if name in wanted)
             wanted -= set(buffers)
             if wanted & owned:
-                _make_unfilled(skeleton, dtype)
+                _fill_with_nan(skeleton, dtype)
                 put_buffers(layer.name, skeleton, kept)
-                with preserved():
+                with generators_preserved():
                     _initialise(self.graph, layer.name, skeleton, self.seed)
                 _refuse_unfilled(self.graph, layer.name, skeleton)
                 for path, parameter in skeleton.named_parameters():
@@ -230,9 +238,8 @@ class ByName:
         )
 
 
-def _make_unfilled(module: nn.Module, dtype: torch.dtype) -> None:
-    """Gives every parameter memory, in place, filled with NaN: what nobody initialises is found, instead of being whatever the
-    memory held."""
+def _fill_with_nan(module: nn.Module, dtype: torch.dtype) -> None:
+    """Allocate every parameter, in place, filled with NaN, so that `_refuse_unfilled` finds what nobody initialises."""
     made: dict[int, nn.Parameter] = {}  # a parameter used at two places of one layer stays one
     for part in module.modules():
         for key, parameter in part._parameters.items():
@@ -249,19 +256,21 @@ def _make_unfilled(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _refuse_unfilled(graph: Graph, layer: str, module: nn.Module) -> None:
+    """Raises `ModelError` for a parameter that still holds NaN."""
     for path, parameter in module.named_parameters():
         if parameter.is_floating_point() and bool(parameter.isnan().any()):
             owner, _, _ = path.rpartition(".")
             kind = type(module.get_submodule(owner)).__name__
             by = "init(name, tensor)" if graph.init is not None else f"reset_parameters() of {kind}"
             raise ModelError(
-                f"parameter {layer}.{path} is left without (all its) values by {by}",
+                f"parameter {layer}.{path} is left without values, or without some of them, by {by}",
                 cure="give every parameter its values there: those of the constructor are not kept"
                 + ("" if graph.init is not None else "; or set init: model"),
             )
 
 
 def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int) -> None:
+    """Give a layer's parameters their values under `init: by-name`, in place."""
     if graph.init is not None:
         canonical = canonical_names(graph)
         for path, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""Calls the user's model function the way one plain process would, and watches what it allocates."""
+"""Calls the user's model function as one plain process would; counts and NaN-fills what it allocates."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 T = TypeVar("T")
 
 WHOLE_BYTES = 1 << 30
-"""A model function that allocates more than this in all (parameters, buffers and what it computes them from) is run with
-deferred initialisation: every worker of a node would hold so much at the same time."""
+"""A model function that allocates more than this in all (parameters, buffers, intermediate tensors) is run with deferred
+initialisation: otherwise every worker of a node would hold that much at the same time."""
 
 
 class TooLarge(BaseException):
-    """Raised inside the model function when it has allocated more than the limit; no handler of the user's code is to catch
-    it."""
+    """Raised inside the model function when it has allocated more than the limit.
+
+    A `BaseException`, so that `except Exception` in the user's code does not catch it.
+    """
 
 
 class Allocations(TorchDispatchMode):
-    """While entered: counts the bytes of new tensors, and fills uninitialised memory with NaN (integers with 0), so that a
-    parameter
-    that nobody gives values is found instead of holding whatever the memory did. Raises `TooLarge` beyond `limit_bytes`.
+    """While entered: counts the bytes of new tensors, and fills uninitialised memory with NaN (integers with 0).
 
-    `loaded_bytes`: copied from tensors that no operation here has made: read from files, or numpy's.
+    The NaN shows later which parameters nobody has given values. Raises `TooLarge` beyond `limit_bytes`.
+    `loaded_bytes`: bytes copied from tensors that no operation in here has made, such as files or numpy arrays.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -64,14 +65,13 @@ _UNINITIALISED = frozenset(
 
 
 def filler(func: Any, made: Tensor) -> float | int | None:
-    """What to fill a new tensor with that an ATen operation leaves uninitialised; None: it has values."""
+    """The number with which to fill `made` if the ATen operation `func` leaves it uninitialised; None if it has values."""
     if func._schema.name not in _UNINITIALISED:
         return None
     return math.nan if made.is_floating_point() or made.is_complex() else 0
 
 
 def call_watched(call: Callable[[], T], limit_bytes: int | None = None) -> tuple[T, int]:
-    """(`call()`, with uninitialised memory filled with NaN; bytes of values that it loaded). Raises `TooLarge` beyond
-    `limit_bytes`."""
-    with Allocations(limit_bytes) as watch:
-        return call(), watch.loaded_bytes
+    """(result of `call()`, bytes of values that it loaded), run under `Allocations`. Raises `TooLarge` beyond `limit_bytes`."""
+    with Allocations(limit_bytes) as allocations:
+        return call(), allocations.loaded_bytes

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """All three as they were when `now` was called."""
+    """The state of all three generators at one moment."""
 
     python: Any
     numpy: Any
@@ -23,27 +23,26 @@ class RandomState:
 
     @staticmethod
     def now() -> RandomState:
-        """A copy of the present state."""
+        """A copy of the current state."""
         return RandomState(random.getstate(), numpy.random.get_state(), torch.get_rng_state())
 
     def restore(self) -> None:
-        """Draw the same numbers again from here on."""
+        """Set the generators to this state: they draw the same numbers again."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
 
 
 def seed_all(seed: int) -> None:
-    """`random.seed(seed)`, `numpy.random.seed(seed % 2**32)`, `torch.manual_seed(seed)`: what one process does before it calls
-    the model function (rule 2)."""
+    """Seed all three generators, as one process does before it calls the model function (rule 2 of the numerics contract)."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 @contextlib.contextmanager
-def preserved() -> Iterator[None]:
-    """Leaves the generators as they were before."""
+def generators_preserved() -> Iterator[None]:
+    """Restore the generators on exit."""
     before = RandomState.now()
     try:
         yield

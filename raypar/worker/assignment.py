@@ -1,4 +1,4 @@
-"""From a job to its graph, and to what the driver ships to each worker once per plan."""
+"""A job's layer graph, and the assignments that the driver sends to the workers once per plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from raypar.errors import ModelError, RayparError, UserCodeError
 from raypar.model.build import named_state
 from raypar.model.capture import capture, layers_in, without_values
-from raypar.model.deferred import Recording, Undeferrable, deferred
+from raypar.model.deferred import Recording, Undeferrable, run_deferred
 from raypar.model.graph import Graph
-from raypar.model.initial_values import ByName, Watch
+from raypar.model.initial_values import ByNameValues, CallGuard
 from raypar.model.model_call import WHOLE_BYTES, TooLarge, call_watched
-from raypar.model.random_state import RandomState, preserved, seed_all
+from raypar.model.random_state import RandomState, generators_preserved, seed_all
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
@@ -29,48 +29,48 @@ __all__ = ["Assignment", "assignments", "make_graph", "validation_cut"]
 
 
 LOADS_BYTES = 1 << 20
-"""What a model function may copy from files and arrays without a line about it."""
+"""The user is told of a model function that copies more than this from files and arrays."""
 
 
-def make_graph(spec: JobSpec, watch: Watch = contextlib.nullcontext) -> Graph:
-    """Call the user's model function as one process would, after seeding Python, numpy and torch with the job's seed, and read
-    its layers. Their values are in `Graph.initial`: whole where the model is small, else recorded. Leaves the generators as
-    they were. `watch`: see `Watch`.
+def make_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Graph:
+    """The layer graph of the user's model, with its initial values in `Graph.initial`.
 
-    Raises `ModelError` for what is not layers, `UserCodeError` with what the function raised.
+    Calls the model function as one process would, after seeding Python, numpy and torch with the job's seed; restores the
+    generators. A small model is built whole, a large one with deferred initialisation. `guard`: entered around calls of the
+    user's code. Raises `ModelError` if the function does not return layers, `UserCodeError` if it raises.
     """
-    with preserved():
-        with watch(f"the model function {spec.model.label}"):
-            made, recording, notes = _made(spec)
+    with generators_preserved():
+        with guard(f"the model function {spec.model.label}"):
+            made, recording, notes = _call_as_deferred_init_says(spec)
         if isinstance(made, Graph):
-            graph = without_values(made, seed=spec.seed, state=RandomState.now(), watch=watch)
+            graph = without_values(made, seed=spec.seed, state=RandomState.now(), guard=guard)
         else:
             again = partial(_values_again, spec)
             graph = capture(made, input=spec.data.input or "x", again=again, recording=recording, notes=notes)
     if spec.init == "by-name":
         assert graph.initial is not None
-        graph = replace(graph, initial=ByName(graph, spec.seed, graph.initial))
+        graph = replace(graph, initial=ByNameValues(graph, spec.seed, graph.initial))
     if spec.init_from is not None:
         assert graph.initial is not None
         graph = replace(graph, initial=weights_from_file(spec, graph, graph.initial))
     return graph
 
 
-def _made(spec: JobSpec) -> tuple[Any, Recording | None, tuple[str, ...]]:
-    """(what the model function returns, the record of its values if they are deferred, lines for people)."""
+def _call_as_deferred_init_says(spec: JobSpec) -> tuple[Any, Recording | None, tuple[str, ...]]:
+    """(what the model function returns, the recording of its values if they are deferred, lines for the user)."""
     reason = ""
     if spec.deferred_init != "always":
         seed_all(spec.seed)
         try:
             made, loaded = call_watched(partial(_call_model, spec), WHOLE_BYTES if spec.deferred_init == "auto" else None)
-            return made, None, _loads(loaded)
+            return made, None, _note_of_loads(loaded)
         except TooLarge:
             pass
     seed_all(spec.seed)
     try:
-        made, recording = deferred(partial(_call_model, spec))
+        made, recording = run_deferred(partial(_call_model, spec))
         if not isinstance(made, Graph):
-            return made, recording, _loads(recording.loaded_bytes)
+            return made, recording, _note_of_loads(recording.loaded_bytes)
     except Undeferrable as error:
         reason = str(error)
     if not reason:  # a hand-written graph: its layers are built one by one
@@ -83,17 +83,17 @@ def _made(spec: JobSpec) -> tuple[Any, Recording | None, tuple[str, ...]]:
         )
     seed_all(spec.seed)
     made, loaded = call_watched(partial(_call_model, spec))
-    line = f"the model cannot be made in parts ({reason}): every worker builds all of it, and keeps its own part"
-    return made, None, (line, *_loads(loaded))
+    line = f"the model cannot be made in parts ({reason}): every worker builds all of it, then keeps only its part"
+    return made, None, (line, *_note_of_loads(loaded))
 
 
-def _loads(nbytes: int) -> tuple[str, ...]:
+def _note_of_loads(nbytes: int) -> tuple[str, ...]:
+    """The line for the user, if there is one, about values that the model function loads itself."""
     if nbytes < LOADS_BYTES:
         return ()
     return (
-        f"the model function loads {nbytes / 2**20:.0f} MiB of values itself: every worker reads and holds all of them "
-        f"while it "
-        "starts; init_from: FILE reads what a worker owns",
+        f"the model function loads {nbytes / 2**20:.0f} MiB of values itself: every worker reads and holds all of them while "
+        "it starts; with init_from: FILE a worker reads only what it owns",
     )
 
 
@@ -114,15 +114,15 @@ def _call_model(spec: JobSpec) -> Any:
 
 
 def _values_again(spec: JobSpec) -> Mapping[str, Tensor]:
-    """What the model function gave its parameters and buffers, for a run that begins again."""
-    with preserved():
+    """Name -> tensor of every parameter and buffer, from calling the model function again."""
+    with generators_preserved():
         seed_all(spec.seed)
         made, _ = call_watched(partial(_call_model, spec))
         return dict(named_state(layers_in(made)))
 
 
 def validation_cut(spec: JobSpec, samples: int) -> Microbatches | None:
-    """Validation samples in microbatches of the training size (the last cut evens out), spread over all blocks."""
+    """The validation samples in microbatches of at most the training size; None if the job has no validation."""
     if spec.validation is None or samples == 0:
         return None
     size = -(-spec.batch_size // spec.microbatches)
@@ -133,5 +133,5 @@ def validation_cut(spec: JobSpec, samples: int) -> Microbatches | None:
 def assignments(
     spec: JobSpec, graph: Graph, plan: ParallelPlan, schedule: Schedule, *, validation_samples: int = 0
 ) -> tuple[Assignment, ...]:
-    """Lower a schedule to one assignment per rank. Raises `ScheduleError` when the result would not run."""
+    """One assignment per rank, lowered from the schedule. Raises `ScheduleError` if the result would not run."""
     return assign(schedule, plan, graph.crossing(plan), spec.cut, validation_cut(spec, validation_samples))

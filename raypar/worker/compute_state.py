@@ -1,9 +1,9 @@
-"""State of a process that decides results and that users' code may leave changed: grad mode, default dtype, threads, directory.
+"""Guards the global PyTorch state that decides results (grad mode, default dtype, threads, ...) against users' code.
 
-A result may depend on nothing that an earlier call has left behind, because what ran earlier in a process depends on the plan.
-So every call of users' code begins with the same state: after each call the state is compared, set back where it differs, and a
-line names what was left and by whom. What cannot be set back (a graph that was never recorded, tensors of inference mode) is an
-error. Generators are not compared: they are seeded before every call (`worker.device.seeder`, `worker.data.Reader`).
+Which code ran earlier in a process depends on the plan, so results must not depend on state that an earlier call left changed.
+Every call of users' code therefore begins in the same state: after each call the state is compared and restored, and a line
+tells the user what was left changed, and by what. What cannot be restored (tensors made in inference mode) is an error.
+Generators are not compared: they are seeded before every call (`worker.device.seeder`, `worker.data.Reader`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _C = torch._C
 _float32_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
 _saved_tensors_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 _SMALLEST = 1e-310
-"""A denormal double: 0 times anything when the processor flushes denormal numbers."""
+"""A denormal double: times 1 it is 0 if the processor flushes denormal numbers."""
 
 
 class ComputeState(NamedTuple):
-    """What PyTorch's results depend on besides tensors and generators.
+    """The global state on which PyTorch's results depend, besides generators.
 
-    What people switch in the middle of a run is compared after every call of users' code (see `quick_state`), the rest once a
-    step, and after every call of a worker's first: reading all of it takes 30 us where caches are cold.
+    Fields that code tends to switch in mid-run are compared after every call of users' code (see `quick_state`). The rest are
+    compared once a step, and after every call of a worker's first step: reading all of them takes 30 us with cold caches.
     """
 
     inference: bool
@@ -53,7 +53,7 @@ class ComputeState(NamedTuple):
     threads: int
     """`torch.set_num_threads`; of the thread, inherited by threads it has not met. Decides the order of sums."""
     function_modes: int
-    """How many modes stand in PyTorch's function calls: `torch.set_default_device`, `with torch.device(...)`; of the thread."""
+    """How many `TorchFunctionMode`s are entered: `torch.set_default_device`, `with torch.device(...)`; of the thread."""
     dispatch_modes: int
     """How many `TorchDispatchMode`s are entered; of the thread."""
     saved_tensors_hooks: bool
@@ -63,10 +63,12 @@ class ComputeState(NamedTuple):
     deterministic: tuple[bool, bool, bool]
     """`torch.use_deterministic_algorithms`, its `warn_only`, whether memory is filled; of the process."""
     flush_denormal: bool
-    """`torch.set_flush_denormal`; of the thread, and for ever of those that OpenMP starts meanwhile."""
+    """`torch.set_flush_denormal`; of the thread. Threads that OpenMP starts meanwhile keep it for ever."""
     precisions: tuple[str, ...]
-    """`torch.set_float32_matmul_precision` and `fp32_precision` of the backends (`_PRECISIONS`); of the process. "none" (nobody
-    has set it) computes as "ieee" does, and stands for it."""
+    """`torch.set_float32_matmul_precision` and `fp32_precision` of the backends (`_PRECISIONS`); of the process.
+
+    "none" (never set) computes as "ieee" does, so both are recorded as "none".
+    """
     mkldnn: tuple[bool, bool]
     """`torch.backends.mkldnn.enabled` and `deterministic`; of the process."""
     cudnn: tuple[bool, bool, bool]
@@ -106,8 +108,8 @@ def compute_state() -> ComputeState:
     )
 
 
-Quick = tuple[object, ...]
-
+QuickState = tuple[object, ...]
+"""Some fields of `ComputeState`, as `quick_state` reads them."""
 
 _QUICK: tuple[Callable[[], object], ...] = (
     torch.is_inference_mode_enabled,
@@ -122,13 +124,15 @@ _QUICK: tuple[Callable[[], object], ...] = (
 )
 
 
-def quick_state() -> Quick:
-    """The part of this thread's and process's state that is compared after every call. From a table: looking names up in torch
-    takes longer than the calls."""
+def quick_state() -> QuickState:
+    """The part of the state that is compared after every call.
+
+    Read through a table, because looking the names up in torch takes longer than the calls.
+    """
     return (*[read() for read in _QUICK], _saved_tensors_hooks(True) is not None, _SMALLEST * 1.0 == 0.0)
 
 
-def quick_part(state: ComputeState) -> Quick:
+def quick_part(state: ComputeState) -> QuickState:
     """What `quick_state` returns in this state."""
     return (
         *(state.inference, state.grad, state.autocast[0], state.default_dtype, state.threads),
@@ -138,8 +142,10 @@ def quick_part(state: ComputeState) -> Quick:
 
 
 def without_contexts() -> ComputeState:
-    """The state now, less what is meant to be entered and left; flags of backends may be the choice of who runs a plan in its
-    own process."""
+    """The state now, with contexts and thread modes at PyTorch's defaults.
+
+    Flags of backends stay: whoever runs a plan in its own process may have chosen them.
+    """
     return compute_state()._replace(
         inference=False,
         grad=True,
@@ -153,13 +159,13 @@ def without_contexts() -> ComputeState:
 
 
 FRESH = without_contexts()
-"""Of a process that has run no users' code yet, if it has imported this file before that."""
+"""The state when this module was imported: that of a fresh process, if no users' code has run before."""
 
 
-# -- setting back ------------------------------------------------------------------------------------------------------------
+# -- restoring ---------------------------------------------------------------------------------------------------------------
 
 _LEFT_INFERENCE_MODE: list[Any] = []
-"""There is no switch, only an object that sets the mode and sets it back when it goes: it must stay."""
+"""Objects that hold inference mode at a value. PyTorch restores the mode when one is freed, so they are kept for ever."""
 
 
 def _set_inference(value: bool) -> None:
@@ -167,7 +173,7 @@ def _set_inference(value: bool) -> None:
 
 
 def _set_autocast(value: tuple[bool, torch.dtype, bool]) -> None:
-    """Leaves every `autocast` that is entered; casts of weights that it has cached are forgotten."""
+    """Leave every `autocast` that is entered, and clear its cache of cast weights."""
     enabled, dtype, cache = value
     assert not enabled, "autocast is never on between calls"
     for kind in ("cpu", "cuda"):
@@ -230,10 +236,12 @@ def _set_attention(value: tuple[bool, bool, bool, bool]) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """How one field is set again. `call`: what sets it, in messages, `{}` being the value found."""
+    """How to restore one field of `ComputeState`, and how messages speak of it."""
 
     write: Callable[[Any], None]
+    """Sets the field to a value."""
     call: str
+    """The user's call that changes it; `{}` stands for the value found."""
     cure: str
 
 
@@ -286,18 +294,18 @@ SETTINGS: Mapping[str, Setting] = {
         "use `with torch.nn.attention.sdpa_kernel(...):`",
     ),
 }
-"""By field of `ComputeState`, in the order in which they are set back."""
+"""By field of `ComputeState`, in its order, in which they are restored."""
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------------
 
 
 class StateGuard(EnvironmentGuard):
-    """Compares the state of the process after calls of users' code, sets it back, and keeps a line for people.
+    """Compares the state of the process after calls of users' code, restores it, and keeps a line for the user.
 
-    One a worker (or data process). `training` is the state in which users' code is called, `evaluating` that of validation.
-    Used by one thread at a time, which may be another one at the next step: `establish` puts that into the right state.
-    `base`: what is right; by default what there is now, so it is to be made before users' code is imported.
+    There is one for each worker (or data process). `training` is the expected state in training, `evaluating` in validation.
+    One thread uses it at a time; at the next step that may be another one, which `establish` puts into the expected state.
+    `base`: the expected state; by default the present one, so make the guard before users' code is imported.
     """
 
     def __init__(self, threads: int, base: ComputeState | None = None) -> None:
@@ -310,27 +318,27 @@ class StateGuard(EnvironmentGuard):
         self.enter_thread()
 
     def accept(self) -> None:
-        """What raypar itself has set since is right from now on."""
+        """Expect the present state from now on: raypar itself has changed it."""
         self._expect(compute_state())
         self.accept_environment()
 
     def _expect(self, training: ComputeState) -> None:
         self.training, self.evaluating = training, training._replace(grad=False)
         self._quick = {False: quick_part(self.training), True: quick_part(self.evaluating)}
-        """Evaluating? -> what `quick_state` should be."""
+        """Whether in validation -> the expected `quick_state`."""
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Contexts that raypar itself has entered are right until this one is left."""
+    def accepting_contexts(self) -> Iterator[None]:
+        """Within this context expect the present state, with the contexts that raypar itself has entered."""
         before = self.training
         self._expect(compute_state())
         yield
         self._expect(before)
 
     def enter_thread(self) -> None:
-        """Give this thread, which may be new, the number of threads and a team of them that no setting of users' code has met.
+        """Set this thread's number of threads, and start its OpenMP threads before users' code changes any setting.
 
-        Threads that OpenMP starts keep the floating-point mode of that moment for ever; no call could set it back.
+        OpenMP threads keep the floating-point mode of the moment they start for ever; no call could restore it.
         """
         threads = self.training.threads
         torch.set_num_threads(threads)
@@ -340,29 +348,29 @@ class StateGuard(EnvironmentGuard):
             torch.zeros(threads * _PARALLEL_GRAIN, dtype=torch.int8, device="cpu").add_(1)
 
     def establish(self, since: str = "code that runs between steps (a thread of the job's own?)") -> None:
-        """Before a step or a validation pass: this thread gets the state. What it finds changed is told as left by `since`."""
+        """Put this thread into the expected state, before a step or a validation pass. `since`: what to blame for changes."""
         self.enter_thread()
         self.check(since)
 
     def check(self, caller: str, *, evaluating: bool = False, thorough: bool = False) -> tuple[str, ...]:
-        """After a call of users' code: the fields that it has left changed, now set back. `thorough`: all of `ComputeState`.
+        """The fields that a call of users' code has left changed; restores them. `thorough`: compare all of `ComputeState`.
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
         if not (thorough or self.thorough) and quick_state() == self._quick[evaluating]:
             return ()
-        left = self._set_back(caller, compute_state(), self.evaluating if evaluating else self.training)
+        left = self._restore(caller, compute_state(), self.evaluating if evaluating else self.training)
         if self.thorough:
             self.check_environment(caller)
         return left
 
     def check_all(self, callers: str) -> None:
-        """Once a step, before anything comes of it. `callers`: all that have been called since the last time.
+        """Compare all of the state, once a step, before its results are used. `callers`: all users' code called since.
 
-        Raises `UserCodeError` for flags that are not compared after every call: others have computed with them.
+        Raises `UserCodeError` for a change that `check` did not see: later calls have computed with it.
         """
         found = compute_state()
-        left = self._set_back(callers, found, self.training)
+        left = self._restore(callers, found, self.training)
         if left:
             calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in left)
             raise UserCodeError(
@@ -373,13 +381,14 @@ class StateGuard(EnvironmentGuard):
 
     @contextlib.contextmanager
     def watching(self, caller: str) -> Iterator[None]:
-        """Around users' code that runs once, in whatever state raypar calls it: that state is set back."""
+        """Restore on exit the state found on entry; for users' code that runs once (the model function, imports, ...)."""
         before = compute_state()
         with super().watching(caller):
             yield
-            self._set_back(caller, compute_state(), before)
+            self._restore(caller, compute_state(), before)
 
-    def _set_back(self, caller: str, found: ComputeState, wanted: ComputeState) -> tuple[str, ...]:
+    def _restore(self, caller: str, found: ComputeState, wanted: ComputeState) -> tuple[str, ...]:
+        """The fields in which `found` differs from `wanted`; restores them. Raises `UserCodeError` if that is not possible."""
         if found == wanted:
             return ()
         left = [name for name in ComputeState._fields if getattr(found, name) != getattr(wanted, name)]

@@ -1,9 +1,8 @@
-"""What a stage begins with at step 0: values of its parameters and buffers, and digests by which workers compare them."""
+"""A stage's state at step 0: values of its parameters and buffers, and digests with which workers compare them."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,15 +19,16 @@ from raypar.worker.spec import JobSpec
 
 @dataclass
 class InitialState:
-    """`values`: as `Stage` takes them, slices where the stage is a shard. `digests`: name -> crc32 of the whole tensor's
-    bytes."""
+    """A stage's parameters and buffers at step 0."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> tensor, as `Stage` takes them: slices if the stage is cut over shards."""
     digests: dict[str, int] = field(default_factory=dict)
+    """Name -> crc32 of the whole tensor's bytes."""
 
 
 def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Shard | None = None) -> InitialState:
-    """Of layers [first, last). Every tensor is made whole and cut before the next one is made. Raises `ModelError`."""
+    """The initial state of layers [first, last). Each tensor is made whole and cut before the next. Raises `ModelError`."""
     made = InitialState()
     dtype = getattr(torch, spec.dtype)
     for name, whole in initial_values(graph, spec.seed).stream(state_shapes(graph, first, last), dtype):
@@ -38,18 +38,13 @@ def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Sha
 
 
 def unfilled_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Shard | None = None) -> dict[str, Tensor]:
-    """Memory for the state of layers [first, last), as `Stage` takes it, for somebody else to fill."""
+    """Name -> uninitialised tensor for the state of layers [first, last), as `Stage` takes it; the caller fills them."""
     found = {}
     for name, whole in state_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
         cut = shard.layout.cuts.get(name) if shard is not None else None
         local = whole.shape if shard is None or cut is None else elements(cut, whole.shape, shard.group.shard)
         found[name] = torch.empty(local, dtype=whole.dtype)
     return found
-
-
-def digests_of(state: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """name -> digest of each whole tensor."""
-    return {name: digest(whole) for name, whole in state}
 
 
 def digest(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What computes the loss: a user's function, a loss module without parameters, or what the class of one makes."""
+"""The job's loss function, made from a function, a loss module without parameters, or a class of either."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from raypar.worker.spec import Ref
 
 
 def loss_function(ref: Ref, device: torch.device = CPU) -> Callable[..., Any]:
-    """The function (output, target) -> loss; a class is called with `ref.args` first, as an optimizer's is.
+    """The function (output, target) -> loss; a class is instantiated with `ref.args` first.
 
-    Raises `ConfigError` for what has parameters, which nobody would train, and for `reduction="sum"`, which says how to add up
-    a microbatch but not by what the sum over all of them is to be divided.
+    Raises `ConfigError` for a loss with parameters, which would not be trained, and for `reduction="sum"`, which does not say
+    by what the sum over all microbatches is divided.
     """
     made = ref.resolve()
     if isinstance(made, type):
@@ -38,6 +38,7 @@ def loss_function(ref: Ref, device: torch.device = CPU) -> Callable[..., Any]:
 
 
 def _module(module: nn.Module, label: str, device: torch.device) -> Callable[..., Any]:
+    """A loss module on `device`; its calls raise `UserCodeError` if they write to a buffer."""
     name = next((name for name, _ in module.named_parameters()), None)
     if name is not None:
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""State of a process that users' code may leave changed, less PyTorch's: directory, environment variables, signal handlers.
+"""Guards the working directory, environment variables and signal handlers of a process against users' code.
 
-Loads no torch: the driver watches callbacks with it. What PyTorch adds is in `worker/compute_state.py`, and why all this.
+Does not import torch, because the driver guards callbacks with it. `worker/compute_state.py` adds PyTorch's state, and says
+why the state of a process is guarded.
 """
 
 from __future__ import annotations
@@ -33,21 +34,24 @@ VARIABLES = (
     "PYTHONHASHSEED",
     "RAYPAR_",
 )
-"""Beginnings of the names of environment variables that decide results, here or in processes that are started later."""
+"""Prefixes of environment variables that decide results, in this process or in those that it starts later."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class EnvironmentState(NamedTuple):
-    """What else a process's work depends on. Slower to read: compared once a step, after a caller's first call, and after
-    everything that is done once (imports, the model function, the data set's constructor)."""
+    """The state of a process outside PyTorch on which users' code may depend.
+
+    Slower to read than PyTorch's: compared once a step, after a caller's first call, and after everything that runs once
+    (imports, the model function, the data set's constructor).
+    """
 
     directory: str | None
-    """None: it has been removed."""
+    """The working directory; None if it has been removed."""
     variables: tuple[tuple[str, str], ...]
-    """Environment variables that begin as `VARIABLES` say, by name."""
+    """(name, value) of the environment variables that begin with one of `VARIABLES`, sorted."""
     handlers: tuple[Any, ...]
-    """Python's, of `_SIGNALS`."""
+    """Python's handlers of `_SIGNALS`."""
 
 
 def environment_state() -> EnvironmentState:
@@ -60,8 +64,11 @@ def environment_state() -> EnvironmentState:
     return EnvironmentState(directory, variables, tuple(signal.getsignal(number) for number in _SIGNALS))
 
 
-def _environment_back(found: EnvironmentState, wanted: EnvironmentState) -> Iterator[tuple[str, str, str]]:
-    """Sets back what differs; yields (kind, what it was, cure). Raises `UserCodeError` for handlers outside the main thread."""
+def _restore_environment(found: EnvironmentState, wanted: EnvironmentState) -> Iterator[tuple[str, str, str]]:
+    """Restore what differs; yields (kind, the call that changed it, cure) of each difference.
+
+    Raises `UserCodeError` for signal handlers outside the main thread, which cannot restore them.
+    """
     if found.directory != wanted.directory and wanted.directory is not None:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile, which is nobody's leak
             os.chdir(wanted.directory)
@@ -90,53 +97,55 @@ def _environment_back(found: EnvironmentState, wanted: EnvironmentState) -> Iter
 
 
 Warnings = tuple[tuple[str, str], ...]
-"""(what was left by whom, the line for people): the first is the same wherever it happens."""
+"""(key, line for the user) of each state that was left changed. The key, kind and caller, is equal in all processes."""
 
 
 class EnvironmentGuard:
-    """Compares the environment after users' code has run, sets it back, and keeps a line for people."""
+    """Compares `EnvironmentState` after users' code has run, restores it, and keeps a line for the user."""
 
     def __init__(self) -> None:
         self.environment = environment_state()
-        """What is right."""
+        """The expected state."""
         self._told: set[str] = set()
+        """Keys of all lines so far."""
         self._lines: list[tuple[str, str]] = []
+        """Lines that `lines` has not returned yet."""
 
     def accept_directory(self) -> None:
-        """As `accept_environment`, of the directory alone."""
+        """Expect the present working directory from now on."""
         self.environment = self.environment._replace(directory=environment_state().directory)
 
     def accept_environment(self) -> None:
-        """What has been set since is right from now on."""
+        """Expect the present state from now on."""
         self.environment = environment_state()
 
     def check_environment(self, caller: str) -> bool:
-        """Whether `caller` has left nothing changed; else it is set back. Raises `UserCodeError` for what cannot be."""
+        """True if `caller` has left nothing changed; else restores it. Raises `UserCodeError` if that is not possible."""
         found = environment_state()
         if found == self.environment:
             return True
-        for kind, call, cure in _environment_back(found, self.environment):
+        for kind, call, cure in _restore_environment(found, self.environment):
             self.tell(kind, caller, call, cure)
         return False
 
     @contextlib.contextmanager
     def watching(self, caller: str) -> Iterator[None]:
-        """Around users' code: what it changes is set back."""
+        """Restore on exit what the users' code inside has changed."""
         yield
         self.check_environment(caller)
 
     def tell(self, kind: str, caller: str, call: str, cure: str) -> None:
-        """Keep a line about something that has been set back."""
+        """Keep a line about state that has been restored."""
         self.pass_on([(f"{kind} of {caller}", f"{caller} left {call} behind: set back\n  cure: {cure}")])
 
     def pass_on(self, lines: Iterable[tuple[str, str]]) -> None:
-        """Keep lines, perhaps of another process's guard: each kind and caller once."""
+        """Keep (key, line) pairs, of this guard or another process's; each key once."""
         for key, line in lines:
             if key not in self._told:
                 self._told.add(key)
                 self._lines.append((key, line))
 
     def lines(self) -> Warnings:
-        """What people have not been told yet."""
+        """The lines that the user has not been told yet; they are returned once."""
         lines, self._lines = self._lines, []
         return tuple(lines)

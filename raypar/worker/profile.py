@@ -165,7 +165,7 @@ def _kept_bytes(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[st
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), stage.guard.inside():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), stage.guard.accepting_contexts():
         _forward(stage, received, fields)
     return sum(kept.values())
 

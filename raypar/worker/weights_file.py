@@ -1,8 +1,8 @@
-"""Weights on disk in any of the forms that `init_from` takes, read by name and slice, one tensor at a time.
+"""Reads weights in every format that `init_from` takes, by name and slice, one tensor at a time.
 
     FILE.safetensors | FILE.pt (a state_dict) | FOLDER with an index, as Hugging Face writes it | a checkpoint or run of raypar
 
-Opening reads headers only. Torch is imported where tensors are read: names and shapes are known without it.
+Opening reads headers only. Names and shapes are known without torch, which is imported when tensors are read.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
-"""Dtypes that are cast into each other. Not float8: its files keep scales beside the values."""
+"""Dtypes that are cast to each other. float8 is not: its files keep scales beside the values."""
 INDEX_BYTES = 64 << 20
-"""Of an index file. One for 10,000 tensors has 1 MB."""
+"""Size limit of an index file. One for 10,000 tensors has 1 MB."""
 STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin")
-_CHUNK = 4 << 20
-"""Bytes read at once, held beside the tensor that is made."""
-_RUN = 256 << 10
-"""Bytes of a slice that lie together and are worth a read of their own; shorter ones are picked from whole rows."""
+_CHUNK_BYTES = 4 << 20
+"""Bytes read at once; the buffer exists beside the tensor that is made."""
+_MIN_RUN_BYTES = 256 << 10
+"""Contiguous bytes of a slice that are worth a read of their own; shorter runs are copied out of whole rows."""
 _FIRST_BYTES = 4096
+"""Bytes of each tensor in the fingerprint."""
 _INDEX = ".safetensors.index.json"
 _TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()} | {
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""safetensors -> torch."""
+"""safetensors' name of a dtype -> torch's."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor without its values. `dtype`: torch's name of it, such as `bfloat16`."""
+    """Shape and dtype of a stored tensor. `dtype`: torch's name, such as `bfloat16`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -59,19 +60,19 @@ class StoredTensor:
 class WeightsFile:
     """Named tensors on disk; a context manager, since files stay open until `close`. For one thread at a time.
 
-    A file that is replaced meanwhile is read on as it was; one that is written to is an error.
+    A file that is replaced after it was opened is still read as it was; one that is modified raises `CheckpointError`.
     """
 
     path: Path
-    """What is read: a file, or the folder of a checkpoint or of a sharded model."""
+    """The file, or the folder of a checkpoint or of a model in several files."""
     kind: str
-    """What it is, in words: `safetensors file`, `checkpoint`, ..."""
+    """Its format, in words: `safetensors file`, `checkpoint`, ..."""
     names: Mapping[str, StoredTensor]
-    """Every name that can be read; a tensor stored once for several names has them all."""
+    """Every name that can be read, with all names of a tensor that is stored once for several."""
     aliases: Mapping[str, str]
-    """Other name of such a tensor -> its first name."""
+    """Further name of such a tensor -> its first name."""
     notes: tuple[str, ...] = ()
-    """What people should know of the choice of files: newer checkpoints that were damaged."""
+    """Lines for the user about the choice of files: newer checkpoints that were damaged."""
 
     def __init__(self, path: Path, kind: str, names: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> None:
         self.path, self.kind = path, kind
@@ -79,7 +80,7 @@ class WeightsFile:
         self.aliases = dict(aliases)
 
     def read(self, name: str, dtype: torch.dtype | None = None, slices: tuple[int, Spans] | None = None) -> Tensor:
-        """A tensor in memory of its own, as `dtype` (None: as stored). `slices`: (dim, indices of it), else all of it.
+        """A tensor in memory of its own, as `dtype` (None: as stored). `slices`: (dim, its indices); None: the whole tensor.
 
         Raises as `read_into` does.
         """
@@ -94,9 +95,9 @@ class WeightsFile:
         return out
 
     def read_into(self, out: Tensor, name: str, slices: tuple[int, Spans] | None = None) -> None:
-        """The same into a contiguous tensor on the CPU, in its dtype. Needs 4 MiB; for a tensor of a checkpoint that was cut
-        along another dim, the largest block of it more.
+        """Read a tensor, or slices of it, into `out`: contiguous, on the CPU; values are cast to its dtype.
 
+        Needs 4 MiB of memory. A checkpoint's tensor that was stored in parts along another dim needs its largest part more.
         Raises `CheckpointError` for unknown names, for casts other than between floating-point types, and damaged files.
         """
         stored = self._stored(name)
@@ -121,8 +122,8 @@ class WeightsFile:
     def fingerprint(self) -> str:
         """sha256 over names, dtypes, shapes and the first 4 KiB of every tensor.
 
-        What is read under the same path on several nodes is compared by it: a few bytes of each tensor tell the weights of one
-        training from those of another.
+        Nodes compare it to see whether a path leads to the same weights on all of them. The first bytes of each tensor
+        differ between two trainings of one model.
         """
         digest = hashlib.sha256()
         for name in sorted(set(self.names) - set(self.aliases)):
@@ -131,7 +132,7 @@ class WeightsFile:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
 
     def __enter__(self) -> WeightsFile:
         return self
@@ -144,36 +145,39 @@ class WeightsFile:
         raise NotImplementedError
 
     def _first_bytes(self, name: str) -> bytes:
+        """The first `_FIRST_BYTES` bytes of a tensor."""
         raise NotImplementedError
 
 
 def open_weights(path: str | Path) -> WeightsFile:
-    """The weights that lie at a path; of a run of raypar, those that `resolve` finds. Raises `CheckpointError` for what is
-    none, or leaves open which file is meant."""
-    found = _found(path)
+    """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve`).
+
+    Raises `CheckpointError` if there are no weights, or if it is not clear which file is meant.
+    """
+    found = _existing(path)
     found, notes = resolve(found) if _is_run(found) else (found, ())
     if not found.is_dir():
-        weights = _of_file(found)
+        weights = _open_file(found)
     elif (found / MANIFEST).exists():
-        weights = _of_checkpoint(found)
+        weights = _open_checkpoint(found)
     else:
-        weights = _of_folder(found)
+        weights = _open_folder(found)
     weights.notes = notes
     return weights
 
 
 def resolve(path: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """(what workers should open, why newer checkpoints were skipped): of a run its last whole checkpoint, else the path.
+    """(the path that workers open, why newer checkpoints were skipped): a run's last whole checkpoint, else the path itself.
 
-    Asked once, before workers start: a run that is still under way has another last checkpoint a moment later. Checkpoints are
-    read whole for it, their checksums compared; `open_weights` of a checkpoint does not. Raises `CheckpointError`.
+    Called once, before workers start: a run that is still going may have a newer checkpoint a moment later. Reads checkpoints
+    whole and compares their checksums, which `open_weights` does not. Raises `CheckpointError`.
     """
-    found = _found(path)
+    found = _existing(path)
     if found.is_dir() and (found / MANIFEST).exists():
         return verify(found).path, ()
     if not _is_run(found):
         return found, ()
-    with _reading(found):
+    with _as_checkpoint_errors(found):
         besides = sorted(p.name for p in found.iterdir() if p.name.endswith((".safetensors", _INDEX)))
         if besides:
             raise CheckpointError(
@@ -189,8 +193,8 @@ def resolve(path: str | Path) -> tuple[Path, tuple[str, ...]]:
     return last, tuple(skipped)
 
 
-def _found(path: str | Path) -> Path:
-    """A path that is there. Raises `CheckpointError`."""
+def _existing(path: str | Path) -> Path:
+    """The path, which exists. Raises `CheckpointError` otherwise."""
     text = str(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
         raise CheckpointError(
@@ -198,7 +202,7 @@ def _found(path: str | Path) -> Path:
             cure="download it first, and give the file or folder",
         )
     found = Path(text).expanduser()
-    with _reading(found):
+    with _as_checkpoint_errors(found):
         if not found.exists():
             hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", text) and found.suffix not in (".safetensors", *STATE_DICT_SUFFIXES)
             download = f"; a model of the Hugging Face Hub is downloaded first (`hf download {text} --local-dir DIR`)"
@@ -207,7 +211,8 @@ def _found(path: str | Path) -> Path:
 
 
 def _is_run(path: Path) -> bool:
-    with _reading(path):
+    """Whether a path is the folder of a raypar run."""
+    with _as_checkpoint_errors(path):
         return path.is_dir() and not (path / MANIFEST).exists() and (path / "checkpoints").is_dir()
 
 
@@ -216,18 +221,20 @@ def _is_run(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Block:
-    """Indices [`start`, `stop`) of the dim that a tensor is cut along: `nbytes` from `offset` of a file."""
+    """A part of a tensor, contiguous in a file: indices [`start`, `stop`) of one dim."""
 
     start: int
     stop: int
     file: str
+    """Name in `_OpenFiles`."""
     offset: int
+    """Of its first byte in the file."""
     nbytes: int
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Where a tensor lies: in blocks along `dim`, in order and without gaps; in one block where it is whole."""
+    """Where a tensor is stored: in blocks along `dim`, in order and without gaps; a whole tensor is one block."""
 
     stored: StoredTensor
     dim: int
@@ -235,28 +242,31 @@ class _Blocks:
 
 
 class _OpenFiles:
-    """safetensors files by names of ours. Tensors are read from the very file whose header was checked, and not mapped: pages
-    of a mapped file count as the process's memory, and one that is cut short meanwhile kills it."""
+    """Open safetensors files, by names that the caller chooses.
+
+    Tensors are read from the same open file whose header was checked. Files are not memory-mapped: mapped pages count as the
+    process's memory, and a mapped file that is truncated kills the process.
+    """
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._open: dict[str, tuple[BinaryIO, Path, tuple[int, int]]] = {}
-        """Name -> file, its path, (bytes, time of change) when its header was checked."""
+        """Name -> file, its path, its size and modification time when its header was checked."""
 
     def add(self, name: str, path: Path, *, follow: bool) -> Header:
         """Open a file and check its header. Raises `CheckpointError`."""
         file = self._stack.enter_context(open_regular(path, follow=follow, error=CheckpointError, cure="give another file"))
-        self._open[name] = (file, path, _state(file))
+        self._open[name] = (file, path, _size_and_time(file))
         return header_of(file, path)
 
     def read_into(self, memory: memoryview, name: str, offset: int) -> None:
         """Fill `memory` with the bytes from `offset`. Raises `CheckpointError`."""
         file, path, checked = self._open[name]
         done = 0
-        with _reading(path):
+        with _as_checkpoint_errors(path):
             while done < len(memory) and (got := os.preadv(file.fileno(), [memory[done:]], offset + done)):
                 done += got
-            changed = done < len(memory) or _state(file) != checked
+            changed = done < len(memory) or _size_and_time(file) != checked
         if changed:
             raise CheckpointError(f"{path} has changed while it was read", cure="start again when nobody writes to it")
 
@@ -265,23 +275,23 @@ class _OpenFiles:
         self._stack.close()
 
 
-def _state(file: BinaryIO) -> tuple[int, int]:
+def _size_and_time(file: BinaryIO) -> tuple[int, int]:
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns
 
 
-class _InSafetensors(WeightsFile):
+class _SafetensorsWeights(WeightsFile):
     def __init__(
         self, path: Path, kind: str, tensors: Mapping[str, _Blocks], aliases: Mapping[str, str], files: _OpenFiles
     ) -> None:
         super().__init__(path, kind, {name: blocks.stored for name, blocks in tensors.items()}, aliases)
         self._tensors, self._files = tensors, files
-        self._memory: Tensor | None = None
-        """What is read at once. Of the system, not of malloc: among the tensors it would leave holes that none fits in."""
+        self._chunk: Tensor | None = None
+        """The read buffer. From mmap, since freeing a buffer of malloc's would leave a hole between the tensors."""
 
     def close(self) -> None:
         self._files.close()
-        self._memory = None
+        self._chunk = None
 
     def _first_bytes(self, name: str) -> bytes:
         first = self._tensors[name].blocks[0]
@@ -310,7 +320,7 @@ class _InSafetensors(WeightsFile):
                 out.narrow(tensor.dim, block.start, block.stop - block.start).copy_(part)
 
     def _read(self, block: _Block, tensor: _Blocks, size: int, first: int, out: Tensor) -> None:
-        """`out` [outer, n, inner]: the indices from `first` of the middle dim of a block [outer, size, inner]."""
+        """Fill `out` [outer, n, inner] with indices [first, first + n) of the middle dim of a block [outer, size, inner]."""
         import torch
 
         kind: torch.dtype = getattr(torch, tensor.stored.dtype)
@@ -319,10 +329,10 @@ class _InSafetensors(WeightsFile):
             outer, size, n, inner = 1, 1, 1, out.numel()
             out = out.view(1, 1, inner)
         row, run = size * inner * kind.itemsize, n * inner * kind.itemsize
-        if self._memory is None:
-            self._memory = torch.frombuffer(mmap.mmap(-1, _CHUNK), dtype=torch.uint8)
-        memory = self._memory
-        if outer == 1 or run >= _RUN or row > _CHUNK:
+        if self._chunk is None:
+            self._chunk = torch.frombuffer(mmap.mmap(-1, _CHUNK_BYTES), dtype=torch.uint8)
+        memory = self._chunk
+        if outer == 1 or run >= _MIN_RUN_BYTES or row > _CHUNK_BYTES:
             step = len(memory) // kind.itemsize
             for i in range(outer):
                 flat = out[i].view(-1)
@@ -338,42 +348,42 @@ class _InSafetensors(WeightsFile):
                 out[i : i + many].copy_(values.view(many, size, inner).narrow(1, first, n))
 
     def _values(self, memory: Tensor, file: str, offset: int, elements: int, kind: torch.dtype) -> Tensor:
-        """So many elements of a file, in `memory`; to be copied, which makes 0 and 1 of whatever bytes bools have."""
+        """`elements` values of a file, as a view of `memory`. Copying them turns any byte of a bool into 0 or 1."""
         held = memory[: elements * kind.itemsize]
         self._files.read_into(held.numpy().data, file, offset)
         return held.view(kind)
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
-    """As [all dims before, `dim`, all dims behind]."""
+    """A view of the tensor as [dims before `dim`, `dim`, dims after it]."""
     shape = tensor.shape
     return tensor.view(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
 
 
-def _of_file(path: Path) -> WeightsFile:
+def _open_file(path: Path) -> WeightsFile:
     if path.name.endswith(_INDEX):
-        return _of_index(path)
+        return _open_index(path)
     if path.suffix in STATE_DICT_SUFFIXES:
-        return _of_state_dict(path)
+        return _open_state_dict(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"{path} is no weights file: those end in .safetensors, {', '.join(STATE_DICT_SUFFIXES)} or {_INDEX}",
             cure="give one of these, or a folder with an index, a checkpoint or a run of raypar",
         )
-    return _of_safetensors(path, path)
+    return _open_safetensors(path, path)
 
 
-def _of_safetensors(path: Path, file: Path) -> WeightsFile:
-    """`path`: what was asked for; `file`: what is read."""
-    with _closed_on_error() as files:
+def _open_safetensors(path: Path, file: Path) -> WeightsFile:
+    """One safetensors file. `path`: what the user gave; `file`: the file itself."""
+    with _files_closed_on_error() as files:
         header = files.add("", file, follow=True)
         # `safetensors.torch.save_model` and `raypar export` store shared tensors once, and say so here.
         aliases = {k: v for k, v in header.metadata.items() if k not in header.tensors and v in header.tensors}
-        return _InSafetensors(path, "safetensors file", _whole(header, ""), aliases, files)
+        return _SafetensorsWeights(path, "safetensors file", _single_blocks(header, ""), aliases, files)
 
 
-def _whole(header: Header, file: str) -> dict[str, _Blocks]:
-    """Tensors that lie in one piece."""
+def _single_blocks(header: Header, file: str) -> dict[str, _Blocks]:
+    """The tensors of a file that holds whole tensors."""
     return {
         name: _Blocks(
             StoredTensor(info.shape, _TORCH_NAMES[info.dtype]),
@@ -384,15 +394,15 @@ def _whole(header: Header, file: str) -> dict[str, _Blocks]:
     }
 
 
-def _of_folder(path: Path) -> WeightsFile:
-    with _reading(path):
+def _open_folder(path: Path) -> WeightsFile:
+    with _as_checkpoint_errors(path):
         there = sorted(p.name for p in path.iterdir())
     indices = [name for name in there if name.endswith(_INDEX)]
     single = [name for name in there if name.endswith(".safetensors")]
     if len(indices) > 1:
         raise CheckpointError(f"{path} has {len(indices)} indices: {_listed(indices)}", cure=f"give {path / indices[0]}, say")
     if indices:
-        weights = _of_index(path / indices[0], path)
+        weights = _open_index(path / indices[0], path)
         besides = [name for name in single if name not in weights.files]
         if besides:
             weights.close()
@@ -411,17 +421,18 @@ def _of_folder(path: Path) -> WeightsFile:
             f"{path} holds no weights: no .safetensors file, no index, no checkpoint of raypar",
             cure=f"give the file: {path / other[0]}" if other else "give the folder of a model, a checkpoint or a run",
         )
-    return _of_safetensors(path, _inside(path, single[0], "the folder"))
+    return _open_safetensors(path, _file_in(path, single[0], "the folder"))
 
 
-class _Sharded(_InSafetensors):
-    """`files`: the names of the files."""
+class _IndexedWeights(_SafetensorsWeights):
+    """Weights in several safetensors files with an index."""
 
     files: Collection[str] = ()
+    """Names of the files."""
 
 
-def _of_index(index: Path, path: Path | None = None) -> _Sharded:
-    """What Hugging Face writes for models in several files: {"weight_map": {tensor: file}}. `path`: what was asked for."""
+def _open_index(index: Path, path: Path | None = None) -> _IndexedWeights:
+    """Weights with an index as Hugging Face writes it: {"weight_map": {tensor: file}}. `path`: what the user gave."""
     text = read_bytes(index, follow=True, limit=INDEX_BYTES, error=CheckpointError, cure="give another index")
     try:
         found = parse_json(text)
@@ -431,12 +442,12 @@ def _of_index(index: Path, path: Path | None = None) -> _Sharded:
     if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
         raise CheckpointError(f"{index} has no weight_map that leads from tensors to files", cure="download it again")
     folder, tensors = index.parent, dict[str, _Blocks]()
-    with _closed_on_error() as files:
+    with _files_closed_on_error() as files:
         names = sorted(set(where.values()))
-        paths = [_inside(folder, name, str(index)) for name in names]
+        paths = [_file_in(folder, name, str(index)) for name in names]
         headers = [files.add(name, path, follow=False) for name, path in zip(names, paths, strict=True)]
         for name, header in zip(names, headers, strict=True):
-            tensors |= _whole(header, name)
+            tensors |= _single_blocks(header, name)
         extra = [t for name, header in zip(names, headers, strict=True) for t in header.tensors if where.get(t) != name]
         if extra:
             raise CheckpointError(
@@ -448,7 +459,7 @@ def _of_index(index: Path, path: Path | None = None) -> _Sharded:
                 f"{index} promises {_tensors(lacking)} that its files do not have: {_listed(lacking)}",
                 cure="download the folder again",
             )
-        weights = _Sharded(path or index, "sharded safetensors", tensors, {}, files)
+        weights = _IndexedWeights(path or index, "sharded safetensors", tensors, {}, files)
     weights.files = names
     return weights
 
@@ -456,11 +467,11 @@ def _of_index(index: Path, path: Path | None = None) -> _Sharded:
 # -- checkpoints of raypar -----------------------------------------------------------------------------------------------------
 
 
-def _of_checkpoint(path: Path) -> WeightsFile:
-    """Its parameters and buffers. `load_manifest` has seen to it that every slice of each is there once."""
+def _open_checkpoint(path: Path) -> WeightsFile:
+    """The parameters and buffers of a checkpoint. `load_manifest` checks that every slice of each is there once."""
     manifest = load_manifest(path)
     entries = [entry for entry in manifest.entries if entry.kind in (PARAMETER, BUFFER)]
-    with _closed_on_error() as files:
+    with _files_closed_on_error() as files:
         headers = {name: files.add(name, path / name, follow=False) for name in sorted({entry.file for entry in entries})}
         for name, header in headers.items():
             try:
@@ -470,11 +481,11 @@ def _of_checkpoint(path: Path) -> WeightsFile:
                     f"{path / name} is not what {MANIFEST} says: {shown(str(error), 400)}", cure="use another checkpoint"
                 ) from error
         tensors = {name: _joined(list(parts), headers) for name, parts in itertools.groupby(entries, lambda entry: entry.name)}
-        return _InSafetensors(path, "checkpoint", tensors, manifest.ties, files)
+        return _SafetensorsWeights(path, "checkpoint", tensors, manifest.ties, files)
 
 
 def _joined(entries: Sequence[Entry], headers: Mapping[str, Header]) -> _Blocks:
-    """The blocks that make one tensor."""
+    """One tensor of a checkpoint, from its manifest entries."""
     shape = entries[0].shape
     cut = next((dim for entry in entries for dim, span in enumerate(entry.slice) if span != (0, shape[dim])), 0)
     blocks = []
@@ -488,8 +499,8 @@ def _joined(entries: Sequence[Entry], headers: Mapping[str, Header]) -> _Blocks:
 # -- state_dicts ---------------------------------------------------------------------------------------------------------------
 
 
-class _StateDict(WeightsFile):
-    """Tensors of a mapped file: what has been read of it counts as the process's until the system wants the memory back."""
+class _StateDictWeights(WeightsFile):
+    """Tensors of a memory-mapped state_dict. Pages that were read count as the process's memory until they are reclaimed."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         first: dict[Any, str] = {}
@@ -526,12 +537,12 @@ class _StateDict(WeightsFile):
             at += stop - start
 
 
-def _of_state_dict(path: Path) -> WeightsFile:
+def _open_state_dict(path: Path) -> WeightsFile:
     import torch
 
     cure = "save it as safetensors, or with torch.save(model.state_dict(), FILE)"
     with open_regular(path, follow=True, error=CheckpointError, cure=cure):
-        pass  # refuses what would be waited for
+        pass  # refuses a FIFO or device, on which torch.load would hang
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many classes, as many as there are kinds of damage
@@ -543,18 +554,19 @@ def _of_state_dict(path: Path) -> WeightsFile:
             raise CheckpointError(f"{path}: {shown(repr(name))} is a {type(tensor).__name__}, not a tensor", cure=cure)
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CheckpointError(f"{path}: {shown(name)} is no dense tensor", cure=cure)
-    return _StateDict(path, found)
+    return _StateDictWeights(path, found)
 
 
-# -- parts ---------------------------------------------------------------------------------------------------------------------
+# -- helpers -------------------------------------------------------------------------------------------------------------------
 
 
-def _inside(folder: Path, name: str, by: str) -> Path:
-    """A file of the folder, links followed; `by`: what names it. Raises `CheckpointError` for one elsewhere.
+def _file_in(folder: Path, name: str, by: str) -> Path:
+    """The file `name` of a folder, links followed. Raises `CheckpointError` if it lies elsewhere, or is missing.
 
-    The snapshots of a Hugging Face cache are links into the folder `blobs` of the same model.
+    Links from a snapshot of a Hugging Face cache into the folder `blobs` of the same model are allowed. `by`: what contains
+    the name, for messages.
     """
-    with _reading(folder / shown(name)):
+    with _as_checkpoint_errors(folder / shown(name)):
         root = folder.resolve()
         roots = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
         found = root / name if "\0" in name else (root / name).resolve()
@@ -568,7 +580,8 @@ def _inside(folder: Path, name: str, by: str) -> Path:
 
 
 @contextlib.contextmanager
-def _closed_on_error() -> Iterator[_OpenFiles]:
+def _files_closed_on_error() -> Iterator[_OpenFiles]:
+    """New `_OpenFiles`, closed if the block raises."""
     files = _OpenFiles()
     try:
         yield files
@@ -578,7 +591,8 @@ def _closed_on_error() -> Iterator[_OpenFiles]:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _as_checkpoint_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `CheckpointError` about `path`."""
     try:
         yield
     except OSError as error:

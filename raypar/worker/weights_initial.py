@@ -1,4 +1,4 @@
-"""Initial values of a run that begins with weights from a file: each tensor is read when it is asked for, and not kept."""
+"""Initial values of a run with `init_from`: each tensor is read from the file when it is needed, and not kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import socket
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,40 +13,31 @@ from torch import Tensor
 from raypar.errors import CheckpointError
 from raypar.model.build import parameter_shapes, persistent_buffers, state_on_meta
 from raypar.model.graph import Graph
+from raypar.model.initial_values import InitialValues
 from raypar.worker.spec import JobSpec
 from raypar.worker.weights_file import FLOATING, open_weights, resolve
-from raypar.worker.weights_matching import check
-
-
-class Values(Protocol):
-    """What the model begins with by itself."""
-
-    def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor in memory of its own) of each of `names` once, in any order; floating point in `dtype`."""
-
-    def release(self) -> None:
-        """Free what is kept for `stream`."""
+from raypar.worker.weights_matching import match_weights
 
 
 @dataclass(frozen=True)
 class WeightsFromFile:
-    """Values by name: those of a file, and the model's `own` where the file has none."""
+    """`InitialValues` from a file; of what the file lacks, the model's own."""
 
     path: Path
-    """As `resolve` has found it."""
+    """What `weights_file.resolve` returned."""
     fingerprint: str
-    """`WeightsFile.fingerprint` of the file with which `names` were matched."""
+    """`WeightsFile.fingerprint` of the file when `names` was made."""
     names: Mapping[str, str]
     """The model's name -> the file's (`Matching.names`)."""
-    own: Values
+    own: InitialValues
+    """The model's own values."""
     notes: tuple[str, ...] = ()
-    """Lines for people: casts, what is left out."""
+    """Lines for the user: casts, tensors that are not used."""
 
     def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor in memory of its own) of each of `names` once: on the CPU, contiguous, floating point in `dtype`.
+        """See `InitialValues`. The model's own values are made only if some of `names` need them.
 
-        The model's own values are made only where some of `names` need them. Raises `CheckpointError` for another file under
-        the same path, as another node may have it.
+        Raises `CheckpointError` if the path leads to another file here, as it may on another node.
         """
         with open_weights(self.path) as file:
             found = file.fingerprint()
@@ -66,13 +56,15 @@ class WeightsFromFile:
             yield from self.own.stream(rest, dtype)
 
     def release(self) -> None:
-        """Free what the model's own values keep."""
+        """See `InitialValues`."""
         self.own.release()
 
 
-def pinned(spec: JobSpec) -> JobSpec:
-    """The job, whose `init_from` names one file or checkpoint for all workers, by its absolute path and fingerprint. Raises
-    `CheckpointError`."""
+def with_fingerprint(spec: JobSpec) -> JobSpec:
+    """The job with the absolute path and the fingerprint of what `init_from` names, so that all workers read the same file.
+
+    Raises `CheckpointError`.
+    """
     if spec.init_from is None:
         return spec
     path, _ = resolve(spec.init_from.path)
@@ -81,15 +73,15 @@ def pinned(spec: JobSpec) -> JobSpec:
     return replace(spec, init_from=replace(spec.init_from, path=str(path.resolve())), init_fingerprint=fingerprint)
 
 
-def weights_from_file(spec: JobSpec, graph: Graph, own: Values) -> WeightsFromFile:
-    """What the layers of `graph` begin with under `spec.init_from`. Raises `CheckpointError` for weights of another model."""
+def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> WeightsFromFile:
+    """The initial values of `graph` under `spec.init_from`. Raises `CheckpointError` for weights of another model."""
     source = spec.init_from
     assert source is not None
     state = state_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
     kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
     path, _ = resolve(source.path) if not spec.init_fingerprint else (Path(source.path), ())
     with open_weights(path) as file:
-        found = check(
+        found = match_weights(
             file,
             {name: tuple(tensor.shape) for name, tensor in state.items() if name in kept},
             graph.ties,

@@ -1,4 +1,4 @@
-"""Which tensor of a weights file a parameter or buffer of the model begins with; what does not fit is listed, never guessed."""
+"""Matches the names of a weights file with those of a model; differences are errors or notes, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -24,22 +24,27 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """`init_from` of a job. The model's name of a tensor is the file's without `strip_prefix`, then `rename`d, then with
-    `add_prefix`; a name that does not begin with `strip_prefix` stays as it is."""
+    """`init_from` of a job.
+
+    The model's name of a tensor is the file's name without `strip_prefix`, then `rename`d, then with `add_prefix`. A name that
+    does not begin with `strip_prefix` keeps its beginning.
+    """
 
     path: str
     strip_prefix: str = ""
     add_prefix: str = ""
     rename: tuple[tuple[str, str], ...] = ()
-    """(regular expression, what it is replaced by), as in `re.sub`, one after the other."""
+    """(regular expression, replacement), as in `re.sub`, applied one after the other."""
     allow_missing: tuple[str, ...] = ()
-    """Patterns (`head.*`) of the model's names that may be missing in the file: these begin with the model's own values."""
+    """Patterns (`head.*`) of the model's names that the file may lack: these get the model's own initial values."""
     allow_unexpected: tuple[str, ...] = ()
-    """Patterns of the file's names, before or after renaming, that the model may lack. A tensor of another shape is left out
-    where both allow it."""
+    """Patterns of the file's names, before or after renaming, that the model may lack.
+
+    A tensor whose shape differs is left out if both `allow_missing` and `allow_unexpected` match it.
+    """
 
     def renamed(self, names: Iterable[str]) -> dict[str, str]:
-        """The model's name -> the file's. Raises `ConfigError` for settings that rename nothing, or two names alike."""
+        """The model's name -> the file's. Raises `ConfigError` if a setting matches no name, or two names become equal."""
         names = list(names)
         if self.strip_prefix and not any(name.startswith(self.strip_prefix) for name in names):
             raise ConfigError(
@@ -75,17 +80,17 @@ class WeightsSource:
 
 @dataclass(frozen=True)
 class Matching:
-    """What the model begins with."""
+    """Which tensors of a file the model starts from."""
 
     names: Mapping[str, str]
     """The model's name -> the file's, for `WeightsFile.read`."""
     missing: tuple[str, ...]
     """Names of the model that keep its own initial values."""
     notes: tuple[str, ...]
-    """Lines that people should see: casts, what is left out."""
+    """Lines for the user: casts, tensors that are not used."""
 
 
-def check(
+def match_weights(
     file: WeightsFile,
     wanted: Shapes,
     ties: Sequence[Sequence[str]] = (),
@@ -95,17 +100,18 @@ def check(
     dtype: str | torch.dtype = "float32",
     dtypes: Mapping[str, str | torch.dtype] | None = None,
 ) -> Matching:
-    """Which tensor of `file` each of `wanted` (the model's parameters and persistent buffers: name -> shape) begins with.
+    """The tensor of `file` for each of `wanted`: name -> shape of the model's parameters and persistent buffers.
 
-    Raises `CheckpointError` that lists what is missing, unexpected, of another shape or kind, unless `source` allows it.
-    `ties`: names of one parameter each; whichever of them the file has serves. Where it has several, their shapes are
-    compared, and the values of the first are taken. `optional`: names of buffers that are not persistent; the file may have
-    them, and they are read if `wanted` has them too. `dtype`: of the model; `dtypes`: of tensors that have another. Values of
-    floating point are cast, others must have the model's dtype.
+    Raises `CheckpointError` that lists tensors that are missing, unexpected, or of another shape or dtype, unless `source`
+    allows them. Floating-point values are cast; others must have the model's dtype.
+
+    `ties`: groups of names of one parameter; the file needs one of a group. If it has several, their shapes are compared and
+    the first one's values are used. `optional`: names of non-persistent buffers; the file may have them, and they are read if
+    they are in `wanted` too. `dtype`: the model's; `dtypes`: those of tensors with another one.
     """
     source = source or WeightsSource(str(file.path))
-    here, others = _text(dtype), {name: _text(each) for name, each in (dtypes or {}).items()}
-    found = _compared(file, wanted, ties, optional, source, here, others)
+    here, others = _dtype_name(dtype), {name: _dtype_name(each) for name, each in (dtypes or {}).items()}
+    found = _compare(file, wanted, ties, optional, source, here, others)
     if found.differences:
         raise CheckpointError(
             f"{file.path} does not fit the model: {'; '.join(found.differences)}",
@@ -128,37 +134,41 @@ def check(
         notes.append(f"{_tensors(new)} {begin} with the model's own initial values, not with those of {short}: {_listed(new)}")
     if unused:
         notes.append(f"{_tensors(unused)} of {short} {_is(unused)} not used: {_listed(unused)}")
-    if found.kept:
+    if buffers := found.unused_buffers:
         notes.append(
-            f"{_tensors(found.kept)} of {short} {_is(found.kept)} not used, since the model's own values of buffers that are "
-            f"not persistent are: {_listed(found.kept)}"
+            f"{_tensors(buffers)} of {short} {_is(buffers)} not used, since the model's own values of buffers that are "
+            f"not persistent are: {_listed(buffers)}"
         )
     return Matching(found.names, tuple(name for name in wanted if name in found.missing), tuple(notes))
 
 
 @dataclass
-class _Compared:
-    """Names of the model beside those of the file, after renaming."""
+class _Comparison:
+    """The model's names compared with the file's, after renaming."""
 
     names: dict[str, str] = field(default_factory=dict)
+    """The model's name -> the file's, where both have the tensor."""
     lacking: list[str] = field(default_factory=list)
-    """Of the model, one for each tie; not allowed."""
+    """The model's names that the file lacks and `allow_missing` does not match; one for each tie."""
     unexpected: list[str] = field(default_factory=list)
-    """As the file calls them; not allowed."""
+    """The file's names that the model lacks and `allow_unexpected` does not match."""
     other_shape: dict[str, str] = field(default_factory=dict)
-    """Name -> the sentence."""
+    """Name -> sentence about its two shapes."""
     other_kind: dict[str, str] = field(default_factory=dict)
+    """Name -> sentence about its two dtypes, which are not cast into each other."""
     missing: set[str] = field(default_factory=set)
-    """Allowed."""
+    """The model's names that the file lacks and may lack."""
     allowed_unexpected: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    """In the file, but not persistent in the model."""
+    """The file's names that are not used, as `allow_unexpected` permits."""
+    unused_buffers: list[str] = field(default_factory=list)
+    """The file's names of buffers that are not persistent in the model, and keep the model's own values."""
     casts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(dtype in the file, dtype in the model) -> number of tensors."""
     differences: list[str] = field(default_factory=list)
-    """Sentences; none where all fits."""
+    """Sentences about what does not fit; empty if everything fits."""
 
 
-def _compared(
+def _compare(
     file: WeightsFile,
     wanted: Shapes,
     ties: Sequence[Sequence[str]],
@@ -166,18 +176,19 @@ def _compared(
     source: WeightsSource,
     dtype: str,
     dtypes: Mapping[str, str],
-) -> _Compared:
+) -> _Comparison:
+    """See `match_weights`."""
     there = source.renamed(file.names)
     tied = {name: tuple(names) for names in ties for name in names}
     known = {*wanted, *tied, *optional}
-    result = _Compared()
+    result = _Comparison()
     used, left_out, told = set[str](), set[str](), set[str]()
     for name, shape in wanted.items():
         names = (name, *(other for other in tied.get(name, ()) if other != name))
         present = [other for other in names if other in there]
         allowed = any(_matches(other, source.allow_missing) for other in names)
         wrong = {other: text for other in present if (text := _shape_text(file, other, there[other], shape))}
-        if wrong and allowed and all(_either(other, there[other], source.allow_unexpected) for other in wrong):
+        if wrong and allowed and all(_either_matches(other, there[other], source.allow_unexpected) for other in wrong):
             left_out.update(wrong)
             present = [other for other in present if other not in wrong]
             wrong = {}
@@ -202,15 +213,15 @@ def _compared(
             result.allowed_unexpected.append(old)
         elif name in known:
             if name in optional and name not in wanted:
-                result.kept.append(old)
+                result.unused_buffers.append(old)
         elif file.aliases.get(old, old) in used_tensors:
             continue  # another name of what is read
-        elif _either(name, old, source.allow_unexpected):
+        elif _either_matches(name, old, source.allow_unexpected):
             result.allowed_unexpected.append(old)
         else:
             result.unexpected.append(old)
     result.differences = [
-        *_not_in(result.lacking, _parameters(wanted, tied), "model", "file"),
+        *_not_in(result.lacking, _number_of_tensors(wanted, tied), "model", "file"),
         *_not_in(result.unexpected, len(set(file.names) - set(file.aliases)), "file", "model"),
         *[f"{len(x)} {_has(x)} another shape: {_listed(list(x.values()))}" for x in (result.other_shape,) if x],
         *[f"{len(x)} {_has(x)} values of another kind: {_listed(list(x.values()))}" for x in (result.other_kind,) if x],
@@ -219,6 +230,7 @@ def _compared(
 
 
 def _shape_text(file: WeightsFile, name: str, old: str, shape: Sequence[int]) -> str:
+    """The sentence about a tensor, called `old` in the file, whose shapes differ; "" if they are equal."""
     stored = file.names[old].shape
     if stored == tuple(shape):
         return ""
@@ -237,22 +249,22 @@ def _cure(
     source: WeightsSource,
     dtype: str,
     dtypes: Mapping[str, str],
-    found: _Compared,
+    found: _Comparison,
 ) -> str:
-    """The setting that would help, where there is one."""
+    """The cure for the differences found: a setting of `init_from`, if one would help."""
     part = re.fullmatch(r"(.+)-\d{5}-of-\d{5}\.safetensors", file.path.name)
     if part and found.lacking and any(file.path.parent.glob("*.safetensors.index.json")):
         return f"it is one file of several: give the folder, {file.path.parent}"
     best = _other_prefix(file, wanted, ties, source)
     if best is not None:
-        then = _compared(file, wanted, ties, optional, best, dtype, dtypes).differences
-        return f"its names differ by a prefix: write init_from: {_form(best)}" + f"; then {'; '.join(then)}" * bool(then)
+        then = _compare(file, wanted, ties, optional, best, dtype, dtypes).differences
+        return f"its names differ by a prefix: write init_from: {_yaml(best)}" + f"; then {'; '.join(then)}" * bool(then)
     for name in found.lacking[:_SHOWN]:
         near = difflib.get_close_matches(name, found.unexpected[:1000], n=1, cutoff=0.8)
         if near:
             return (
                 f"{near[0]} in the file for {name}? Then write init_from: "
-                f"{_form(source, rename={'^' + re.escape(near[0]) + '$': name})}"
+                f"{_yaml(source, rename={'^' + re.escape(near[0]) + '$': name})}"
             )
     if found.other_kind:
         return "convert the file, or change the model"
@@ -262,13 +274,13 @@ def _cure(
     unexpected = _patterns([*found.unexpected, *found.other_shape], file.names)
     allow = {"allow_missing": missing} if missing else {}
     allow |= {"allow_unexpected": unexpected} if unexpected else {}
-    return f"give weights of this model; if it is meant so (a new head, for example), write init_from: {_form(source, **allow)}"
+    return f"give weights of this model; if it is meant so (a new head, for example), write init_from: {_yaml(source, **allow)}"
 
 
 def _other_prefix(
     file: WeightsFile, wanted: Shapes, ties: Sequence[Sequence[str]], source: WeightsSource
 ) -> WeightsSource | None:
-    """The prefixes with which more of the model is found, if there are some."""
+    """`source` with the prefixes under which the file has most of the model; None if other prefixes find no more."""
     tied = {name: tuple(names) for names in ties for name in names}
 
     def number(with_these: WeightsSource) -> int:
@@ -289,7 +301,7 @@ def _other_prefix(
 
 
 def _common_prefixes(names: Iterable[str]) -> list[str]:
-    """Beginnings, of up to three parts, that at least half of the names share; the empty one too."""
+    """Prefixes of one to three dotted parts that at least half of the names share, and the empty prefix."""
     names = list(names)
     found: Counter[str] = Counter()
     for name in names:
@@ -298,8 +310,8 @@ def _common_prefixes(names: Iterable[str]) -> list[str]:
     return ["", *(prefix for prefix, number in found.items() if number >= 2 and number * 2 >= len(names))]
 
 
-def _form(source: WeightsSource, **changed: object) -> str:
-    """`init_from` as one writes it in a job file, on one line."""
+def _yaml(source: WeightsSource, **changed: object) -> str:
+    """The value of `init_from` as written in a job file, on one line; `changed` settings are added to those of `source`."""
     settings = {
         "strip_prefix": source.strip_prefix,
         "add_prefix": source.add_prefix,
@@ -317,7 +329,7 @@ def _form(source: WeightsSource, **changed: object) -> str:
 
 
 def _patterns(names: Collection[str], among: Iterable[str]) -> list[str]:
-    """Patterns that match these names and no others of `among`, few where possible; the first five."""
+    """Up to five patterns that match `names` and no others of `among`; as few as possible."""
     others = set(among) - set(names)
     tight: dict[str, bool] = {}
     found: dict[str, None] = {}
@@ -341,16 +353,16 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _either(name: str, old: str, patterns: Iterable[str]) -> bool:
+def _either_matches(name: str, old: str, patterns: Iterable[str]) -> bool:
     return _matches(name, patterns) or _matches(old, patterns)
 
 
-def _text(dtype: str | torch.dtype) -> str:
+def _dtype_name(dtype: str | torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _parameters(wanted: Shapes, tied: Mapping[str, tuple[str, ...]]) -> int:
-    """How many, a tie counted once."""
+def _number_of_tensors(wanted: Shapes, tied: Mapping[str, tuple[str, ...]]) -> int:
+    """Number of tensors in `wanted`, a tie counted once."""
     return len({tied.get(name, (name,))[0] for name in wanted})
 
 
@@ -363,7 +375,7 @@ def _tensors(names: Collection[str]) -> str:
 
 
 def _not_in(names: Sequence[str], total: int, there: str, where: str) -> list[str]:
-    """The sentence about tensors that only one of model and file has, if there are some."""
+    """The sentence about `names`, which of model and file only `there` has; empty if there are none."""
     whole = f"the {there}'s {total} tensors"
     number = f"none of {whole} is" if len(names) == total else f"{len(names)} of {whole} {_is(names)} not"
     return [f"{number} in the {where}: {_listed(names)}"] if names else []

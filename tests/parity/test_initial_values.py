@@ -268,7 +268,7 @@ def test_a_large_model_is_deferred_by_itself(monkeypatch):
     monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
     monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
     graph = make_graph(replace(job("gpt2_residual"), deferred_init="auto"))
-    assert type(graph.initial).__name__ == "Deferred"
+    assert type(graph.initial).__name__ == "DeferredValues"
     want = one_process("gpt2_residual", torch.float32)
     assert all(torch.equal(value, want[name]) for name, value in graph.initial.stream(list(want), torch.float32))
 

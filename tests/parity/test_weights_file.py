@@ -22,7 +22,7 @@ from raypar.worker.checkpoint import BUFFER, PARAMETER, Slices
 from raypar.worker.manifest import checksum
 from raypar.worker.weights_file import StoredTensor, open_weights, resolve
 from raypar.worker.weights_initial import WeightsFromFile
-from raypar.worker.weights_matching import WeightsSource, check
+from raypar.worker.weights_matching import WeightsSource, match_weights
 
 SHAPES = {"embed.weight": (7, 4), "up.weight": (6, 4), "up.bias": (6,), "scale": (), "cube": (3, 5, 2)}
 
@@ -224,7 +224,7 @@ def test_a_run_folder_is_its_last_whole_checkpoint(tmp_path: Path):
     assert path.name == "step_00000005" and "skipped step_00000010" in notes[0]
     with open_weights(tmp_path / "run") as file:
         assert torch.equal(file.read("cube"), weights(5)["cube"]) and file.notes == notes
-        assert check(file, SHAPES).notes == notes
+        assert match_weights(file, SHAPES).notes == notes
 
 
 def test_checksums_are_compared_once_before_workers_open_a_checkpoint(tmp_path: Path):
@@ -453,7 +453,7 @@ def stored(tmp_path: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 def test_a_file_that_fits_is_matched_name_by_name(tmp_path: Path):
     with open_weights(stored(tmp_path, weights())) as file:
-        found = check(file, SHAPES)
+        found = match_weights(file, SHAPES)
     assert found.names == {name: name for name in SHAPES} and found.missing == () and found.notes == ()
 
 
@@ -461,7 +461,7 @@ def test_differences_are_listed_with_counts(tmp_path: Path):
     tensors = {**weights(), "cube": torch.zeros(3, 2), "n": torch.tensor(1.0)} | {f"x{i}": torch.zeros(1) for i in range(7)}
     wanted = {**SHAPES, "n": ()} | {f"y{i}": (1,) for i in range(6)}
     with open_weights(stored(tmp_path, tensors)) as file, pytest.raises(CheckpointError) as caught:
-        check(file, wanted, dtypes={"n": "int64"})
+        match_weights(file, wanted, dtypes={"n": "int64"})
     assert caught.value.what.removeprefix(str(tmp_path)) == (
         "/F.safetensors does not fit the model: "
         "6 of the model's 12 tensors are not in the file: y0, y1, y2, y3, y4 and 1 more; "
@@ -486,19 +486,19 @@ def test_names_that_differ_by_a_prefix_are_refused_with_the_line_that_reads_them
     shapes = {wanted.format(name): shape for name, shape in SHAPES.items()}
     with open_weights(stored(tmp_path, {there.format(name): tensor for name, tensor in weights().items()})) as file:
         with pytest.raises(CheckpointError) as caught:
-            check(file, shapes)
+            match_weights(file, shapes)
         line = f"init_from: {form}".replace("F", str(file.path))
         assert caught.value.cure == f"its names differ by a prefix: write {line}"
         settings = {k: v for k, v in (("strip_prefix", ""), ("add_prefix", "")) if f"{k}:" in form}
         settings = {k: form.split(f'{k}: "')[1].split('"')[0] for k in settings}
-        found = check(file, shapes, source=WeightsSource(str(file.path), **settings))
+        found = match_weights(file, shapes, source=WeightsSource(str(file.path), **settings))
         assert found.names == {wanted.format(name): there.format(name) for name in SHAPES}
 
 
 def test_a_prefix_that_does_not_make_all_fit_is_said_with_what_is_left(tmp_path: Path):
     tensors = {f"transformer.{name}": tensor for name, tensor in weights().items()} | {"lm_head.bias": torch.zeros(7)}
     with open_weights(stored(tmp_path, tensors)) as file, pytest.raises(CheckpointError) as caught:
-        check(file, {**SHAPES, "head.bias": (9,)})
+        match_weights(file, {**SHAPES, "head.bias": (9,)})
     assert caught.value.what.endswith(
         "none of the model's 6 tensors is in the file: embed.weight, up.weight, up.bias, scale, cube and 1 more; "
         "none of the file's 6 tensors is in the model: lm_head.bias, transformer.cube, transformer.embed.weight, "
@@ -514,7 +514,7 @@ def test_rename_writes_the_models_names(tmp_path: Path):
     tensors = {"h.0.w": torch.zeros(1), "h.11.w": torch.ones(1), "wte.weight": torch.zeros(2)}
     source = WeightsSource("F", rename=((r"^h\.(\d+)\.", r"block\1."), (r"^wte\.", "embed.")))
     with open_weights(stored(tmp_path, tensors)) as file:
-        found = check(file, {"block0.w": (1,), "block11.w": (1,), "embed.weight": (2,)}, source=source)
+        found = match_weights(file, {"block0.w": (1,), "block11.w": (1,), "embed.weight": (2,)}, source=source)
         assert found.names == {"block0.w": "h.0.w", "block11.w": "h.11.w", "embed.weight": "wte.weight"}
         for wrong, said in {
             (r"^h\.\d+\.", "block."): "h.0.w and h.11.w would both be block.w",
@@ -523,15 +523,15 @@ def test_rename_writes_the_models_names(tmp_path: Path):
             (r"^layers\.", "block"): "matches none of the file's names",
         }.items():
             with pytest.raises(ConfigError, match=said):
-                check(file, {"embed.weight": (2,)}, source=WeightsSource("F", rename=(wrong,)))
+                match_weights(file, {"embed.weight": (2,)}, source=WeightsSource("F", rename=(wrong,)))
         with pytest.raises(ConfigError, match=r"strip_prefix 'module\.' is at the beginning of none"):
-            check(file, {"embed.weight": (2,)}, source=WeightsSource("F", strip_prefix="module."))
+            match_weights(file, {"embed.weight": (2,)}, source=WeightsSource("F", strip_prefix="module."))
 
 
 def test_a_near_name_is_suggested(tmp_path: Path):
     path = stored(tmp_path, {"embed.weights": torch.zeros(2), "b": torch.zeros(1)})
     with open_weights(path) as file, pytest.raises(CheckpointError, match=r"embed.weights in the file for embed.weight\?") as x:
-        check(file, {"embed.weight": (2,), "b": (1,)})
+        match_weights(file, {"embed.weight": (2,), "b": (1,)})
     assert r"""rename: {"^embed\\.weights$": "embed.weight"}}""" in x.value.cure
 
 
@@ -539,41 +539,41 @@ def test_a_near_name_is_suggested(tmp_path: Path):
 def test_any_name_of_a_tie_serves(there: str, tmp_path: Path):
     with open_weights(stored(tmp_path, {there: torch.zeros(7, 4)})) as file:
         ties = [["embed.weight", "head.weight"]]
-        assert check(file, {"embed.weight": (7, 4)}, ties).names == {"embed.weight": there}
-        both = check(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, ties)
+        assert match_weights(file, {"embed.weight": (7, 4)}, ties).names == {"embed.weight": there}
+        both = match_weights(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, ties)
         assert both.names == {"embed.weight": there, "head.weight": there}
 
 
 def test_of_several_names_of_a_tie_the_first_is_read_and_the_shapes_of_all_are_checked(tmp_path: Path):
     ties = [["embed.weight", "head.weight"]]
     with open_weights(stored(tmp_path, {"head.weight": torch.ones(7, 4), "embed.weight": torch.zeros(7, 4)})) as file:
-        assert check(file, {"embed.weight": (7, 4)}, ties).names == {"embed.weight": "embed.weight"}
+        assert match_weights(file, {"embed.weight": (7, 4)}, ties).names == {"embed.weight": "embed.weight"}
     said = r"head.weight is \[7, 4\] in the model and \[9, 4\] in the file"
     path = stored(tmp_path, {"head.weight": torch.ones(9, 4), "embed.weight": torch.zeros(7, 4)})
     with open_weights(path) as file, pytest.raises(CheckpointError, match=said):
-        check(file, {"embed.weight": (7, 4)}, ties)
+        match_weights(file, {"embed.weight": (7, 4)}, ties)
 
 
 def test_a_tie_that_is_missing_is_counted_once(tmp_path: Path):
     said = r"none of the model's 1 tensors is in the file: embed.weight;"
     with open_weights(stored(tmp_path, {"other": torch.ones(1)})) as file, pytest.raises(CheckpointError, match=said):
-        check(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, [["embed.weight", "head.weight"]])
+        match_weights(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, [["embed.weight", "head.weight"]])
 
 
 def test_a_model_without_the_tie_reads_both_names_of_a_tensor_stored_once(tmp_path: Path):
     path = form("export", tmp_path, weights())
     with open_weights(path) as file:
-        assert check(file, {**SHAPES, "head.weight": (7, 4)}).names["head.weight"] == "head.weight"
-        assert set(check(file, SHAPES).names) == set(SHAPES)
+        assert match_weights(file, {**SHAPES, "head.weight": (7, 4)}).names["head.weight"] == "head.weight"
+        assert set(match_weights(file, SHAPES).names) == set(SHAPES)
 
 
 def test_buffers_that_are_not_persistent_may_be_in_the_file(tmp_path: Path):
     with open_weights(stored(tmp_path, {**weights(), "rope.inv_freq": torch.zeros(2)})) as file:
-        found = check(file, SHAPES, optional=["rope.inv_freq", "rope.other"])
+        found = match_weights(file, SHAPES, optional=["rope.inv_freq", "rope.other"])
         assert set(found.names) == set(SHAPES) and "rope.inv_freq" in found.notes[0] and "model's own values" in found.notes[0]
-        assert check(file, {**SHAPES, "rope.inv_freq": (2,)}, optional=["rope.inv_freq"]).names["rope.inv_freq"]
+        assert match_weights(file, {**SHAPES, "rope.inv_freq": (2,)}, optional=["rope.inv_freq"]).names["rope.inv_freq"]
     with open_weights(stored(tmp_path, weights())) as file:
-        found = check(file, {**SHAPES, "rope.inv_freq": (2,)}, optional=["rope.inv_freq"])
+        found = match_weights(file, {**SHAPES, "rope.inv_freq": (2,)}, optional=["rope.inv_freq"])
         assert found.missing == ("rope.inv_freq",) and found.notes == ()
 
 
@@ -583,17 +583,17 @@ def test_a_new_head_is_let_through_by_name_and_said(tmp_path: Path):
     wanted = {**SHAPES, "head.weight": (2, 4), "head.bias": (2,)}
     with open_weights(stored(tmp_path, tensors)) as file:
         with pytest.raises(CheckpointError, match=r"allow_missing: \[\"head\.\*\"\]"):
-            check(file, wanted)
+            match_weights(file, wanted)
         with pytest.raises(CheckpointError, match=r"head.weight is \[2, 4\] in the model and \[9, 4\] in the file"):
-            check(file, wanted, source=replace(source, allow_unexpected=("pooler.*",)))
-        found = check(file, wanted, source=source)
+            match_weights(file, wanted, source=replace(source, allow_unexpected=("pooler.*",)))
+        found = match_weights(file, wanted, source=source)
         assert found.missing == ("head.weight", "head.bias") and set(found.names) == set(SHAPES)
         assert found.notes == (
             "2 tensors begin with the model's own initial values, not with those of F.safetensors: head.weight, head.bias",
             "2 tensors of F.safetensors are not used: head.weight, pooler.weight",
         )
         with pytest.raises(CheckpointError, match="none of the model's 1 tensors is in"):
-            check(file, {"other": (1,)}, source=WeightsSource("F", allow_missing=("*",), allow_unexpected=("*",)))
+            match_weights(file, {"other": (1,)}, source=WeightsSource("F", allow_missing=("*",), allow_unexpected=("*",)))
 
 
 @pytest.mark.parametrize(
@@ -610,16 +610,19 @@ def test_the_pattern_that_is_proposed_lets_nothing_else_through(extra: list[str]
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     with open_weights(stored(tmp_path, tensors | {name: torch.zeros(1) for name in extra})) as file:
         with pytest.raises(CheckpointError) as caught:
-            check(file, wanted)
+            match_weights(file, wanted)
         assert f"allow_unexpected: {json.dumps(pattern)}}}" in caught.value.cure
-        assert check(file, wanted, source=WeightsSource("F", allow_unexpected=tuple(pattern))).names.keys() == wanted.keys()
+        assert (
+            match_weights(file, wanted, source=WeightsSource("F", allow_unexpected=tuple(pattern))).names.keys()
+            == wanted.keys()
+        )
 
 
 def test_casts_are_said_in_one_line(tmp_path: Path):
     tensors = {name: tensor.bfloat16() for name, tensor in weights().items()}
     tensors |= {"n": torch.tensor(1), "d": torch.zeros(1, dtype=torch.float64)}
     with open_weights(stored(tmp_path, tensors)) as file:
-        found = check(file, {**SHAPES, "n": (), "d": (1,)}, dtypes={"n": torch.int64, "d": "float64"})
+        found = match_weights(file, {**SHAPES, "n": (), "d": (1,)}, dtypes={"n": torch.int64, "d": "float64"})
     assert found.notes == ("F.safetensors holds bfloat16: 5 tensors are cast to float32",)
 
 
@@ -643,7 +646,9 @@ def test_a_run_begins_with_the_files_values_and_its_own_where_the_file_has_none(
     path = form(what, tmp_path, {**weights(), "n": torch.tensor(3)})
     own, source = Own(), WeightsSource(str(path), allow_missing=("head.*",))
     with open_weights(path) as file:
-        fits = check(file, {**SHAPES, "n": (), "head.bias": (2,)}, source=source, dtype="float64", dtypes={"n": "int64"})
+        fits = match_weights(
+            file, {**SHAPES, "n": (), "head.bias": (2,)}, source=source, dtype="float64", dtypes={"n": "int64"}
+        )
         values = WeightsFromFile(file.path, file.fingerprint(), fits.names, own)
     found = dict(values.stream(["up.weight", "n"], torch.float64))
     assert set(found) == {"up.weight", "n"} and own.asked == [] and found["n"].item() == 3
@@ -657,7 +662,7 @@ def test_a_run_begins_with_the_files_values_and_its_own_where_the_file_has_none(
 def test_another_file_under_the_same_path_is_refused(tmp_path: Path):
     path = stored(tmp_path, weights())
     with open_weights(path) as file:
-        values = WeightsFromFile(path, file.fingerprint(), check(file, SHAPES).names, Own())
+        values = WeightsFromFile(path, file.fingerprint(), match_weights(file, SHAPES).names, Own())
     stored(tmp_path, weights(1))
     with pytest.raises(CheckpointError, match=r"is another file on .* than where the run was started"):
         next(values.stream(["cube"], torch.float32))
@@ -666,7 +671,7 @@ def test_another_file_under_the_same_path_is_refused(tmp_path: Path):
 def test_a_part_of_a_sharded_file_leads_to_its_folder(tmp_path: Path):
     folder = sharded(tmp_path / "hub", weights())
     with open_weights(folder / "model-00001-of-00002.safetensors") as file, pytest.raises(CheckpointError) as caught:
-        check(file, SHAPES)
+        match_weights(file, SHAPES)
     assert "give the folder" in caught.value.cure and str(folder) in caught.value.cure
 
 
@@ -675,10 +680,10 @@ def test_names_are_checked_without_torch(tmp_path: Path):
     code = """
 import sys
 from raypar.worker.weights_file import open_weights
-from raypar.worker.weights_matching import check
+from raypar.worker.weights_matching import match_weights
 for path in sys.argv[1:]:
     with open_weights(path) as file:
-        check(file, {name: stored.shape for name, stored in file.names.items()})
+        match_weights(file, {name: stored.shape for name, stored in file.names.items()})
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     paths = [str(form(what, tmp_path, weights())) for what in ("file", "index", "checkpoint")]
