@@ -1,18 +1,22 @@
-"""Who may take a rank's place: the handshake of two workers of one run. Bytes in, bytes out; knows no socket and no clock.
+"""The handshake by which two workers of one run prove that they belong to it. Pure: bytes in, bytes out, no socket or clock.
 
     dialer                                  acceptor
     HELLO      generation, ranks, nonce ->
                                         <-  CHALLENGE  nonce, proof
     PROOF      proof                    ->
-                                        <-  ANSWER     welcome, or the reason of a refusal
+                                        <-  ANSWER     welcome, or a refusal with its reason
 
 A proof is an HMAC-SHA256, under the run's secret, of the prover's role, the whole HELLO, the acceptor's nonce and the run's
-name. So the secret and the name never travel, each side proves itself to the other, a proof fits one connection only (both
-nonces are fresh), and one side's proof cannot be given back as the other's. Every message but a refusal has one fixed size:
-nothing that a stranger sends is a length. The ANSWER may take long: it comes when the acceptor is told of that generation.
+name. Therefore:
 
-The handshake decides who gets a connection. What travels on it afterwards is neither encrypted nor signed: whoever can change
-packets on the network between workers has to be kept off that network.
+- The secret and the run's name are never sent, and both sides are authenticated.
+- A proof is valid for one connection only, since both nonces are fresh, and the dialer's differs from the acceptor's.
+- Every message but a refusal has a fixed size, so that no length is read from a peer before it has proven itself.
+
+The ANSWER may take long: the acceptor sends it when it has been told of that generation.
+
+Only the handshake is authenticated. What is sent afterwards is neither encrypted nor signed: keep everybody who could change
+packets off the network between workers.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ VERSION = 2
 SECRET_BYTES = 32
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-REASON_MOST = 400
-"""Bytes of the longest reason of a refusal that is sent, or read."""
+MAX_REASON_BYTES = 400
+"""Longest reason of a refusal that is sent or read."""
 
 HELLO = struct.Struct(f"<IIQIII{NONCE_BYTES}s")
 """magic, version, generation, rank of the dialer, rank that it dials, size, nonce."""
@@ -44,8 +48,10 @@ DIALER, ACCEPTOR = b"dialer  ", b"acceptor"
 
 @dataclass(frozen=True)
 class Credential:
-    """A run's name with its secret. Whoever has it may take any rank's place; it is handed from driver to workers by Ray alone,
-    and neither written anywhere nor shown (`repr` leaves it out)."""
+    """A run's name and secret. Whoever has it may connect as any rank.
+
+    The driver sends it to workers through Ray only. It is written nowhere, and `repr` leaves the secret out.
+    """
 
     run: str
     secret: bytes = field(repr=False)
@@ -59,21 +65,22 @@ class Credential:
 
     @classmethod
     def fresh(cls, run: str) -> Credential:
-        """A new secret."""
+        """A credential with a new secret."""
         return cls(run, os.urandom(SECRET_BYTES))
 
     def proof(self, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-        """What only somebody with this credential can say about these messages. All parts but the last have fixed sizes."""
+        """The HMAC that proves possession of this credential, for these messages of one connection."""
+        # All parts but the last have fixed sizes, so that no two sets of parts are one text.
         return hmac.digest(self.secret, b"raypar" + role + hello + nonce + self.run.encode(), "sha256")
 
     def label(self, public: bytes) -> str:
-        """A name that nobody without this credential can foresee."""
+        """A name made from `public`, which cannot be guessed without this credential."""
         return hmac.digest(self.secret, b"raypar-label" + public, "sha256")[:8].hex()
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The place that a dialer asks for: rank `rank` of `size` in a generation, at rank `to`."""
+    """What a dialer claims to be: rank `rank` of `size` in a generation, dialling rank `to`."""
 
     generation: int
     rank: int
@@ -81,10 +88,10 @@ class Claim:
     size: int
 
 
-class Acceptance:
-    """The acceptor's side. Read exactly `wanted` bytes next, `feed` all that came, send what that returns.
+class AcceptorHandshake:
+    """The acceptor's side. Receive at most `wanted` bytes, `feed` those that came, send what `feed` returns; repeat.
 
-    `claim` is what the dialer has asked for, once it has proven itself; before that nothing it says is believed.
+    `claim`: None until the dialer has proven itself.
     """
 
     __slots__ = ("_asked", "_credential", "_data", "_hello", "_nonce", "claim", "wanted")
@@ -99,11 +106,11 @@ class Acceptance:
 
     @property
     def challenged(self) -> bool:
-        """Whether the dialer has said a whole HELLO."""
+        """Whether a whole HELLO has come and was answered by a CHALLENGE."""
         return bool(self._hello)
 
     def feed(self, data: bytes) -> bytes:
-        """Take up to `wanted` bytes. Raises `CommError` when this is nobody of the run's."""
+        """Take up to `wanted` bytes; returns what to send. Raises `CommError` if the peer does not belong to the run."""
         self._data += data
         self.wanted -= len(data)
         if not self._hello:
@@ -127,11 +134,11 @@ class Acceptance:
         return CHALLENGE.pack(MAGIC, VERSION, self._nonce, self._credential.proof(ACCEPTOR, self._hello, self._nonce))
 
 
-class Dial:
-    """The dialer's side: send `hello`, then read exactly `wanted` bytes next, `feed` them, send what that returns.
+class DialerHandshake:
+    """The dialer's side. Send `hello`; then receive at most `wanted` bytes, `feed` them, send what `feed` returns; repeat.
 
-    `answer`: None until it is complete, "" for welcome, else the reason of the refusal. Never wants a byte behind the answer:
-    the peer's first message may stand there.
+    `answer`: None until it is complete, "" for welcome, else the reason of the refusal. `wanted` never reaches beyond the
+    ANSWER, because the peer's first message may follow it.
     """
 
     __slots__ = ("_credential", "_data", "answer", "challenged", "hello", "wanted")
@@ -142,12 +149,12 @@ class Dial:
         self.hello = HELLO.pack(MAGIC, VERSION, claim.generation, claim.rank, claim.to, claim.size, nonce)
         self._data = b""
         self.challenged = False
-        """The acceptor has proven itself."""
+        """Whether the acceptor has proven itself."""
         self.answer: str | None = None
         self.wanted = CHALLENGE.size
 
     def feed(self, data: bytes) -> bytes:
-        """Take up to `wanted` bytes. Raises `CommError` when this is nobody of the run's."""
+        """Take up to `wanted` bytes; returns what to send. Raises `CommError` if the peer does not belong to the run."""
         self._data += data
         self.wanted -= len(data)
         if self.wanted:
@@ -164,7 +171,7 @@ class Dial:
             self._data, self.wanted = b"", ANSWER.size
             return self._credential.proof(DIALER, self.hello, nonce)
         magic, refused, length = ANSWER.unpack_from(self._data)
-        if magic != MAGIC or refused not in (0, 1) or (length > 0) != (refused == 1) or length > REASON_MOST:
+        if magic != MAGIC or refused not in (0, 1) or (length > 0) != (refused == 1) or length > MAX_REASON_BYTES:
             raise CommError(
                 f"its answer is damaged (code {refused}, {length} bytes)", cure="form the next generation without it"
             )
@@ -175,6 +182,6 @@ class Dial:
 
 
 def pack_answer(refusal: str = "") -> bytes:
-    """Welcome, or the reason of a refusal, cut where it is too long."""
-    reason = refusal.encode()[:REASON_MOST]
+    """The bytes of an ANSWER: welcome, or a refusal with its reason, truncated to `MAX_REASON_BYTES`."""
+    reason = refusal.encode()[:MAX_REASON_BYTES]
     return ANSWER.pack(MAGIC, 1 if reason else 0, len(reason)) + reason

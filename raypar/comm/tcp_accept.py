@@ -1,9 +1,9 @@
-"""The thread behind a worker's listening sockets: it lets in who proves to be of the run, at any time, and nobody else.
+"""The thread that accepts a worker's connections, at any time, and keeps only those that prove that they belong to the run.
 
-Strangers cost little: a connection has `HANDSHAKE_S` to prove itself; `PENDING_MOST` are given that chance at once (a further
-one takes the place of the oldest, the silent ones first); no more is read of one than the handshake has. A peer that is put
-out by a flood dials again. Between two generations no worker waits for connections: without this thread strangers would fill
-the kernel's queue by then.
+Connections of strangers are cheap: each has `HANDSHAKE_S` to prove itself, at most `MAX_PENDING` may try at once (a further
+one replaces the oldest, silent ones first), and no more is read than the handshake has. A peer that is dropped in a flood
+dials again. Between two generations no other thread of a worker accepts connections: without this one strangers would fill the
+kernel's queue.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from raypar.comm.handshake import Acceptance, Claim, Credential
+from raypar.comm.handshake import AcceptorHandshake, Claim, Credential
 from raypar.errors import CommError
 
 log = logging.getLogger("raypar")
 
 THREAD = "raypar-accept"
 HANDSHAKE_S = 5.0
-"""From accepting a connection to its proof. A peer that stood still for longer dials again."""
-PENDING_MOST = 256
-"""Connections that have not proven themselves yet."""
-ACCEPTS_A_TURN = 64
-"""Between two looks at those that are connected already."""
+"""Limit from accepting a connection to its proof. A peer that was stopped for longer dials again."""
+MAX_PENDING = 256
+"""Most connections that have not proven themselves yet."""
+ACCEPTS_PER_TURN = 64
+"""Most connections accepted before those already there are read again."""
 PAUSE_S = 0.05
-"""How long nobody is accepted when the process or the machine has no descriptor or memory left."""
+"""How long nothing is accepted after the process or the machine has run out of descriptors or memory."""
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -41,41 +41,42 @@ class Pending:
 
     __slots__ = ("acceptance", "deadline", "socket")
 
-    def __init__(self, sock: socket.socket, acceptance: Acceptance, deadline: float) -> None:
+    def __init__(self, sock: socket.socket, acceptance: AcceptorHandshake, deadline: float) -> None:
         self.socket, self.acceptance, self.deadline = sock, acceptance, deadline
 
 
 class Acceptor:
-    """Owns `doors` (listening, non-blocking) and all connections that nobody has taken.
+    """Owns `listeners` (listening, non-blocking sockets) and all connections until they are taken.
 
     `arrived` is called, in the thread, when there is something to `take`.
     """
 
-    def __init__(self, doors: Sequence[socket.socket], credential: Credential, arrived: Callable[[], None]) -> None:
-        self._doors = {door.fileno(): door for door in doors}
+    def __init__(self, listeners: Sequence[socket.socket], credential: Credential, arrived: Callable[[], None]) -> None:
+        self._listeners = {listener.fileno(): listener for listener in listeners}
         self._credential = credential
         self._arrived = arrived
         self._pending: dict[int, Pending] = {}
         """By descriptor, the oldest first; only the thread touches it."""
         self._lock = threading.Lock()
-        """Of `_proven` and `_by_fd`."""
+        """Guards `_proven` and `_by_fd`."""
         self._proven: dict[tuple[int, int], tuple[socket.socket, Claim]] = {}
-        """By (generation, rank): waiting for this worker to be told of that generation."""
+        """By (generation, rank): connections that wait for this worker to be told of that generation."""
         self._by_fd: dict[int, tuple[int, int]] = {}
+        """Descriptor -> key in `_proven`."""
         self._paused_until = 0.0
-        self._mistaken = False
+        """When accepting resumes; 0 if it is not paused."""
+        self._bug_logged = False
         self._closed = False
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._stop, select.EPOLLIN)
-        for fd in self._doors:
+        for fd in self._listeners:
             self._epoll.register(fd, select.EPOLLIN)
         self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
         self._thread.start()
 
     def take(self, generation: int) -> list[tuple[socket.socket, Claim]]:
-        """Peers that have proven themselves and ask for a place in this generation or an older one; they are the caller's from
-        here on. Those of newer generations stay."""
+        """(connection, claim) of every proven peer of this generation or an older one; the caller owns them from now on."""
         with self._lock:
             found = [self._proven.pop(key) for key in sorted(self._proven) if key[0] <= generation]
             for sock, _ in found:
@@ -89,8 +90,8 @@ class Acceptor:
         self._closed = True
         os.eventfd_write(self._stop, 1)
         self._thread.join()
-        for door in self._doors.values():
-            door.close()
+        for listener in self._listeners.values():
+            listener.close()
         for pending in self._pending.values():
             pending.socket.close()
         self._pending.clear()
@@ -106,63 +107,63 @@ class Acceptor:
 
     def _serve(self) -> None:
         while True:
-            for fd, _ in self._epoll.poll(self._patience_s()):
+            for fd, _ in self._epoll.poll(self._poll_timeout_s()):
                 if fd == self._stop:
                     return
-                if fd in self._doors:
-                    self._accept(self._doors[fd])
+                if fd in self._listeners:
+                    self._accept(self._listeners[fd])
                 elif (pending := self._pending.get(fd)) is not None:
                     self._read(pending)
                 else:
-                    self._left(fd)
+                    self._closed_by_peer(fd)
             now = time.monotonic()
             for pending in [p for p in self._pending.values() if p.deadline <= now]:
                 self._drop(pending)
             if self._paused_until and self._paused_until <= now:
                 self._paused_until = 0.0
-                for fd in self._doors:
+                for fd in self._listeners:
                     self._epoll.modify(fd, select.EPOLLIN)
 
-    def _patience_s(self) -> float | None:
-        """Until the first deadline; None while there is none. The oldest connection's comes first."""
+    def _poll_timeout_s(self) -> float | None:
+        """Seconds until the next deadline; None if there is none. Of the connections, the oldest has the earliest deadline."""
         deadlines = [next(iter(self._pending.values())).deadline] if self._pending else []
         if self._paused_until:
             deadlines.append(self._paused_until)
         return max(0.0, min(deadlines) - time.monotonic()) + 0.001 if deadlines else None
 
-    def _accept(self, door: socket.socket) -> None:
-        for _ in range(ACCEPTS_A_TURN):
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
             try:
-                sock, _ = door.accept()
+                sock, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno in EXHAUSTED:
                     self._make_room()
                     self._paused_until = time.monotonic() + PAUSE_S
-                    for fd in self._doors:
+                    for fd in self._listeners:
                         self._epoll.modify(fd, 0)
                     return
                 continue  # that connection is gone already
-            if door.family == socket.AF_UNIX and peer_user(sock) != os.getuid():
+            if listener.family == socket.AF_UNIX and peer_user(sock) != os.getuid():
                 sock.close()
                 continue
-            if len(self._pending) >= PENDING_MOST:
+            if len(self._pending) >= MAX_PENDING:
                 self._make_room()
             sock.setblocking(False)
-            pending = Pending(sock, Acceptance(self._credential), time.monotonic() + HANDSHAKE_S)
+            pending = Pending(sock, AcceptorHandshake(self._credential), time.monotonic() + HANDSHAKE_S)
             self._pending[sock.fileno()] = pending
             self._epoll.register(sock, select.EPOLLIN)
-            self._read(pending)  # its HELLO is here, mostly
+            self._read(pending)  # its HELLO has usually come already
 
     def _make_room(self) -> None:
-        """Put out the oldest connection that has not even said HELLO; else the oldest."""
+        """Drop the oldest connection that has not sent its HELLO; if all have, the oldest."""
         if self._pending:
             silent = (p for p in self._pending.values() if not p.acceptance.challenged)
             self._drop(next(silent, None) or next(iter(self._pending.values())))
 
     def _read(self, pending: Pending) -> None:
-        """Bytes of a handshake. Whatever a stranger sends must not end this thread."""
+        """Read bytes of a handshake. Nothing that a stranger sends may end this thread."""
         sock, acceptance = pending.socket, pending.acceptance
         try:
             data = sock.recv(acceptance.wanted)
@@ -176,8 +177,8 @@ class Acceptor:
             self._drop(pending)
             return
         except Exception:
-            if not self._mistaken:
-                self._mistaken = True
+            if not self._bug_logged:
+                self._bug_logged = True
                 log.warning("a connection was dropped by a mistake of raypar's own; please report it", exc_info=True)
             self._drop(pending)
             return
@@ -185,7 +186,7 @@ class Acceptor:
             self._admit(pending, acceptance.claim)
 
     def _admit(self, pending: Pending, claim: Claim) -> None:
-        """It has proven itself: it waits for who takes it. One that comes a second time has lost its first connection."""
+        """Keep a proven connection until it is taken. It replaces an earlier one of the same rank, which that peer has lost."""
         fd, key = pending.socket.fileno(), (claim.generation, claim.rank)
         del self._pending[fd]
         with self._lock:
@@ -197,8 +198,8 @@ class Acceptor:
             self._by_fd[fd] = key
         self._arrived()
 
-    def _left(self, fd: int) -> None:
-        """Of a peer that waits for its answer nothing is expected: it has closed its end, because its own waiting is over."""
+    def _closed_by_peer(self, fd: int) -> None:
+        """Close a proven connection that became readable: a peer sends nothing before its answer, so it has closed its end."""
         with self._lock:
             key = self._by_fd.get(fd)
             if key is None:
@@ -208,12 +209,13 @@ class Acceptor:
         sock.close()
 
     def _forget(self, sock: socket.socket) -> None:
-        """The thread looks at it no more. Holds `_lock`."""
+        """Stop polling a proven connection. The caller holds `_lock`."""
         del self._by_fd[sock.fileno()]
         with contextlib.suppress(OSError):
             self._epoll.unregister(sock.fileno())
 
     def _drop(self, pending: Pending) -> None:
+        """Close a connection that has not proven itself."""
         fd = pending.socket.fileno()
         del self._pending[fd]
         self._epoll.unregister(fd)  # closing would not do: a process that was forked meanwhile holds the connection too

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raypar.comm.handshake import Claim, Credential, Dial, pack_answer
+from raypar.comm.handshake import Claim, Credential, DialerHandshake, pack_answer
 from raypar.comm.tcp_accept import Acceptor, peer_user
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
@@ -103,7 +103,7 @@ class Dialing:
 
     __slots__ = ("dial", "rank", "since", "times")
 
-    def __init__(self, rank: int, dial: Dial, since: float, times: int) -> None:
+    def __init__(self, rank: int, dial: DialerHandshake, since: float, times: int) -> None:
         self.rank, self.dial, self.since, self.times = rank, dial, since, times
 
 
@@ -176,7 +176,7 @@ class Meeting:
         address = self.addresses[rank]
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
-        dial = Dial(self.listener._credential, Claim(self.me.generation, self.me.rank, rank, self.me.size))
+        dial = DialerHandshake(self.listener._credential, Claim(self.me.generation, self.me.rank, rank, self.me.size))
         try:
             # It listens already, so connecting is one round trip; the answer may take until it hears of this generation.
             try:

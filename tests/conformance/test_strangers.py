@@ -41,13 +41,13 @@ from raypar.comm.handshake import (
     DIALER,
     HELLO,
     MAGIC,
+    MAX_REASON_BYTES,
     PROOF_BYTES,
-    REASON_MOST,
     VERSION,
-    Acceptance,
+    AcceptorHandshake,
     Claim,
     Credential,
-    Dial,
+    DialerHandshake,
     pack_answer,
 )
 from raypar.errors import CommError, CommTimeout
@@ -135,7 +135,7 @@ def refused(knocks, names):
     assert not left, left[:10]
     let_in = [name for one, name in zip(knocks, names, strict=True) if pack_answer() in one.heard[CHALLENGE.size :]]
     assert not let_in, let_in[:10]
-    assert all(len(one.heard) <= CHALLENGE.size + ANSWER.size + REASON_MOST for one in knocks)
+    assert all(len(one.heard) <= CHALLENGE.size + ANSWER.size + MAX_REASON_BYTES for one in knocks)
 
 
 # -- every byte of the handshake, at a worker's doors
@@ -241,7 +241,7 @@ def test_only_who_has_the_secret_is_let_in_and_only_for_the_place_it_has_asked_f
     hello, answer = hello_of(CREDENTIAL, claim)
 
     def let_in(say, answer):
-        side = Acceptance(CREDENTIAL)
+        side = AcceptorHandshake(CREDENTIAL)
         challenge = side.feed(say)
         assert side.claim is None, "nothing is believed before the proof"
         try:
@@ -263,16 +263,16 @@ def test_only_who_has_the_secret_is_let_in_and_only_for_the_place_it_has_asked_f
 
 
 def test_an_acceptor_proves_itself_too_and_for_this_dialer_only():
-    dial = Dial(CREDENTIAL, Claim(4, 2, 0, 3))
+    dial = DialerHandshake(CREDENTIAL, Claim(4, 2, 0, 3))
     right = challenge_to(CREDENTIAL, dial.hello)
     wrong = [
         challenge_to(Credential.fresh("test"), dial.hello),
-        challenge_to(CREDENTIAL, Dial(CREDENTIAL, Claim(4, 2, 0, 3)).hello),
+        challenge_to(CREDENTIAL, DialerHandshake(CREDENTIAL, Claim(4, 2, 0, 3)).hello),
         right[:-PROOF_BYTES] + CREDENTIAL.proof(DIALER, dial.hello, right[8 : 8 + 32]),
     ]
     for challenge in wrong:
         with pytest.raises(CommError, match="does not prove that it belongs to run 'test'"):
-            Dial.feed(same(dial), challenge)
+            DialerHandshake.feed(same(dial), challenge)
     assert dial.feed(right) == CREDENTIAL.proof(DIALER, dial.hello, right[8 : 8 + 32])
     assert dial.feed(pack_answer()) == b"" and dial.answer == "" and dial.wanted == 0
     assert CREDENTIAL.proof(ACCEPTOR, dial.hello, bytes(32)) != CREDENTIAL.proof(DIALER, dial.hello, bytes(32))
@@ -280,7 +280,7 @@ def test_an_acceptor_proves_itself_too_and_for_this_dialer_only():
 
 def same(dial):
     """A dialer that has said the same."""
-    twin = Dial(CREDENTIAL, Claim(0, 0, 0, 0))
+    twin = DialerHandshake(CREDENTIAL, Claim(0, 0, 0, 0))
     twin.hello = dial.hello
     return twin
 
@@ -296,13 +296,13 @@ def test_the_secret_is_shown_nowhere_and_is_long_enough():
 
 def test_an_answer_has_a_longest_reason_whatever_is_refused():
     for reason in ("no", "\ufffd" * 30_000):
-        dial = Dial(CREDENTIAL, Claim(1, 1, 0, 2))
+        dial = DialerHandshake(CREDENTIAL, Claim(1, 1, 0, 2))
         dial.feed(challenge_to(CREDENTIAL, dial.hello))
         packed = pack_answer(reason)
         while dial.answer is None:
             dial.feed(packed[:1])
             packed = packed[1:]
-        assert not packed and 0 < len(dial.answer) <= REASON_MOST and dial.answer[0] == reason[0]
+        assert not packed and 0 < len(dial.answer) <= MAX_REASON_BYTES and dial.answer[0] == reason[0]
 
 
 def test_a_stranger_on_the_port_of_a_dead_worker_is_named_at_once():
@@ -385,7 +385,7 @@ def test_a_flood_of_silent_connections_neither_takes_all_descriptors_nor_delays_
         took.append(peers.work()[1])
     flooding.join()
     assert max(took) < 2.0, took
-    assert most[0] <= tcp_accept.PENDING_MOST
+    assert most[0] <= tcp_accept.MAX_PENDING
     deadline = time.monotonic() + CLOSED_S
     while peers.meshes[0]._listener._acceptor._pending and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -543,7 +543,7 @@ def test_a_tensor_of_more_dims_than_pytorch_computes_with_is_refused_where_it_is
 
 
 def test_a_mistake_of_our_own_in_the_handshake_costs_one_connection_and_is_told_once(peers, monkeypatch, caplog):
-    feed, left = Acceptance.feed, [2]
+    feed, left = AcceptorHandshake.feed, [2]
 
     def mistaken(self, data):
         if data.startswith(b"stranger"):
@@ -551,7 +551,7 @@ def test_a_mistake_of_our_own_in_the_handshake_costs_one_connection_and_is_told_
             raise ZeroDivisionError("a mistake")
         return feed(self, data)
 
-    monkeypatch.setattr(Acceptance, "feed", mistaken)
+    monkeypatch.setattr(AcceptorHandshake, "feed", mistaken)
     knocks = knock(peers.doors, [(b"stranger", None, False)] * 2, CLOSED_S)
     assert left == [0] and all(one.closed for one in knocks)
     assert [record.getMessage() for record in caplog.records] == [

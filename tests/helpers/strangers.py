@@ -14,7 +14,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from raypar.comm.handshake import ACCEPTOR, CHALLENGE, DIALER, HELLO, MAGIC, NONCE_BYTES, VERSION, Claim, Credential, Dial
+from raypar.comm.handshake import (
+    ACCEPTOR,
+    CHALLENGE,
+    DIALER,
+    HELLO,
+    MAGIC,
+    NONCE_BYTES,
+    VERSION,
+    Claim,
+    Credential,
+    DialerHandshake,
+)
 
 CASES: Counter[str] = Counter()
 """How many were tried, by message; `conftest` prints them."""
@@ -113,7 +124,7 @@ def knock(doors: Sequence[Any], sayings: Sequence[tuple[bytes, Any, bool]], limi
 
 def hello_of(credential: Credential, claim: Claim) -> tuple[bytes, Callable[[bytes], bytes]]:
     """An honest dialer's HELLO, and what it says to a challenge without looking at its proof."""
-    hello = Dial(credential, claim).hello
+    hello = DialerHandshake(credential, claim).hello
 
     def answer(challenge: bytes) -> bytes:
         _, _, nonce, _ = CHALLENGE.unpack(challenge)
