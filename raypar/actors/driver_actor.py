@@ -209,11 +209,11 @@ class DriverActor:
             now = time.monotonic()
             late_s = now - before - TICK_S
             crowding = self.staff.crowding
-            crowding.heard("driver", processor_wait_s(threading.get_native_id()), now)
+            crowding.report("driver", processor_wait_s(threading.get_native_id()), now)
             if late_s > TICK_S:
                 self.queue.put_nowait(on.Tick(stalled_s=late_s))
             else:
-                self.queue.put_nowait(on.Tick(crowding.lost_s(now, before), self.staff.unheard(), self.staff.ended()))
+                self.queue.put_nowait(on.Tick(crowding.uncounted_s(now, before), self.staff.unheard(), self.staff.ended()))
             limit = self.request.max_time_s
             if limit is not None and now - start > limit:
                 start = float("inf")

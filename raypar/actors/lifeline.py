@@ -1,8 +1,8 @@
-"""Whether a process that does not answer still exists: a connection that its kernel keeps open, and closes when it ends.
+"""Tells whether a silent process still exists, by a connection that its kernel keeps open until the process ends.
 
-A stopped process, or one that is deep in C code, answers nothing; but connections to it stay. So the driver holds one to every
-worker, over which nothing is ever said. When it is closed, that process has ended; when its machine does not acknowledge any
-more, that is gone. Ray says both too, but takes 14 s or more where the raylet died with the worker.
+A process that is stopped, or busy in C code, answers no pings, but its connections stay open. The driver holds one to every
+worker, and nothing is ever sent on it. If it closes, the process has ended; if keepalive probes are not acknowledged, the
+machine is gone. Ray reports both too, but takes 14 s or more if the raylet died with the worker.
 """
 
 from __future__ import annotations
@@ -12,42 +12,45 @@ import contextlib
 import socket
 
 DIAL_S = 5.0
-WAITING = 64
-"""Connections that nobody accepts: one of each driver that the run has had."""
-IDLE_S, EVERY_S, TIMES = 2, 2, 5
-"""The kernel asks a silent machine after 2 s, then every 2 s, and gives the connection up after 12 s: a network that is away
-for a moment is no death."""
+BACKLOG = 64
+"""Listen backlog. Connections are never accepted; each driver that the run has had leaves one here."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 2, 2, 5
+"""TCP keepalive: the first probe after 2 s, then one every 2 s; the connection is given up after 12 s.
+
+A shorter interruption of the network does not count as the end of a process."""
 
 
-class Door:
-    """A worker's end: listens and never accepts, which takes no thread; closed by the kernel when the process ends."""
+class LifelineListener:
+    """A worker's end: a listening socket that never accepts, so it needs no thread. The kernel closes it with the process."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=WAITING)
+        self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop listening. Idempotent."""
         self._socket.close()
 
 
 class Lifelines:
-    """The driver's ends. `ended`: whose process, or machine, is gone. A worker that cannot be reached from here in the first
-    place is never in it."""
+    """The driver's connections to the workers.
+
+    `ended`: numbers of workers whose process or machine is gone. A worker that could never be reached is not among them.
+    """
 
     def __init__(self) -> None:
         self.ended: set[int] = set()
         self._held: dict[int, asyncio.Task[None]] = {}
 
     def hold(self, number: int, address: str) -> None:
-        """Connect, in the background, and keep it."""
+        """Connect to a worker in the background, and watch the connection."""
         if address and number not in self._held:
             self._held[number] = asyncio.ensure_future(self._hold(number, address))
 
     def drop(self, number: int) -> None:
-        """It is not watched any more."""
+        """Stop watching a worker."""
         task = self._held.pop(number, None)
         if task is not None:
             task.cancel()
@@ -60,7 +63,7 @@ class Lifelines:
             return
         try:
             with contextlib.suppress(OSError):
-                keep_asking(writer.get_extra_info("socket"))
+                enable_keepalive(writer.get_extra_info("socket"))
             with contextlib.suppress(OSError):
                 await reader.read()
             self.ended.add(number)
@@ -68,9 +71,9 @@ class Lifelines:
             writer.close()
 
 
-def keep_asking(sock: socket.socket) -> None:
-    """Let the kernel find out when the other machine does not answer any more."""
+def enable_keepalive(sock: socket.socket) -> None:
+    """Make the kernel probe the connection, and close it when the other machine does not answer."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, EVERY_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, TIMES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)

@@ -19,7 +19,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a worker says of itself before it knows its plan. `lifeline`: where its `Door` is; empty: it has none."""
+    """What a worker says of itself before it knows its plan. `lifeline`: address of its `LifelineListener`; empty: none."""
 
     address: str
     node: str

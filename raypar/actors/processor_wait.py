@@ -1,4 +1,4 @@
-"""How long a thread has waited for a processor that others had: what Linux counts for every thread."""
+"""How long a thread was runnable without a processor, as Linux counts it for every thread."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 
 def processor_wait_s(thread: int) -> float:
-    """Seconds in which `thread` (of this process, its native id) could have run and did not, since it began; 0 where the kernel
-    does not say, so that nothing is excused there."""
+    """Seconds since its start in which `thread` (native id, of this process) was runnable but had no processor.
+
+    0 where the kernel does not report it: then no deadline is extended.
+    """
     try:
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -188,7 +188,7 @@ class Staff:
             now = time.monotonic()
             late_s = now - before - PING_S
             # Where this process stood still, what they said meanwhile is still to be heard; or processors are short.
-            excused_s = late_s if late_s > PING_S else self.crowding.lost_s(now, before)
+            excused_s = late_s if late_s > PING_S else self.crowding.uncounted_s(now, before)
             if excused_s:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
@@ -205,7 +205,7 @@ class Staff:
             return  # it is silent; `watch` counts the seconds
         else:
             now = self._answered_s[number] = time.monotonic()
-            self.crowding.heard(number, waited_s, now)
+            self.crowding.report(number, waited_s, now)
             self._told.discard(number)
             if leaving:
                 self.leaves(number, "its process was asked to end (SIGTERM)")

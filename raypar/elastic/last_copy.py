@@ -1,5 +1,7 @@
-"""Workers that may not be given up for their silence, because no other memory has what they hold; and what people are told of
-the wait. Decides nothing."""
+"""Silent workers that hold the only copy of some state, and the sentences about waiting for them.
+
+`recovery.py` decides how long it waits.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
-    """Those of the `silent` without whom some of the state would be lost: in the memory of those that answer it is neither
-    live nor in a complete cut of the mirror. A checkpoint counts only if it is of this very state, and so does the beginning;
-    and only if there are workers enough to go on with.
+    """Those of the `silent` workers without whom some of the state would be lost.
+
+    State is lost if the workers that answer have it neither live nor in a complete snapshot of the mirror. A checkpoint of
+    this very step, or a run that has made no step, makes up for lost state if enough workers answer to continue.
     """
     if m.plan is None or not silent:
         return ()
@@ -28,7 +31,7 @@ def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
     if (done <= m.course.first or sources.saved(m) == done) and len(set(stands) - m.leaving) >= m.course.min_workers:
         return ()
     need = dict(enumerate(m.layout(m.plan)))
-    # Who has not applied the last step, but kept its gradients, will have it.
+    # A worker that has not applied the last step, but kept its gradients, can still apply it.
     states = {w: s for w, s in stands.items() if s.done is not None and w not in m.tainted}
     have = {w: s.pieces for w, s in states.items() if s.done == done or (s.done == done - 1 and s.votable)}
     lost = missing(have, need)
@@ -37,19 +40,22 @@ def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
     held = may_hold(m)
     kept = [piece for s in stands.values() for pieces in s.cuts.values() for piece in pieces]
     if without(lost, [*kept, *(piece for worker in silent for piece in held.get(worker, ()))]):
-        return ()  # they could not make it whole either
+        return ()  # the state is incomplete even with the silent workers
     return tuple(w for w in sorted(silent) if overlap(lost, held.get(w, ())))
 
 
 def done_by(m: RunMachine, silent: Collection[int]) -> int:
-    """After how many steps the state is that would be gone on with."""
+    """The number of steps after which the workers that answer would continue."""
     stands = {w: s.done for w, s in m.recovery.stands.items() if w not in silent and w not in m.tainted}
     return max((done for done in stands.values() if done is not None), default=m.committed)
 
 
 def may_hold(m: RunMachine) -> dict[int, list[Piece]]:
-    """worker -> what it should hold by its seats, in the plan that trained last and in one that was being adopted since, and
-    what it should keep of others for the mirror. Asked of those who do not say themselves what they hold."""
+    """Worker -> the pieces of state that it should hold; for workers that cannot be asked.
+
+    These are the pieces of its seats, in the plan that trained last and in one that was being adopted since, and the mirror's
+    copies that it keeps for others.
+    """
     found: dict[int, list[Piece]] = {}
     seatings: list[tuple[ParallelPlan, tuple[int, ...]]] = []
     if m.plan is not None:
@@ -67,8 +73,8 @@ def may_hold(m: RunMachine) -> dict[int, list[Piece]]:
     return found
 
 
-def awaited(m: RunMachine, holders: Collection[int], unheard: Collection[int]) -> str:
-    """Who is waited for, what for, and what is known of them."""
+def waiting_text(m: RunMachine, holders: Collection[int], unheard: Collection[int]) -> str:
+    """The sentence about the workers waited for: their state, and whether they answer pings."""
     held = may_hold(m)
     pieces = sorted({piece for worker in holders for piece in held[worker]})
     names = ", ".join(map(str, pieces[:2])) + (f" and {len(pieces) - 2} more" if len(pieces) > 2 else "")
@@ -80,8 +86,8 @@ def awaited(m: RunMachine, holders: Collection[int], unheard: Collection[int]) -
     return f"{what}; {who}, but nothing says that {verb(silent, 'its process has', 'their processes have')} ended"
 
 
-def afterwards(m: RunMachine, holders: Collection[int]) -> str:
-    """What happens when the wait for them is over."""
+def outcome_text(m: RunMachine, holders: Collection[int]) -> str:
+    """The sentence about what happens when the wait for them ends in vain."""
     saved = sources.saved(m)
     if saved is not None:
         return f"then all go back to the checkpoint after {saved} steps"

@@ -492,8 +492,8 @@ def wait_or_give_up(m: RunMachine, event: Tick, silent: list[int]) -> None:
             m._deadline_s = m._now_s + m.course.last_copy_wait_s
         elif holders == r.holders and m._now_s - r.told_s < SAY_S:
             return
-        r.holders, r.awaited = holders, last_copy.awaited(m, holders, event.unheard)
-        say_what_is_awaited(m, f"(elastic.last_copy_wait_s), {last_copy.afterwards(m, holders)}")
+        r.holders, r.awaited = holders, last_copy.waiting_text(m, holders, event.unheard)
+        say_what_is_awaited(m, f"(elastic.last_copy_wait_s), {last_copy.outcome_text(m, holders)}")
         return
     more = ""
     if holders and r.waited_from_s is not None:

@@ -7,34 +7,34 @@ import threading
 import pytest
 
 from raypar.actors.processor_wait import processor_wait_s
-from raypar.elastic.crowding import MOST, Crowding
+from raypar.elastic.crowding import MAX_SHARE, Crowding
 
 
-@pytest.mark.parametrize("share, counted", [(0.0, 1.0), (0.5, 1.0), (0.8, 0.2), (1.0, 1 - MOST)])
+@pytest.mark.parametrize("share, counted", [(0.0, 1.0), (0.5, 1.0), (0.8, 0.2), (1.0, 1 - MAX_SHARE)])
 def test_time_counts_as_far_as_the_one_who_is_shortest_of_processors_got_one(share, counted):
     crowding = Crowding()
     for tick in range(5):
-        crowding.heard(0, 0.1 * tick, 0.4 * tick)
-        crowding.heard(1, share * 0.4 * tick, 0.4 * tick)
-    assert 1.0 - crowding.lost_s(1.6, 0.6) == pytest.approx(counted)
+        crowding.report(0, 0.1 * tick, 0.4 * tick)
+        crowding.report(1, share * 0.4 * tick, 0.4 * tick)
+    assert 1.0 - crowding.uncounted_s(1.6, 0.6) == pytest.approx(counted)
 
 
 def test_who_is_stopped_or_waits_for_others_excuses_nothing():
     crowding = Crowding()
-    crowding.heard(0, 0.0, 0.0)
-    crowding.heard(0, 0.4, 0.4)
-    assert crowding.lost_s(0.5, 0.25) > 0.2
-    assert crowding.lost_s(1.75, 1.5) == 0.0, "stopped since"
-    crowding.heard(0, 0.4, 1.8)
-    assert crowding.lost_s(1.9, 1.65) == 0.0, "it waits for somebody, not for a processor"
+    crowding.report(0, 0.0, 0.0)
+    crowding.report(0, 0.4, 0.4)
+    assert crowding.uncounted_s(0.5, 0.25) > 0.2
+    assert crowding.uncounted_s(1.75, 1.5) == 0.0, "stopped since"
+    crowding.report(0, 0.4, 1.8)
+    assert crowding.uncounted_s(1.9, 1.65) == 0.0, "it waits for somebody, not for a processor"
 
 
 def test_a_first_report_and_one_of_another_thread_excuse_nothing():
     crowding = Crowding()
-    crowding.heard(0, 100.0, 1.0)
-    assert crowding.lost_s(1.2, 0.95) == 0.0
-    crowding.heard(0, 0.3, 1.4)
-    assert crowding.lost_s(1.5, 1.25) == 0.0
+    crowding.report(0, 100.0, 1.0)
+    assert crowding.uncounted_s(1.2, 0.95) == 0.0
+    crowding.report(0, 0.3, 1.4)
+    assert crowding.uncounted_s(1.5, 1.25) == 0.0
 
 
 CROWD = """

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from raypar.actors.lifeline import Door, Lifelines
+from raypar.actors.lifeline import LifelineListener, Lifelines
 
 WORKER = """
 import sys, time
-from raypar.actors.lifeline import Door
-door = Door("127.0.0.1")
+from raypar.actors.lifeline import LifelineListener
+door = LifelineListener("127.0.0.1")
 print(door.address, flush=True)
 time.sleep(60)
 """
@@ -59,7 +59,7 @@ def test_a_process_that_ends_is_known_at_once_and_one_that_is_stopped_has_not_en
 
 def test_who_cannot_be_reached_in_the_first_place_is_not_said_to_have_ended():
     async def scene():
-        door, lines = Door("127.0.0.1"), Lifelines()
+        door, lines = LifelineListener("127.0.0.1"), Lifelines()
         nobody = door.address
         door.close()
         lines.hold(0, nobody)
