@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from raypar.errors import ConfigError, InputError, RayparError, UserCodeError
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
     from raypar.config import Job
@@ -168,10 +168,10 @@ class Callbacks:
                     raise TypeError(f"returned a {type(answer).__name__}, neither Stop nor a dict of metrics nor None")
             except RayparError as error:
                 failed = failed or error
-            except ENDS as error:
-                unless_ctrl_c(error)
+            except USER_CODE_ERRORS as error:
+                reraise_ctrl_c(error)
                 at = f", after {facts['step']} steps," if "step" in facts else ""
-                text = f"callback {name}{at} raised {said(error)}\n{traceback.format_exc()}"
+                text = f"callback {name}{at} raised {error_text(error)}\n{traceback.format_exc()}"
                 failed = failed or UserCodeError(
                     text, cure="mend the callback; `raypar resume` goes on from the last checkpoint"
                 )
@@ -384,10 +384,10 @@ def callbacks_of(job: Job) -> tuple[Callback, ...]:
             made = config.to_ref().call()
         except RayparError:
             raise
-        except ENDS as error:
-            unless_ctrl_c(error)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
             raise InputError(
-                f"callback {config.function} raised {said(error)}\n{traceback.format_exc()}",
+                f"callback {config.function} raised {error_text(error)}\n{traceback.format_exc()}",
                 cure="call it by itself with its args",
             ) from error
         found.append(checked(made, config.function))

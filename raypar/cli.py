@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from raypar import __version__
 from raypar.errors import ConfigError, Interrupted, RayparError
-from raypar.user_code import noting_ctrl_c
+from raypar.user_code import recording_ctrl_c
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors of a disk that takes nothing more."""
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(argv: Sequence[str]) -> int:
     words = list(argv)
     try:
-        with noting_ctrl_c():
+        with recording_ctrl_c():
             status = _run(words)
         sys.stdout.flush()
         return status

@@ -1,6 +1,7 @@
-"""Files that come from outside are not trusted: opened without following or hanging, read up to a limit, parsed up to a depth.
+"""Reads files that are not trusted: regular files only, up to a size limit, and JSON up to a nesting depth.
 
-Used for checkpoints, run folders, job files, schedules and token files. What is refused is refused before it is read.
+Used for checkpoints, run folders, job files, schedules and token files. Opening a FIFO or device does not hang: it is refused
+before it is opened or read.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any, BinaryIO
 from raypar.errors import ConfigError, InputError
 
 TEXT_BYTES = 4 << 20
-"""Of a file that people write or read."""
+"""Size limit of a file that people write or read."""
 SCHEDULE_BYTES = 64 << 20
-"""Of a schedule file: some million instructions."""
+"""Size limit of a schedule file: some million instructions."""
 PIECE_BYTES = 1 << 20
-MOST_DEPTH = 64
-"""Brackets within each other in JSON and YAML. raypar's own files have 6 at most."""
+MAX_DEPTH = 64
+"""Nesting limit of JSON and YAML. raypar's own files have 6 levels at most."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -38,12 +39,12 @@ _SAME_BRACKET = bytes.maketrans(b"{}", b"[]")
 
 
 def kind_of(mode: int) -> str | None:
-    """What a file is that is no regular file: `a FIFO`, `a symbolic link`, ...; None of a regular file."""
+    """The kind of a file by its mode: `a FIFO`, `a symbolic link`, ...; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 class TooDeep(ValueError):
-    """More than `MOST_DEPTH` brackets within each other."""
+    """More than `MAX_DEPTH` brackets within each other."""
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def read_bytes(
         size = os.fstat(file.fileno()).st_size
         pieces, left = [], limit + 1
         try:
-            while size <= limit and (piece := file.read(min(left, PIECE_BYTES))):  # never memory for what is not there
+            while size <= limit and (piece := file.read(min(left, PIECE_BYTES))):  # allocates only for bytes that exist
                 pieces.append(piece)
                 left -= len(piece)
         except OSError as failed:
@@ -112,7 +113,7 @@ def read_text(
     cure: str = "give the path of a file",
     what: str = "",
 ) -> str:
-    """The same as text (UTF-8). Raises `error`."""
+    """The whole of a regular UTF-8 file of at most `limit` bytes. Raises `error`."""
     try:
         return read_bytes(path, follow=follow, limit=limit, error=error, cure=cure, what=what).decode()
     except UnicodeDecodeError as failed:
@@ -120,33 +121,35 @@ def read_text(
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError` for what is none, for more than `MOST_DEPTH` brackets within each other
-    (before anything is parsed) and for a key given twice."""
-    if nested(content) > MOST_DEPTH:
-        raise TooDeep(f"more than {MOST_DEPTH} brackets within each other")
-    return json.loads(content.decode(), object_pairs_hook=_once)
+    """The value of a JSON text.
+
+    Raises `ValueError` for invalid JSON, for more than `MAX_DEPTH` nested brackets (before parsing), and for duplicate keys.
+    """
+    if nesting_depth(content) > MAX_DEPTH:
+        raise TooDeep(f"more than {MAX_DEPTH} brackets within each other")
+    return json.loads(content.decode(), object_pairs_hook=_without_duplicate_keys)
 
 
-def nested(content: bytes) -> int:
-    """How many brackets of a JSON text lie within each other, outside of strings; `MOST_DEPTH` + 1 stands for any more."""
+def nesting_depth(content: bytes) -> int:
+    """How deep the brackets of a JSON text are nested, outside of strings; `MAX_DEPTH` + 1 stands for any more."""
     left = _STRING.sub(b"", content).translate(_SAME_BRACKET, _NO_BRACKET)
     depth = 0
-    while left and depth <= MOST_DEPTH:
+    while left and depth <= MAX_DEPTH:
         inner = left.replace(b"[]", b"")
         if inner == left:  # brackets that do not match: each may open a level
-            return min(MOST_DEPTH + 1, depth + len(left))
+            return min(MAX_DEPTH + 1, depth + len(left))
         left, depth = inner, depth + 1
     return depth
 
 
 def shown(value: object, most: int = 200) -> str:
-    """A path or a value from a file as part of a message: in one line, and not longer than `most` characters."""
+    """A path, or a value from a file, as text for a message: one line of at most `most` characters."""
     text = str(value) if isinstance(value, (str, os.PathLike)) else repr(value)
     text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text[: 2 * most])
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, RayparError, UserCodeError
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder, holds, replace_whole, write_whole, writing
-from raypar.user_code import ENDS, noting_ctrl_c, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     from raypar.worker.preflight import preflight
     from raypar.worker.weights_initial import with_fingerprint
 
-    with noting_ctrl_c():
+    with recording_ctrl_c():
         try:
             # A run that goes on has its values in the checkpoint; the file may be gone by now.
             spec = with_fingerprint(spec) if options.resume is None else replace(spec, init_from=None)
@@ -143,9 +143,9 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
         except (SystemExit, KeyboardInterrupt) as error:
-            unless_ctrl_c(error)
+            reraise_ctrl_c(error)
             raise InputError(
-                f"the job's code raised {said(error)}\n{traceback.format_exc()}",
+                f"the job's code raised {error_text(error)}\n{traceback.format_exc()}",
                 cure="the last lines of the traceback are where it did",
             ) from error
     gpus = int(spec.device == "gpu")
@@ -183,7 +183,7 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
         from raypar.worker.checkpoint import hash_of
 
         result.weights_sha256 = hash_of(Path(result.checkpoint_path))
-        with noting_ctrl_c():
+        with recording_ctrl_c():
             result.sample = sample_of(spec, Path(result.checkpoint_path))
     return result
 
@@ -210,9 +210,9 @@ def sample_of(spec: JobSpec, checkpoint: Path) -> str | None:
         model.load_state_dict(dict(Parameters(checkpoint)), strict=False)
         taken = inspect.signature(generate).parameters
         return str(generate(model, **{key: value for key, value in spec.model.args.items() if key in taken}))
-    except ENDS as error:
-        unless_ctrl_c(error)
-        return f"({spec.model.label} has a generate function beside it, but it raised {said(error)})"
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        return f"({spec.model.label} has a generate function beside it, but it raised {error_text(error)})"
 
 
 def choose(

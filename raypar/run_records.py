@@ -1,6 +1,7 @@
-"""What the lines and documents of a run folder must be like before anything is made of them. Pure.
+"""Checks the JSON lines and documents of a run folder before they are used. Pure.
 
-Unknown keys are let pass: callbacks add metrics of their own. A known one has its type, or is null or absent where it may be.
+Unknown keys are allowed, because callbacks add metrics of their own. A known key has its type, or is null or absent where
+that is allowed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 from raypar.input_files import shown
 
 Check = Callable[[Any], bool]
-MOST_GENERATIONS = 10**6
-MOST_STEPS = 10**12
-MOST_WORKERS = 2**31
-LATEST_S = 1e11
-"""Unix time that calendars still know (the year 5138)."""
+MAX_GENERATIONS = 10**6
+MAX_STEPS = 10**12
+MAX_WORKER_NUMBER = 2**31
+MAX_TIME_S = 1e11
+"""Largest Unix time that can be shown as a date (the year 5138)."""
 
 
 def _count(most: int) -> Check:
@@ -28,12 +29,12 @@ def _number(most: float) -> Check:
 
 
 def _real(value: Any) -> bool:
-    """What can be printed and compared as a float; it may be NaN."""
+    """Whether a value can be printed and compared as a float; NaN can."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def _text(value: Any) -> bool:
-    """Half of a surrogate pair is no text: it cannot be printed."""
+    """Whether a value is text that can be printed; half a surrogate pair cannot."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in (() if value.isascii() else value))
 
 
@@ -45,33 +46,34 @@ def _records(fields: Mapping[str, Check], *required: str) -> Check:
     return _list_of(lambda value: isinstance(value, dict) and _wrong(value, fields, required) is None)
 
 
-STEP, WORKER, TIME = _count(MOST_STEPS), _count(MOST_WORKERS), _number(LATEST_S)
+STEP, WORKER, TIME = _count(MAX_STEPS), _count(MAX_WORKER_NUMBER), _number(MAX_TIME_S)
 
 WHO: dict[str, Check] = {
     "worker": WORKER, "coordinate": _text, "node": _text, "pid": _count(2**31), "host": _text,
 }  # fmt: skip
-"""One worker, in events and in members.json."""
-_STAGES = _records({"replicas": _count(MOST_WORKERS), "shards": _count(MOST_WORKERS)}, "replicas")
+"""Fields of one worker, in events and in members.json."""
+_STAGES = _records({"replicas": _count(MAX_WORKER_NUMBER), "shards": _count(MAX_WORKER_NUMBER)}, "replicas")
 
 EVENT: dict[str, Check] = WHO | {
-    "kind": _text, "time": TIME, "text": _text, "why": _text, "generation": _count(MOST_GENERATIONS), "step": STEP,
+    "kind": _text, "time": TIME, "text": _text, "why": _text, "generation": _count(MAX_GENERATIONS), "step": STEP,
     "done": STEP,
     "plan": _text, "schedule": _text, "schedule_was": _text, "schedule_why": _text, "shards": _text, "shards_was": _text,
-    "pause_s": _number(LATEST_S), "again": STEP, "moved_elements": _count(2**63), "state": _text, "path": _text, "end": _text,
+    "pause_s": _number(MAX_TIME_S), "again": STEP, "moved_elements": _count(2**63), "state": _text, "path": _text,
+    "end": _text,
 }  # fmt: skip
 NEEDED = {
     "lost": ("worker",), "joined": ("worker",), "draining": ("worker",), "generation": ("generation", "workers"),
     "checkpoint": ("step", "path"), "end": ("end",), "warning": ("text",),
 }  # fmt: skip
-"""What the sentences about an event cannot do without."""
+"""Kind of event -> fields that its sentences need."""
 METRICS: dict[str, Check] = {
     "time": TIME, "step": lambda value: STEP(value) and value > 0, "loss": _real, "norm": _real, "validation_loss": _real,
-    "count": _real, "count_per_s": _real, "bubble": _real, "seconds": _number(LATEST_S),
+    "count": _real, "count_per_s": _real, "bubble": _real, "seconds": _number(MAX_TIME_S),
     "samples_per_s": _number(1e18), "peak_rss_bytes": lambda value: isinstance(value, list),
 }  # fmt: skip
 PLAN: dict[str, Check] = {"schedule": _text, "stages": lambda value: bool(value) and _STAGES(value)}
 MEMBERS: dict[str, Check] = {
-    "time": TIME, "phase": _text, "generation": _count(MOST_GENERATIONS), "step": STEP, "plan": _text, "schedule": _text,
+    "time": TIME, "phase": _text, "generation": _count(MAX_GENERATIONS), "step": STEP, "plan": _text, "schedule": _text,
     "members": _records(WHO), "spares": _records(WHO), "wanted": WORKER, "why": _text, "driver_pid": _count(2**31),
     "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
 }  # fmt: skip
@@ -80,11 +82,11 @@ CLUSTER: dict[str, Check] = {"kind": _text, "address": _text, "nodes": _records(
 
 
 NEVER_NULL = ("time", "peak_rss_bytes", "stages", "members", "spares", "nodes")
-"""These may be absent."""
+"""Fields that may be absent, but not null."""
 
 
 def check_event(line: Any) -> None:
-    """Raises `ValueError` for what no line of events.jsonl can be."""
+    """Raises `ValueError` unless `line` is a valid line of events.jsonl."""
     _object(line)
     _fields(line, EVENT, ("kind", *NEEDED.get(line["kind"], ())) if _text(line.get("kind")) else ("kind",))
     if line["kind"] in ("generation", "recovering") and line.get("workers") is not None:
@@ -99,7 +101,7 @@ def check_event(line: Any) -> None:
 
 
 def check_metrics(line: Any) -> None:
-    """Raises `ValueError` for what no line of metrics.jsonl can be."""
+    """Raises `ValueError` unless `line` is a valid line of metrics.jsonl."""
     _object(line)
     _fields(line, METRICS, ("step",))
     if "kind" in line:
@@ -111,7 +113,7 @@ def check_metrics(line: Any) -> None:
 
 
 def check_document(name: str, found: Any) -> None:
-    """Raises `ValueError` for what plan.json, members.json or cluster.json (`name`) cannot be."""
+    """Raises `ValueError` unless `found` is a valid plan.json, members.json or cluster.json (`name`)."""
     _object(found)
     fields = {"plan.json": PLAN, "members.json": MEMBERS, "cluster.json": CLUSTER}[name]
     _fields(found, fields, ("phase",) if name == "members.json" else ())
@@ -129,7 +131,7 @@ def _fields(found: Mapping[str, Any], fields: Mapping[str, Check], required: tup
 
 
 def _wrong(found: Mapping[str, Any], fields: Mapping[str, Check], required: tuple[str, ...]) -> str | None:
-    """The first key that is missing, or of another type than it must be."""
+    """The first key that is missing or of the wrong type; None if there is none."""
     for key in (*required, *(key for key in NEVER_NULL if key in found)):
         if found.get(key) is None:
             return key

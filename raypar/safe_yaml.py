@@ -1,4 +1,4 @@
-"""YAML text to plain values: limited in depth and in size with every alias written out, so that a small file stays small."""
+"""Parses YAML into plain values. Depth is limited, and so is size with every alias expanded ("billion laughs")."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import yaml
 
 from raypar.errors import ConfigError
-from raypar.input_files import MOST_DEPTH, shown
+from raypar.input_files import MAX_DEPTH, shown
 
-MOST_NODES = 20_000
-"""Keys and values of a file, an alias counted as what it stands for."""
+MAX_NODES = 20_000
+"""Limit of keys and values in a file; an alias counts as often as the node it stands for has nodes."""
 
 
 class TooMuchError(ConfigError):
-    """More levels, or more values with aliases written out, than are read."""
+    """More levels, or more values after expanding aliases, than raypar reads."""
 
 
 class _TooMuch(yaml.composer.ComposerError):
-    """The same, within PyYAML."""
+    """`TooMuchError` while PyYAML composes nodes; `parse_yaml` converts it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -29,13 +29,13 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self._depth = self._count = 0
         self._sizes: dict[int, int] = {}
-        """id of a node that is complete -> nodes in it, itself included. Its parent or its anchor keeps it alive."""
+        """id of a complete node -> number of nodes in it, itself included. Its parent or anchor keeps the node alive."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark, alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self._depth, self._count = self._depth + 1, self._count + 1
-        if self._depth > MOST_DEPTH:
-            raise _TooMuch(None, None, f"more than {MOST_DEPTH} levels within each other", mark)
+        if self._depth > MAX_DEPTH:
+            raise _TooMuch(None, None, f"more than {MAX_DEPTH} levels within each other", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if node is None:
@@ -46,8 +46,8 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):
             inner = [each for pair in inner for each in pair]
         size = self._sizes[id(node)] = self._sizes[id(node)] if alias else 1 + sum(self._sizes[id(each)] for each in inner)
-        if max(size, self._count) > MOST_NODES:
-            raise _TooMuch(None, None, f"more than {MOST_NODES:,} keys and values, aliases written out", mark)
+        if max(size, self._count) > MAX_NODES:
+            raise _TooMuch(None, None, f"more than {MAX_NODES:,} keys and values, aliases written out", mark)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -65,7 +65,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text. `source`: for messages. Raises `ConfigError` for what is none, and for too much of it."""
+    """The value of a YAML text. `source`: its name in messages. Raises `ConfigError` for invalid or too large YAML."""
     loader = None
     try:
         loader = _Loader(text)

@@ -1,7 +1,7 @@
-"""What user code may end in: an exception like any other, or one that Python means for the whole process.
+"""Which exceptions of user code are caught, and how a real Ctrl-C is told from a `KeyboardInterrupt` that user code raises.
 
-`sys.exit()` in a data set, or a `KeyboardInterrupt` that a layer raises, is no `Exception`: caught nowhere, the one ends a
-worker without a word and the other looks like a Ctrl-C. Wherever user code is called, `ENDS` is caught instead.
+`SystemExit` (`sys.exit()` in a data set) and `KeyboardInterrupt` are no `Exception`: uncaught, the one ends a worker without a
+message and the other looks like a Ctrl-C. Wherever user code is called, `USER_CODE_ERRORS` is caught instead of `Exception`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-ENDS = (Exception, SystemExit, KeyboardInterrupt)
-"""For `except` around a call of user code; `unless_ctrl_c(error)` comes first there."""
+USER_CODE_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+"""For `except` around a call of user code; call `reraise_ctrl_c(error)` first in the handler."""
 
 
-class _Noting:
-    """A handler of SIGINT that remembers it."""
+class _RecordingHandler:
+    """Python's SIGINT handler that also remembers that it was called."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -28,34 +28,34 @@ class _Noting:
 
 
 @contextlib.contextmanager
-def noting_ctrl_c() -> Iterator[None]:
-    """Meanwhile `unless_ctrl_c` can tell a Ctrl-C from a `KeyboardInterrupt` that user code raises."""
+def recording_ctrl_c() -> Iterator[None]:
+    """Within this context `reraise_ctrl_c` can tell a Ctrl-C from a `KeyboardInterrupt` that user code raises."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _Noting())
+    signal.signal(signal.SIGINT, _RecordingHandler())
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def unless_ctrl_c(error: BaseException) -> None:
-    """Raise `error` again if somebody has pressed Ctrl-C, which is nobody's mistake.
+def reraise_ctrl_c(error: BaseException) -> None:
+    """Raise `error` again if it comes from a real Ctrl-C, which is not an error of the user's code.
 
-    Only a process's main thread hears of that, and not where it ignores SIGINT, as in a data process.
+    Only the main thread receives one, and no process that ignores SIGINT, as data processes do.
     """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.SIG_IGN or (isinstance(handler, _Noting) and not handler.pressed):
+    if handler is signal.SIG_IGN or (isinstance(handler, _RecordingHandler) and not handler.pressed):
         return
     raise error
 
 
-def said(error: BaseException) -> str:
-    """`ValueError: no such file`; of what is no `Exception` also what it would have done."""
+def error_text(error: BaseException) -> str:
+    """`ValueError: no such file`; for `SystemExit` and `KeyboardInterrupt` also what they mean."""
     if isinstance(error, SystemExit):
         return f"SystemExit: {error.code} (sys.exit or exit was called: that would have ended the process)"
     if isinstance(error, KeyboardInterrupt):

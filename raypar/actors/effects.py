@@ -15,7 +15,7 @@ from raypar.actors.tasks import Tasks
 from raypar.elastic import events as on
 from raypar.elastic.machine import RunMachine
 from raypar.errors import UserCodeError
-from raypar.user_code import said
+from raypar.user_code import error_text
 
 
 class Effects:
@@ -52,7 +52,7 @@ class Effects:
                 KeyboardInterrupt,
             ) as error:  # of a callback's module, say: it would end the loop, and the driver
                 raise UserCodeError(
-                    f"code of a callback raised {said(error)}\n{traceback.format_exc()}",
+                    f"code of a callback raised {error_text(error)}\n{traceback.format_exc()}",
                     cure="the last lines of the traceback are where it did",
                 ) from error
 

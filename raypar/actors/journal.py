@@ -95,7 +95,7 @@ class Journal:
         value = _internal_kv_get(f"{self.prefix}validation/{done}")
         return None if value is None else pickle.loads(value)
 
-    # -- lines that a full disk does not take (`line_file.Spare`) ----------------------------------------------------------
+    # -- lines that a full disk does not take (`line_file.LineStore`) ------------------------------------------------------
 
     def keep_lines(self, file: str, block: int, text: str) -> None:
         """Lines of the run folder's `file`, under a number."""

@@ -1,7 +1,8 @@
-"""metrics.jsonl or events.jsonl of a run as its driver writes it: whole in the end, whatever befalls the file meanwhile.
+"""Writes metrics.jsonl or events.jsonl of a run, so that a full disk or a damaged file loses no lines.
 
-Lines that the disk does not take wait in memory, and in the journal, where the next driver finds them. The last lines are kept
-in memory even when they are written: a file that somebody has shortened, replaced or removed is written again from them.
+Lines that cannot be written (a full disk) are kept in memory and in the journal, where the next driver finds them. The last
+lines stay in memory even after they are written: a file that somebody has truncated, replaced or removed is written again from
+them.
 """
 
 from __future__ import annotations
@@ -19,42 +20,44 @@ from typing import Protocol
 from raypar.run_folder import Line, as_regular, content_of, joined, lines_in, place_of, replace_whole
 
 KEPT_BYTES = 8 << 20
-"""Of each file's last lines so much is kept in memory: 20,000 steps or more. Older ones are in the file only."""
-MIRRORED = 1000
-"""So many of the last events are in the journal all the time: unlike steps, they are written there nowhere else."""
-BLOCK = 64
-"""Lines that one entry of the journal holds."""
+"""Limit of each file's lines in memory: 20,000 steps or more. Older lines are in the file only."""
+MIRRORED_LINES = 1000
+"""So many of the last events are always in the journal, which, unlike steps, it holds in no other form."""
+BLOCK_LINES = 64
+"""Lines in one entry of the journal."""
 
 Signature = tuple[int, int] | None
-"""(inode, bytes) of a file; None: there is none. What tells that somebody else has changed it."""
-UNKNOWN = (-1, -1)
-"""Of no file."""
+"""(inode, bytes) of a file, None if it does not exist. A difference shows that somebody else has changed the file."""
+NEVER_MATCHES = (-1, -1)
+"""The signature of no file: makes the next `_flush` write the whole file again."""
 
 
-class Spare(Protocol):
-    """A second place for lines that the file lacks: the journal."""
+class LineStore(Protocol):
+    """A second place for lines, in numbered blocks: the journal."""
 
     def keep_lines(self, file: str, block: int, text: str) -> None:
-        """Put lines there; those that were there under this number are replaced."""
+        """Store the lines of a block, in place of those it had."""
 
     def kept_lines(self, file: str) -> dict[int, str]:
-        """All that is there, by number."""
+        """Block number -> its lines, of all blocks."""
 
     def drop_lines(self, file: str, block: int | None = None) -> None:
-        """Forget one entry, or all."""
+        """Remove one block, or all."""
 
 
 @dataclass
 class LineFile:
-    """Call `open` first, then `append` line by line, and `close` at the end; from one thread at a time. `tell(kind, text)` is
-    called for what people should know: once when lines begin to wait, once when they are written, and when the file was changed
-    by somebody else."""
+    """A file of JSON lines. Call `open` first, then `append` for each line, and `close` at the end; from one thread at a time.
+
+    `tell(kind, text)` gets lines for the user: once when the file cannot be written, once when it can again, and when somebody
+    else has changed it.
+    """
 
     path: Path
     tell: Callable[[str, str], None]
-    spare: Spare | None = None
+    journal: LineStore | None = None
     mirrored: bool = False
-    """Every line goes to the journal too, not only those that the file does not take."""
+    """Store every line in the journal too, not only those that cannot be written to the file."""
     kept_bytes: int = KEPT_BYTES
     opened: bool = False
     lines: deque[str] = field(default_factory=deque)
@@ -62,52 +65,54 @@ class LineFile:
     size: int = 0
     """Characters in `lines`."""
     trimmed: bool = False
-    """Older lines than `lines` have been written, or lost."""
+    """Whether there were older lines, now written or lost, that `lines` lacks."""
     count: int = 0
-    """Lines so far, those of former drivers that were found included: the next line's number."""
+    """Lines so far, with those found from former drivers: the number of the next line."""
     unwritten: int = 0
     """So many of the last `lines` are not in the file."""
-    spared: int = 0
-    """So many of those are in the journal."""
+    journaled: int = 0
+    """So many of the last `lines` are in the journal."""
     lost: int = 0
-    """So many lines have been dropped from memory without having been written."""
-    known: Signature = None
-    """The file as we have left it."""
+    """Lines dropped from memory that were never written."""
+    signature: Signature = None
+    """The file's signature after our last write."""
     failing: bool = False
-    """The last attempt to write came to nothing."""
+    """Whether the last attempt to write failed."""
     changed: bool = False
-    """Somebody else has changed the file."""
+    """Whether somebody else has changed the file."""
 
     def open(self, correct: Callable[[list[Line]], list[Line]] = list) -> list[Line]:
-        """What the file holds, and the journal of what it lacks, each line once; from now on it goes on from there. `correct`:
-        gives the lines as they should be. The file is mended."""
+        """The lines of the file and those that only the journal has, each once; repairs the file. `append` continues there.
+
+        `correct`: returns the lines as they should be, from those found.
+        """
         self.opened = True
         for left in self.path.parent.glob(".*.tmp"):  # by a driver that was killed while it wrote
             with contextlib.suppress(OSError):
                 left.unlink()
         content = self._content()
-        spare = self.spare.kept_lines(self.path.name) if self.spare is not None else {}
-        waited = "".join(spare[block] for block in sorted(spare)).encode()
+        blocks = self.journal.kept_lines(self.path.name) if self.journal is not None else {}
+        waited = "".join(blocks[block] for block in sorted(blocks)).encode()
         lines = correct(joined(lines_in(self.path.name, content or b""), lines_in(self.path.name, waited)))
         texts = [json.dumps(line) + "\n" for line in lines]
-        self.count = (max(spare) + 1) * BLOCK if spare else 0  # not the numbers of a former driver's
+        self.count = (max(blocks) + 1) * BLOCK_LINES if blocks else 0  # not the numbers of a former driver's
         for text in texts:
             self._keep(text)
         if content is not None and content[-1:] in (b"", b"\n") and "".join(texts).encode().startswith(content):
-            self.known, self.unwritten = self._signature(), min(len(texts) - content.count(b"\n"), len(self.lines))
+            self.signature, self.unwritten = self._current_signature(), min(len(texts) - content.count(b"\n"), len(self.lines))
         else:
-            self.known, self.unwritten = UNKNOWN, len(self.lines)
-        if self.unwritten or self.known == UNKNOWN:
+            self.signature, self.unwritten = NEVER_MATCHES, len(self.lines)
+        if self.unwritten or self.signature == NEVER_MATCHES:
             self._flush(mending=True)
         if self.mirrored:
             self._to_journal()
-        if not self.failing or self.spared >= self.unwritten:  # they are in the file now, or there under new numbers
-            for block in spare:
+        if not self.failing or self.journaled >= self.unwritten:  # they are in the file now, or there under new numbers
+            for block in blocks:
                 self._drop(block)
         return lines
 
     def append(self, facts: Line) -> None:
-        """Add a line. On a full disk training goes on: it waits here."""
+        """Add a line. If it cannot be written it stays in memory, and training goes on."""
         if not self.opened:
             self.open()
         self._keep(json.dumps(facts) + "\n")
@@ -117,18 +122,18 @@ class LineFile:
             self._to_journal()
 
     def close(self) -> None:
-        """The last chance of what waits, and of what somebody has changed without changing the file's length."""
+        """Write the file again if its content is not ours: unwritten lines, or changes that kept the file's length."""
         if not self.opened:
             self.open()
         content, ours = self._content(), "".join(self.lines).encode()
         if content is None or not (content.endswith(ours) if self.trimmed else content == ours):
-            self.known = UNKNOWN
+            self.signature = NEVER_MATCHES
             self._flush(alone=True)
 
     # -- memory and journal --------------------------------------------------------------------------------------------
 
     def _keep(self, text: str) -> None:
-        """Add a line to those in memory; the oldest make room for it."""
+        """Add a line to those in memory; drops the oldest beyond `kept_bytes`."""
         self.lines.append(text)
         self.count += 1
         self.size += len(text)
@@ -141,42 +146,46 @@ class LineFile:
                     self.tell(
                         "warning", f"the lines that wait for {self.path} take {self.size:,} bytes: the oldest are dropped"
                     )
-                if number % BLOCK == BLOCK - 1:
-                    self._drop(number // BLOCK)
+                if number % BLOCK_LINES == BLOCK_LINES - 1:
+                    self._drop(number // BLOCK_LINES)
             self.size -= len(self.lines.popleft())
             self.trimmed = True
 
     def _to_journal(self) -> None:
-        """Put there what waits, and what is mirrored: the block of the last line, if the others are there already."""
-        wanted = max(self.unwritten, min(MIRRORED, len(self.lines)) if self.mirrored else 0)
-        if self.spare is None or not wanted:
+        """Store unwritten and mirrored lines in the journal; only the last block, if the others are there already."""
+        wanted = max(self.unwritten, min(MIRRORED_LINES, len(self.lines)) if self.mirrored else 0)
+        if self.journal is None or not wanted:
             return
-        start, last = self.count - wanted, (self.count - 1) // BLOCK
-        first = last if wanted <= self.spared + 1 else start // BLOCK
+        start, last = self.count - wanted, (self.count - 1) // BLOCK_LINES
+        first = last if wanted <= self.journaled + 1 else start // BLOCK_LINES
         lines = self._last(wanted)
-        with contextlib.suppress(Exception):  # a store that does not answer: memory has to do
+        with contextlib.suppress(Exception):  # if the store does not answer, the lines are in memory only
             for block in range(first, last + 1):
-                text = "".join(lines[max(0, block * BLOCK - start) : (block + 1) * BLOCK - start])
-                self.spare.keep_lines(self.path.name, block, text)
-            self.spared = wanted
-        if (self.count - 1) % BLOCK == 0 and self.mirrored:
-            self._drop(start // BLOCK - 1)
+                text = "".join(lines[max(0, block * BLOCK_LINES - start) : (block + 1) * BLOCK_LINES - start])
+                self.journal.keep_lines(self.path.name, block, text)
+            self.journaled = wanted
+        if (self.count - 1) % BLOCK_LINES == 0 and self.mirrored:
+            self._drop(start // BLOCK_LINES - 1)
 
     def _last(self, number: int) -> list[str]:
+        """The last `number` lines in memory."""
         return [*islice(reversed(self.lines), number)][::-1]
 
     def _drop(self, block: int | None = None) -> None:
-        if self.spare is not None:
+        if self.journal is not None:
             with contextlib.suppress(Exception):
-                self.spare.drop_lines(self.path.name, block)
+                self.journal.drop_lines(self.path.name, block)
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
     def _flush(self, *, mending: bool = False, alone: bool = False) -> None:
-        """Write what waits. `mending`: that the file is not as it should be is known; `alone`: see `_restore`."""
+        """Write unwritten lines, or the whole file if its signature is another. Failures are told, not raised.
+
+        `mending`: the file is known to be damaged, so do not warn of it. `alone`: see `_restore`.
+        """
         try:
-            if self._signature() == self.known:
-                self._write_on()
+            if self._current_signature() == self.signature:
+                self._append_unwritten()
             else:
                 self.unwritten = len(self.lines)
                 if not mending and not self.failing:
@@ -201,35 +210,36 @@ class LineFile:
             what = f"{self.lost} lines are lost" if self.lost else "no line is lost"
             self.tell("note", f"{self.path} can be written again: {what}")
         self.failing = False
-        if self.spared and not self.mirrored:
+        if self.journaled and not self.mirrored:
             self._drop()
-            self.spared = 0
+            self.journaled = 0
 
-    def _write_on(self) -> None:
-        """Add what waits behind what is there. Raises `OSError`; a part that was written is taken back."""
+    def _append_unwritten(self) -> None:
+        """Append unwritten lines. Raises `OSError`, after truncating what was written in part."""
         if not self.unwritten:
             return
         try:
             with open(self.path, "a", opener=as_regular) as file:
                 file.write("".join(self._last(self.unwritten)))
-        except PermissionError:  # of the file, perhaps not of its folder
+        except PermissionError:  # the folder may still be writable
             self._restore()
             return
         except OSError:
             with contextlib.suppress(OSError):
-                os.truncate(self.path, self.known[1] if self.known else 0)
-                self.known = self.known or self._signature()
+                os.truncate(self.path, self.signature[1] if self.signature else 0)
+                self.signature = self.signature or self._current_signature()
             raise
-        self.known, self.unwritten = self._signature(), 0
+        self.signature, self.unwritten = self._current_signature(), 0
 
     def _restore(self, *, alone: bool = False) -> None:
-        """Put a whole file in the place of what is there: older lines from there, then those in memory. Raises `OSError`.
+        """Replace the file: its lines that are older than those in memory, then those in memory. Raises `OSError`.
 
-        Lines that are newer than ours stay, for a driver that was stopped for long, and wakes, must not remove those of its
-        successor; unless we are known to be `alone`."""
+        Newer lines of the file stay too, unless no other driver can have written them (`alone`): a driver that was stopped for
+        long and wakes up must not remove its successor's lines.
+        """
         content = self._content()
         if content is None:
-            aside = next(name for name in self._asides() if not os.path.lexists(name))
+            aside = next(name for name in self._damaged_names() if not os.path.lexists(name))
             os.rename(self.path, aside)
             self.tell("warning", f"{self.path} was something that cannot be read: it is {aside.name} now, and written anew")
         there = lines_in(self.path.name, content or b"")
@@ -241,9 +251,10 @@ class LineFile:
             older, newer = there, []
         texts = [[json.dumps(line) + "\n" for line in lines] for lines in (older, newer)]
         replace_whole(self.path, "".join([*texts[0], *self.lines, *texts[1]]).encode())
-        self.known, self.unwritten = self._signature(), 0
+        self.signature, self.unwritten = self._current_signature(), 0
 
-    def _asides(self) -> Iterable[Path]:
+    def _damaged_names(self) -> Iterable[Path]:
+        """Names for a file that cannot be read, the preferred one first."""
         yield self.path.with_name(self.path.name + ".damaged")
         number = 2
         while True:
@@ -253,7 +264,7 @@ class LineFile:
     def _content(self) -> bytes | None:
         return content_of(self.path)
 
-    def _signature(self) -> Signature:
+    def _current_signature(self) -> Signature:
         try:
             found = os.lstat(self.path)
         except FileNotFoundError:

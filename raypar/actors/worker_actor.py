@@ -21,14 +21,14 @@ from typing import Any
 import ray
 
 from raypar.actors.footing import Footing
-from raypar.actors.lifeline import Door
+from raypar.actors.lifeline import LifelineListener
 from raypar.actors.messages import Failed, Hello
 from raypar.actors.processor_wait import processor_wait_s
 from raypar.comm.handshake import Credential
 from raypar.comm.tcp_accept import THREAD as ACCEPT_THREAD
 from raypar.elastic.member import Fenced, Member
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
-from raypar.user_code import ENDS, said
+from raypar.user_code import USER_CODE_ERRORS, error_text
 
 ORPHAN_THREAD = "raypar-orphan"
 LEAVE_S = 5.0
@@ -57,7 +57,7 @@ class WorkerActor:
         self.orphan_timeout_s = orphan_timeout_s
         self.doing = "starting"
         self.said: Hello | None = None
-        self.door: Door | None = None
+        self.lifeline: LifelineListener | None = None
         self.computes = 0
         """The thread that executes steps."""
         self.leaving = False
@@ -115,9 +115,9 @@ class WorkerActor:
         warm_up(self.core, data=joining)
         freeze_what_stays(collect=True)
         node = ray.get_runtime_context().get_node_id()
-        self.door = Door(host)
+        self.lifeline = LifelineListener(host)
         says = fingerprint(self.spec.threads, device)
-        self.said = Hello(self.mesh.address, node, os.getpid(), says, self.door.address)
+        self.said = Hello(self.mesh.address, node, os.getpid(), says, self.lifeline.address)
         return self.said
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
@@ -287,7 +287,7 @@ class WorkerActor:
             if self.guard is not None:
                 self.guard.accept_directory()
             return call()
-        except ENDS as error:  # a SystemExit would end this process without a word
+        except USER_CODE_ERRORS as error:  # a SystemExit would end this process without a word
             return self._judge(doing, error)
         finally:
             self.heard_s = time.monotonic()  # whoever waits for this is still there
@@ -312,7 +312,7 @@ class WorkerActor:
         if Path(innermost).is_relative_to(Path(__file__).parents[1]):
             what = f"{self.coordinate}, {doing}: a mistake of raypar's own\n{text}"
             return Failed("error", RayparError(what, cure="please report it with the lines above"))
-        what = f"{self.coordinate}, {doing}: {said(error)}\n{text}"
+        what = f"{self.coordinate}, {doing}: {error_text(error)}\n{text}"
         return Failed(
             "user", UserCodeError(what, cure="the last lines of the traceback are where your code, or what it called, raised")
         )

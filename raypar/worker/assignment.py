@@ -21,7 +21,7 @@ from raypar.model.random_state import RandomState, generators_preserved, seed_al
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.spec import JobSpec
 from raypar.worker.weights_initial import weights_from_file
 
@@ -102,10 +102,10 @@ def _call_model(spec: JobSpec) -> Any:
         made = spec.model.call()
     except RayparError:
         raise
-    except ENDS as error:
-        unless_ctrl_c(error)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
         raise UserCodeError(
-            f"the model function {spec.model.label} raised {said(error)}",
+            f"the model function {spec.model.label} raised {error_text(error)}",
             cure="it is called with model.args, as one process would call it",
         ) from error
     if made is None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.compute_state import FRESH, StateGuard
 from raypar.worker.process_state import Warnings
 from raypar.worker.spec import DataSpec
@@ -58,10 +58,10 @@ def make_dataset(spec: DataSpec) -> Any:
         dataset = spec.dataset.call()
     except RayparError:
         raise
-    except ENDS as error:
-        unless_ctrl_c(error)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
         raise UserCodeError(
-            f"the data set function {spec.dataset.label} raised {said(error)}\n{traceback.format_exc()}",
+            f"the data set function {spec.dataset.label} raised {error_text(error)}\n{traceback.format_exc()}",
             cure="run it by itself with data.args",
         ) from error
     size_of(dataset, spec.dataset.label)
@@ -81,10 +81,10 @@ def size_of(dataset: Any, label: str = "") -> int:
         size = len(dataset)
     except TypeError as error:
         raise DataError(f"data set {name} has no length: {error}", cure="give it a __len__ that returns an int") from error
-    except ENDS as error:
-        unless_ctrl_c(error)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
         raise UserCodeError(
-            f"data set {name} has no length: it raised {said(error)}\n{traceback.format_exc()}",
+            f"data set {name} has no length: it raised {error_text(error)}\n{traceback.format_exc()}",
             cure="call its __len__ by itself",
         ) from error
     if size == 0:
@@ -153,10 +153,10 @@ class Reader:
                 torch.default_generator.manual_seed(here)
             try:
                 sample = self.dataset[index]
-            except ENDS as error:
-                unless_ctrl_c(error)
+            except USER_CODE_ERRORS as error:
+                reraise_ctrl_c(error)
                 raise UserCodeError(
-                    f"sample {index} (epoch {epoch}): the data set raised {said(error)}\n{traceback.format_exc()}",
+                    f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}\n{traceback.format_exc()}",
                     cure=f"read it by itself: dataset[{index}]",
                 ) from error
             if self.guard is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raypar.comm.memory import CPU
 from raypar.errors import ConfigError, UserCodeError
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.spec import Ref
 
 
@@ -24,10 +24,10 @@ def loss_function(ref: Ref, device: torch.device = CPU) -> Callable[..., Any]:
     if isinstance(made, type):
         try:
             made = made(**ref.args)
-        except ENDS as error:
-            unless_ctrl_c(error)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
             raise ConfigError(
-                f"loss {ref.label} refused its arguments: {said(error)}",
+                f"loss {ref.label} refused its arguments: {error_text(error)}",
                 cure="compare them with the class's signature",
             ) from error
         if not callable(made):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ConfigError, UserCodeError
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.spec import OptimizerSpec
 
 
@@ -56,10 +56,10 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
             f"optimizer {spec.optimizer.label} refused its arguments: {error}",
             cure="compare optimizer.args and optimizer.groups with the class's signature",
         ) from error
-    except ENDS as error:
-        unless_ctrl_c(error)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
         raise UserCodeError(
-            f"optimizer {spec.optimizer.label} raised {said(error)}\n{traceback.format_exc()}",
+            f"optimizer {spec.optimizer.label} raised {error_text(error)}\n{traceback.format_exc()}",
             cure="make it by itself with optimizer.args",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):

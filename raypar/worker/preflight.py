@@ -16,7 +16,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.by_shape import check_by_shape
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.assignment import make_graph
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import WHERE_FIELDS_ARE_NAMED, make_dataset
@@ -126,13 +126,13 @@ def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
             return
         except RayparError:
             raise
-        except ENDS as error:
-            unless_ctrl_c(error)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
             if "meta" in str(error).lower():
                 return
             shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
             raise DataError(
-                f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {said(error)}",
+                f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {error_text(error)}",
                 cure="compare the shape of a sample (data) with what the layer expects (model)",
             ) from error
         outputs = out if isinstance(out, tuple) else (out,)
@@ -156,8 +156,8 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
     try:
         with torch.no_grad():
             found = loss_function(spec.loss)(values[graph.output], values[target])
-    except ENDS as error:
-        unless_ctrl_c(error)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
         # A loss may read numbers; if it is wrong, the first step says so with its own traceback.
         return
     total = found[0] if isinstance(found, tuple) and found else found
@@ -173,10 +173,10 @@ def _check_lr_schedule(ref: Ref) -> None:
     schedule = ref.partial()
     try:
         factor = schedule(0)
-    except ENDS as error:
-        unless_ctrl_c(error)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
         raise UserCodeError(
-            f"lr_schedule {ref.label}, called with step 0, raised {said(error)}",
+            f"lr_schedule {ref.label}, called with step 0, raised {error_text(error)}",
             cure="give a function of the step that returns the factor on the learning rates",
         ) from error
     try:

@@ -13,7 +13,7 @@ from raypar.plan.microbatches import Microbatches
 
 if TYPE_CHECKING:
     from raypar.worker.weights_matching import WeightsSource
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Ref:
             found: Any = importlib.import_module(module)
             for part in name.split("."):
                 found = getattr(found, part)
-        except ENDS as error:
-            unless_ctrl_c(error)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
             raise ConfigError(
-                f"cannot import {self.target!r}: {said(error)}",
+                f"cannot import {self.target!r}: {error_text(error)}",
                 cure="write it as module:name and run where the module can be imported (current folder, installed package)",
             ) from error
         if not callable(found):

@@ -23,7 +23,7 @@ from raypar.model.tensor_parallel.gradient_place import Places
 from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.accumulate import Accumulator, Ready
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import WHERE_FIELDS_ARE_NAMED
@@ -425,7 +425,7 @@ class Stage:
         before = [tensor._version for tensor in inputs]
         try:
             result = call.module(*inputs)
-        except ENDS as error:
+        except USER_CODE_ERRORS as error:
             if isinstance(error, RuntimeError):
                 _refuse_writing(layer, inputs, before, error)
             shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(layer.inputs, inputs, strict=True))
@@ -473,7 +473,7 @@ class Stage:
             if output.requires_grad:
                 output = _alias(output, self._loss_hooks)
             found = self._loss_fn(output, target)
-        except ENDS as error:
+        except USER_CODE_ERRORS as error:
             raise self._user_error(
                 f"the loss (output {list(output.shape)}, target {list(target.shape)})", microbatch, error
             ) from error
@@ -496,11 +496,11 @@ class Stage:
         return total, count
 
     def _user_error(self, where: str, microbatch: int, error: BaseException) -> RayparError:
-        unless_ctrl_c(error)
+        reraise_ctrl_c(error)
         if isinstance(error, RayparError):
             return error
         return UserCodeError(
-            f"{where} raised {said(error)}\n  {self._place(microbatch)}\n{traceback.format_exc()}",
+            f"{where} raised {error_text(error)}\n  {self._place(microbatch)}\n{traceback.format_exc()}",
             cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
 
@@ -548,7 +548,7 @@ class Stage:
                 torch.autograd.backward(roots, starts)
         except RayparError:
             raise
-        except ENDS as error:
+        except USER_CODE_ERRORS as error:
             raise self._user_error("the backward pass", microbatch, error) from error
         finally:
             self._in_backward = False

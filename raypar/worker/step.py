@@ -21,7 +21,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import Layout
 from raypar.plan import Routing, Tie
 from raypar.plan.tree import Node
-from raypar.user_code import ENDS, said, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.numerics import norm_and_factor, parameter_squares
 from raypar.worker.optimizer import set_lr
@@ -290,10 +290,10 @@ class StepEnd:
             yield
         except RayparError:
             raise
-        except ENDS as error:
-            unless_ctrl_c(error)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
             raise UserCodeError(
-                f"{what} raised {said(error)}\n  in step {self.step + 1}\n{traceback.format_exc()}",
+                f"{what} raised {error_text(error)}\n  in step {self.step + 1}\n{traceback.format_exc()}",
                 cure="the last lines of the traceback are where your code, or what it called, raised",
             ) from error
 

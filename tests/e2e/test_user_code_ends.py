@@ -22,7 +22,7 @@ from raypar.callbacks import Callback, Callbacks
 from raypar.cli import main
 from raypar.errors import UserCodeError
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.user_code import noting_ctrl_c
+from raypar.user_code import recording_ctrl_c
 from raypar.worker.data import Loader, SampleOrder
 from raypar.worker.local_run import LocalJob
 from raypar.worker.spec import DataSpec, Ref
@@ -51,7 +51,7 @@ def test_a_data_set_that_ends_is_an_error_that_names_the_sample(how, processes):
     spec = DataSpec(Ref(bad, {"how": how}), processes=processes)
     loader = Loader(Bad(how), spec, SampleOrder(0, 8, shuffle=False), Microbatches(1, batch_size=8), seed=0, fields=("x",))
     try:
-        with noting_ctrl_c(), pytest.raises(UserCodeError, match=f"(?s)sample 5 .epoch 0.: the data set raised {HOW[how]}"):
+        with recording_ctrl_c(), pytest.raises(UserCodeError, match=f"(?s)sample 5 .epoch 0.: the data set raised {HOW[how]}"):
             loader.get(0, 0)
     finally:
         loader.close()
@@ -96,7 +96,7 @@ def test_what_ends_in_a_step_is_an_error_that_names_its_place(place, how):
     job = {"model": model, "loss": loss, "data": Samples(8), "steps": 1, "batch_size": 4, "microbatches": 2}
     spec = raypar.Trainer(**(job | given(how))).spec
     local = LocalJob(spec, ParallelPlan.mesh(layers=4), "1f1b")
-    with noting_ctrl_c(), local, pytest.raises(UserCodeError, match="(?s)" + says.format(HOW[how])) as found:
+    with recording_ctrl_c(), local, pytest.raises(UserCodeError, match="(?s)" + says.format(HOW[how])) as found:
         local.step(0)
     assert "tiny_job.py" in found.value.what, "the traceback leads to the code"
 
@@ -129,7 +129,7 @@ def test_a_callback_that_ends_is_an_error_after_all_others_were_called(how):
     seen = []
     other = type("Other", (Callback,), {"on_step": lambda self, info: seen.append(info.step)})()
     facts = {"step": 3, "loss": 0.0, "norm": 0.0, "count": 1.0, "seconds": 1.0, "samples_per_s": 1.0, "count_per_s": 1.0}
-    with noting_ctrl_c(), pytest.raises(UserCodeError, match=f"(?s)callback Ends.on_step, after 3 steps, raised {HOW[how]}"):
+    with recording_ctrl_c(), pytest.raises(UserCodeError, match=f"(?s)callback Ends.on_step, after 3 steps, raised {HOW[how]}"):
         Callbacks([Ends(how), other]).call("on_step", facts | {"bubble": 0.0})
     assert seen == [3]
 

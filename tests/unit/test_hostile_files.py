@@ -820,9 +820,9 @@ def test_there_are_enough_cases_and_their_number_is_printed(capsys: pytest.Captu
     ],
 )
 def test_brackets_are_counted_before_a_text_is_parsed_but_not_those_in_strings(text: bytes, depth: int):
-    from raypar.input_files import nested
+    from raypar.input_files import nesting_depth
 
-    assert nested(text) == depth
+    assert nesting_depth(text) == depth
 
 
 def test_a_header_says_where_a_tensors_bytes_are(place: Path):

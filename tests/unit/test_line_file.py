@@ -13,7 +13,7 @@ import pytest
 from raypar.actors import journal as store
 from raypar.actors import line_file
 from raypar.actors.journal import KEPT_STEPS, Journal
-from raypar.actors.line_file import BLOCK, MIRRORED, LineFile
+from raypar.actors.line_file import BLOCK_LINES, MIRRORED_LINES, LineFile
 from raypar.actors.recorder import Recorder, spans_of
 from raypar.actors.reports import Reports
 from raypar.commands._console import Console
@@ -269,7 +269,7 @@ def test_a_validation_that_was_not_finite_and_steps_that_lack_what_is_printed_ar
     assert "step 1/4" in said.getvalue() and "step 1: validation loss nan" in said.getvalue()
 
 
-@pytest.mark.parametrize("steps", [1, 3, 4, 7, BLOCK, 3 * BLOCK + 1])
+@pytest.mark.parametrize("steps", [1, 3, 4, 7, BLOCK_LINES, 3 * BLOCK_LINES + 1])
 def test_lines_of_a_full_disk_outlive_the_driver(steps, full, keys, tmp_path):
     """It ended with a KeyError where the disk had been full for more than three steps."""
     first = Driver(tmp_path)
@@ -332,12 +332,12 @@ def test_the_journal_knows_so_many_events_and_no_more(keys, tmp_path):
     for _ in range(3):
         driver = Driver(tmp_path)
         driver.take_over()
-        for worker in range(MIRRORED):
+        for worker in range(MIRRORED_LINES):
             driver.recorder.note({"kind": "lost", "worker": worker})
         blocks = [key for key in keys if "/lines/events" in key]
-        assert MIRRORED / BLOCK <= len(blocks) <= MIRRORED / BLOCK + 2
+        assert MIRRORED_LINES / BLOCK_LINES <= len(blocks) <= MIRRORED_LINES / BLOCK_LINES + 2
     (tmp_path / "events.jsonl").unlink()
-    assert len(Driver(tmp_path).recorder.events.open()) >= MIRRORED
+    assert len(Driver(tmp_path).recorder.events.open()) >= MIRRORED_LINES
 
 
 def test_a_run_that_was_resumed_keeps_the_lines_of_before(tmp_path):
@@ -365,7 +365,7 @@ def test_memory_for_lines_is_bounded_and_what_did_not_fit_is_said(full, keys, tm
         file.append(line)
     assert file.size <= 20_000
     kept = sum(len(value) for key, value in keys.items() if "/lines/" in key)
-    assert kept <= 20_000 + BLOCK * 100, "nor is the journal's memory without bounds"
+    assert kept <= 20_000 + BLOCK_LINES * 100, "nor is the journal's memory without bounds"
     full.now = False
     file.append({"step": 501, "validation_loss": 0.5})
     steps = [line["step"] for line in lines_in("metrics.jsonl", (tmp_path / "metrics.jsonl").read_bytes())]

@@ -20,7 +20,7 @@ from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout
 from raypar.model.tensor_parallel.uses import Uses
 from raypar.plan.spans import count
-from raypar.user_code import ENDS, unless_ctrl_c
+from raypar.user_code import USER_CODE_ERRORS, reraise_ctrl_c
 
 
 def check_by_shape(
@@ -64,8 +64,8 @@ def check_by_shape(
                 sharded_loss(loss, group)(values[graph.output], values[target])
             except RayparError as error:
                 raise _placed(error, place) from error
-            except ENDS as error:
-                unless_ctrl_c(error)
+            except USER_CODE_ERRORS as error:
+                reraise_ctrl_c(error)
                 return False
     return True
 
