@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -129,4 +128,10 @@ def _check_ties(graph: Graph) -> None:
 
 
 def _copies(skeleton: nn.Module) -> Callable[[], nn.Module]:
-    return lambda: copy.deepcopy(skeleton)
+    """Makes copies of a skeleton; attributes that users set on parameters are kept, which `copy.deepcopy` alone loses."""
+
+    def build() -> nn.Module:
+        ((_, module),) = skeletons([("", skeleton)])
+        return module
+
+    return build
