@@ -41,7 +41,7 @@ from raypar.elastic.pace import Pace
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery import Recovery, begin, spoilt
 from raypar.elastic.reruns import Reruns, shards_of
-from raypar.elastic.stragglers import Watch
+from raypar.elastic.stragglers import StragglerWatch
 from raypar.elastic.table import TABLE
 from raypar.plan import ParallelPlan
 
@@ -67,7 +67,7 @@ class Course:
     that or three usual steps, whichever is less, and a recovery waits for such a worker no longer than `hopeless_s`.
     Nobody knows how long a validation or a checkpoint should take: there the pings alone decide, after as long a silence.
     Who holds the only copy of a state is not given up for its silence before `last_copy_wait_s` more (see `last_copy`).
-    `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `stragglers.Watch`;
+    `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `StragglerWatch`;
     `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
 
@@ -201,7 +201,7 @@ class RunMachine:
         self.tainted: set[int] = set()
         """Workers whose state is of that kind and was not replaced yet."""
         self.doubts = 0
-        self.watch = Watch(self.course.straggler_times, self.course.straggler_steps)
+        self.watch = StragglerWatch(self.course.straggler_times, self.course.straggler_steps)
         self._busy: dict[int, dict[int, float]] = {}
         """step -> worker -> seconds of computing for a microbatch"""
         self.nodes: dict[int, str] = {}

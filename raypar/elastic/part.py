@@ -14,7 +14,7 @@ class Part:
     """`assignment`: a `schedule.assignment.Assignment`, or None: no seat, but something to hand over.
 
     `ranks`: worker -> rank of the new transport; `done`: steps applied to the state everybody starts from; `load`: a
-    checkpoint to read it from; `fresh`: it is the beginning, everything is initialised by name; `cut`: it is the mirror's cut.
+    checkpoint to read it from; `fresh`: it is the beginning, everything has its initial values; `cut`: it is the mirror's cut.
     `buddies`: rank -> the rank that keeps its copy (`elastic.buddies`).
     """
 

@@ -45,9 +45,12 @@ class _Record:
     first: list[float] = field(default_factory=list)
 
 
-class Watch:
-    """Who is a straggler. `times`: slower than this is too slow; `steps`: so many steps in a row make a straggler, and so
-    many without a slow one end it."""
+class StragglerWatch:
+    """Finds stragglers from each step's compute times.
+
+    `times`: a step that took more than this multiple of the expected time is slow. `steps`: so many slow steps in a row make a
+    straggler, and so many in a row that are not slow end it.
+    """
 
     def __init__(self, times: float, steps: int) -> None:
         self.times, self.steps = times, steps

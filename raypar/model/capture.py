@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -135,5 +134,13 @@ def _check_ties(graph: Graph) -> None:
 
 
 def _copies(skeleton: nn.Module) -> Callable[[], nn.Module]:
-    """A layer's `build` that returns copies of the skeleton."""
-    return lambda: copy.deepcopy(skeleton)
+    """A layer's `build` that returns copies of the skeleton.
+
+    Unlike `copy.deepcopy`, keeps attributes that users set on parameters.
+    """
+
+    def build() -> nn.Module:
+        ((_, module),) = skeletons([("", skeleton)])
+        return module
+
+    return build

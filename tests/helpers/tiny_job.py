@@ -16,15 +16,13 @@ from raypar.callbacks import Callback, Stop
 WIDTH = 8
 
 
-class Slow(nn.Linear):
-    """Its parameters take `build_s` seconds to be made."""
+class SlowToBuild(torch.optim.AdamW):
+    """Takes so many seconds to be made as one of its parameters has for `build_s`: who holds the last layer builds slowly."""
 
-    build_s = 0.0
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            time.sleep(self.build_s)
-        super().reset_parameters()
+    def __init__(self, parameters, **arguments) -> None:
+        super().__init__(parameters, **arguments)
+        self.build_s = max(getattr(p, "build_s", 0.0) for group in self.param_groups for p in group["params"])
+        time.sleep(self.build_s)
 
 
 class Recorded(nn.Module):
@@ -81,11 +79,10 @@ def model(
     slow: str = "",
     build_s: float = 0.0,
 ) -> nn.Sequential:
-    """`fault`, `sleep_s` and `build_s` are the last layer's; a `width` other than the samples' does not fit them."""
+    """`fault`, `sleep_s`, `build_s` (`SlowToBuild`) are the last layer's; a `width` other than the samples' does not fit."""
     layers = [(f"layer{i}", Recorded(*((fault, at, sleep_s, flip, slow) if i == depth - 1 else ()))) for i in range(depth)]
     if build_s:
-        layers[-1][1].linear = Slow(WIDTH, WIDTH)
-        layers[-1][1].linear.build_s = build_s
+        layers[-1][1].linear.weight.build_s = build_s
     if width != WIDTH:
         layers[0] = ("layer0", nn.Linear(width, WIDTH))
     return nn.Sequential(OrderedDict(layers))

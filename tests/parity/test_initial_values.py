@@ -218,6 +218,19 @@ def test_frozen_parameters_stay_frozen_and_keep_their_values():
             assert torch.equal(tensor, begun[name]) == still, name
 
 
+def test_attributes_of_parameters_are_kept():
+    """As `no_weight_decay`, by which people tell optimizers what to do."""
+
+    def marked() -> nn.Module:
+        model = models.blocks()
+        model[1].up.weight.no_weight_decay = True
+        return model
+
+    with LocalJob(replace(job("constructors"), model=Ref(marked)), ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+        found = {n: p for core in run.cores for stage in core.stages.values() for n, p in stage.parameters.items()}
+        assert [name for name, parameter in found.items() if hasattr(parameter, "no_weight_decay")] == ["1.up.weight"]
+
+
 def test_the_users_own_model_is_not_touched():
     """A model function may return what the user still holds."""
     model = models.blocks()

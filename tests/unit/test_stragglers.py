@@ -3,7 +3,7 @@
 from raypar.elastic.actions import Claim, Straggles
 from raypar.elastic.events import Emitted, Journalled, StepReported, StopRequested, WorkersReady
 from raypar.elastic.machine import Course, RunMachine
-from raypar.elastic.stragglers import Watch
+from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
 
 PAIRS = [(0, 1), (2, 3)]
@@ -18,7 +18,7 @@ def steps(watch, count, **busy_ms):
 
 
 def watching(places=PAIRS, steps=20):
-    watch = Watch(1.5, steps)
+    watch = StragglerWatch(1.5, steps)
     watch.begin(places)
     return watch
 
