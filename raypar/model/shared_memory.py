@@ -38,8 +38,8 @@ def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]]) -> None:
                     if (buffer or parameter is not tensor) and _overlap(parameter, tensor):
                         raise ModelError(
                             f"{where}.{key} and the trained parameter {name} share memory without being one parameter",
-                            cure="to tie two parameters give both places one nn.Parameter (a.weight = b.weight); else give each "
-                            "memory of its own: .clone()",
+                            cure="to tie two parameters give both places one nn.Parameter (a.weight = b.weight); else give "
+                            "each memory of its own: .clone()",
                         )
             for key, value in vars(part).items():
                 if key not in _OWN:

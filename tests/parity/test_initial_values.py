@@ -3,6 +3,8 @@
 Every way of `helpers.initial_models` in six layouts, made whole and deferred; then after a kill, and after a resume.
 """
 
+import io
+import pickle
 import random
 from dataclasses import replace
 
@@ -251,6 +253,18 @@ def test_workers_that_begin_with_other_values_are_found():
     assert isinstance(errors[1], ModelError) and "workers 0 and 1 begin with other values of 1.up.weight" in errors[1].what
 
 
+def test_trained_complex_parameters_are_refused():
+    """Norms and ballots are of real numbers."""
+
+    def model() -> nn.Module:
+        made = models.blocks()
+        made[1].phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        return made
+
+    with pytest.raises(ModelError, match=r"1\.phase is a trained parameter of complex numbers"):
+        make_graph(replace(job("constructors"), model=Ref(model)))
+
+
 # -- what changes with a parameter without being it ---------------------------------------------------------------------------
 
 
@@ -374,6 +388,84 @@ def test_what_cannot_be_deferred_is_made_whole_and_a_line_says_so(monkeypatch):
     with pytest.raises(ModelError, match="does what cannot be deferred") as error:
         make_graph(replace(spec, deferred_init="always"))
     assert "deferred_init: never" in error.value.cure
+
+
+def probabilities() -> nn.Module:
+    model = models.blocks()
+    for block in model:
+        block.up.weight.data.bernoulli_(torch.rand(8, 6))
+    return model
+
+
+def through_a_file() -> nn.Module:
+    file = io.BytesIO()
+    torch.save(models.blocks().state_dict(), file)
+    file.seek(0)
+    model = models.blocks()
+    model.load_state_dict(torch.load(file))
+    return pickle.loads(pickle.dumps(model))
+
+
+def decompositions() -> nn.Module:
+    model = models.blocks()
+    with torch.no_grad():
+        left, _, right = torch.linalg.svd(model[1].up.weight, full_matrices=False)
+        model[1].up.weight.copy_(left @ right)
+        model[2].up.weight.copy_(torch.poisson(model[3].up.weight.t().abs()).t())
+        model[3].norm.weight.copy_(torch.linalg.eig(torch.randn(6, 6)).eigenvectors.real[0])
+        model[3].down.weight.copy_(torch.fft.rfft(torch.randn(14, 6), dim=0).real.t())
+    return model
+
+
+def channels_last() -> nn.Module:
+    return nn.Sequential(*(nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last) for _ in range(4)))
+
+
+def under_autocast() -> nn.Module:
+    model = models.blocks()
+    with torch.autocast("cpu"), torch.no_grad():
+        model[0].norm.bias.copy_(model(torch.randn(5, 6)).mean(0))
+    return model
+
+
+def under_vmap() -> nn.Module:
+    model = models.blocks()
+    with torch.no_grad():
+        model[1].up.weight.copy_(torch.func.vmap(lambda row: row / row.norm())(model[1].up.weight))
+    return model
+
+
+def quasirandom() -> nn.Module:
+    model = models.blocks()
+    model[0].up.weight.data.copy_(torch.quasirandom.SobolEngine(6, scramble=True, seed=3).draw(8))
+    return model
+
+
+@pytest.mark.parametrize("model", [probabilities, through_a_file, decompositions, channels_last])
+def test_deferred_values_are_those_of_one_process(model, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    begins_like_one_process(model, "always")
+
+
+@pytest.mark.parametrize("model", [under_autocast, under_vmap, quasirandom])
+def test_what_the_meta_device_does_not_do_is_done_whole(model, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
+    initial = begins_like_one_process(model, "auto")
+    assert "cannot be made in parts" in initial.notes[0]
+    with pytest.raises((ModelError, UserCodeError)) as error:
+        make_graph(replace(job("constructors", deferred_init="always"), model=Ref(model)))
+    assert "deferred_init: never" in error.value.cure
+
+
+def begins_like_one_process(model, deferred_init):
+    torch.manual_seed(SEED)
+    made = model()
+    want = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial
+    for name, value in initial.stream(list(want), torch.float32):
+        assert torch.equal(value, want[name]), name
+    return initial
 
 
 def test_a_large_model_is_deferred_by_itself(monkeypatch):
