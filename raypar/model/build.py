@@ -46,7 +46,14 @@ def on_meta(layer: Layer) -> nn.Module:
 
 
 def refuse_unsupported(layer: str, module: nn.Module) -> None:
-    """Raises `ModelError` for modules that change their state in forward, and for those with sparse gradients."""
+    """Raises `ModelError` for modules that change their state in forward, for those with sparse gradients, and for trained
+    parameters of complex numbers."""
+    for path, parameter in module.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ModelError(
+                f"{layer}.{path} is a trained parameter of complex numbers, whose gradients have no norm here",
+                cure="keep it as real numbers (torch.view_as_real) and call torch.view_as_complex in forward",
+            )
     for path, part in module.named_modules():
         name = f"{layer}.{path}" if path else layer
         if isinstance(part, _RUNNING_STATISTICS) and part.track_running_stats:

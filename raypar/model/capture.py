@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from raypar.model.deferred import Recording, settle_attributes
 from raypar.model.graph import Graph
 from raypar.model.initial_values import ByNameValues, CallGuard, DeferredValues, LayerBuildValues, WholeModelValues
 from raypar.model.random_state import RandomState
+from raypar.model.shared_memory import refuse_shared_memory, refuse_undeclared_ties
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.model.graph.Graph"
 
@@ -40,6 +42,7 @@ def capture(
     for name, module in pairs:
         refuse_unsupported(name, module)
     refuse_lazy(pairs)
+    refuse_shared_memory(pairs)
     seen: dict[int, list[str]] = {}
     for name, module in pairs:
         for path, parameter in module.named_parameters():
@@ -92,8 +95,11 @@ def without_values(graph: Graph, *, seed: int, state: RandomState, guard: CallGu
     """
     built = LayerBuildValues(graph, seed, state, guard)
     layers = []
+    seen: dict[str, ReferenceType[nn.Parameter]] = {}
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
         refuse_unsupported(name, module)
+        refuse_shared_memory([(name, module)])
+        refuse_undeclared_ties(name, module, seen, graph.ties)
         ((_, bare),) = skeletons([(name, module)])
         layers.append(replace(layer, build=_copies(bare)))
     made = replace(graph, layers=tuple(layers))

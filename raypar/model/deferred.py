@@ -43,6 +43,8 @@ _FILLS = frozenset(
 )
 """Random operations that overwrite all of their first argument without reading it."""
 
+_OTHER_STRIDES = frozenset(f"aten::{name}" for name in ("_linalg_svd", "linalg_eig", "_fft_r2c", "poisson", "_standard_gamma"))
+"""Operations whose results lie in memory otherwise than their rules for the meta device say: they run on values, at once."""
 
 _OWN_GENERATOR = object()
 """In a recorded operation: stands for a generator of the user's own. Its state is in `RecordedOperation.random`."""
@@ -119,7 +121,12 @@ class Recording:
 
     def tracks(self, value: Any) -> bool:
         """Whether `value` is a large tensor of this recording."""
-        return isinstance(value, Tensor) and value.is_meta and value.untyped_storage()._cdata in self._memories
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return False
+        try:
+            return value.untyped_storage()._cdata in self._memories
+        except NotImplementedError as error:
+            raise Undeferrable(f"a tensor without memory of its own, as torch.func.vmap makes them ({error})") from error
 
     def view(self, tensor: Tensor) -> RecordedView:
         """A tracked tensor as operations refer to it."""
@@ -252,7 +259,10 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():  # PyTorch's own code has to see the real devices
-            return self._call(func, args, dict(kwargs or {}))
+            try:
+                return self._call(func, args, dict(kwargs or {}))
+            except NotImplementedError as error:  # that of the meta device, perhaps: one process may be able to
+                raise Undeferrable(f"{func}: {error}") from error
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = self.recording
@@ -274,7 +284,7 @@ class _Operations(TorchDispatchMode):
             recording.known(t) if recording.tracks(t) else t.untyped_storage().nbytes() >= CONSTANT_BYTES for t in tensors
         )
         real_target = any(not recording.tracks(t) for t in written)
-        if mixed or real_target or not _gives_tensors(func):
+        if mixed or real_target or not _gives_tensors(func) or func._schema.name in _OTHER_STRIDES:
             return self._at_once(func, leaves, tree, written)
         return self._record(func, leaves, tree, written)
 
@@ -343,13 +353,17 @@ class _Operations(TorchDispatchMode):
     def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:
         """Advance the generator as the operation does."""
         if func._schema.name in _FILLS:
-            rest = [self._scratch_like(leaves[0]), *leaves[1:]]
+            rest = [self._scratch_like(leaves[0]), *map(self._seen, leaves[1:])]
         else:
-            rest = [self.recording.values(leaf) if self.recording.tracks(leaf) else leaf for leaf in leaves]
+            rest = [self._seen(leaf) for leaf in leaves]
             rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in rest]
         args, kwargs = tree_unflatten(rest, tree)
         with torch.no_grad():
             func(*args, **kwargs)
+
+    def _seen(self, leaf: Any) -> Any:
+        """With its values as they are now."""
+        return self.recording.values(leaf) if self.recording.tracks(leaf) else leaf
 
     def _scratch_like(self, target: Tensor) -> Tensor:
         """A scratch tensor of this geometry; all share one buffer.
@@ -370,6 +384,8 @@ class _Operations(TorchDispatchMode):
             return self.recording.view(leaf)
         if isinstance(leaf, torch.Generator):
             return _OWN_GENERATOR
+        if isinstance(leaf, torch.device) and leaf == META:  # where PyTorch sees the tensors that go in
+            return torch.device("cpu")
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
     def _at_once(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
@@ -399,6 +415,8 @@ class _Attributes(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         recording = self.recording
+        if torch.is_autocast_enabled("cpu") and any(map(recording.tracks, tree_flatten((args, kwargs))[0])):
+            raise Undeferrable("a large tensor is used under torch.autocast, which does not cast what is on the meta device")
         if func == torch.Tensor.data.__set__ and recording.tracks(args[1]) and not args[0].is_meta:
             raise Undeferrable("`.data` of a small tensor is set to a large one, as lazy modules do")
         if not args or not recording.tracks(args[0]):
@@ -428,7 +446,7 @@ _ANSWERS_OF_CPU_TENSORS = {
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
     torch.Tensor.get_device: -1,
 }
-_GIVE_SHARED_MEMORY = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
+_GIVE_SHARED_MEMORY = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
 """Functions whose results share the tensor's memory: it becomes real for good."""
 _GIVE_VALUES = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__}
 

@@ -73,6 +73,13 @@ def _call_as_deferred_init_says(spec: JobSpec) -> tuple[Any, Recording | None, t
             return made, recording, _note_of_loads(recording.loaded_bytes)
     except Undeferrable as error:
         reason = str(error)
+    except UserCodeError as error:
+        if spec.deferred_init == "always":
+            raise UserCodeError(
+                f"with deferred initialisation {error.what}",
+                cure=f"{error.cure}; if it does not raise there, set deferred_init: never",
+            ) from error
+        reason = f"with deferred initialisation {error.what.splitlines()[0]}"  # if that is the function's own, it raises again
     if not reason:  # a hand-written graph: its layers are built one by one
         seed_all(spec.seed)
         return call_watched(partial(_call_model, spec))[0], None, ()

@@ -3,6 +3,8 @@
 Every way of `helpers.initial_models` in six layouts, made whole and deferred; then after a kill, and after a resume.
 """
 
+import io
+import pickle
 import random
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from torch import nn
 from raypar.elastic.digests import InitialDigests
 from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred
+from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker import checkpoint
 from raypar.worker.assignment import make_graph
@@ -263,6 +266,129 @@ def test_workers_that_begin_with_other_values_are_found():
     assert isinstance(errors[1], ModelError) and "workers 0 and 1 begin with other values of 1.up.weight" in errors[1].what
 
 
+def test_trained_complex_parameters_are_refused():
+    """Norms and ballots are of real numbers."""
+
+    def model() -> nn.Module:
+        made = models.blocks()
+        made[1].phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        return made
+
+    with pytest.raises(ModelError, match=r"1\.phase is a trained parameter of complex numbers"):
+        make_graph(replace(job("constructors"), model=Ref(model)))
+
+
+# -- what changes with a parameter without being it ---------------------------------------------------------------------------
+
+
+def shares_data() -> nn.Module:
+    model = models.blocks()
+    model[2].up.weight.data = model[0].up.weight.data
+    return model
+
+
+def transposed_view() -> nn.Module:
+    model = models.blocks()
+    model[0].down.weight = nn.Parameter(model[0].up.weight.data.t())
+    return model
+
+
+def buffer_in_parameter() -> nn.Module:
+    model = models.blocks()
+    model[1].register_buffer("row", model[1].up.weight.data[0])
+    return model
+
+
+def buffer_is_parameter() -> nn.Module:
+    model = models.blocks()
+    model[1].register_buffer("same", model[1].norm.weight)
+    return model
+
+
+def parameter_in_a_list() -> nn.Module:
+    model = models.blocks()
+    model[1].scales = [model[1].norm.weight]
+    return model
+
+
+def data_in_an_attribute() -> nn.Module:
+    model = models.blocks()
+    model[1].scale = {"of norm": model[1].norm.weight.data}
+    return model
+
+
+def lambda_with_self() -> nn.Module:
+    model = models.blocks()
+    block = model[1]
+    block.project = lambda x: block.up(x)
+    return model
+
+
+def hook_with_a_parameter() -> nn.Module:
+    model = models.blocks()
+    scale = model[1].norm.weight
+    model[0].register_forward_hook(lambda module, args, output: output * scale)
+    return model
+
+
+def module_of_another_layer() -> nn.Module:
+    model = models.blocks()
+    model[2].others = [model[0].norm]
+    return model
+
+
+@pytest.mark.parametrize("deferred_init", ["never", "always"])
+@pytest.mark.parametrize(
+    "model, found",
+    [
+        (shares_data, "0.up.weight and the trained parameter 2.up.weight share memory"),
+        (transposed_view, "0.up.weight and the trained parameter 0.down.weight share memory"),
+        (buffer_in_parameter, "1.row and the trained parameter 1.up.weight share memory"),
+        (buffer_is_parameter, "1.same and the trained parameter 1.norm.weight share memory"),
+        (parameter_in_a_list, "1.scales holds the trained parameter 1.norm.weight in a plain attribute"),
+        (data_in_an_attribute, "1.scale holds the trained parameter 1.norm.weight in a plain attribute"),
+        (lambda_with_self, "1.project holds the trained parameter 1.norm.weight in a variable of a function"),
+        (hook_with_a_parameter, "0._forward_hooks holds the trained parameter 1.norm.weight in a variable of a function"),
+        (module_of_another_layer, "2.others holds the trained parameter 0.norm.weight in a module of another layer"),
+    ],
+)
+def test_what_would_change_with_a_trained_parameter_in_one_process_only_is_refused(model, found, deferred_init, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    with pytest.raises(ModelError) as error:
+        make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model)))
+    assert found in error.value.what
+
+
+def test_parameters_that_are_disjoint_parts_of_one_memory_are_parameters_like_others():
+    def columns() -> nn.Module:
+        model, both = models.blocks(), torch.randn(8, 12)
+        model[0].up.weight, model[1].up.weight = nn.Parameter(both[:, :6]), nn.Parameter(both[:, 6:])
+        return model
+
+    torch.manual_seed(SEED)
+    want = dict(columns().named_parameters())
+    initial = make_graph(replace(job("constructors"), model=Ref(columns))).initial
+    for name, value in initial.stream(list(want), torch.float32):
+        assert torch.equal(value, want[name]), name
+
+
+def test_a_parameter_that_builds_of_a_graph_share_needs_a_tie():
+    def shared(ties=()) -> Graph:
+        weight = nn.Parameter(torch.randn(6, 6))
+
+        def build() -> nn.Module:
+            made = nn.Linear(6, 6, bias=False)
+            made.weight = weight
+            return made
+
+        return Graph((Layer("a", build, ("x",), ("y",)), Layer("b", build, ("y",), ("z",))), "z", ties=ties)
+
+    spec = job("constructors")
+    with pytest.raises(ModelError, match=r"share a trained parameter, a.weight and b.weight, but no tie names them"):
+        make_graph(replace(spec, model=Ref(shared)))
+    make_graph(replace(spec, model=Ref(shared, {"ties": (("a.weight", "b.weight"),)})))
+
+
 # -- deferred ----------------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +401,84 @@ def test_what_cannot_be_deferred_is_made_whole_and_a_line_says_so(monkeypatch):
     with pytest.raises(ModelError, match="does what cannot be deferred") as error:
         make_graph(replace(spec, deferred_init="always"))
     assert "deferred_init: never" in error.value.cure
+
+
+def probabilities() -> nn.Module:
+    model = models.blocks()
+    for block in model:
+        block.up.weight.data.bernoulli_(torch.rand(8, 6))
+    return model
+
+
+def through_a_file() -> nn.Module:
+    file = io.BytesIO()
+    torch.save(models.blocks().state_dict(), file)
+    file.seek(0)
+    model = models.blocks()
+    model.load_state_dict(torch.load(file))
+    return pickle.loads(pickle.dumps(model))
+
+
+def decompositions() -> nn.Module:
+    model = models.blocks()
+    with torch.no_grad():
+        left, _, right = torch.linalg.svd(model[1].up.weight, full_matrices=False)
+        model[1].up.weight.copy_(left @ right)
+        model[2].up.weight.copy_(torch.poisson(model[3].up.weight.t().abs()).t())
+        model[3].norm.weight.copy_(torch.linalg.eig(torch.randn(6, 6)).eigenvectors.real[0])
+        model[3].down.weight.copy_(torch.fft.rfft(torch.randn(14, 6), dim=0).real.t())
+    return model
+
+
+def channels_last() -> nn.Module:
+    return nn.Sequential(*(nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last) for _ in range(4)))
+
+
+def under_autocast() -> nn.Module:
+    model = models.blocks()
+    with torch.autocast("cpu"), torch.no_grad():
+        model[0].norm.bias.copy_(model(torch.randn(5, 6)).mean(0))
+    return model
+
+
+def under_vmap() -> nn.Module:
+    model = models.blocks()
+    with torch.no_grad():
+        model[1].up.weight.copy_(torch.func.vmap(lambda row: row / row.norm())(model[1].up.weight))
+    return model
+
+
+def quasirandom() -> nn.Module:
+    model = models.blocks()
+    model[0].up.weight.data.copy_(torch.quasirandom.SobolEngine(6, scramble=True, seed=3).draw(8))
+    return model
+
+
+@pytest.mark.parametrize("model", [probabilities, through_a_file, decompositions, channels_last])
+def test_deferred_values_are_those_of_one_process(model, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    begins_like_one_process(model, "always")
+
+
+@pytest.mark.parametrize("model", [under_autocast, under_vmap, quasirandom])
+def test_what_the_meta_device_does_not_do_is_done_whole(model, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
+    initial = begins_like_one_process(model, "auto")
+    assert "cannot be made in parts" in initial.notes[0]
+    with pytest.raises((ModelError, UserCodeError)) as error:
+        make_graph(replace(job("constructors", deferred_init="always"), model=Ref(model)))
+    assert "deferred_init: never" in error.value.cure
+
+
+def begins_like_one_process(model, deferred_init):
+    torch.manual_seed(SEED)
+    made = model()
+    want = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial
+    for name, value in initial.stream(list(want), torch.float32):
+        assert torch.equal(value, want[name]), name
+    return initial
 
 
 def test_a_large_model_is_deferred_by_itself(monkeypatch):

@@ -1,0 +1,158 @@
+"""Refuses models in which something else changes with a trained parameter than what one name stands for.
+
+In one process a view of a parameter's memory, or a function that holds the parameter, sees every step of the optimizer. Workers
+give every parameter memory of its own, in a copy of its module: such things would silently stay at the values of the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import ModelError
+
+_OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_flat_weights", "_flat_weight_refs"}
+"""Attributes of modules that are known: registered tensors, and what PyTorch's recurrent layers keep of theirs."""
+
+
+def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]]) -> None:
+    """Raises `ModelError` where a trained parameter's memory is also in a parameter or buffer of another identity, in a plain
+    attribute, or in a function that a module keeps."""
+    trained = _trained(layers)
+    for layer, module in layers:
+        inside = set(module.modules())
+        for path, part in module.named_modules():
+            where = f"{layer}.{path}" if path else layer
+            for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is None:
+                    continue
+                buffer = key in part._buffers
+                for name, parameter in trained.get(_memory(tensor), ()):
+                    if (buffer or parameter is not tensor) and _overlap(parameter, tensor):
+                        raise ModelError(
+                            f"{where}.{key} and the trained parameter {name} share memory without being one parameter",
+                            cure="to tie two parameters give both places one nn.Parameter (a.weight = b.weight); else give "
+                            "each memory of its own: .clone()",
+                        )
+            for key, value in vars(part).items():
+                if key not in _OWN:
+                    _refuse_held(f"{where}.{key}", value, trained, inside)
+
+
+_Trained = dict[int, list[tuple[str, nn.Parameter]]]
+"""Memory -> names and parameters in it."""
+
+
+def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Trained:
+    found: _Trained = {}
+    for layer, module in layers:
+        for path, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.numel():
+                found.setdefault(_memory(parameter), []).append((f"{layer}.{path}", parameter))
+    return found
+
+
+def _refuse_held(where: str, value: Any, trained: _Trained, inside: Collection[nn.Module]) -> None:
+    for held, holder in _held(value, "", inside, set()):
+        for name, parameter in trained.get(_memory(held), ()):
+            if _overlap(parameter, held):
+                raise ModelError(
+                    f"{where} holds the trained parameter {name} {_HOLDERS[holder][0]}: it would not change with the parameter",
+                    cure=_HOLDERS[holder][1],
+                )
+
+
+_HOLDERS = {
+    "": ("in a plain attribute", "register it (self.name = parameter, nn.ParameterList), or .clone() what is not to change"),
+    "function": (
+        "in a variable of a function (as a lambda that uses self does)",
+        "make the function a method of a module that has the parameter, or use the module that hooks are given",
+    ),
+    "module": ("in a module of another layer", "make it one layer, or give this layer a parameter tied to that one"),
+}
+
+
+def _held(value: Any, holder: str, inside: Collection[nn.Module], seen: set[int]) -> Iterator[tuple[Tensor, str]]:
+    """(tensor, what holds it) of all within containers and functions. Functions hold the originals when modules are copied;
+    modules `inside` the layer are copied with it."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    within: list[Any] = []
+    if isinstance(value, Tensor):
+        yield value, holder
+    elif isinstance(value, nn.Module):
+        if holder == "function" or value not in inside:
+            yield from ((parameter, holder or "module") for parameter in value.parameters())
+    elif isinstance(value, dict):
+        within = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        within = list(value)
+    elif isinstance(value, functools.partial):
+        within = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        within = [value.__self__] if holder == "function" else []
+    elif isinstance(value, types.FunctionType):
+        holder = "function"
+        within = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                within.append(cell.cell_contents)
+    for item in within:
+        yield from _held(item, holder, inside, seen)
+
+
+def refuse_undeclared_ties(
+    layer: str,
+    module: nn.Module,
+    seen: MutableMapping[str, weakref.ReferenceType[nn.Parameter]],
+    ties: Sequence[Sequence[str]],
+) -> None:
+    """Raises `ModelError` for a parameter of this build that a former one (`seen`, which grows) has too, and no tie names."""
+    for path, parameter in module.named_parameters():
+        name = f"{layer}.{path}"
+        for other, reference in seen.items():
+            former = reference()
+            if former is None or not (former.requires_grad or parameter.requires_grad):
+                continue
+            shares = former is parameter or (_memory(former) == _memory(parameter) and _overlap(former, parameter))
+            if shares and not any(name in names and other in names for names in ties):
+                raise ModelError(
+                    f"the builds of two layers share a trained parameter, {other} and {name}, but no tie names them",
+                    cure=f"add ties=(({other!r}, {name!r}),) to the Graph, or make a parameter in each build",
+                )
+    for path, parameter in module.named_parameters():
+        seen[f"{layer}.{path}"] = weakref.ref(parameter)
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for tensors that share memory; real or recorded (`deferred`) alike."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two views of one memory have elements in common."""
+    if not one.numel() or not other.numel():
+        return False
+    (first, last), (begin, end) = _extent(one), _extent(other)
+    if last <= begin or end <= first:
+        return False
+    if one.element_size() != other.element_size():
+        return True  # may be: nobody reads parts of numbers on purpose
+    start, size = min(first, begin), one.element_size()
+    taken = torch.zeros((max(last, end) - start) // size, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), (first - start) // size).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), (begin - start) // size).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte, and first byte behind."""
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset() * tensor.element_size(), (tensor.storage_offset() + span) * tensor.element_size()
