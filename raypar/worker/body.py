@@ -134,7 +134,7 @@ class WorkerBody:
         self.core.release_initial_values()
         if not (part.fresh or part.load):
             for index, optimizer in self.core.end.optimizers.items():
-                kinds = {name: _without_parameter(state[name]) for name in self.core.stages[index].parameters}
+                kinds = {name: _without_parameter(state.get(name, {})) for name in self.core.stages[index].parameters}
                 load_state(optimizer, {name: kept for name, kept in kinds.items() if kept})
         self._done, self.core.end.finished = part.done, part.done - 1
         self._old = base
@@ -202,7 +202,8 @@ class WorkerBody:
             optimizer = self.core.end.optimizers.get(index)
             state = state_of(optimizer) if optimizer is not None else {}
             for name, parameter in stage.parameters.items():
-                found.setdefault(name, {PARAMETER: parameter.detach(), **state.get(name, {})})
+                if parameter.numel():
+                    found.setdefault(name, {PARAMETER: parameter.detach(), **state.get(name, {})})
             found |= {name: {PARAMETER: buffer} for name, buffer in stage.buffers.items() if buffer.numel()}
         return found
 

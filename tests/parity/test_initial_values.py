@@ -183,6 +183,27 @@ def test_values_outlive_a_kill_a_change_of_plan_and_a_resume(way, tmp_path):
             assert torch.equal(tensor, want.parameters.get(name, begun.get(name))), name
 
 
+def without_elements() -> nn.Module:
+    model = models.blocks()
+    model[0].extra = nn.Parameter(torch.empty(0, 3))
+    model[1].register_buffer("nothing", torch.empty(0))
+    return model
+
+
+def test_parameters_without_elements_go_from_plan_to_plan():
+    spec = replace(job("constructors"), model=Ref(without_elements))
+    want = reference.train(make_graph(job("constructors")), job("constructors")).parameters
+    live = Generations(torch_flesh.TorchJob(spec, make_graph(spec)))
+    for step, (plan, members) in enumerate(
+        [({"pp": 2, "dp": 2}, [0, 1, 2, 3]), ({"pp": 4}, [0, 2, 3, 9]), ({}, [9]), ({}, [4])]
+    ):
+        live.adopt(ParallelPlan.mesh(**plan, layers=4), members, step)
+        live.step(step)
+    (stage,) = live.bodies[4].core.stages.values()
+    assert stage.parameters["0.extra"].shape == (0, 3)
+    assert all(torch.equal(stage.parameters[name], value) for name, value in want.items())
+
+
 def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp_path):
     spec = job("random_buffers")
     begun = one_process("random_buffers", torch.float32)
