@@ -98,10 +98,10 @@ def check(
     """Which tensor of `file` each of `wanted` (the model's parameters and persistent buffers: name -> shape) begins with.
 
     Raises `CheckpointError` that lists what is missing, unexpected, of another shape or kind, unless `source` allows it.
-    `ties`: names of one parameter each; whichever of them the file has serves. Where it has several, their shapes are
-    compared, and the values of the first are taken. `optional`: names of buffers that are not persistent; the file may have
-    them, and they are read if `wanted` has them too. `dtype`: of the model; `dtypes`: of tensors that have another. Values of
-    floating point are cast, others must have the model's dtype.
+    `ties`: names of one parameter each; whichever of them the file has serves. Where it has several, their shapes are compared,
+    and the values of the first are taken; a note tells of others that begin otherwise. `optional`: names of buffers that are
+    not persistent; the file may have them, and they are read if `wanted` has them too. `dtype`: of the model; `dtypes`: of
+    tensors that have another. Values of floating point are cast, others must have the model's dtype.
     """
     source = source or WeightsSource(str(file.path))
     here, others = _text(dtype), {name: _text(each) for name, each in (dtypes or {}).items()}
@@ -119,6 +119,11 @@ def check(
     short = file.path.name
     new, unused = [name for name in wanted if name in found.missing - set(optional)], found.allowed_unexpected
     notes = [*file.notes]
+    notes += [
+        f"{short} has {first} and {other}, which are one parameter of the model, with different values: "
+        f"those of {first} are used"
+        for first, other in found.disagreeing
+    ]
     notes += [
         f"{short} holds {there}: {number} {'tensors are' if number > 1 else 'tensor is'} cast to {here}"
         for (there, here), number in sorted(found.casts.items())
@@ -154,6 +159,8 @@ class _Compared:
     kept: list[str] = field(default_factory=list)
     """In the file, but not persistent in the model."""
     casts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    disagreeing: list[tuple[str, str]] = field(default_factory=list)
+    """(what is read, another), as the file calls them: names of one tie with different values at their beginning."""
     differences: list[str] = field(default_factory=list)
     """Sentences; none where all fits."""
 
@@ -190,6 +197,10 @@ def _compared(
             elif stored != here and there[present[0]] not in used:
                 result.casts[stored, here] += 1
             result.names[name] = there[present[0]]
+            if there[present[0]] not in used and not told.intersection(names):
+                told.update(names)
+                read, *others = (there[other] for other in present)
+                result.disagreeing += [(read, other) for other in others if file.differ(read, other)]
             used.add(there[present[0]])
         elif allowed or name in optional:
             result.missing.add(name)
