@@ -18,15 +18,19 @@ _WHERE = {
     "Layer": "raypar.model.graph",
     "RayparError": "raypar.errors",
 }
+_MODULES = {"callbacks", "errors"}
+"""What `import raypar` alone gives too: raypar.callbacks.Callback."""
 __all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are asked for, so that `import raypar` needs neither torch nor ray."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'raypar' has no attribute {name!r}; it has {', '.join(__all__)}")
     import importlib
 
+    if name in _MODULES:
+        return importlib.import_module(f"raypar.{name}")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'raypar' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

@@ -490,9 +490,10 @@ def resumed(
     manifest = load_manifest(path)
     check_contract(manifest, spec)
     if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
+        more = 2 * max(spec.steps, manifest.steps_done)
         raise CheckpointError(
             f"checkpoint {path}: {manifest.steps_done} of {spec.steps} steps already done",
-            cure=f"raise steps (--set steps={2 * spec.steps}) or the step to stop at (--stop-at-step)",
+            cure=f"raise steps (--set steps={more}) or the step to stop at (--stop-at-step)",
         )
 
     def checked_plan(checked: Checked) -> Planned:

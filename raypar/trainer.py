@@ -321,9 +321,13 @@ def as_ref(value: Any, what: str) -> Ref:
         )
     if isinstance(value, str) or callable(value):
         return Ref(value, args)
-    raise ConfigError(
-        f"{what} is a {type(value).__name__}", cure='give "module:name", a function, or a pair (function, keyword arguments)'
-    )
+    cure = 'give "module:name", a function, or a pair (function, keyword arguments)'
+    if what == "optimizer" and hasattr(value, "param_groups"):
+        name = type(value).__name__
+        cure = f"give its class, which every worker calls with the parameters that it holds: optimizer=({name}, {{'lr': ...}})"
+    elif hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
+        cure = f"give the data set in it ({what}=loader.dataset): raypar makes the batches, of batch_size= samples each"
+    raise ConfigError(f"{what} is a {type(value).__name__}", cure=cure)
 
 
 def as_loss(value: Any) -> Ref:

@@ -32,6 +32,14 @@ def check_groups(spec: OptimizerSpec, names: Iterable[str]) -> None:
             )
 
 
+def _is_number(value: Any) -> bool:
+    """Whether it is a text that reads as a number."""
+    try:
+        return isinstance(value, str) and bool(repr(float(value)))
+    except ValueError:
+        return False
+
+
 def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """One optimizer over `parameters` (qualified name -> parameter, in layer order); frozen ones are left out.
 
@@ -52,9 +60,13 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
     try:
         optimizer = made([{k: v for k, v in g.items() if k != "names"} for g in groups if g["params"]], **spec.optimizer.args)
     except (TypeError, ValueError) as error:
+        given = {name: value for args in (spec.optimizer.args, *dict(spec.groups).values()) for name, value in args.items()}
+        texts = [name for name, value in given.items() if _is_number(value)]
         raise ConfigError(
             f"optimizer {spec.optimizer.label} refused its arguments: {error}",
-            cure="compare optimizer.args and optimizer.groups with the class's signature",
+            cure=f"{texts[0]} is the text {given[texts[0]]!r}: write the number without quotes"
+            if texts
+            else "compare optimizer.args and optimizer.groups with the class's signature",
         ) from error
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)

@@ -131,6 +131,14 @@ class WeightsFile:
             digest.update(repr((name, stored.dtype, stored.shape)).encode() + self._first_bytes(name))
         return digest.hexdigest()
 
+    def differ(self, first: str, second: str) -> bool:
+        """Whether these two tensors have another dtype, shape or first 4 KiB."""
+        one, two = self.names[first], self.names[second]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return True
+        here, there = self.aliases.get(first, first), self.aliases.get(second, second)
+        return here != there and self._first_bytes(here) != self._first_bytes(there)
+
     def close(self) -> None:
         """Close the files."""
 

@@ -106,8 +106,8 @@ def match_weights(
     allows them. Floating-point values are cast; others must have the model's dtype.
 
     `ties`: groups of names of one parameter; the file needs one of a group. If it has several, their shapes are compared and
-    the first one's values are used. `optional`: names of non-persistent buffers; the file may have them, and they are read if
-    they are in `wanted` too. `dtype`: the model's; `dtypes`: those of tensors with another one.
+    the first one's values are used; a note tells of others that begin otherwise. `optional`: names of non-persistent buffers;
+    the file may have them, and they are read if they are in `wanted` too. `dtype`: the model's; `dtypes`: those of tensors with another one.
     """
     source = source or WeightsSource(str(file.path))
     here, others = _dtype_name(dtype), {name: _dtype_name(each) for name, each in (dtypes or {}).items()}
@@ -125,6 +125,11 @@ def match_weights(
     short = file.path.name
     new, unused = [name for name in wanted if name in found.missing - set(optional)], found.allowed_unexpected
     notes = [*file.notes]
+    notes += [
+        f"{short} has {first} and {other}, which are one parameter of the model, with different values: "
+        f"those of {first} are used"
+        for first, other in found.disagreeing
+    ]
     notes += [
         f"{short} holds {there}: {number} {'tensors are' if number > 1 else 'tensor is'} cast to {here}"
         for (there, here), number in sorted(found.casts.items())
@@ -164,6 +169,8 @@ class _Comparison:
     """The file's names of buffers that are not persistent in the model, and keep the model's own values."""
     casts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(dtype in the file, dtype in the model) -> number of tensors."""
+    disagreeing: list[tuple[str, str]] = field(default_factory=list)
+    """(what is read, another), as the file calls them: names of one tie with different values at their beginning."""
     differences: list[str] = field(default_factory=list)
     """Sentences about what does not fit; empty if everything fits."""
 
@@ -201,6 +208,10 @@ def _compare(
             elif stored != here and there[present[0]] not in used:
                 result.casts[stored, here] += 1
             result.names[name] = there[present[0]]
+            if there[present[0]] not in used and not told.intersection(names):
+                told.update(names)
+                read, *others = (there[other] for other in present)
+                result.disagreeing += [(read, other) for other in others if file.differ(read, other)]
             used.add(there[present[0]])
         elif allowed or name in optional:
             result.missing.add(name)

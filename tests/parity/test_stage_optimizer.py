@@ -118,3 +118,12 @@ def test_the_hash_is_over_names_and_bytes_in_the_order_of_names():
 def test_shares_of_the_norm_are_everything_in_order(sizes, parts):
     indices = list(range(len(sizes)))
     assert [i for part in range(parts) for i in indices[_share(sizes, part, parts)]] == indices
+
+
+def test_a_number_given_as_a_text_is_named():
+    with pytest.raises(ConfigError, match="refused its arguments") as x:
+        build_optimizer(spec(lr="1e-3"), parameters())
+    assert "lr is the text '1e-3': write the number without quotes" in x.value.cure
+    with pytest.raises(ConfigError, match="refused its arguments") as x:
+        build_optimizer(spec(learning_rate=1e-3), parameters())
+    assert "signature" in x.value.cure

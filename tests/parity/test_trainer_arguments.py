@@ -6,12 +6,14 @@ import pytest
 import torch
 from ray.train import Checkpoint, CheckpointConfig, RunConfig
 from torch import nn
+from torch.utils.data import DataLoader
 
 import raypar
 from raypar.callbacks import Callback, EarlyStopping
 from raypar.cli import main
 from raypar.config import ElasticConfig
-from raypar.errors import ConfigError, DataError, PlanError
+from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
+from raypar.launch import resumed
 from raypar.worker import profile
 from raypar.worker.preflight import preflight
 from raypar.worker.spec import DataSpec, Ref
@@ -35,6 +37,11 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
             r"data is a dict with keys train, test, not a data set\n.*of several splits, one",
         ),
         ({"data": 3}, r"data is a int"),
+        ({"data": DataLoader([1, 2])}, r"data is a DataLoader\n.*data=loader\.dataset"),
+        (
+            {"optimizer": torch.optim.AdamW(nn.Linear(1, 1).parameters())},
+            r"optimizer is a AdamW\n.*its class.*optimizer=\(AdamW, \{'lr': \.\.\.\}\)",
+        ),
         ({"elastic": "yes"}, r"elastic is 'yes'\n.*give True, or a dict"),
         ({"elastic": {"min_worker": 2}}, r"unknown key elastic.min_worker: did you mean elastic.min_workers\?"),
         ({"elastic": {"min_workers": 0}}, r"elastic.min_workers: expected greater than 0, got 0"),
@@ -170,3 +177,15 @@ def test_elastic_is_the_section_of_a_job_file():
 def test_more_workers_than_fit_here_are_taken_to_be_on_other_machines(monkeypatch):
     monkeypatch.setattr(profile, "processors", lambda: 2)
     assert profile.free_memory_bytes(4) > 0.5 * profile.free_memory_bytes(400) > 0
+
+
+def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkeypatch: pytest.MonkeyPatch):
+    from types import SimpleNamespace
+
+    from raypar.worker import checkpoint
+
+    monkeypatch.setattr(checkpoint, "load_manifest", lambda path: SimpleNamespace(steps_done=225))
+    monkeypatch.setattr(checkpoint, "check_contract", lambda manifest, spec: None)
+    with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
+        resumed(SimpleNamespace(stop_at_step=None), Path("c"), SimpleNamespace(steps=10), None, None)
+    assert "--set steps=450" in x.value.cure

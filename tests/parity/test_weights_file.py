@@ -554,6 +554,20 @@ def test_of_several_names_of_a_tie_the_first_is_read_and_the_shapes_of_all_are_c
         match_weights(file, {"embed.weight": (7, 4)}, ties)
 
 
+@pytest.mark.parametrize("head", [torch.ones(7, 4), torch.zeros(7, 4), torch.zeros(7, 4).bfloat16()])
+def test_names_of_a_tie_with_different_values_are_told(head: torch.Tensor, tmp_path: Path):
+    ties = [["embed.weight", "head.weight"]]
+    with open_weights(stored(tmp_path, {"head.weight": head, "embed.weight": torch.zeros(7, 4)})) as file:
+        told = [
+            note
+            for note in match_weights(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, ties).notes
+            if "one parameter" in note
+        ]
+    says = "has embed.weight and head.weight, which are one parameter of the model, with different values: those of embed"
+    same = head.dtype == torch.float32 and not head.any()
+    assert len(told) == (not same) and all(says in note for note in told)
+
+
 def test_a_tie_that_is_missing_is_counted_once(tmp_path: Path):
     said = r"none of the model's 1 tensors is in the file: embed.weight;"
     with open_weights(stored(tmp_path, {"other": torch.ones(1)})) as file, pytest.raises(CheckpointError, match=said):

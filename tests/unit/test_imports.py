@@ -161,3 +161,8 @@ def test_a_driver_starts_without_torch():
 def test_cupy_is_loaded_only_when_a_transport_needs_it():
     comm = [".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in (PACKAGE / "comm").glob("nccl*")]
     assert comm and loaded(["raypar", *comm], {"cupy"}) == ""
+
+
+def test_what_the_readme_and_messages_name_is_there_after_import_raypar_alone():
+    code = "import raypar; assert raypar.callbacks.Callback is raypar.Callback; raypar.errors.RayparError"
+    subprocess.run([sys.executable, "-c", code], check=True)
