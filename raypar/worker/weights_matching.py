@@ -107,7 +107,8 @@ def match_weights(
 
     `ties`: groups of names of one parameter; the file needs one of a group. If it has several, their shapes are compared and
     the first one's values are used; a note tells of others that begin otherwise. `optional`: names of non-persistent buffers;
-    the file may have them, and they are read if they are in `wanted` too. `dtype`: the model's; `dtypes`: those of tensors with another one.
+    the file may have them, and they are read if they are in `wanted` too. `dtype`: the model's; `dtypes`: those of tensors
+    with another one.
     """
     source = source or WeightsSource(str(file.path))
     here, others = _dtype_name(dtype), {name: _dtype_name(each) for name, each in (dtypes or {}).items()}
