@@ -208,7 +208,7 @@ class Recorder:
         guard = self._guard_of_callbacks()
         with guard.watching("a module of the callbacks"):
             self.callbacks = pickle.loads(self.request.callbacks)
-        self._warn(guard)
+        self._warn_of_what_is_left(guard)
         self.clock()
         self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.course.first + 1})
 
@@ -308,10 +308,10 @@ class Recorder:
             return None, {}
         guard = self._guard_of_callbacks()
         stop, metrics = self.callbacks.call(hook, facts, around=guard.watching)
-        self._warn(guard)
+        self._warn_of_what_is_left(guard)
         return stop, metrics
 
-    def _warn(self, guard: EnvironmentGuard) -> None:
+    def _warn_of_what_is_left(self, guard: EnvironmentGuard) -> None:
         """Tells what users' code has left of the state of the driver's process."""
         for _, text in guard.lines():
             self.note({"kind": "warning", "text": text})

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from helpers import reference, same_shards
 from helpers import sharded_models as models
-from helpers.on_shards import error, graph_of
-from torch import Tensor
+from helpers.on_shards import SEED, error, graph_of
+from torch import Tensor, nn
 
 from examples import gpt
 from raypar.comm.memory import CPU
@@ -51,6 +51,12 @@ class Tokens:
 def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Token-weighted, as `gpt.loss`, for models that end in any logits."""
     return gpt.loss(logits, targets)
+
+
+def seeded_gpt() -> nn.Module:
+    """The model function of `graph("gpt")`, with the same values under every seed of a job."""
+    torch.manual_seed(SEED)
+    return gpt.layers(VOCAB, WIDTH, DEPTH, HEADS, SEQ + 1)
 
 
 @functools.cache

@@ -14,11 +14,10 @@ import torch
 from helpers import gpu_calls, standin, ugly_models
 from helpers.parity import expected
 from helpers.processes import Workers
-from helpers.shard_grid import DEPTH, HEADS, SEQ, VOCAB, WIDTH, Cell, one_process
+from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
-from examples import gpt
 from raypar.elastic.holdings import WholeParameters, moves
 from raypar.elastic.part import Part
 from raypar.elastic.sliced import SlicedParameters
@@ -178,7 +177,7 @@ def test_a_rank_killed_inside_an_operation_costs_no_bit(workers, operation, smal
 
 
 CELL = Cell("gpt", "1f1b", (2,), (2,), 4, dtype="float32")
-MODEL = Ref(gpt.layers, {"vocab": VOCAB, "width": WIDTH, "depth": DEPTH, "heads": HEADS, "context": SEQ + 1})
+MODEL = Ref(seeded_gpt)
 SHARDED = replace(CELL.job, device="gpu", model=MODEL)
 
 
