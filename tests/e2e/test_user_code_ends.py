@@ -95,8 +95,11 @@ def test_what_ends_in_a_step_is_an_error_that_names_its_place(place, how):
     given, says = PLACES[place]
     job = {"model": model, "loss": loss, "data": Samples(8), "steps": 1, "batch_size": 4, "microbatches": 2}
     spec = raypar.Trainer(**(job | given(how))).spec
-    local = LocalJob(spec, ParallelPlan.mesh(layers=4), "1f1b")
-    with recording_ctrl_c(), local, pytest.raises(UserCodeError, match="(?s)" + says.format(HOW[how])) as found:
+    with (
+        recording_ctrl_c(),  # before the job: whose handlers are to be in place when it begins
+        LocalJob(spec, ParallelPlan.mesh(layers=4), "1f1b") as local,
+        pytest.raises(UserCodeError, match="(?s)" + says.format(HOW[how])) as found,
+    ):
         local.step(0)
     assert "tiny_job.py" in found.value.what, "the traceback leads to the code"
 
