@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+import raypar.elastic.outcome  # noqa: F401  workers' answers hold it; later Ray may be unpacking the job's folder anew
 from raypar.actors import words
 from raypar.actors.beginning import Beginning
 from raypar.actors.calls import Calls

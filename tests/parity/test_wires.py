@@ -75,8 +75,10 @@ def check(layout, **changes):
         if job.validation is not None:
             run.validate(0)
         untrained = {index for core in run.cores for index, stage in core.stages.items() if not stage.uses}
+        spares = {rank for rank, core in enumerate(run.cores) if not core._mine}
     assert used <= wanted
     idle = wanted - used - undefined
+    idle -= {w for w in idle if set(w.members) <= spares}  # a replica without a block computes nothing
     if not job.sequence_parallel:  # then only the loss gathers, of logits that are cut
         idle -= {Wire(w.members, "all_gather", SHARDS + len(layout.plan.stages) - 1) for w in idle}
     assert not {w for w in idle if w.operation == "message" or w.channel % FAST not in untrained}
