@@ -78,7 +78,6 @@ class WorkerActor:
             return self.said  # to a new driver
         with self.footing.elsewhere():
             import torch
-            import torch._dynamo  # by the first optimizer; 2 s
 
         from raypar.actors.fingerprint import fingerprint
         from raypar.comm.cpu import CpuMesh

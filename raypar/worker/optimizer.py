@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from raypar.errors import ConfigError, UserCodeError
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.spec import OptimizerSpec
+from raypar.worker.without_dynamo import without_dynamo
 
 
 def _group_of(spec: OptimizerSpec, name: str) -> int:
@@ -57,6 +58,8 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
             group = groups[_group_of(spec, name)]
             group["params"].append(parameter)
             group["names"].append(name)
+    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
+        without_dynamo(made)
     try:
         optimizer = made([{k: v for k, v in g.items() if k != "names"} for g in groups if g["params"]], **spec.optimizer.args)
     except (TypeError, ValueError) as error:

@@ -1,0 +1,62 @@
+"""Optimizers of PyTorch without `torch._dynamo`, as long as nobody compiles anything.
+
+`torch.optim` imports it with the first optimizer of a process, only to tell it that it is to leave these methods alone, which
+costs each worker more than a second of a processor and 70 MiB.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
+
+_DISABLED = torch._disable_dynamo(lambda: None).__code__
+"""Of every method that PyTorch wraps in `torch._disable_dynamo`."""
+_STEP = _use_grad_for_differentiable(lambda: None).__code__
+"""Of every `step` that sets the gradient mode between two breaks of dynamo's graph."""
+
+
+def without_dynamo(kind: type[Optimizer]) -> None:
+    """The methods of `kind` and its bases import `torch._dynamo` no more; once somebody else has, they are what they were.
+
+    Idempotent. A method that is wrapped otherwise, by another release of PyTorch say, is left as it is: it costs the time.
+    """
+    for owner in kind.__mro__:
+        for name, method in list(vars(owner).items()):
+            hooked = getattr(method, "hooked", False)  # by the first object of the class
+            made = method.__wrapped__ if hooked else method
+            plain = _plain(made)
+            if plain is None:
+                continue
+            changed = _unless_loaded(made, plain)
+            if hooked:
+                changed = Optimizer.profile_hook_step(changed)
+                changed.hooked = True
+            setattr(owner, name, changed)
+
+
+def _plain(method: Any) -> Callable[..., Any] | None:
+    """What `method` does without dynamo; None if it does not call it."""
+    code = getattr(method, "__code__", None)
+    if code is _DISABLED:
+        return method.__wrapped__  # type: ignore[no-any-return]
+    if code is not _STEP:
+        return None
+
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return method.__wrapped__(optimizer, *args, **kwargs)
+
+    return step
+
+
+def _unless_loaded(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (method if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
+
+    return call
