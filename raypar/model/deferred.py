@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.model_call import filler
+from raypar.model.without_dynamo import without_dynamo
 
 T = TypeVar("T")
 
@@ -247,6 +248,7 @@ class Recording:
             real[view.memory] = result.untyped_storage()
 
 
+@without_dynamo
 class _Operations(TorchDispatchMode):
     """Records ATen operations."""
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raypar.model.without_dynamo import without_dynamo
+
 T = TypeVar("T")
 
 WHOLE_BYTES = 1 << 30
@@ -24,6 +26,7 @@ class TooLarge(BaseException):
     """
 
 
+@without_dynamo
 class Allocations(TorchDispatchMode):
     """While entered: counts the bytes of new tensors, and fills uninitialised memory with NaN (integers with 0).
 

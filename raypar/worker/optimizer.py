@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ConfigError, UserCodeError
+from raypar.model.without_dynamo import without_dynamo
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.spec import OptimizerSpec
-from raypar.worker.without_dynamo import without_dynamo
 
 
 def _group_of(spec: OptimizerSpec, name: str) -> int:

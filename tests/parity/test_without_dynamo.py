@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from raypar.model.without_dynamo import without_dynamo
 from raypar.worker.optimizer import build_optimizer
 from raypar.worker.spec import OptimizerSpec, Ref
-from raypar.worker.without_dynamo import without_dynamo
 
 NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
@@ -66,7 +66,7 @@ def test_with_and_without_the_compiler_the_bits_are_the_same(name, monkeypatch):
     without = trained(name)
     assert "torch._dynamo" not in sys.modules
     monkeypatch.undo()
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
     assert all(map(torch.equal, without, trained(name)))
 

@@ -1,7 +1,7 @@
-"""Optimizers of PyTorch without `torch._dynamo`, as long as nobody compiles anything.
+"""Optimizers and dispatch modes of PyTorch without `torch._dynamo`, as long as nobody compiles anything.
 
-`torch.optim` imports it with the first optimizer of a process, only to tell it that it is to leave these methods alone, which
-costs each worker more than a second of a processor and 70 MiB.
+PyTorch imports it with the first of them in a process, only to tell it to leave these methods alone. That costs each process more
+than a second of a processor and 70 MiB.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
+
+T = TypeVar("T", bound=type)
 
 _DISABLED = torch._disable_dynamo(lambda: None).__code__
 """Of every method that PyTorch wraps in `torch._disable_dynamo`."""
@@ -20,14 +22,14 @@ _STEP = _use_grad_for_differentiable(lambda: None).__code__
 """Of every `step` that sets the gradient mode between two breaks of dynamo's graph."""
 
 
-def without_dynamo(kind: type[Optimizer]) -> None:
-    """The methods of `kind` and its bases import `torch._dynamo` no more; once somebody else has, they are what they were.
+def without_dynamo(kind: T) -> T:
+    """Return `kind`; its methods, and those of its bases, no longer import `torch._dynamo`. Where it is loaded they use it.
 
     Idempotent. A method that is wrapped otherwise, by another release of PyTorch say, is left as it is: it costs the time.
     """
     for owner in kind.__mro__:
         for name, method in list(vars(owner).items()):
-            hooked = getattr(method, "hooked", False)  # by the first object of the class
+            hooked = getattr(method, "hooked", False)  # by the first optimizer of the class
             made = method.__wrapped__ if hooked else method
             plain = _plain(made)
             if plain is None:
@@ -35,8 +37,9 @@ def without_dynamo(kind: type[Optimizer]) -> None:
             changed = _unless_loaded(made, plain)
             if hooked:
                 changed = Optimizer.profile_hook_step(changed)
-                changed.hooked = True
+                changed.hooked = True  # type: ignore[attr-defined]
             setattr(owner, name, changed)
+    return kind
 
 
 def _plain(method: Any) -> Callable[..., Any] | None:
