@@ -1,7 +1,7 @@
 """Optimizers and dispatch modes of PyTorch without `torch._dynamo`, as long as nobody compiles anything.
 
-PyTorch imports it with the first of them in a process, only to tell it to leave these methods alone. That costs each process more
-than a second of a processor and 70 MiB.
+PyTorch imports it with the first of them in a process, only to tell it to leave these methods alone. That costs each process
+more than a second of a processor and 70 MiB.
 """
 
 from __future__ import annotations
