@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,18 @@ def on_meta(layer: Layer) -> nn.Module:
         module = layer.build()
     refuse_unsupported(layer.name, module)
     return module
+
+
+def skeleton(layer: Layer) -> nn.Module:
+    """The layer's skeleton, to be looked at and never changed: it is made once. Raises `ModelError` as `on_meta` does."""
+    kept = vars(layer)  # beside the fields, which alone decide whether two layers are equal
+    if "_skeleton" not in kept:
+        if isinstance(layer.build, Copies):
+            refuse_unsupported(layer.name, layer.build.skeleton)
+            kept["_skeleton"] = layer.build.skeleton
+        else:
+            kept["_skeleton"] = on_meta(layer)
+    return cast(nn.Module, kept["_skeleton"])
 
 
 def refuse_unsupported(layer: str, module: nn.Module) -> None:
@@ -80,7 +92,7 @@ def describe(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSiz
     sizes = []
     for layer in graph.layers:
         count = 0
-        for path, parameter in on_meta(layer).named_parameters():
+        for path, parameter in skeleton(layer).named_parameters():
             name = canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}")
             if name not in counted:
                 counted.add(name)
@@ -94,7 +106,7 @@ def parameter_shapes(graph: Graph, first: int = 0, last: int | None = None) -> d
     canonical = canonical_names(graph)
     shapes: dict[str, torch.Size] = {}
     for layer in graph.layers[first:last]:
-        for path, parameter in on_meta(layer).named_parameters():
+        for path, parameter in skeleton(layer).named_parameters():
             shapes.setdefault(canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}"), parameter.shape)
     return shapes
 
@@ -107,7 +119,7 @@ def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict
     return {
         f"{layer.name}.{path}": buffer.shape
         for layer in graph.layers[first:last]
-        for path, buffer in on_meta(layer).named_buffers()
+        for path, buffer in skeleton(layer).named_buffers()
     }
 
 
@@ -116,7 +128,7 @@ def persistent_buffers(graph: Graph) -> set[str]:
     return {
         f"{layer.name}.{path}"
         for layer in graph.layers
-        for module in [on_meta(layer)]
+        for module in [skeleton(layer)]
         for path, _ in module.named_buffers()
         if path.rpartition(".")[2] not in module.get_submodule(path.rpartition(".")[0])._non_persistent_buffers_set
     }
@@ -135,7 +147,7 @@ def state_on_meta(graph: Graph, first: int, last: int, dtype: torch.dtype) -> di
     canonical = canonical_names(graph)
     found: dict[str, Tensor] = {}
     for layer in graph.layers[first:last]:
-        for name, tensor in named_state([(layer.name, on_meta(layer))]):
+        for name, tensor in named_state([(layer.name, skeleton(layer))]):
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             found.setdefault(canonical.get(name, name), torch.empty(tensor.shape, dtype=kind, device="meta"))
     return found
@@ -260,6 +272,20 @@ def skeletons(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
                     # Computed from parameters, as `torch.nn.utils.weight_norm` leaves it; PyTorch copies no such tensor.
                     memo.setdefault(id(value), value.detach())
     return [(name, copy.deepcopy(module, memo)) for name, module in layers]
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """A layer's `build` that returns copies of its skeleton.
+
+    Unlike `copy.deepcopy`, keeps attributes that users set on parameters.
+    """
+
+    skeleton: nn.Module
+
+    def __call__(self) -> nn.Module:
+        ((_, module),) = skeletons([("", self.skeleton)])
+        return module
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

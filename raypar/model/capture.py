@@ -10,7 +10,7 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import named_state, on_meta, refuse_lazy, refuse_unsupported, skeletons
+from raypar.model.build import Copies, named_state, on_meta, refuse_lazy, refuse_unsupported, skeletons
 from raypar.model.deferred import Recording, settle_attributes
 from raypar.model.graph import Graph
 from raypar.model.initial_values import ByNameValues, CallGuard, DeferredValues, LayerBuildValues, WholeModelValues
@@ -53,7 +53,7 @@ def capture(
         for _, module in pairs:
             settle_attributes(module, recording)
     initial = WholeModelValues(state, again, notes) if recording is None else DeferredValues(state, recording, notes)
-    graph = Graph.sequential([(name, _copies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
+    graph = Graph.sequential([(name, Copies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
     return replace(graph, initial=initial)
 
 
@@ -101,7 +101,7 @@ def without_values(graph: Graph, *, seed: int, state: RandomState, guard: CallGu
         refuse_shared_memory([(name, module)])
         refuse_undeclared_ties(name, module, seen, graph.ties)
         ((_, bare),) = skeletons([(name, module)])
-        layers.append(replace(layer, build=_copies(bare)))
+        layers.append(replace(layer, build=Copies(bare)))
     made = replace(graph, layers=tuple(layers))
     _check_ties(made)
     return replace(made, initial=built if graph.init is None else ByNameValues(made, seed, built))
@@ -137,16 +137,3 @@ def _check_ties(graph: Graph) -> None:
                     f"{name} {list(shape)} is {kinds[trained]}",
                     cure="a tie is one parameter: give all its names one shape and one requires_grad",
                 )
-
-
-def _copies(skeleton: nn.Module) -> Callable[[], nn.Module]:
-    """A layer's `build` that returns copies of the skeleton.
-
-    Unlike `copy.deepcopy`, keeps attributes that users set on parameters.
-    """
-
-    def build() -> nn.Module:
-        ((_, module),) = skeletons([("", skeleton)])
-        return module
-
-    return build

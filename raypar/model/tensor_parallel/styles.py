@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.build import on_meta, outline_of, parameter_shapes
+from raypar.model.build import outline_of, parameter_shapes, skeleton
 from raypar.model.graph import Graph
 from raypar.plan import Outline
 from raypar.plan.spans import Cut, Spans, count, even, joined, repeated, scaled, shifted
@@ -114,7 +114,7 @@ def outline_of_shards(graph: Graph, shards: Iterable[int], styles: Mapping[str, 
 def _modules(graph: Graph) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     """(qualified name, module that owns parameters, the modules it is in, innermost first)."""
     for layer in graph.layers:
-        root = on_meta(layer)
+        root = skeleton(layer)
         for path, module in root.named_modules():
             if any(p is not None for p in module._parameters.values()):
                 steps = path.split(".") if path else []
@@ -174,7 +174,7 @@ def inferred(graph: Graph) -> dict[str, Style]:
     found: dict[str, Style] = {}
     vocabularies: set[int] = set()
     for layer in graph.layers:
-        root = on_meta(layer)
+        root = skeleton(layer)
         for path, parent in root.named_modules():
             prefix = f"{layer.name}.{path}." if path else f"{layer.name}."
             children = dict(parent.named_children())
@@ -190,7 +190,7 @@ def inferred(graph: Graph) -> dict[str, Style]:
                     found[prefix + name] = Style("vocabulary")
                     vocabularies.add(child.num_embeddings)
     layer = graph.layers[-1]
-    for path, module in on_meta(layer).named_modules():
+    for path, module in skeleton(layer).named_modules():
         name = f"{layer.name}.{path}" if path else layer.name
         if name.rpartition(".")[2] in _LOGITS and _linear(module) and module.out_features in vocabularies:
             found[name] = Style("vocabulary")
