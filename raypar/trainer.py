@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from raypar.launch import (
 )
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder, local_path
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, without_stable_text
 
 if TYPE_CHECKING:
     from raypar.config import ElasticConfig
@@ -320,6 +321,13 @@ def as_ref(value: Any, what: str) -> Ref:
             cure=f"give a function that builds it ({what}=lambda: nn.Sequential(...)): every worker makes only its own stage",
         )
     if isinstance(value, str) or callable(value):
+        if isinstance(value, functools.partial) and (unstable := without_stable_text(value)) is not None:
+            raise ConfigError(
+                f"{what} is a functools.partial with the argument {unstable}, which is another text in another process, so "
+                "the run could not be resumed",
+                cure=f"give a function that makes that argument itself, or the class of it a __repr__ that says what it holds: "
+                f"{what}=a function, or (function, {{...}})",
+            )
         return Ref(value, args)
     cure = 'give "module:name", a function, or a pair (function, keyword arguments)'
     if what == "optimizer" and hasattr(value, "param_groups"):

@@ -82,7 +82,7 @@ def test_a_worker_of_a_run_that_is_not_elastic_is_stopped_for_a_while_and_nothin
         trainee.result = trainee.run(act)
     finally:
         trainee.wakes.join()
-    wanted = Undisturbed.of(tmp_path / "plain", *layout, "elastic=false")
+    wanted = Undisturbed.of(tmp_path, *layout, "elastic=false")
     assert trainee.result.end == "done", trainee.result.why
     assert (trainee.losses, trainee.result.weights_sha256) == (wanted.losses, wanted.weights_sha256)
     (line,) = [event["text"] for event in trainee.told("waiting")]
