@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ray.train import Checkpoint, CheckpointConfig, RunConfig
+from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -84,6 +84,27 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"run_config": RunConfig(storage_path="abfs://c@a/runs")}, r"raypar does not read or write abfs storage"),
         ({"run_config": RunConfig(storage_filesystem="any")}, r"run_config has storage_filesystem.*\n.*mounted"),
         ({"run_config": RunConfig(worker_runtime_env={"pip": ["x"]})}, r"run_config has worker_runtime_env.*\n.*ray.init"),
+        (
+            {"run_config": RunConfig(failure_config=FailureConfig(max_failures=3))},
+            r"run_config has failure_config, which raypar does not use\n.*elastic=True",
+        ),
+        (
+            {"run_config": RunConfig(logging_config=LoggingConfig(log_level="DEBUG"))},
+            r"run_config has logging_config, which raypar does not use\n.*leave it out",
+        ),
+        (
+            {"checkpoint_config": CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss")},
+            r"checkpoint_config has checkpoint_score_attribute, .*\n.*the newest checkpoints are kept",
+        ),
+        (
+            {"run_config": RunConfig(checkpoint_config=CheckpointConfig(checkpoint_score_order="min"))},
+            r"checkpoint_config has checkpoint_score_order",
+        ),
+        ({"schedule": "gpipe"}, r'schedule is \'gpipe\', but with plan="auto" the planner chooses .*\n.*plan=\{"stages"'),
+        (
+            {"schedule": "gpipe", "plan": {"stages": 2, "schedule": "1f1b"}},
+            r"schedule is 'gpipe', and the plan's is '1f1b'\n.*one of them",
+        ),
         ({"callbacks": [Callback]}, r"callback Callback is a class, not an object of it\n.*give an object: Callback\(...\)"),
         ({"callbacks": Callback}, r"callbacks is .*Callback.*, not a list\n.*callbacks=\[Callback\(\)\]"),
         ({"callbacks": EarlyStopping()}, r"not a list\n.*callbacks=\[EarlyStopping\(\)\]"),
