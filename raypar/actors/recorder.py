@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.fingerprint import differences
 from raypar.actors.journal import Journal
 from raypar.actors.line_file import LineFile
 from raypar.actors.messages import Hello
@@ -87,8 +88,6 @@ class Recorder:
 
     def meet(self, hellos: Sequence[Hello]) -> list[str]:
         """Compare what the workers compute with; warnings when they differ."""
-        from raypar.actors.fingerprint import differences
-
         return [f"not bitwise: the workers differ in {line}" for line in differences([h.fingerprint for h in hellos])]
 
     def seat(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
