@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -138,28 +140,58 @@ def _info(kind: type[Info], facts: Mapping[str, Any]) -> Info:
     return kind(**{k: v for k, v in {**facts, "metrics": dict(facts)}.items() if k in names})
 
 
+RETRY_TIMES = 10.0
+"""A tracker whose call failed after t seconds (a server that does not answer) is not called for 10 t more."""
+
+
+@dataclass
+class _Outage:
+    """A tracker that cannot write. `retry_s`: not called before (monotonic); `missed`: calls whose numbers it lacks."""
+
+    retry_s: float = 0.0
+    missed: int = 0
+
+
 class Callbacks:
-    """All callbacks of a run. Every one of them is called even if one before it raises."""
+    """All callbacks of a run. Every one of them is called even if one before it raises.
+
+    A tracker that cannot write (a full disk, a server that is down) does not end the run: `lines` returns what to tell people.
+    """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._callbacks = tuple(callbacks)
+        self._outages: dict[int, _Outage] = {}
+        """Index of a tracker -> since when it cannot write."""
+        self._lines: list[tuple[str, str]] = []
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(kind, text) of each line for the user since the last call: `warning` when a tracker fails, `note` when it works."""
+        lines, self._lines = self._lines, []
+        return lines
 
     def call(
         self, hook: str, facts: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Any]] = nullcontext
     ) -> tuple[str | None, dict[str, Any]]:
         """Call one hook of each inside `around(its name)`; returns the first reason to stop and the metrics they added.
 
-        Raises `UserCodeError` with the traceback of the first that raised, after all were called.
+        Raises `UserCodeError` with the traceback of the first that raised, after all were called; not for trackers that
+        cannot write.
         """
         info = _info(_INFOS[hook], facts)
         stop: str | None = None
         metrics: dict[str, Any] = {}
         failed: RayparError | None = None
-        for callback in self._callbacks:
+        for index, callback in enumerate(self._callbacks):
             name = f"{type(callback).__name__}.{hook}"
+            outage, began_s = self._outages.get(index), time.monotonic()
+            if outage is not None and hook != "on_end" and began_s < outage.retry_s:
+                outage.missed += 1
+                continue
             try:
                 with around(f"callback {name}"):
                     answer = getattr(callback, hook)(info)
+                if outage is not None and hook in WRITING_HOOKS:
+                    self._works_again(index)
                 if isinstance(answer, Stop):
                     stop = stop or f"{type(callback).__name__}: {answer.reason}"
                 elif isinstance(answer, Mapping):
@@ -170,6 +202,9 @@ class Callbacks:
                 failed = failed or error
             except USER_CODE_ERRORS as error:
                 reraise_ctrl_c(error)
+                if isinstance(callback, Tracker) and callback.may_fail(hook, error):
+                    self._cannot_write(index, callback, hook, error, began_s)
+                    continue
                 at = f", after {facts['step']} steps," if "step" in facts else ""
                 text = f"callback {name}{at} raised {error_text(error)}\n{traceback.format_exc()}"
                 failed = failed or UserCodeError(
@@ -178,6 +213,33 @@ class Callbacks:
         if failed is not None:
             raise failed
         return stop, metrics
+
+    def _cannot_write(self, index: int, tracker: Tracker, hook: str, error: BaseException, began_s: float) -> None:
+        """Tell it once, and call the tracker again later; never again if it has not even begun."""
+        now_s, name = time.monotonic(), type(tracker).__name__
+        known = index in self._outages
+        outage = self._outages.setdefault(index, _Outage())
+        if not tracker.begun:
+            outage.retry_s = math.inf
+        elif hook in WRITING_HOOKS:
+            outage.retry_s = now_s + RETRY_TIMES * (now_s - began_s)
+            outage.missed += 1
+        if known:
+            return
+        what = "cannot write" if tracker.begun else "could not begin"
+        next_ = "it is tried again" if tracker.begun else "this run goes on without it"
+        text = f"tracker {name} {what} ({error_text(error)}); training goes on, {next_}, and metrics.jsonl has the numbers"
+        self._lines.append(("warning", f"{text}\n  cure: free disk space, or see to the tracker's server"))
+
+    def _works_again(self, index: int) -> None:
+        missed, name = self._outages.pop(index).missed, type(self._callbacks[index]).__name__
+        if missed:  # else only its start was disturbed
+            lacks = f"{missed} step{'s' * (missed != 1)} or validations, which metrics.jsonl has"
+            self._lines.append(("note", f"tracker {name} can write again; it lacks {lacks}"))
+
+
+WRITING_HOOKS = ("on_step", "on_validation")
+"""Hooks in which every tracker writes."""
 
 
 def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,10 +299,25 @@ class EarlyStopping(Callback):
 
 
 class Tracker(Callback):
-    """Sends the numbers of every step and validation somewhere. Needs its package when it is made, on whatever machine."""
+    """Sends the numbers of every step and validation somewhere. Needs its package when it is made, on whatever machine.
+
+    If it cannot write, the run goes on: see `may_fail`.
+    """
 
     packages: ClassVar[Sequence[str]] = ()
     """Any one of these will do."""
+    begun: bool = True
+    """Whether `log` may be called; False where `on_start` has to succeed first, and has not."""
+
+    def may_fail(self, hook: str, error: BaseException) -> bool:
+        """Whether the run goes on in spite of `error`: an `OSError` or its consequence; once the run has begun, whatever a
+        tracker of raypar's raises, for their packages have errors of their own for a server or a disk that fails."""
+        if hook != "on_start" and isinstance(error, Exception) and type(self) in TRACKERS.values():
+            return True
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        return cause is not None
 
     def __init__(self) -> None:
         import importlib.util
@@ -268,6 +345,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in metrics.items() if k != "step" and isinstance(v, (int, float))}
 
 
+REMOTE_FLUSH_S = 120.0
+"""How often event files that are not local are uploaded."""
+
+
 class TensorBoard(Tracker):
     """Event files in the run folder, under `tensorboard/` unless `log_dir` says otherwise."""
 
@@ -276,23 +357,61 @@ class TensorBoard(Tracker):
     def __init__(self, log_dir: str | None = None) -> None:
         super().__init__()
         self.log_dir = log_dir
-        self._writer: Any = None
+        self._directory = ""
+        self._events: Any = None
+        """Writes the present event file; None before the first, and after one that could not be written."""
+        self._files = 0
+        self._flushed_s = 0.0
 
     def on_start(self, info: StartInfo) -> None:
         """Open the event file; steps that a resumed run does again replace the old ones."""
-        from tensorboardX import SummaryWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        self._writer = SummaryWriter(self.log_dir or str(Path(info.folder) / "tensorboard"), purge_step=info.first)
+        self._directory = self.log_dir or str(Path(info.folder) / "tensorboard")
+        self._write(Event(step=info.first, session_log=SessionLog(status=SessionLog.START), wall_time=time.time()))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar a metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import scalar
+
+        values = [scalar(name, value).value[0] for name, value in metrics.items()]
+        self._write(Event(step=step, summary=Summary(value=values), wall_time=time.time()))
+
+    def _write(self, event: Any) -> None:
+        """Write in this thread: tensorboardX's `SummaryWriter` has a thread of its own, and when that dies of a full disk its
+        queue fills, and every later call waits for ever."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.record_writer import directory_check
+
+        fresh = self._events is None
+        suffix = f".{os.getpid()}.{self._files}"
+        try:
+            if fresh:
+                directory_check(self._directory)
+                self._events = EventsWriter(f"{self._directory.rstrip('/')}/events", suffix)
+            self._events.write_event(event)
+            remote = "://" in self._directory  # there every flush uploads the whole file
+            if not remote or time.monotonic() - self._flushed_s > REMOTE_FLUSH_S:
+                self._events.flush()
+                self._flushed_s = time.monotonic()
+        except OSError:
+            # The next call begins another file, for the last record of this one may be torn; an empty one is removed.
+            failed, self._events = self._events, None
+            with suppress(Exception):
+                failed.close()
+            if fresh:
+                for left in Path(self._directory).glob(f"*{suffix}"):
+                    left.unlink(missing_ok=True)
+            else:
+                self._files += 1
+            raise
 
     def on_end(self, info: EndInfo) -> None:
         """Write out what is buffered."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._events is not None:
+            self._events.close()
 
 
 class WandB(Tracker):
@@ -303,6 +422,7 @@ class WandB(Tracker):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
+        self.begun = False
         self._run: Any = None
 
     def on_start(self, info: StartInfo) -> None:
@@ -311,10 +431,11 @@ class WandB(Tracker):
 
         note = Path(info.folder) / "wandb.id"
         options = {"name": info.run, "dir": info.folder, "resume": "allow", **self.options}
-        if note.is_file():
-            options["id"] = note.read_text().strip()
+        if (former := _noted(note)) is not None:
+            options["id"] = former
         self._run = wandb.init(**options)
-        note.write_text(self._run.id)
+        self.begun = True
+        _keep_note(note, self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One call a step."""
@@ -334,7 +455,7 @@ class MLflow(Tracker):
     def __init__(self, tracking_uri: str | None = None, experiment: str | None = None) -> None:
         super().__init__()
         self.tracking_uri, self.experiment = tracking_uri, experiment
-        self._active = False
+        self.begun = False
 
     def on_start(self, info: StartInfo) -> None:
         """Start or go on."""
@@ -345,12 +466,10 @@ class MLflow(Tracker):
         if self.experiment is not None:
             mlflow.set_experiment(self.experiment)
         note = Path(info.folder) / "mlflow.id"
-        if note.is_file():
-            run = mlflow.start_run(run_id=note.read_text().strip())
-        else:
-            run = mlflow.start_run(run_name=info.run)
-        note.write_text(run.info.run_id)
-        self._active = True
+        former = _noted(note)
+        run = mlflow.start_run(run_name=info.run) if former is None else mlflow.start_run(run_id=former)
+        self.begun = True
+        _keep_note(note, run.info.run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One call a step."""
@@ -360,11 +479,26 @@ class MLflow(Tracker):
 
     def on_end(self, info: EndInfo) -> None:
         """Close the run; a failed one is marked as failed."""
-        if self._active:
+        if self.begun:
             import mlflow
 
             status = {"failed": "FAILED", "interrupted": "KILLED"}.get(info.end, "FINISHED")
             mlflow.end_run(status=status)
+
+
+def _noted(note: Path) -> str | None:
+    """The id that a former start of this run has kept; None if there is none."""
+    return (note.read_text().strip() or None) if note.is_file() else None
+
+
+def _keep_note(note: Path, text: str) -> None:
+    """Keep an id for a resumed run, whole or not at all. Raises `OSError`, which names the file."""
+    from raypar.run_folder import replace_whole
+
+    try:
+        replace_whole(note, text.encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(note)) from error
 
 
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}

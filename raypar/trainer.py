@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from raypar.launch import (
 )
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder, local_path
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, without_stable_text
 
 if TYPE_CHECKING:
     from raypar.config import ElasticConfig
@@ -41,8 +42,27 @@ NOT_OF_RAY_TRAIN = {
     "storage_filesystem": "give storage_path, the path of a folder (on a cluster, of storage that all nodes have mounted)",
     "callbacks": "give callbacks=[...] to Trainer, objects of classes derived from raypar.callbacks.Callback",
     "worker_runtime_env": "give it to ray.init(runtime_env=...)",
+    "failure_config": "give elastic=True to Trainer: workers that are lost are then replaced; `raypar resume` after a failure",
+    "stop": "give steps= or stop_at_step= to Trainer, or a callback that returns raypar.callbacks.Stop",
+    "verbose": "give it to fit(verbose=...)",
+    "checkpoint_score_attribute": "leave it out: the newest checkpoints are kept, num_to_keep of them",
+    "checkpoint_score_order": "leave it out: the newest checkpoints are kept, num_to_keep of them",
+    "checkpoint_at_end": "leave it out: there always is one at the end",
 }
-"""Fields of Ray Train's `RunConfig` that would be passed over in silence, and what to give instead."""
+"""Fields of Ray Train's configs that would be passed over in silence, and what to give instead."""
+USED_OF_RAY_TRAIN = ("name", "storage_path", "checkpoint_config", "num_to_keep", "checkpoint_frequency")
+
+
+def check_is_used(config: Any, what: str) -> None:
+    """Raise `ConfigError` if a config of Ray Train says something that has no effect: a field that is not as by default."""
+    default = type(config)()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        same = value == getattr(default, field.name) or (field.name == "checkpoint_at_end" and value is True)
+        if field.name not in USED_OF_RAY_TRAIN and not same:
+            raise ConfigError(
+                f"{what} has {field.name}, which raypar does not use", cure=NOT_OF_RAY_TRAIN.get(field.name, "leave it out")
+            )
 
 
 BUILT_BYTES = 32 << 20
@@ -64,7 +84,8 @@ class Trainer:
     `data_input`, `data_target`: fields of dict samples that the first layer reads and the loss is given; `data_names`: names of
     the fields of tuple samples, where they are not x, y, z; `data_processes`: CPU processes that read ahead. What a job file
     calls `data.input` and so on; `validation` samples have the same fields.
-    `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan` (then `schedule` is used).
+    `plan`: "auto", a dict with the keys of a job file's `plan`, or a `ParallelPlan`. `schedule`: of a plan that is given, by
+    default 1f1b.
     `workers`: so many at most; with "auto" as many are used as help, by default as many as this machine has processors.
     `elastic`: True, or a dict with the keys of a job file's `elastic`: workers may die, hang, join or be drained.
     `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
@@ -98,7 +119,7 @@ class Trainer:
         validate_every: int = 0,
         validation_samples: int = 0,
         plan: str | Mapping[str, Any] | ParallelPlan = "auto",
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         workers: int | None = None,
         elastic: bool | Mapping[str, Any] | ElasticConfig | None = None,
         callbacks: Sequence[Any] = (),
@@ -118,6 +139,16 @@ class Trainer:
         from raypar.commands._submitted import lasting
         from raypar.config import PlanConfig, check_arguments, parse_elastic, parse_init_from
 
+        if schedule is not None and isinstance(plan, str) and plan == "auto":
+            raise ConfigError(
+                f'schedule is {schedule!r}, but with plan="auto" the planner chooses the schedule too',
+                cure=f'leave schedule out, or give the plan: plan={{"stages": ..., "schedule": {schedule!r}}}',
+            )
+        if schedule is not None and isinstance(plan, Mapping) and plan.get("schedule", schedule) != schedule:
+            raise ConfigError(
+                f"schedule is {schedule!r}, and the plan's is {plan['schedule']!r}",
+                cure="give one of them, in plan or beside it",
+            )
         known = {f.name for f in fields(JobSpec)}
         whole_plan = isinstance(plan, ParallelPlan)  # which says nothing of styles
         for key in rest:
@@ -131,10 +162,9 @@ class Trainer:
             name = name or run_config.name  # Ray makes one up where none is given
             run_dir = run_config.storage_path or run_dir
             checkpoint_config = checkpoint_config or run_config.checkpoint_config
-            for key, instead in NOT_OF_RAY_TRAIN.items():
-                if getattr(run_config, key, None):
-                    raise ConfigError(f"run_config has {key}, which raypar does not use", cure=instead)
+            check_is_used(run_config, "run_config")
         if checkpoint_config is not None:
+            check_is_used(checkpoint_config, "checkpoint_config")
             keep = checkpoint_config.num_to_keep or keep
             frequency = getattr(checkpoint_config, "checkpoint_frequency", None)
             checkpoint_every = frequency if isinstance(frequency, int) and frequency else checkpoint_every
@@ -190,7 +220,7 @@ class Trainer:
             else None,
             **rest,
         )
-        self.plan, self.schedule, self.workers = plan, schedule, workers
+        self.plan, self.schedule, self.workers = plan, schedule or "1f1b", workers
         self.elastic = parse_elastic(elastic)
         self.callbacks = checked_callbacks(callbacks)
         self.address, self.local_nodes, self.run_dir = address, local_nodes, lasting(run_dir)
@@ -320,6 +350,13 @@ def as_ref(value: Any, what: str) -> Ref:
             cure=f"give a function that builds it ({what}=lambda: nn.Sequential(...)): every worker makes only its own stage",
         )
     if isinstance(value, str) or callable(value):
+        if isinstance(value, functools.partial) and (unstable := without_stable_text(value)) is not None:
+            raise ConfigError(
+                f"{what} is a functools.partial with the argument {unstable}, which is another text in another process, so "
+                "the run could not be resumed",
+                cure=f"give a function that makes that argument itself, or the class of it a __repr__ that says what it holds: "
+                f"{what}=a function, or (function, {{...}})",
+            )
         return Ref(value, args)
     cure = 'give "module:name", a function, or a pair (function, keyword arguments)'
     if what == "optimizer" and hasattr(value, "param_groups"):

@@ -17,7 +17,10 @@ from typing import Any
 
 import ray
 
-import raypar.elastic.outcome  # noqa: F401  workers' answers hold it; later Ray may be unpacking the job's folder anew
+# Pickles hold these: callbacks, and workers' answers. Imported later, while Ray unpacks the job's folder anew, they may not be
+# found.
+import raypar.callbacks
+import raypar.elastic.outcome  # noqa: F401
 from raypar.actors import words
 from raypar.actors.beginning import Beginning
 from raypar.actors.calls import Calls

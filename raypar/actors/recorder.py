@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.fingerprint import differences
 from raypar.actors.journal import Journal
 from raypar.actors.line_file import LineFile
 from raypar.actors.messages import Hello
@@ -87,8 +88,6 @@ class Recorder:
 
     def meet(self, hellos: Sequence[Hello]) -> list[str]:
         """Compare what the workers compute with; warnings when they differ."""
-        from raypar.actors.fingerprint import differences
-
         return [f"not bitwise: the workers differ in {line}" for line in differences([h.fingerprint for h in hellos])]
 
     def seat(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
@@ -307,15 +306,22 @@ class Recorder:
         if self.callbacks is None:  # a run that failed before it began has none
             return None, {}
         guard = self._guard_of_callbacks()
-        stop, metrics = self.callbacks.call(hook, facts, around=guard.watching)
+        try:
+            stop, metrics = self.callbacks.call(hook, facts, around=guard.watching)
+        finally:
+            self._tell_all(self.callbacks.lines())
         self._warn_of_what_is_left(guard)
         return stop, metrics
 
     def _warn_of_what_is_left(self, guard: EnvironmentGuard) -> None:
         """Tells what users' code has left of the state of the driver's process."""
-        for _, text in guard.lines():
-            self.note({"kind": "warning", "text": text})
-            self._news.append({"kind": "warning", "text": text})
+        self._tell_all(("warning", text) for _, text in guard.lines())
+
+    def _tell_all(self, lines: Iterable[tuple[str, str]]) -> None:
+        """(kind, text) of lines for people, kept with the events."""
+        for kind, text in lines:
+            self.note({"kind": kind, "text": text})
+            self._say(kind, text)
 
     def _guard_of_callbacks(self) -> EnvironmentGuard:
         """With PyTorch's state only where a callback has loaded that: nothing else is computed in this process."""

@@ -21,7 +21,7 @@ from raypar.actors.messages import Failed, Hello
 from raypar.actors.pool import Pool
 from raypar.elastic import events as on
 from raypar.elastic.crowding import Crowding
-from raypar.errors import ClusterError, CommTimeout, OutOfMemory, WorkerLost, first_line
+from raypar.errors import ClusterError, OutOfMemory, WorkerLost, first_line
 
 PING_S = 0.4
 UNHEARD_S = 1.2
@@ -178,8 +178,7 @@ class Staff:
                 if number in self._told:
                     continue
                 self._told.add(number)
-                what = f"worker {number} has not answered for {silent_s:.0f} s"
-                self.post(on.CallFailed("aborted", CommTimeout(what, cure="look at its node"), number))
+                self.post(on.Silent(number, silent_s))
             if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
                 polled_s = now  # beside the pings: without a head it blocks for as long as there is none
                 polling = asyncio.ensure_future(self._look_at_nodes())
@@ -206,7 +205,9 @@ class Staff:
         else:
             now = self._answered_s[number] = time.monotonic()
             self.crowding.report(number, waited_s, now)
-            self._told.discard(number)
+            if number in self._told:
+                self._told.remove(number)
+                self.post(on.Heard(number))
             if leaving:
                 self.leaves(number, "its process was asked to end (SIGTERM)")
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from raypar.actors.request import RunRequest
+from raypar.elastic import silence
 from raypar.elastic.machine import Phase, RunMachine
 from raypar.elastic.table import RECOVERING
 from raypar.plan import ParallelPlan
@@ -36,7 +37,9 @@ class Status:
         last_copy = recovering and machine.waits and machine.phase is not Phase.WAITING
         there = [n for n in machine.members if n not in machine.gone]
         facts = {
-            "phase": "waiting" if last_copy else _PHASES.get(machine.phase, "recovering" if recovering else "running"),
+            "phase": "waiting"
+            if last_copy or machine.silence
+            else _PHASES.get(machine.phase, "recovering" if recovering else "running"),
             "generation": machine.generation,
             "plan": plan.describe(),
             "stages": [asdict(stage) for stage in plan.stages],
@@ -45,7 +48,9 @@ class Status:
             "spares": [who(n) for n in sorted(machine.spares)],
             "starting": sorted(machine.hiring),
             "wanted": machine.wanted,
-            "why": (machine.recovery.awaited if last_copy else machine.recovery.why) if recovering else "",
+            "why": (machine.recovery.awaited if last_copy else machine.recovery.why)
+            if recovering
+            else (silence.reason(machine.silence) if machine.silence else ""),
         }
         again = machine.committed < machine.journalled and machine.phase not in _PHASES
         now = time.time()

@@ -31,6 +31,9 @@ from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
 from raypar.user_code import USER_CODE_ERRORS, error_text
 
 ORPHAN_THREAD = "raypar-orphan"
+STEP_TIMEOUT_S = 900.0
+"""Longer than the driver of a run that is not elastic waits for a silent worker (`Course.last_copy_wait_s`), for whom its peers
+wait in communication."""
 LEAVE_S = 5.0
 LOADING, LOADING_S = "loading its code", 600.0
 """Nobody pings a worker meanwhile. A cold disk may take minutes for torch and the model's imports."""
@@ -107,7 +110,7 @@ class WorkerActor:
         else:
             self.mesh = CpuMesh.listen(host, credential=self.credential)
         guard.accept()
-        self.core = WorkerCore(self.spec, device=device, guard=guard)
+        self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
         self.body = WorkerBody(self.core, self.number)
         self.member = Member(self.number, self.body)
         self.writer = Writer()

@@ -185,7 +185,7 @@ def text(status: Status) -> str:
     title += f", step {status.step}" + (f" of {status.steps}" if status.steps is not None else "")
     rows: list[tuple[str, str]] = []
     was = ", when it was last heard of" if status.silent_s is not None else ""
-    if status.silent_s is not None:
+    if status.silent_s is not None or status.end in ("stopped", "interrupted", "failed"):
         rows.append(("next", resumed_by(status.resume)))
     if status.samples_per_s is not None and status.step_s is not None:
         rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {a_step(status.step_s)}"))
@@ -220,7 +220,7 @@ def text(status: Status) -> str:
 
 
 def resumed_by(resume: str | None) -> str:
-    """What to do about a run that was killed; one that is only stuck refuses to be resumed."""
+    """What to do about a run that was killed or has ended early; one that is only stuck refuses to be resumed."""
     if resume is None:
         return "`raypar train` anew: there is no checkpoint to go on from"
     return f"`raypar resume {resume}` goes on from the last checkpoint"

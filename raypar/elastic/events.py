@@ -117,6 +117,21 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Silent:
+    """A worker has answered no ping for `seconds`, told once; `Heard` follows if it answers again."""
+
+    worker: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A worker whose silence was told has answered a ping."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class Aborted:
     """All groups are aborted; `done`: steps that each worker has applied, None where it did not answer."""
 

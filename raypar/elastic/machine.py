@@ -66,7 +66,8 @@ class Course:
     `step_deadline_times` the longest of the last steps if that is more; where the worker answers no pings either, after half of
     that or three usual steps, whichever is less, and a recovery waits for such a worker no longer than `hopeless_s`.
     Nobody knows how long a validation or a checkpoint should take: there the pings alone decide, after as long a silence.
-    Who holds the only copy of a state is not given up for its silence before `last_copy_wait_s` more (see `last_copy`).
+    Who holds the only copy of a state is not given up for its silence before `last_copy_wait_s` more (see `last_copy`; of runs
+    that are not elastic, `silence`).
     `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `StragglerWatch`;
     `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
@@ -148,6 +149,10 @@ class RunMachine:
         self._since_s = 0.0
         self._unheard_s: dict[int, float] = {}
         """Since when those have answered no ping whom the last tick named."""
+        self.silence: dict[int, float] = {}
+        """Silent worker that is waited for -> since when, in a run that is not elastic."""
+        self.silence_told_s = 0.0
+        """When people were last told so."""
         self._probing = self._we_aborted = False
         self._aborts = 0
         self._stand: tuple[int | None, ...] | None = None
@@ -238,6 +243,10 @@ class RunMachine:
             self.story.append(f"{before.value}: {event} -> {self.phase.value}" + (f": {names}" if names else ""))
         return self._out
 
+    def handle_as(self, event: Event) -> None:
+        """Apply the rule of another event that the present one amounts to."""
+        TABLE[self.phase, type(event)](self, event)
+
     # -- words the rules are made of -----------------------------------------------------------------------------------
 
     def decide(self, action: Action, reason: str) -> None:
@@ -319,7 +328,8 @@ class RunMachine:
     @property
     def waits(self) -> bool:
         """Nothing can be done before somebody comes, or somebody who holds an only copy answers."""
-        return self.phase is Phase.WAITING or (self.phase is Phase.STANDING and self.recovery.waited_from_s is not None)
+        standing = self.phase is Phase.STANDING and self.recovery.waited_from_s is not None
+        return self.phase is Phase.WAITING or standing or bool(self.silence)
 
     @property
     def interrupted(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from raypar.elastic import digests, growth, recovery, stragglers
+from raypar.elastic import digests, growth, recovery, silence, stragglers
 from raypar.elastic.actions import AbortGroups, EmitValidation, Probe, Warn
 from raypar.elastic.events import (
     Aborted,
@@ -212,16 +212,24 @@ def failed_again(m: RunMachine, event: Event) -> None:
     m.conclude()
 
 
+def tick_starting(m: RunMachine, event: Event) -> None:
+    """The start has deadlines of its own, with better words; only silent workers are looked at."""
+    assert isinstance(event, Tick)
+    silence.tick(m, event)
+
+
 def tick_steps(m: RunMachine, event: Event) -> None:
     """A step that takes too long, or an interrupted one whose grace is over; workers that wait for a seat, or are missing."""
     if m._deadline_s is not None and m._now_s >= m._deadline_s:
         abort(m, "the steps in flight did not end within the grace; aborted, they never happened")
         return
+    assert isinstance(event, Tick)
+    if silence.tick(m, event):
+        return
     if m.course.elastic and m.began_s is None:
         m.hire()
         growth.look_for_growth(m)
     late = m.overdue(m.step_deadline_s())
-    assert isinstance(event, Tick)
     if not late and event.unheard:  # two witnesses, neither of whom would do alone so early
         late = tuple(sorted(event.unheard & set(m.overdue(m.silent_deadline_s()))))
     if late and m.course.elastic:
@@ -239,7 +247,7 @@ def probed(m: RunMachine, event: Event) -> None:
     assert isinstance(event, Probed)
     m._probing = False
     late = m.overdue(m.step_deadline_s())
-    if late:
+    if late and not m.silence:
         who = f"{named(late)} {verb(late, 'has', 'have')}"
         error = CommTimeout(
             f"step {m.committed}: {who} not reported within {m.step_deadline_s():.0f} s\n{event.text}",
@@ -250,6 +258,9 @@ def probed(m: RunMachine, event: Event) -> None:
 
 def tick_waiting(m: RunMachine, event: Event) -> None:
     """Start, validation, snapshot or last checkpoint take too long, or somebody in it hangs."""
+    assert isinstance(event, Tick)
+    if silence.tick(m, event):
+        return
     mute = m.mute() if m.course.elastic else ()
     if mute:
         what = f"no pings are answered by {named(mute)} while {m.phase.value}"

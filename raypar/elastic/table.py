@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raypar.elastic import draining, growth, recovery, rules
+from raypar.elastic import draining, growth, recovery, rules, silence
 from raypar.elastic.events import (
     Aborted,
     Adopted,
@@ -15,6 +15,7 @@ from raypar.elastic.events import (
     DrainAsked,
     Emitted,
     Event,
+    Heard,
     HireFailed,
     Joined,
     Journalled,
@@ -24,6 +25,7 @@ from raypar.elastic.events import (
     Saved,
     SaveFailed,
     SettledLate,
+    Silent,
     SnapshotTaken,
     StepReported,
     Stood,
@@ -42,7 +44,7 @@ TABLE: dict[tuple[Phase, type], Rule] = {
     (P.STARTING, WorkersReady): rules.ready,
     (P.STARTING, CallFailed): rules.failed,
     (P.STARTING, StopRequested): rules.stop_starting,
-    (P.STARTING, Tick): rules.ignore,  # the pool has deadlines of its own, with better words
+    (P.STARTING, Tick): rules.tick_starting,
     **{
         (phase, kind): rule
         for phase in (P.RUNNING, P.FLUSHING)
@@ -166,6 +168,7 @@ ASIDE: dict[type, Rule] = {
 """What may come at any time on the way to the next generation."""
 TABLE |= {(phase, kind): rule for phase in RECOVERING for kind, rule in ASIDE.items()}
 
+TABLE |= {(phase, kind): rule for phase in P for kind, rule in ((Silent, silence.silent), (Heard, silence.heard))}
 TABLE |= {(phase, Placed): growth.placed for phase in P}
 for phase in (P.RUNNING, P.FLUSHING, P.VALIDATING, P.SAVING):
     TABLE[phase, Joined] = growth.joined_running

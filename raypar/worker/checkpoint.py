@@ -43,7 +43,7 @@ from raypar.worker.manifest import (
     to_json,
 )
 from raypar.worker.safetensors_header import Header, header_of
-from raypar.worker.spec import JobSpec, Ref
+from raypar.worker.spec import JobSpec, Ref, text_of, without_addresses
 
 __all__ = [  # of the manifest, for those who handle checkpoints
     "BUFFER", "CACHE", "FORMAT", "MANIFEST", "PARAMETER", "TIE", "Entry", "Manifest", "Name", "Scalar", "Slice",
@@ -481,9 +481,13 @@ def contract_of(spec: JobSpec) -> dict[str, Any]:
     # Without shards neither matters: jobs that say nothing of them have the contract they had before there were any.
     made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
     made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
-    # The address in an object's repr is no part of what it is.
-    plain: dict[str, Any] = json.loads(json.dumps(made, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value))))
+    plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
     return plain
+
+
+def _as_text(value: Any) -> str:
+    """An argument that is no JSON value; a tensor with all of its values, which its `repr` has not."""
+    return text_of(value) if hasattr(value, "tolist") or isinstance(value, (set, frozenset)) else without_addresses(repr(value))
 
 
 def _ref(ref: Ref) -> dict[str, Any]:

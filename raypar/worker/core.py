@@ -278,7 +278,8 @@ class WorkerCore:
 
     def dataset(self, spec: DataSpec) -> Any:
         """The user's data set, made once per worker and data specification."""
-        key = repr((spec.dataset.label, sorted(spec.dataset.args.items(), key=str)))
+        target = spec.dataset.target  # not its label: two lambdas, or two objects of a class, have the same
+        key = repr((target if isinstance(target, str) else id(target), sorted(spec.dataset.args.items(), key=str)))
         if key not in self._datasets:
             with self.guard.watching(f"the data set function {spec.dataset.label}"):
                 self._datasets[key] = make_dataset(spec)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,11 +57,54 @@ class Ref:
         """For messages, and for what a checkpoint keeps of the job."""
         if isinstance(self.target, str):
             return self.target
-        name: str = getattr(self.target, "__qualname__", repr(self.target))
-        if hasattr(self.target, "named_parameters") and not isinstance(self.target, type):  # a loss module
-            options = [f"{k}={v!r}" for k, v in vars(self.target).items() if isinstance(v, (int, float, str)) and k[0] != "_"]
-            name = f"{type(self.target).__qualname__}({', '.join(o for o in options if not o.startswith('training='))})"
-        return name
+        return label_of(self.target)
+
+
+def label_of(target: Callable[..., Any]) -> str:
+    """A callable as text that is the same in every process: name, and for objects what they hold."""
+    if isinstance(target, functools.partial):
+        given = [text_of(value) for value in target.args] + [f"{k}={text_of(v)}" for k, v in sorted(target.keywords.items())]
+        return f"partial({', '.join([label_of(target.func), *given])})"
+    if hasattr(target, "named_buffers") and not isinstance(target, type):  # a loss module
+        options = [f"{k}={v!r}" for k, v in vars(target).items() if isinstance(v, (int, float, str)) and k[0] != "_"]
+        options += [f"{name}={text_of(buffer)}" for name, buffer in target.named_buffers()]
+        return f"{type(target).__qualname__}({', '.join(o for o in options if not o.startswith('training='))})"
+    return str(getattr(target, "__qualname__", "")) or without_addresses(repr(target))
+
+
+def text_of(value: Any) -> str:
+    """An argument as text that is the same in every process; of a tensor or an array shape, type and a hash of its values."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [text_of(item) for item in value]
+        return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, (set, frozenset)) else parts)})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{text_of(k)}: {text_of(v)}" for k, v in value.items()) + "}"
+    if callable(value):
+        return label_of(value)
+    if all(hasattr(value, name) for name in ("dtype", "shape", "tolist")):
+        digest = hashlib.sha256(repr(value.tolist()).encode()).hexdigest()
+        return f"{type(value).__name__}({value.dtype}, {list(value.shape)}, sha256 {digest[:16]})"
+    return without_addresses(repr(value))
+
+
+def without_stable_text(target: Any) -> str | None:
+    """The text of an argument bound by a `functools.partial` that names an address only, so that a resumed run could not tell
+    it from another; None if there is none."""
+    if isinstance(target, functools.partial):
+        given = [*target.args, *target.keywords.values(), target.func]
+    elif isinstance(target, Mapping):
+        given = list(target.values())
+    elif isinstance(target, (list, tuple, set, frozenset)):
+        given = list(target)
+    else:
+        named = isinstance(target, type) or hasattr(target, "__qualname__") or hasattr(target, "named_buffers")
+        return None if named or without_addresses(repr(target)) == repr(target) else repr(target)
+    return next((text for value in given if (text := without_stable_text(value)) is not None), None)
+
+
+def without_addresses(text: str) -> str:
+    """A `repr` without the addresses of objects, which are no part of what they are."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 @dataclass(frozen=True)

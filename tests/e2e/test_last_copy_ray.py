@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.trainee import Trainee
+from helpers.trainee import Trainee, Undisturbed
 
 from raypar.actors.local_ray import connected
 
@@ -65,6 +65,30 @@ def test_a_worker_that_is_stopped_for_a_while_goes_on(undisturbed, tmp_path):
         trainee.wakes.join()
     same(trainee, undisturbed)
     assert "answers no pings" in trainee.told("waiting")[0]["text"]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("layout", [("plan.stages=2", "plan.replicas=1"), ("plan.stages=1", "plan.replicas=2")])
+def test_a_worker_of_a_run_that_is_not_elastic_is_stopped_for_a_while_and_nothing_else_happens(layout, tmp_path):
+    """It ended the run after 10 s; its peer waits for it in communication meanwhile."""
+    trainee = Trainee(tmp_path, *layout, "elastic=false")
+
+    def act(pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        trainee.wakes = threading.Timer(20.0, os.kill, (pids[1], signal.SIGCONT))
+        trainee.wakes.start()
+
+    try:
+        trainee.result = trainee.run(act)
+    finally:
+        trainee.wakes.join()
+    wanted = Undisturbed.of(tmp_path, *layout, "elastic=false")
+    assert trainee.result.end == "done", trainee.result.why
+    assert (trainee.losses, trainee.result.weights_sha256) == (wanted.losses, wanted.weights_sha256)
+    (line,) = [event["text"] for event in trainee.told("waiting")]
+    assert line.startswith("waiting for worker 1: it answers no pings") and "600 s left" in line
+    (note,) = [event["text"] for event in trainee.told("note")]
+    assert "worker 1 answers again, after a wait of" in note
 
 
 @pytest.mark.chaos

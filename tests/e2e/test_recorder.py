@@ -12,7 +12,7 @@ from helpers.tiny_job import Diary
 from raypar.actors import line_file
 from raypar.actors import recorder as module
 from raypar.actors.recorder import Recorder
-from raypar.callbacks import Callbacks
+from raypar.callbacks import Callbacks, Tracker
 from raypar.elastic.machine import Course
 from raypar.errors import CheckpointError
 
@@ -97,3 +97,25 @@ def test_a_new_driver_knows_how_long_the_run_has_been_under_way(tmp_path):
     recorder.note({"kind": "driver"})
     whole = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert whole[-1]["kind"] == "driver", "a line cut off by the kill does not swallow the next"
+
+
+def test_a_tracker_that_cannot_write_is_told_as_a_lost_line_is_and_the_run_goes_on(tmp_path):
+    class Full(Tracker):
+        packages = ("json",)
+
+        def log(self, step, metrics):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    request = SimpleNamespace(folder=tmp_path, run="tiny", course=Course(workers=1, last=3), callbacks=b"")
+    recorder = Recorder(request)
+    recorder.callbacks = Callbacks([Full()])
+    for step in (1, 2, 3):
+        assert recorder._call("on_validation", {"step": step, "validation_loss": 0.5, "count": 1.0, "seconds": 0.1}) == (
+            None,
+            {},
+        )
+    (event,) = recorder.news()
+    assert event["kind"] == "warning" and "tracker Full cannot write (OSError: [Errno 28] No space left" in event["text"]
+    assert "\n  cure: free disk space" in event["text"]
+    kept = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in kept] == [event["text"]]

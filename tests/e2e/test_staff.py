@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from raypar.actors.messages import Hello
 from raypar.actors.staff import Staff
+from raypar.elastic import events as on
 
 ANSWER_S = 0.2
 
@@ -17,13 +18,22 @@ class Worker:
     well = True
 
     def __init__(self) -> None:
+        self.asked_while_unwell: list[concurrent.futures.Future] = []
         self.ping = SimpleNamespace(remote=self.asked)
 
     def asked(self):
         answer = concurrent.futures.Future()
         if self.well:
             asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False, 0.0))
+        else:
+            self.asked_while_unwell.append(answer)
         return SimpleNamespace(future=lambda: answer)
+
+    def wake(self) -> None:
+        """Answers what it was asked meanwhile, as a process does that was stopped."""
+        self.well = True
+        for answer in self.asked_while_unwell:
+            answer.set_result((0, "idle", False, 0.0))
 
 
 def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):
@@ -44,8 +54,10 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
         assert not told and not staff.unheard()
         workers[1].well = False
         await asyncio.sleep(2.5)
+        workers[1].wake()
+        await asyncio.sleep(0.5)
         over.append(True)
         await watching
 
     asyncio.run(scene())
-    assert [event.worker for event in told] == [1], "who is silent while the others answer"
+    assert told == [on.Silent(1, 1.0), on.Heard(1)], "who is silent while the others answer, and answers then"

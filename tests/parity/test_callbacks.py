@@ -1,8 +1,11 @@
 """Callbacks are called as one: every one of them, once, and what they answer comes back whole."""
 
+import contextlib
 import importlib.machinery
 import json
 import math
+import resource
+import struct
 import sys
 import types
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 from ray import cloudpickle
+from tensorboardX.proto.event_pb2 import Event
 
 from raypar.callbacks import Callback, Callbacks, EarlyStopping, MLflow, Stop, TensorBoard, WandB, callbacks_of, checked
 from raypar.config import parse_job
@@ -175,3 +179,138 @@ def test_a_hook_that_does_not_exist_is_refused_with_the_name_that_was_meant():
 
     with pytest.raises(ConfigError, match=r"has on_step_end, which is never called\n.*did you mean on_step\?"):
         checked(Misnamed(), "Misnamed")
+
+
+# -- trackers that cannot write ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def room(nbytes: int):
+    """Files of this process take no more than so many bytes: what needs no root to be as a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps whose loss the event files hold, file after file; nothing after a torn record is read."""
+    steps = []
+    for path in sorted(folder.iterdir()):
+        content, at = path.read_bytes(), 0
+        while len(content) >= at + 12 and len(content) >= at + 16 + (size := struct.unpack_from("<Q", content, at)[0]):
+            event = Event.FromString(content[at + 12 : at + 12 + size])
+            steps += [event.step] * any(value.tag == "loss" for value in event.summary.value)
+            at += 16 + size
+    return steps
+
+
+def told(callbacks: Callbacks) -> list[tuple[str, str]]:
+    return [(kind, text.partition(";")[0]) for kind, text in callbacks.lines()]
+
+
+def test_tensorboard_on_a_full_disk_warns_once_hangs_never_and_writes_again_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The thread of its package died, and the eleventh step after that waited for ever."""
+    monkeypatch.setattr("raypar.callbacks.RETRY_TIMES", 0.0, raising=False)
+    tracker = Callbacks([TensorBoard()])
+    tracker.call("on_start", {**START, "folder": str(tmp_path)})
+    tracker.call("on_step", step(1))
+    lines: list[tuple[str, str]] = []
+    with room(700):
+        number = 1
+        while not lines:
+            number += 1
+            tracker.call("on_step", step(number))
+            lines += tracker.lines()
+    first_missed = number
+    with room(0):
+        for number in range(first_missed + 1, 40):
+            tracker.call("on_step", step(number))
+    (warning,) = (*lines, *tracker.lines())
+    assert warning[0] == "warning" and "tracker TensorBoard cannot write (OSError: [Errno 27]" in warning[1]
+    assert "\n  cure: free disk space" in warning[1]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "no empty files are left"
+    for number in range(40, 43):
+        tracker.call("on_step", step(number))
+    assert steps_in(tmp_path / "tensorboard") == [*range(1, first_missed), 40, 41, 42]
+    ((kind, text),) = tracker.lines()
+    assert kind == "note" and f"can write again; it lacks {40 - first_missed} steps" in text
+    tracker.call("on_end", END)
+    assert tracker.lines() == []
+
+
+def test_a_tracker_that_cannot_keep_its_note_tracks_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The run was ended by it; and the empty note that it left was no id for the resumed run."""
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracker = Callbacks([WandB()])
+    with room(0):
+        tracker.call("on_start", {**START, "folder": str(tmp_path)})
+    ((kind, text),) = tracker.lines()
+    assert (
+        kind == "warning" and "tracker WandB cannot write (OSError: [Errno 27] File too large: " in text and "wandb.id" in text
+    )
+    tracker.call("on_step", step(1))
+    assert [number for number, _ in fake.logged] == [1] and not list(tmp_path.iterdir()) and not tracker.lines()
+    (tmp_path / "wandb.id").write_text("")  # of a former release
+    Callbacks([WandB()]).call("on_start", {**START, "folder": str(tmp_path)})
+    assert "id" not in fake.inits[-1] and (tmp_path / "wandb.id").read_text() == "abc"
+
+
+def test_a_server_that_fails_is_told_once_and_tried_again_not_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake, clock, tried = FakeWandB(), [0.0], []
+
+    def down(metrics, step):
+        tried.append(step)
+        clock[0] += 5.0
+        raise RuntimeError("the server says 503")
+
+    monkeypatch.setattr("raypar.callbacks.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracker = Callbacks([WandB()])
+    tracker.call("on_start", {**START, "folder": str(tmp_path)})
+    wandb_log, tracker._callbacks[0]._run.log = tracker._callbacks[0]._run.log, down
+    for number in range(1, 121):
+        tracker.call("on_step", step(number))
+        clock[0] += 1.0
+    assert told(tracker) == [("warning", "tracker WandB cannot write (RuntimeError: the server says 503)")]
+    assert tried == [1, 51, 101], "each attempt takes 5 s of the run's"
+    tracker._callbacks[0]._run.log = wandb_log
+    clock[0] += 50.0
+    tracker.call("on_validation", validation(120, 1.0))
+    assert told(tracker) == [("note", "tracker WandB can write again")] and len(fake.logged) == 1
+
+
+def test_a_tracker_that_cannot_begin_is_left_out_if_it_is_the_disk_and_ends_the_run_if_it_is_misused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    error: Exception = ConnectionError("no route")
+
+    def init(**options):
+        try:
+            raise error
+        except ConnectionError as cause:
+            raise RuntimeError("wandb cannot be reached") from cause
+
+    fake.init = init
+    tracker = Callbacks([WandB(), said := Said()])
+    tracker.call("on_start", {**START, "folder": str(tmp_path)})
+    for number in (1, 2):
+        tracker.call("on_step", step(number))
+    tracker.call("on_end", END)
+    assert told(tracker) == [("warning", "tracker WandB could not begin (RuntimeError: wandb cannot be reached)")]
+    assert len(said.heard) == 2
+    error = TypeError("init() got an unexpected keyword argument 'colour'")
+    with pytest.raises(UserCodeError, match="'colour'"):
+        Callbacks([WandB(colour="red")]).call("on_start", {**START, "folder": str(tmp_path)})
+
+
+def test_a_callback_of_the_users_that_meets_the_full_disk_ends_the_run():
+    with pytest.raises(UserCodeError, match="No space left"):
+        Callbacks([Said(OSError(28, "No space left on device"))]).call("on_step", step(1))

@@ -1,10 +1,12 @@
 """What a script gives `Trainer` wrongly is said before anything starts."""
 
+import functools
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from ray.train import Checkpoint, CheckpointConfig, RunConfig
+from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -14,7 +16,8 @@ from raypar.cli import main
 from raypar.config import ElasticConfig
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
 from raypar.launch import resumed
-from raypar.worker import profile
+from raypar.worker import checkpoint, profile
+from raypar.worker.core import WorkerCore
 from raypar.worker.preflight import preflight
 from raypar.worker.spec import DataSpec, Ref
 
@@ -81,6 +84,27 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"run_config": RunConfig(storage_path="abfs://c@a/runs")}, r"raypar does not read or write abfs storage"),
         ({"run_config": RunConfig(storage_filesystem="any")}, r"run_config has storage_filesystem.*\n.*mounted"),
         ({"run_config": RunConfig(worker_runtime_env={"pip": ["x"]})}, r"run_config has worker_runtime_env.*\n.*ray.init"),
+        (
+            {"run_config": RunConfig(failure_config=FailureConfig(max_failures=3))},
+            r"run_config has failure_config, which raypar does not use\n.*elastic=True",
+        ),
+        (
+            {"run_config": RunConfig(logging_config=LoggingConfig(log_level="DEBUG"))},
+            r"run_config has logging_config, which raypar does not use\n.*leave it out",
+        ),
+        (
+            {"checkpoint_config": CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss")},
+            r"checkpoint_config has checkpoint_score_attribute, .*\n.*the newest checkpoints are kept",
+        ),
+        (
+            {"run_config": RunConfig(checkpoint_config=CheckpointConfig(checkpoint_score_order="min"))},
+            r"checkpoint_config has checkpoint_score_order",
+        ),
+        ({"schedule": "gpipe"}, r'schedule is \'gpipe\', but with plan="auto" the planner chooses .*\n.*plan=\{"stages"'),
+        (
+            {"schedule": "gpipe", "plan": {"stages": 2, "schedule": "1f1b"}},
+            r"schedule is 'gpipe', and the plan's is '1f1b'\n.*one of them",
+        ),
         ({"callbacks": [Callback]}, r"callback Callback is a class, not an object of it\n.*give an object: Callback\(...\)"),
         ({"callbacks": Callback}, r"callbacks is .*Callback.*, not a list\n.*callbacks=\[Callback\(\)\]"),
         ({"callbacks": EarlyStopping()}, r"not a list\n.*callbacks=\[EarlyStopping\(\)\]"),
@@ -189,3 +213,92 @@ def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkey
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
         resumed(SimpleNamespace(stop_at_step=None), Path("c"), SimpleNamespace(steps=10), None, None)
     assert "--set steps=450" in x.value.cure
+
+
+# -- what a checkpoint keeps of the job's functions -------------------------------------------------------------------------
+
+
+def squares(output, target, scale=1.0, weight=None):
+    return ((output - target) ** 2).mean() * scale
+
+
+def as_a_script_makes_them():
+    """Functions, classes and objects as a script that is started again makes them: elsewhere in memory."""
+
+    class Samples:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.zeros(8), torch.zeros(8)
+
+    class Squares:
+        def __call__(self, output, target):
+            return ((output - target) ** 2).mean()
+
+    def scaled(output, target, scale, weight=None):
+        return ((output - target) ** 2).mean() * scale
+
+    heavier = torch.full((2000,), 1.0)
+    losses = (
+        functools.partial(scaled, scale=2.0),
+        functools.partial(functools.partial(scaled, weight={"a", "b", "c"}), scale=heavier),
+        Squares(),
+        nn.CrossEntropyLoss(weight=heavier),
+        (nn.CrossEntropyLoss, {"weight": heavier}),
+    )
+    return [raypar.Trainer(**(GIVEN | {"loss": loss, "data": Samples()})).spec for loss in losses]
+
+
+def test_a_script_that_is_started_again_gives_the_same_job_whatever_is_where_in_memory():
+    """A partial and a data set object had their addresses in it: no such run could be resumed."""
+    first, second = as_a_script_makes_them(), as_a_script_makes_them()  # both are kept: their addresses are different ones
+    found = [[checkpoint.contract_of(spec) for spec in specs] for specs in (first, second)]
+    assert found[0] == found[1] and "0x" not in json.dumps(found)
+    name = as_a_script_makes_them.__name__ + ".<locals>.scaled"
+    assert found[0][0]["loss"] == {"function": f"partial({name}, scale=2.0)", "args": {}}
+
+
+WEIGHT = torch.full((2000,), 1.0)
+OTHER = WEIGHT.clone()
+OTHER[1000] += 1e-6  # in no repr
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (nn.CrossEntropyLoss(weight=WEIGHT), nn.CrossEntropyLoss(weight=OTHER)),
+        (nn.CrossEntropyLoss(weight=WEIGHT), nn.CrossEntropyLoss()),
+        ((nn.CrossEntropyLoss, {"weight": WEIGHT}), (nn.CrossEntropyLoss, {"weight": OTHER})),
+        (functools.partial(squares, weight=WEIGHT), functools.partial(squares, weight=OTHER)),
+        (functools.partial(squares, scale=1.0), functools.partial(squares, scale=2.0)),
+        (functools.partial(squares, weight=[squares]), functools.partial(squares, weight=[len])),
+    ],
+)
+def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
+    before, again, after = (raypar.Trainer(**(GIVEN | {"loss": loss})).spec for loss in (one, one, other))
+    path = checkpoint.commit(checkpoint.begin(tmp_path, 1), [], steps_done=1, contract=checkpoint.contract_of(before))
+    manifest = checkpoint.load_manifest(path)
+    checkpoint.check_contract(manifest, again)
+    with pytest.raises(CheckpointError, match="belongs to another job: loss was"):
+        checkpoint.check_contract(manifest, after)
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda it: it, lambda it: [it], lambda it: {"a": it}, lambda it: functools.partial(len, it)]
+)
+def test_a_partial_with_an_argument_that_has_no_text_of_its_own_is_refused(wrapped):
+    with pytest.raises(
+        ConfigError, match=r"loss is a functools.partial with the argument <object object at 0x.*resumed"
+    ) as error:
+        raypar.Trainer(**(GIVEN | {"loss": functools.partial(squares, scale=wrapped(object()))}))
+    assert "a function that makes that argument itself" in error.value.cure
+
+
+def test_two_data_sets_of_one_name_are_two():
+    """Validation with `lambda: other` read the training samples: both are called <lambda>."""
+    given = {**GIVEN, "model": lambda: nn.Sequential(nn.Linear(1, 1))}
+    spec = raypar.Trainer(**(given | {"data": lambda: [1, 2], "validation": lambda: [3]})).spec
+    core = WorkerCore(spec)
+    assert [core.dataset(data) for data in (spec.data, spec.validation.data)] == [[1, 2], [3]]
+    assert core.dataset(spec.data) is core.dataset(spec.data)

@@ -208,6 +208,15 @@ def test_a_run_that_was_killed_says_how_to_go_on():
     assert "  driver   pid 9, when it was last heard of" in lines and "  the last workers were" in lines
 
 
+@pytest.mark.parametrize("end", ["stopped", "interrupted", "failed", "done"])
+def test_a_run_that_ended_early_says_how_to_go_on(end):
+    ended = [{"kind": "end", "end": end, "why": "asked to stop after 51 steps", "step": 51, "time": 1006.0}]
+    lines = text(of(events=ended, resumable=True)).splitlines()
+    assert ("  next     `raypar resume tiny` goes on from the last checkpoint" in lines) == (end != "done")
+    lines = text(of(events=ended)).splitlines()
+    assert ("  next     `raypar train` anew: there is no checkpoint to go on from" in lines) == (end != "done")
+
+
 def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tmp_path, capsys):
     folder = RunFolder.create(tmp_path, "tiny")
     folder.job.write_text("steps: 200\n")
