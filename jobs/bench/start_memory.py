@@ -43,7 +43,7 @@ def build(width, depth, vocab, mode):
     graph = make_graph(bench.job(width, depth, vocab, mode))
     first, last = bench.STAGES[1]
     made = initial_state(graph, first, last, bench.job(width, depth, vocab, mode))
-    graph.initial.release()
+    graph.initial_values.release()
     return graph, made
 
 build(32, 8, 64, sys.argv[1])

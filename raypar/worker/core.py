@@ -20,7 +20,7 @@ from raypar.comm.wire import SHARDS
 from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
 from raypar.model.graph import Graph, Layer
-from raypar.model.initial_values import initial_values
+from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout, layout_of
 from raypar.plan import Routing
@@ -250,8 +250,8 @@ class WorkerCore:
 
     def release_initial_values(self) -> None:
         """Free what was kept of the whole model: this worker has its part, or gets it from others."""
-        if self.graph.initial is not None:
-            self.graph.initial.release()
+        if self.graph.initial_values is not None:
+            self.graph.initial_values.release()
 
     def layout(self, shards: int) -> Layout:
         """How the job's styles cut the model over so many shards."""
@@ -371,7 +371,7 @@ class WorkerCore:
 
     def load(self, path: Path) -> None:
         """Put a checkpoint's state into the stages adopted. Raises `CheckpointError`."""
-        restore(path, self.stages, self.end.optimizers, initial_values(self.graph, self.spec.seed))
+        restore(path, self.stages, self.end.optimizers, initial_values_of(self.graph, self.spec.seed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

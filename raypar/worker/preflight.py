@@ -66,7 +66,7 @@ def preflight(spec: JobSpec) -> Checked:
         with guard.watching("the job's data"):
             size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
-    return Checked(graph, samples, validation, batch, graph.initial.notes if graph.initial is not None else ())
+    return Checked(graph, samples, validation, batch, graph.initial_values.notes if graph.initial_values is not None else ())
 
 
 def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
