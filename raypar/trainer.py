@@ -42,11 +42,10 @@ NOT_OF_RAY_TRAIN = {
     "callbacks": "give callbacks=[...] to Trainer, objects of classes derived from raypar.callbacks.Callback",
     "worker_runtime_env": "give it to ray.init(runtime_env=...)",
 }
-"""Fields of Ray Train's `RunConfig` that would be passed over in silence, and what to give instead."""
-
+"""Fields of Ray Train's `RunConfig` that raypar does not use -> what to give instead."""
 
 BUILT_BYTES = 32 << 20
-"""Of a model that is given built: it travels to every worker through Ray's store."""
+"""Size limit of a model that is given built: it travels to every worker through Ray's store."""
 
 
 class Trainer:
@@ -128,7 +127,7 @@ class Trainer:
                     cure = f"it is part of the plan: plan={{{key!r}: ...}}"
                 raise ConfigError(f"Trainer has no argument {key!r}", cure=cure)
         if run_config is not None:
-            name = name or run_config.name  # Ray makes one up where none is given
+            name = name or run_config.name  # in this order: Ray Train's RunConfig makes up a name if it is given none
             run_dir = run_config.storage_path or run_dir
             checkpoint_config = checkpoint_config or run_config.checkpoint_config
             for key, instead in NOT_OF_RAY_TRAIN.items():
@@ -336,7 +335,7 @@ def as_loss(value: Any) -> Ref:
     from raypar.worker.loss import loss_function
 
     ref = as_ref(value, "loss")
-    if callable(ref.target):  # else it is imported by the check, from the folder the job was started in
+    if callable(ref.target):  # "module:name" is imported by `preflight`, from the folder that the job is started in
         loss_function(ref)
     return ref
 

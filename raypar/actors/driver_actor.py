@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-import raypar.elastic.outcome  # noqa: F401  workers' answers hold it; later Ray may be unpacking the job's folder anew
+import raypar.elastic.outcome  # noqa: F401  of workers' answers; a later import may meet Ray replacing the job's folder
 from raypar.actors import words
 from raypar.actors.beginning import Beginning
 from raypar.actors.calls import Calls
@@ -327,7 +327,7 @@ class DriverActor:
     # -- what people see -------------------------------------------------------------------------------------------------------
 
     def _warn(self, number: int, report: Report) -> Report:
-        """Tells what a worker warns of, unless another one has said the same."""
+        """Show the warnings in a worker's report that no other worker has given; returns the report."""
         for line in self.reports.warnings(report):
             self.effects.note("warning", text=f"{self.calls.coordinate(number)}: {line}")
         return report

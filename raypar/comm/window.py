@@ -17,7 +17,7 @@ from torch import Tensor
 
 PREFIX = "raypar-"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Nobody can change the size any more: a reader of memory that is cut off would be killed (SIGBUS)."""
+"""Fix the size: were it reduced, a process that reads the memory would be killed (SIGBUS)."""
 
 
 class Window:
@@ -54,8 +54,8 @@ NO_CARD = torch.zeros(4, dtype=torch.int64)
 def opened(card: Tensor, nbytes: int) -> Tensor:
     """The memory [nbytes] behind another process's card; to be read only. Raises `OSError` where it cannot be reached.
 
-    A process of the same number in another pid namespace is told apart by the token in the file's name. What the card says of
-    the size must be what was expected, and what the file has: nothing is opened, and nothing mapped, on its word alone.
+    A process of the same number in another pid namespace is told apart by the token in the file's name. The card's size must be
+    the expected one, and the file's: nothing is opened or mapped only because a card says so.
     """
     pid, theirs, said, token = card.tolist()
     place, wanted = f"/proc/{pid}/fd/{theirs}", f"/memfd:{PREFIX}{token:x} (deleted)"
