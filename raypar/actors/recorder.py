@@ -379,7 +379,7 @@ class Recorder:
     def finish(self, facts: Mapping[str, Any]) -> None:
         """The end that a former driver had decided on (`Journal.end`), as far as people have not seen it."""
         self.take_over()
-        events = [json.loads(line) for line in self.events.lines]
+        events = [json.loads(line) for line in self.events.recent.texts]
         last = next((e["kind"] for e in reversed(events) if e["kind"] in ("started", "generation", "end")), "")
         if last != "end":
             if last:

@@ -15,7 +15,7 @@ from raypar.elastic.naming import named, verb
 from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
-    from raypar.elastic.events import Stand
+    from raypar.elastic.member import Stand
     from raypar.elastic.machine import RunMachine
 
 
