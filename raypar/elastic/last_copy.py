@@ -15,8 +15,8 @@ from raypar.elastic.naming import named, verb
 from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
-    from raypar.elastic.member import Stand
     from raypar.elastic.machine import RunMachine
+    from raypar.elastic.member import Stand
 
 
 def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
