@@ -107,8 +107,8 @@ def defined(node_type: str) -> bool:
 def require(workers: int, cluster: Capacity, gpus: int = 0, plan: str = "") -> None:
     """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one.
 
-    `plan`: how it comes to so many, for the message. Never for a cluster that an autoscaler may make larger: workers are waited
-    for.
+    `plan`: how it comes to so many, for the message. Where an autoscaler runs that does not say how far it goes, nothing is
+    raised: workers are waited for.
     """
     if cluster.grows and cluster.ever is None:
         return
