@@ -55,8 +55,11 @@ class Journal:
         return True
 
     def commit(self, step: int, facts: Any = None) -> None:
-        """Step `step` is committed; `facts`: what people are to see of it. One that a former driver has written already is the
-        same step: nobody commits what not all have applied. Raises `Deposed` when another driver has taken over."""
+        """Store that step `step` is committed, with `facts`, what people are to see of it.
+
+        What a former driver has stored of this step is kept: it is the same step, since one is committed only after all workers
+        have applied it. Raises `Deposed` when another driver has taken over.
+        """
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
             raise Deposed(

@@ -103,7 +103,7 @@ class JournalBlocks:
         start, last = recent.count - number, (recent.count - 1) // BLOCK_LINES
         first = last if number <= self.stored + 1 else start // BLOCK_LINES
         lines = recent.last(number)
-        with contextlib.suppress(Exception):  # of many classes, by what Ray's store fails with
+        with contextlib.suppress(Exception):  # Ray's store fails with errors of many classes
             for block in range(first, last + 1):
                 text = "".join(lines[max(0, block * BLOCK_LINES - start) : (block + 1) * BLOCK_LINES - start])
                 self.journal.keep_lines(self.file, block, text)
@@ -169,7 +169,7 @@ class LineFile:
         in_journal = "".join(blocks[block] for block in sorted(blocks)).encode()
         lines = correct(joined(lines_in(self.path.name, content or b""), lines_in(self.path.name, in_journal)))
         texts = [json.dumps(line) + "\n" for line in lines]
-        self.recent.count = (max(blocks) + 1) * BLOCK_LINES if blocks else 0  # a former driver's blocks keep their numbers
+        self.recent.count = (max(blocks) + 1) * BLOCK_LINES if blocks else 0  # after the blocks of former drivers
         for text in texts:
             self._keep(text)
         if content is not None and content[-1:] in (b"", b"\n") and "".join(texts).encode().startswith(content):
@@ -214,8 +214,8 @@ class LineFile:
             self.unwritten -= 1
             self.lost += 1
             if self.lost == 1:
-                text = f"the lines that wait for {self.path} take more than {self.kept_bytes:,} bytes: the oldest are dropped"
-                self.tell("warning", text)
+                what = f"the lines that wait for {self.path} take more than {self.kept_bytes:,} bytes: the oldest are dropped"
+                self.tell("warning", what)
             if number % BLOCK_LINES == BLOCK_LINES - 1:
                 self.blocks.drop(number // BLOCK_LINES)
 

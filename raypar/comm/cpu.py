@@ -130,7 +130,7 @@ class Connection:
         self.into: Message | Arrival | None = None
         self.body: memoryview | None = None
         self.filled = 0
-        self.skipping = 0  # bytes to come of a message that nobody can take
+        self.skipping = 0  # bytes still to come of a message that does not fit its receive
         self.writing = threading.Lock()
         self.queue: deque[Outgoing] = deque()
         self.unsent = False  # the socket is full: the rest waits until it is writable

@@ -61,7 +61,7 @@ def opened(card: Tensor, nbytes: int) -> Tensor:
     place, wanted = f"/proc/{pid}/fd/{theirs}", f"/memfd:{PREFIX}{token:x} (deleted)"
     if said != nbytes:
         raise OSError(f"process {pid} has {said} bytes of memory to be read, {nbytes} were expected")
-    if os.readlink(place) != wanted:  # opening what it is instead might block, or do something
+    if os.readlink(place) != wanted:  # opened before this check, a FIFO might block, and a device might act
         raise OSError(f"{place} is not the memory of process {pid} that was asked for")
     fd = os.open(place, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -29,7 +29,7 @@ def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
         return ()
     answering = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in silent}
     done = done_by(m, silent)
-    if _on_disk(m, done) and len(answering.keys() - m.leaving) >= m.course.min_workers:
+    if _needs_no_worker(m, done) and len(answering.keys() - m.leaving) >= m.course.min_workers:
         return ()
     need = dict(enumerate(m.layout(m.plan)))
     lost = missing(_live_pieces(m, answering, done), need)
@@ -43,8 +43,8 @@ def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
     return tuple(worker for worker in sorted(silent) if overlap(lost, held.get(worker, ())))
 
 
-def _on_disk(m: RunMachine, done: int) -> bool:
-    """Whether the state after `done` steps can be made without any worker's memory: it is initial, or in a checkpoint."""
+def _needs_no_worker(m: RunMachine, done: int) -> bool:
+    """Whether the state after `done` steps can be had without a worker's memory: it is initial, or in a checkpoint."""
     return done <= m.course.first or sources.saved(m) == done
 
 
