@@ -35,6 +35,7 @@ from pydantic import (
 from raypar.errors import ConfigError, PlanError
 from raypar.input_files import read_text, shown
 from raypar.plan.parallel_plan import ParallelPlan
+from raypar.run_records import MAX_STEPS
 from raypar.safe_yaml import parse_yaml
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.weights_matching import WeightsSource
@@ -42,14 +43,13 @@ from raypar.worker.weights_matching import WeightsSource
 _AUTO, _GIVEN = "<auto>", "<given>"
 """Branches of `plan`, as pydantic names them in error locations; taken out again before anyone sees them."""
 
-
 JOB_BYTES = 1 << 20
-"""Of a job file."""
-MOST_WORKERS, MOST_PARTS, MOST_SAMPLES, MOST_STEPS = 2**16, 2**16, 2**24, 10**9
-"""Numbers in a job file up to which lists are made: workers; microbatches, blocks or chunks of a step; samples of a step;
-steps of a run."""
-Workers = Annotated[PositiveInt, Field(le=MOST_WORKERS)]
-Parts = Annotated[PositiveInt, Field(le=MOST_PARTS)]
+"""Size limit of a job file."""
+MAX_WORKERS, MAX_PARTS, MAX_SAMPLES = 2**16, 2**16, 2**24
+"""Limits of numbers in a job file, since lists of that length are made: workers; microbatches, blocks or chunks of a step;
+samples of a step."""
+Workers = Annotated[PositiveInt, Field(le=MAX_WORKERS)]
+Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
 
 
 class _Section(BaseModel):
@@ -86,7 +86,7 @@ class DataConfig(FunctionConfig):
     input: str | None = None
     target: str | None = None
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    processes: Annotated[NonNegativeInt, Field(le=MOST_WORKERS)] = 0
+    processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
 
     def to_data(self) -> DataSpec:
         """For `JobSpec`."""
@@ -123,8 +123,8 @@ def _counts(value: Any) -> Any:
     each = value if isinstance(value, (list, tuple)) and value else [value]
     if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in each):
         raise ValueError("a number >= 1, or a list with one per stage")
-    if sum(each) > MOST_WORKERS:
-        raise ValueError(f"at most {MOST_WORKERS:,} in all")
+    if sum(each) > MAX_WORKERS:
+        raise ValueError(f"at most {MAX_WORKERS:,} in all")
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
@@ -232,7 +232,7 @@ class ElasticConfig(_Section):
 
     min_workers: PositiveInt = 1
     max_workers: Workers | None = None
-    standbys: Annotated[NonNegativeInt, Field(le=MOST_WORKERS)] = 0
+    standbys: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
     grow_after_s: NonNegativeFloat = 5.0
     step_deadline_s: PositiveFloat = 3.0
     last_copy_wait_s: NonNegativeFloat = 600.0
@@ -268,9 +268,12 @@ def _switch(value: Any) -> Any:
 
 
 class InitFromConfig(_Section):
-    """`{path: FILE, strip_prefix: "model.", ...}`, or just the path: a .safetensors file, a folder with an index, an export, a
-    checkpoint or a run of raypar. `rename`: regular expression -> replacement; `allow_missing`, `allow_unexpected`: patterns of
-    the model's names that keep their own initial values, and of the file's names that are not used."""
+    """Weights to begin with: `{path: FILE, strip_prefix: "model.", ...}`, or just the path.
+
+    `path`: a .safetensors file, a folder with an index, a state_dict, an export, a checkpoint or a run of raypar. `rename`:
+    regular expression -> replacement. `allow_missing`: patterns of the model's names that keep their own initial values;
+    `allow_unexpected`: patterns of the file's names that are not used.
+    """
 
     path: str
     strip_prefix: str = ""
@@ -291,7 +294,7 @@ class InitFromConfig(_Section):
 
 
 def parse_init_from(given: Any) -> WeightsSource | None:
-    """The section `init_from` alone, as `Trainer` takes it. Raises `ConfigError`."""
+    """The source that `Trainer`'s argument `init_from` gives: a section's value, or a `WeightsSource`. Raises `ConfigError`."""
     if given is None or isinstance(given, WeightsSource):
         return given
     try:
@@ -325,10 +328,10 @@ class Job(_Section):
 
     name: str
     seed: int = 0
-    steps: Annotated[PositiveInt, Field(le=MOST_STEPS)]
-    batch_size: Annotated[PositiveInt, Field(le=MOST_SAMPLES)]
+    steps: Annotated[PositiveInt, Field(le=MAX_STEPS)]
+    batch_size: Annotated[PositiveInt, Field(le=MAX_SAMPLES)]
     microbatches: Parts
-    virtual_replicas: Annotated[NonNegativeInt, Field(le=MOST_PARTS)] = 0
+    virtual_replicas: Annotated[NonNegativeInt, Field(le=MAX_PARTS)] = 0
     model: FunctionConfig
     loss: FunctionConfig
     data: DataConfig
@@ -349,7 +352,7 @@ class Job(_Section):
     deferred_init: Literal["auto", "always", "never"] = "auto"
     init_from: InitFromConfig | None = None
     device: Literal["cpu", "gpu"] = "cpu"
-    threads: Annotated[PositiveInt, Field(le=MOST_WORKERS)] = 1
+    threads: Annotated[PositiveInt, Field(le=MAX_WORKERS)] = 1
     non_finite: Literal["stop", "skip"] = "stop"
     max_time_s: PositiveFloat | None = None
     early_stopping: EarlyStoppingConfig | None = None
@@ -446,7 +449,7 @@ class Job(_Section):
 
 
 class _Arguments(Job):
-    """What `Trainer` takes besides what a job file says."""
+    """A job with the arguments of `Trainer` that a job file does not have."""
 
     most_workers: PositiveInt | None = None
     local_nodes: PositiveInt = 1
@@ -515,9 +518,9 @@ def parse_elastic(given: bool | Mapping[str, Any] | ElasticConfig | None) -> Ela
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Check arguments of `Trainer`, by their names there, as the same keys of a job file. Raises `ConfigError` or `PlanError`.
+    """Check arguments of `Trainer` as the same keys of a job file are checked. Raises `ConfigError` or `PlanError`.
 
-    Functions are not among them: `Trainer` takes callables too.
+    `given`: by the argument's name, without the functions: `Trainer` takes callables too.
     """
     key_of = {argument: key for key, argument in ARGUMENTS.items()}
     function = {"function": "given:elsewhere"}

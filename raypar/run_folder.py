@@ -27,20 +27,27 @@ FILES = (
 )  # fmt: skip
 """What a run reads and writes directly in its folder."""
 LINE_BYTES = 1 << 20
-"""Of a line of metrics or events."""
+"""Size limit of a line of metrics or events."""
 FILE_BYTES = 4 << 30
-"""Of metrics or events: ten million steps of ten workers, 350,000 of a thousand."""
+"""Size limit of metrics or events: ten million steps of ten workers, 350,000 of a thousand."""
 DOCUMENT_BYTES = 16 << 20
-"""Of plan, members or cluster: tens of thousands of workers."""
+"""Size limit of plan, members or cluster: tens of thousands of workers."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a disk, a quota or a limit that has no room left."""
+ROOM = "free disk space, or choose a folder on a disk that has some"
+WRITABLE = "choose a folder you may write to"
 
 URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """`s3://...`, also with one slash: that is what `pathlib.Path` makes of it."""
 
+Line = dict[str, Any]
+"""One line of metrics or events."""
+
 
 def local_path(given: str | os.PathLike[str], what: str) -> Path:
-    """The path. Raises `ConfigError` for a URI: raypar would make a folder of that name on this machine's disk.
+    """`given` as a path. Raises `ConfigError` for a URI, which would become a folder of that name on this machine's disk.
 
-    `what`: which argument or key gave it.
+    `what`: the argument or key that gave it.
     """
     if found := URI.match(os.fspath(given)):
         scheme = found[0].rstrip(":/")
@@ -49,14 +56,6 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
             cure="give the path of a folder (on a cluster, of storage that all nodes have mounted), and copy to or from there",
         )
     return Path(given)
-
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a disk, a quota or a limit that has no room left."""
-ROOM = "free disk space, or choose a folder on a disk that has some"
-WRITABLE = "choose a folder you may write to"
-
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,8 @@ class RunFolder:
         return found
 
     def check_files(self) -> None:
-        """Raises `ConfigError` where one of the run's files is a link, a FIFO or the like: what a run reads and writes
-        would lie somewhere else, or be waited for without end."""
+        """Raises `ConfigError` if one of the run's files is a link, a FIFO or the like: reading and writing would go to another
+        place, or wait for ever."""
         for name in FILES:
             try:
                 kind = kind_of((self.path / name).lstat().st_mode)
@@ -217,8 +216,11 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else trains in this folder meanwhile, on whichever Ray: two runs would write into each other's files. The
-        system lets go of it however this process ends; a file system without locks knows no holders. Raises `ConfigError`."""
+        """Hold this folder's lock: no other process of this machine trains in it meanwhile, on whichever Ray.
+
+        Two runs would write into each other's files. The system releases the lock however this process ends; a file system
+        without locks is used unlocked. Raises `ConfigError` if another process has the lock.
+        """
         with contextlib.ExitStack() as stack:
             with writing(self.job, cure="make the run folder writable, or resume a copy of it"):
                 file = stack.enter_context(open(self.job, "a", opener=as_regular))
@@ -240,8 +242,10 @@ class RunFolder:
             file.write(json.dumps(dict(facts)) + "\n")
 
     def read(self, path: Path) -> Iterator[Line]:
-        """The lines of `metrics` or `events` (`lines_in`); where there is no regular file, none (`check_files` refuses
-        what else is there). Raises `ConfigError` when it cannot be read, or has more than `FILE_BYTES`."""
+        """The lines of `metrics` or `events` (`lines_in`); none if there is no regular file (`check_files` refuses others).
+
+        Raises `ConfigError` if it cannot be read, or has more than `FILE_BYTES`.
+        """
         try:
             if kind_of(path.lstat().st_mode) is not None:
                 return
@@ -259,7 +263,10 @@ class RunFolder:
         yield from lines
 
     def rewrite_job(self, text: str) -> None:
-        """job.yaml in place, where the lock of `held` is; as it was when there is no room. Raises `ConfigError`."""
+        """Write job.yaml in place, since the lock of `held` is on this very file; restores the old text if that fails.
+
+        Raises `ConfigError`.
+        """
         before = read_text(self.job, follow=False)
         if before == text:
             return
@@ -276,9 +283,11 @@ class RunFolder:
             file.write(text)
 
     def document(self, path: Path, *, damaged: bool = False) -> dict[str, Any] | None:
-        """What stands in `plan`, `members` or `cluster`; None where that file is missing or cut off (it is being written), and
-        with `damaged` where it is not one of raypar's. Raises `ConfigError` where it is not, and for one that is not read: a
-        link, a FIFO, too long or too deep."""
+        """The content of `plan`, `members` or `cluster`; None if the file is missing, or cut off because it is being written.
+
+        Raises `ConfigError` for a link, a FIFO, a file that is too long or too deep, and for one that is not raypar's: with
+        `damaged` the result is None for the last.
+        """
         if not os.path.lexists(path):
             return None
         cure = "remove it; checkpoints do not depend on it"
@@ -298,7 +307,7 @@ class RunFolder:
 
 
 def as_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """For `open`: a file of the run that somebody has replaced by a link or a FIFO is neither followed nor waited for."""
+    """An `opener` for `open` that raises `OSError` for what is no regular file: no link is followed, no FIFO waited for."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -308,7 +317,7 @@ def as_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 @contextlib.contextmanager
 def writing(path: Path, cure: str = "") -> Iterator[None]:
-    """Turns errors of the file system into a `ConfigError` that names `path`; `cure`: unless the disk is full."""
+    """Turn errors of the file system into a `ConfigError` that names `path`. `cure`: of errors other than a full disk."""
     try:
         yield
     except OSError as error:
@@ -318,7 +327,7 @@ def writing(path: Path, cure: str = "") -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str, cure: str = "") -> None:
-    """Write a text file, whole or not at all: what was there stays until then. Raises `ConfigError`; `cure`: see `writing`."""
+    """Write a text file whole, or leave what was there. Raises `ConfigError`; `cure`: see `writing`."""
     with writing(path, cure):
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():  # /dev/stdout, a pipe; for a folder the error is raised here
@@ -329,7 +338,7 @@ def write_whole(path: Path, text: str, cure: str = "") -> None:
 
 def replace_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
     """Put a file with this content in the place of `path`, or leave everything as it was; a link there is replaced, not
-    followed. Raises `OSError`. `lasting`: it outlives a crash of the machine too, for which the disk is waited for."""
+    followed. Raises `OSError`. `lasting`: wait for the disk, so that the file outlives a crash of the machine too."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb", opener=as_regular) as file:
@@ -345,7 +354,7 @@ def replace_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
 
 
 def holds(path: Path, content: bytes) -> bool:
-    """Whether it is a regular file with this content."""
+    """Whether `path` is a regular file with this content."""
     try:
         return read_bytes(path, follow=False, limit=len(content)) == content
     except ConfigError:
@@ -356,8 +365,8 @@ def holds(path: Path, content: bytes) -> bool:
 
 
 def content_of(path: Path) -> bytes | None:
-    """What a file of lines holds; empty when there is none. None when it cannot be read, has more than `FILE_BYTES`, or is no
-    regular file: a link is not followed."""
+    """The bytes of a file of lines; none if it does not exist. None if it cannot be read, has more than `FILE_BYTES`, or is not
+    a regular file (a link is not followed)."""
     if not os.path.lexists(path):
         return b""
     try:
@@ -367,14 +376,13 @@ def content_of(path: Path) -> bytes | None:
 
 
 def lines_in(name: str, content: bytes) -> list[Line]:
-    """The lines of a metrics.jsonl or events.jsonl, whatever has befallen the file: what is no such line is left out. Metrics
-    come in the order of steps, each once (`joined`)."""
+    """The valid lines in the content of a metrics.jsonl or events.jsonl (`name`), in order and each once (see `joined`)."""
     return joined(_whole(name, io.BytesIO(content)))
 
 
 def _whole(name: str, stream: BinaryIO) -> Iterator[Line]:
-    """As they come. A line that is cut off, damaged, too long, too deep or of other types than raypar's is left out: nobody can
-    tell a hostile hand from a full disk by it, and training must go on after either."""
+    """The valid lines of a file, in its order. Damaged ones (cut off, too long, too deep, of wrong types) are left out: a full
+    disk leaves such lines as well as a hostile hand does, and training must go on after either."""
     check = check_event if name == "events.jsonl" else check_metrics
     within = False
     while text := stream.readline(LINE_BYTES + 1):
@@ -390,8 +398,8 @@ def _whole(name: str, stream: BinaryIO) -> Iterator[Line]:
 
 
 def joined(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
-    """Metrics in the order of steps, each once: of two of one step the last is taken. Events as they come; if some of `more`
-    are not among them, all in the order of time."""
+    """`lines` and `more` without repetitions. Metrics: in the order of steps, and of two lines of one step the last. Events: as
+    they come, or in the order of time if `more` has some that `lines` has not."""
     lines, more = list(lines), list(more)
     if any("kind" in line for line in (*lines, *more)):
         there = {json.dumps(line) for line in lines}
@@ -402,5 +410,5 @@ def joined(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
 
 
 def place_of(line: Line) -> tuple[float, bool]:
-    """Where a line belongs: events by their time, steps by their number, a validation behind its step."""
+    """The sort key of a line: events by time, metrics by step, a validation after its step."""
     return (line.get("time", 0.0), False) if "kind" in line else (line["step"], "loss" not in line)

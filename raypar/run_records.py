@@ -14,8 +14,10 @@ from raypar.input_files import shown
 
 Check = Callable[[Any], bool]
 MAX_GENERATIONS = 10**6
-MAX_STEPS = 10**12
+MAX_STEPS = 10**9
+"""Limit of a job's `steps`, and so of steps in a run folder."""
 MAX_WORKER_NUMBER = 2**31
+"""Limit of workers' numbers, which count all that a run has ever hired."""
 MAX_TIME_S = 1e11
 """Largest Unix time that can be shown as a date (the year 5138)."""
 

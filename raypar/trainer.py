@@ -49,7 +49,7 @@ NOT_OF_RAY_TRAIN = {
     "checkpoint_score_order": "leave it out: the newest checkpoints are kept, num_to_keep of them",
     "checkpoint_at_end": "leave it out: there always is one at the end",
 }
-"""Fields of Ray Train's configs that would be passed over in silence, and what to give instead."""
+"""Fields of Ray Train's configs that raypar does not use -> what to give instead."""
 USED_OF_RAY_TRAIN = ("name", "storage_path", "checkpoint_config", "num_to_keep", "checkpoint_frequency")
 
 
@@ -66,7 +66,7 @@ def check_is_used(config: Any, what: str) -> None:
 
 
 BUILT_BYTES = 32 << 20
-"""Of a model that is given built: it travels to every worker through Ray's store."""
+"""Size limit of a model that is given built: it travels to every worker through Ray's store."""
 
 
 class Trainer:
@@ -159,7 +159,7 @@ class Trainer:
                     cure = f"it is part of the plan: plan={{{key!r}: ...}}"
                 raise ConfigError(f"Trainer has no argument {key!r}", cure=cure)
         if run_config is not None:
-            name = name or run_config.name  # Ray makes one up where none is given
+            name = name or run_config.name  # in this order: Ray Train's RunConfig makes up a name if it is given none
             run_dir = run_config.storage_path or run_dir
             checkpoint_config = checkpoint_config or run_config.checkpoint_config
             check_is_used(run_config, "run_config")
@@ -373,7 +373,7 @@ def as_loss(value: Any) -> Ref:
     from raypar.worker.loss import loss_function
 
     ref = as_ref(value, "loss")
-    if callable(ref.target):  # else it is imported by the check, from the folder the job was started in
+    if callable(ref.target):  # "module:name" is imported by `preflight`, from the folder that the job is started in
         loss_function(ref)
     return ref
 

@@ -38,8 +38,8 @@ TOLD = ("lost", "recovering", "waiting", "warning", "generation")
 
 @contextlib.contextmanager
 def crowd(processes: int, apart: bool = False) -> Iterator[None]:
-    """So many processes compute, until the block or this process ends. `apart`: each in a session of its own, so that Linux's
-    autogroups give each of them as much as all workers of a run together."""
+    """Within this context so many processes compute; they end with this process too. `apart`: each in a session of its own, so
+    that Linux's autogroups give each of them as much as all workers of a run together."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=apart) for _ in range(processes)]
     try:
         yield
@@ -69,12 +69,12 @@ class Run:
 
     @property
     def back(self) -> list[dict[str, Any]]:
-        """Generations that no copy in memory was left for."""
+        """Events of generations that began from a checkpoint or anew, because no copy was left in memory."""
         return [event for event in self.told("generation") if event.get("state") in ("checkpoint", "beginning")]
 
 
 def train(folder: Path, name: str, limit_s: float, *overrides: str) -> Run:
-    """To its end, or `limit_s`."""
+    """Run `raypar train` to its end, or kill it after `limit_s`."""
     words = [word for value in (f"run_dir={folder}", f"name={name}", *overrides) for word in ("--set", value)]
     command = [sys.executable, "-m", "raypar", "train", str(JOB), "--json", *words]
     run, start_s = Run(), time.monotonic()
@@ -109,7 +109,7 @@ def train(folder: Path, name: str, limit_s: float, *overrides: str) -> Run:
 
 
 def starts(folder: Path, count: int) -> tuple[list[list[str]], bool]:
-    """Rows of the table, and whether all began."""
+    """Start `count` runs, one after the other: rows of the table, and whether all began."""
     rows, well = [], True
     for number in range(1, count + 1):
         load = os.getloadavg()[0]
@@ -124,7 +124,7 @@ def starts(folder: Path, count: int) -> tuple[list[list[str]], bool]:
 
 
 def long_run(folder: Path, minutes: float) -> tuple[list[list[str]], bool]:
-    """Rows of the table, and whether it lived."""
+    """One run of so many minutes: rows of the table, and whether it lived."""
     loads: list[float] = []
     over = threading.Event()
 
@@ -166,18 +166,18 @@ def long_run(folder: Path, minutes: float) -> tuple[list[list[str]], bool]:
 
 
 def measured(seconds: list[float]) -> str:
-    """`812; 0.9 s, 14.2 s`."""
+    """Number, median and longest of steps' times: `812; 0.9 s, 14.2 s`."""
     return f"{len(seconds)}; {statistics.median(seconds):.2f} s, {max(seconds):.1f} s" if seconds else "0"
 
 
 def last_line(text: str) -> str:
-    """What an error said last."""
+    """The last line of what a command printed."""
     lines = text.strip().splitlines()
     return lines[-1] if lines else ""
 
 
 def say(text: str) -> None:
-    """Progress."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 

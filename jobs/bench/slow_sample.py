@@ -33,7 +33,7 @@ optimizer: {function: torch.optim:AdamW, args: {lr: 1.0e-2}}
 
 
 def train(folder: Path, name: str, layout: str, *more: str) -> str:
-    """Runs it, shows what it says; the hash of its weights."""
+    """Train the job and show what it prints; returns the hash of its weights."""
     job = folder / "slow.yaml"
     job.write_text(JOB)
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])

@@ -2,8 +2,8 @@
 
     python jobs/bench/start_memory.py [--page jobs/bench/results/start_memory_NAME_YYYYMM.md]
 
-A process calls the model function and builds one stage of four, as a worker does. Its peak (VmHWM) over what it had with all
-code loaded, warmed up on a small model of the same kind, is held against its own state plus the largest layer.
+A process calls the model function and makes the initial state of one stage of four, as a worker does. The growth of its peak
+(VmHWM), after a small model of the same kind has loaded all code, is compared with its own state plus the largest layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(width, depth, vocab, mode):
     graph = make_graph(bench.job(width, depth, vocab, mode))
     first, last = bench.STAGES[1]
     made = initial_state(graph, first, last, bench.job(width, depth, vocab, mode))
-    graph.initial.release()
+    graph.initial_values.release()
     return graph, made
 
 build(32, 8, 64, sys.argv[1])
@@ -77,7 +77,7 @@ def job(width: int, depth: int, vocab: int, mode: str):  # type: ignore[no-untyp
 
 
 def model(width: int, depth: int, vocab: int):  # type: ignore[no-untyped-def]
-    """Its residual projections are drawn a second time, by name."""
+    """The model function: the example GPT, with its residual projections drawn a second time, by name."""
     from examples import gpt
 
     made = gpt.layers(vocab=vocab, width=width, depth=depth, heads=8, context=128)
@@ -100,6 +100,7 @@ def measured(mode: str) -> tuple[float, float, float]:
 
 
 def main() -> int:
+    """Returns the exit code: 1 if the deferred model needs more than its own state and the largest layer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--json", action="store_true")
@@ -122,15 +123,13 @@ def main() -> int:
     ]
     header = ["model function", "own state", "growth of the peak", "growth that stays", "own state + largest layer", "within"]
     body = (
-        f"The example GPT, width {WIDTH}, {DEPTH} blocks of {block:.0f} MiB, vocabulary {VOCAB}: {whole:.0f} MiB of "
-        f"float32. The "
-        f"second of four workers holds 2 blocks. Peak: VmHWM less the resident memory before, in MiB, median of {RUNS} "
-        f"processes.\n\n"
+        f"The example GPT, width {WIDTH}, {DEPTH} blocks of {block:.0f} MiB, vocabulary {VOCAB}: {whole:.0f} MiB of float32. "
+        f"The second of four workers holds 2 blocks. Peak: VmHWM less the resident memory before, in MiB, median of {RUNS} "
+        "processes.\n\n"
         + table(header, cells)
         + "\n\nThe record of a deferred model has 5 KB for every random operation, so a Llama of 7 G parameters in 32 blocks "
-        "(some 300 of them) costs 2 MB of records; a worker that holds 4 blocks would have 3.2 GiB of its own, and 0.5 "
-        "GiB (an embedding "
-        "of 32,000 x 4,096, float32) as its largest tensor beside them. That was not measured."
+        "(some 300 of them) costs 2 MB of records; a worker that holds 4 blocks would have 3.2 GiB of its own, and 0.5 GiB "
+        "(an embedding of 32,000 x 4,096, float32) as its largest tensor beside them. That was not measured."
     )
     print(json.dumps(found) if given.json else body)
     if given.page is not None:

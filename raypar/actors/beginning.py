@@ -152,7 +152,7 @@ class Beginning:
         for number in starting:
             self.tasks.spawn(self.staff.welcome(number, workers[number], request.start_deadline_s))
         self.plans.schedules[record.plan] = record.schedule
-        seen = await self.effects.awaited(recorder.take_over)  # there, for workers that join are noted in the same files
+        seen = await self.effects.awaited(recorder.take_over)  # in its thread, which alone writes these files
         self.reports.outcomes, self.reports.journalled = dict(seen.outcomes), dict(seen.unseen)
         self.news.pass_on(recorder.news())
         generation = await asyncio.to_thread(self.journal.claimed)

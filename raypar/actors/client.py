@@ -33,7 +33,7 @@ DRIVER_SILENT_S = 30.0
 """How long the driver may take to answer; it only passes on what has happened."""
 
 DRIVER_START_S = 300.0
-"""How long its process may take to start, which takes processor time: on a busy machine more than half a minute."""
+"""How long the driver's process may take to start: on a busy machine more than half a minute."""
 
 ALONE_S = 10.0
 """A client asks for news all the time: a driver that has heard nothing for so long has none any more."""
@@ -166,7 +166,7 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
             if started is not None and ray.wait([started], timeout=0)[0]:
                 ray.get(started)
                 started = None
-        except RayTaskError as error:  # what nobody has foreseen; of two raypars, say, here and on the cluster
+        except RayTaskError as error:  # unforeseen; for example another version of raypar on the cluster
             if isinstance(error, RayparError):
                 raise
             raise ClusterError(
@@ -211,9 +211,11 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
 
 
 def answered(asking: Any, asked: list[str], patience_s: float) -> bool:
-    """Whether the driver answers within the time, if only by its death; from Ctrl-C on it has `DRIVER_SILENT_S` at the most,
-    and the second one does not wait for it. Turns are counted, not seconds: who was itself stopped (Ctrl-Z, a frozen container)
-    has waited for nobody."""
+    """Whether the driver answers within `patience_s`, if only by its death.
+
+    After Ctrl-C it has `DRIVER_SILENT_S` at most; a second Ctrl-C ends the wait. Turns are counted, not seconds: time in which
+    this process was itself stopped (Ctrl-Z, a frozen container) does not count.
+    """
     turns = patience_s / TURN_S
     while not ray.wait([asking], timeout=TURN_S)[0] and len(asked) < 2:
         turns = min(turns, DRIVER_SILENT_S / TURN_S) - 1 if asked else turns - 1

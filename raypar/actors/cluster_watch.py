@@ -23,8 +23,11 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Capacity:
-    """Logical CPUs, and GPUs. `ever`: what an autoscaler may bring the cluster to, where it says so; else None. `grows`:
-    whether an autoscaler runs that may add nodes."""
+    """Logical CPUs and GPUs of the cluster.
+
+    `ever`, `gpus_ever`: what an autoscaler may bring them to, if it says so; else None. `grows`: whether there is an autoscaler
+    that may add nodes.
+    """
 
     nodes: int
     total: int
@@ -65,13 +68,14 @@ def autoscaled(resource: str) -> int | None:
 AUTOSCALER_STATUS = b"__autoscaling_status"
 """Key of Ray's key-value store under which the autoscaler (version 1) keeps its status, as JSON."""
 ANONYMOUS = re.compile(r"node_[0-9a-f]{56}")
-"""Node type that Ray makes up for a node where nobody has defined types: every head has a monitor, which then only reads."""
+"""Node type that Ray makes up where nobody has defined types. The autoscaler, which every head runs, then adds no nodes."""
 
 
 def grows() -> bool:
-    """Whether an autoscaler runs that may add nodes. Ray says so in private places only: where they are gone, none is seen.
+    """Whether an autoscaler runs that may add nodes.
 
-    Ray 2.60 never publishes how far an autoscaler goes (`autoscaled` is None); both versions publish a status.
+    Ray 2.60 never publishes how far an autoscaler goes (`autoscaled` is None); both of its autoscalers publish a status. Only
+    private parts of Ray read it, hence the broad `suppress`: with a Ray that lacks them no autoscaler is seen.
     """
     with contextlib.suppress(Exception):
         if defines_node_types(_internal_kv_get(AUTOSCALER_STATUS)):
@@ -103,7 +107,8 @@ def defined(node_type: str) -> bool:
 def require(workers: int, cluster: Capacity, gpus: int = 0, plan: str = "") -> None:
     """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one.
 
-    `plan`: how it comes to so many, for the message. One that grows may come to any number: that is waited for.
+    `plan`: how it comes to so many, for the message. Where an autoscaler runs that does not say how far it goes, nothing is
+    raised: workers are waited for.
     """
     if cluster.grows and cluster.ever is None:
         return

@@ -17,8 +17,7 @@ from typing import Any
 
 import ray
 
-# Pickles hold these: callbacks, and workers' answers. Imported later, while Ray unpacks the job's folder anew, they may not be
-# found.
+# Pickles hold these: callbacks, and workers' answers. A later import may meet Ray replacing the job's folder.
 import raypar.callbacks
 import raypar.elastic.outcome  # noqa: F401
 from raypar.actors import words
@@ -330,7 +329,7 @@ class DriverActor:
     # -- what people see -------------------------------------------------------------------------------------------------------
 
     def _warn(self, number: int, report: Report) -> Report:
-        """Tells what a worker warns of, unless another one has said the same."""
+        """Show the warnings in a worker's report that no other worker has given; returns the report."""
         for line in self.reports.warnings(report):
             self.effects.note("warning", text=f"{self.calls.coordinate(number)}: {line}")
         return report

@@ -47,10 +47,7 @@ class Effects:
         def called() -> Any:
             try:
                 return call()
-            except (
-                SystemExit,
-                KeyboardInterrupt,
-            ) as error:  # of a callback's module, say: it would end the loop, and the driver
+            except (SystemExit, KeyboardInterrupt) as error:  # of a callback's module, say: would end the driver's loop
                 raise UserCodeError(
                     f"code of a callback raised {error_text(error)}\n{traceback.format_exc()}",
                     cure="the last lines of the traceback are where it did",

@@ -48,7 +48,7 @@ def fingerprint(threads: int, device: torch.device) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Vendor, family and model as the kernel names them: by these libraries choose their kernels. "unknown" if it does not."""
+    """Vendor, family and model of the processor, by which libraries choose their kernels; "unknown" if Linux does not say."""
     wanted = {"vendor_id": "", "cpu family": "", "model": "", "CPU implementer": "", "CPU part": ""}
     try:
         with open("/proc/cpuinfo") as lines:
@@ -72,7 +72,7 @@ def kernels(device: torch.device) -> str:
     b = torch.randn(65, 47, generator=generator).to(device)
     x = a @ b
     y = torch.nn.functional.layer_norm(torch.softmax(x, -1) + torch.nn.functional.gelu(x), (47,))
-    # Of one row or one column products take paths of their own; so do products with what is transposed.
+    # Products of one row or one column have kernels of their own, and so do those of transposed matrices.
     results = [
         y,
         y.sum(),

@@ -18,7 +18,7 @@ from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
 KEPT_STEPS = 1000
-"""Of so many steps the journal knows what people have seen, for a driver that does not find them in the run folder."""
+"""Steps of which the journal keeps what people have seen, for a new driver that does not find them in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Journal:
         self.run, self.prefix, self.generation = run, f"raypar/{run}/", 1
         self.identity = uuid.uuid4().bytes
         self._validations: deque[int] = deque()
-        """Those that are there, ascending, as far as this driver has written any."""
+        """Steps after which validations are in the store, ascending; empty until this driver writes the first."""
 
     # -- generations and steps ---------------------------------------------------------------------------------------------
 
@@ -55,8 +55,11 @@ class Journal:
         return True
 
     def commit(self, step: int, facts: Any = None) -> None:
-        """Step `step` is committed; `facts`: what people are to see of it. One that a former driver has written already is the
-        same step: nobody commits what not all have applied. Raises `Deposed` when another driver has taken over."""
+        """Store that step `step` is committed, with `facts`, what people are to see of it.
+
+        What a former driver has stored of this step is kept: it is the same step, since one is committed only after all workers
+        have applied it. Raises `Deposed` when another driver has taken over.
+        """
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
             raise Deposed(
@@ -72,12 +75,12 @@ class Journal:
         return sorted(self._numbers("step"))
 
     def facts(self, step: int) -> Any:
-        """What was given with `commit`; None of a step that is not known, or not any more."""
+        """What was given with `commit` for this step; None if the journal does not have it (any more)."""
         value = _internal_kv_get(f"{self.prefix}step/{step}")
         return None if value is None else pickle.loads(value)[1]
 
     def validated(self, done: int, line: dict[str, Any]) -> None:
-        """A validation after `done` steps, as people see it."""
+        """Store the line of a validation after `done` steps; removes old ones."""
         _internal_kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
         if not self._validations:
             self._validations.extend(self.validations())
@@ -87,7 +90,7 @@ class Journal:
             _internal_kv_del(f"{self.prefix}validation/{self._validations.popleft()}")
 
     def validations(self) -> list[int]:
-        """After how many steps there were validations, in the last `KEPT_STEPS`."""
+        """Numbers of steps after which there were validations, ascending; those of the last `KEPT_STEPS`."""
         return sorted(self._numbers("validation"))
 
     def validation(self, done: int) -> dict[str, Any] | None:
@@ -98,16 +101,16 @@ class Journal:
     # -- lines that a full disk does not take (`line_file.LineStore`) ------------------------------------------------------
 
     def keep_lines(self, file: str, block: int, text: str) -> None:
-        """Lines of the run folder's `file`, under a number."""
+        """Store lines of the run folder's `file` as block number `block`, in place of what it had."""
         _internal_kv_put(f"{self.prefix}lines/{file}/{block}", text.encode(), overwrite=True)
 
     def kept_lines(self, file: str) -> dict[int, str]:
-        """All that are kept, by number."""
+        """Block number -> its lines, of all blocks of `file`."""
         found = {block: _internal_kv_get(f"{self.prefix}lines/{file}/{block}") for block in self._numbers(f"lines/{file}")}
         return {block: value.decode() for block, value in found.items() if value is not None}
 
     def drop_lines(self, file: str, block: int | None = None) -> None:
-        """They are in the file now: those of one number, or all."""
+        """Remove one block of `file`, or all: its lines are in the file now."""
         _internal_kv_del(f"{self.prefix}lines/{file}/{'' if block is None else block}", del_by_prefix=block is None)
 
     def record(self, record: Record) -> None:
@@ -152,11 +155,11 @@ class Journal:
     # -- the run -----------------------------------------------------------------------------------------------------------
 
     def put_credential(self, credential: Credential) -> None:
-        """Before the request: who finds that finds this too."""
+        """Store the run's credential; before the request, so that whoever finds that finds this too."""
         _internal_kv_put(f"{self.prefix}credential", pickle.dumps(credential), overwrite=True)
 
     def credential(self) -> Credential:
-        """By which the run's workers know each other: the same for all drivers of a run. Raises `ClusterError` without one."""
+        """The run's credential, the same for all of its drivers. Raises `ClusterError` if Ray has lost it."""
         value = _internal_kv_get(f"{self.prefix}credential")
         if value is None:
             raise ClusterError(
@@ -176,7 +179,7 @@ class Journal:
         return None if value is None else pickle.loads(value)
 
     def end(self, facts: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """Note how the run ended, before anything is removed; without `facts`, what was noted."""
+        """Store how the run ended, before anything is removed. Without `facts`: what was stored; None while the run goes on."""
         key = f"{self.prefix}end"
         if facts is not None:
             _internal_kv_put(key, pickle.dumps(facts), overwrite=True)
@@ -185,7 +188,7 @@ class Journal:
         return None if value is None else pickle.loads(value)
 
     def began(self, time_s: float | None = None) -> float | None:
-        """Note when the run was started or resumed (Unix time); without `time_s`, what was noted."""
+        """Store when the run was started or resumed (Unix time). Without `time_s`: what was stored."""
         key = f"{self.prefix}began"
         if time_s is not None:
             _internal_kv_put(key, repr(time_s).encode(), overwrite=True)

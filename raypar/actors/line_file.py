@@ -1,8 +1,9 @@
 """Writes metrics.jsonl or events.jsonl of a run, so that a full disk or a damaged file loses no lines.
 
-Lines that cannot be written (a full disk) are kept in memory and in the journal, where the next driver finds them. The last
-lines stay in memory even after they are written: a file that somebody has truncated, replaced or removed is written again from
-them.
+The last lines are in up to three places: the file, memory (`RecentLines`) and the journal (`JournalBlocks`).
+
+- Lines that cannot be written (a full disk) wait in memory, and in the journal, where the next driver finds them.
+- Lines stay in memory after they are written: a file that somebody has truncated, replaced or removed is written again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from raypar.run_folder import Line, as_regular, content_of, joined, lines_in, pl
 KEPT_BYTES = 8 << 20
 """Limit of each file's lines in memory: 20,000 steps or more. Older lines are in the file only."""
 MIRRORED_LINES = 1000
-"""So many of the last events are always in the journal, which, unlike steps, it holds in no other form."""
+"""How many of the last events are always in the journal. Of steps it has the facts anyway (`Journal.commit`)."""
 BLOCK_LINES = 64
 """Lines in one entry of the journal."""
 
@@ -45,6 +46,83 @@ class LineStore(Protocol):
         """Remove one block, or all."""
 
 
+class RecentLines:
+    """The last lines of a file, kept in memory."""
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        """Limit of `size`; the oldest lines beyond it are dropped."""
+        self.texts: deque[str] = deque()
+        """The lines, each with its line break."""
+        self.size = 0
+        """Characters in `texts`."""
+        self.trimmed = False
+        """Whether older lines were dropped."""
+        self.count = 0
+        """Lines so far, with those found from former drivers: the number of the next line."""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def add(self, text: str) -> list[int]:
+        """Add a line; returns the numbers of those that are dropped for it."""
+        self.texts.append(text)
+        self.count += 1
+        self.size += len(text)
+        dropped = []
+        while self.size > self.max_size and len(self.texts) > 1:
+            dropped.append(self.count - len(self.texts))
+            self.size -= len(self.texts.popleft())
+            self.trimmed = True
+        return dropped
+
+    def last(self, number: int) -> list[str]:
+        """The last `number` lines."""
+        return [*islice(reversed(self.texts), number)][::-1]
+
+
+class JournalBlocks:
+    """The last lines of a file, kept in the journal: line n is in block n // `BLOCK_LINES`.
+
+    A journal that does not answer is ignored: the lines are then in memory only.
+    """
+
+    def __init__(self, journal: LineStore | None, file: str) -> None:
+        self.journal, self.file = journal, file
+        self.stored = 0
+        """How many of the last lines are stored."""
+
+    def found(self) -> dict[int, str]:
+        """Block number -> its lines, as former drivers have left them."""
+        return self.journal.kept_lines(self.file) if self.journal is not None else {}
+
+    def store(self, recent: RecentLines, number: int) -> None:
+        """Store the last `number` lines; only those of the last block, if the others are stored already."""
+        if self.journal is None or not number:
+            return
+        start, last = recent.count - number, (recent.count - 1) // BLOCK_LINES
+        first = last if number <= self.stored + 1 else start // BLOCK_LINES
+        lines = recent.last(number)
+        with contextlib.suppress(Exception):  # Ray's store fails with errors of many classes
+            for block in range(first, last + 1):
+                text = "".join(lines[max(0, block * BLOCK_LINES - start) : (block + 1) * BLOCK_LINES - start])
+                self.journal.keep_lines(self.file, block, text)
+            self.stored = number
+
+    def drop(self, block: int) -> None:
+        """Remove one block."""
+        if self.journal is not None:
+            with contextlib.suppress(Exception):  # as in `store`
+                self.journal.drop_lines(self.file, block)
+
+    def clear(self) -> None:
+        """Remove all blocks."""
+        if self.journal is not None:
+            with contextlib.suppress(Exception):  # as in `store`
+                self.journal.drop_lines(self.file)
+        self.stored = 0
+
+
 @dataclass
 class LineFile:
     """A file of JSON lines. Call `open` first, then `append` for each line, and `close` at the end; from one thread at a time.
@@ -60,18 +138,11 @@ class LineFile:
     """Store every line in the journal too, not only those that cannot be written to the file."""
     kept_bytes: int = KEPT_BYTES
     opened: bool = False
-    lines: deque[str] = field(default_factory=deque)
-    """The last lines, each with its line break."""
-    size: int = 0
-    """Characters in `lines`."""
-    trimmed: bool = False
-    """Whether there were older lines, now written or lost, that `lines` lacks."""
-    count: int = 0
-    """Lines so far, with those found from former drivers: the number of the next line."""
+    recent: RecentLines = field(init=False)
+    """The last lines: all that are not in the file, and older ones from which it can be written again."""
+    blocks: JournalBlocks = field(init=False)
     unwritten: int = 0
-    """So many of the last `lines` are not in the file."""
-    journaled: int = 0
-    """So many of the last `lines` are in the journal."""
+    """How many of the last lines are not in the file."""
     lost: int = 0
     """Lines dropped from memory that were never written."""
     signature: Signature = None
@@ -80,6 +151,9 @@ class LineFile:
     """Whether the last attempt to write failed."""
     changed: bool = False
     """Whether somebody else has changed the file."""
+
+    def __post_init__(self) -> None:
+        self.recent, self.blocks = RecentLines(self.kept_bytes), JournalBlocks(self.journal, self.path.name)
 
     def open(self, correct: Callable[[list[Line]], list[Line]] = list) -> list[Line]:
         """The lines of the file and those that only the journal has, each once; repairs the file. `append` continues there.
@@ -91,24 +165,24 @@ class LineFile:
             with contextlib.suppress(OSError):
                 left.unlink()
         content = self._content()
-        blocks = self.journal.kept_lines(self.path.name) if self.journal is not None else {}
-        waited = "".join(blocks[block] for block in sorted(blocks)).encode()
-        lines = correct(joined(lines_in(self.path.name, content or b""), lines_in(self.path.name, waited)))
+        blocks = self.blocks.found()
+        in_journal = "".join(blocks[block] for block in sorted(blocks)).encode()
+        lines = correct(joined(lines_in(self.path.name, content or b""), lines_in(self.path.name, in_journal)))
         texts = [json.dumps(line) + "\n" for line in lines]
-        self.count = (max(blocks) + 1) * BLOCK_LINES if blocks else 0  # not the numbers of a former driver's
+        self.recent.count = (max(blocks) + 1) * BLOCK_LINES if blocks else 0  # after the blocks of former drivers
         for text in texts:
             self._keep(text)
         if content is not None and content[-1:] in (b"", b"\n") and "".join(texts).encode().startswith(content):
-            self.signature, self.unwritten = self._current_signature(), min(len(texts) - content.count(b"\n"), len(self.lines))
+            self.signature, self.unwritten = self._current_signature(), min(len(texts) - content.count(b"\n"), len(self.recent))
         else:
-            self.signature, self.unwritten = NEVER_MATCHES, len(self.lines)
+            self.signature, self.unwritten = NEVER_MATCHES, len(self.recent)
         if self.unwritten or self.signature == NEVER_MATCHES:
             self._flush(mending=True)
         if self.mirrored:
-            self._to_journal()
-        if not self.failing or self.journaled >= self.unwritten:  # they are in the file now, or there under new numbers
+            self._store()
+        if not self.failing or self.blocks.stored >= self.unwritten:  # in the file now, or in the journal under new numbers
             for block in blocks:
-                self._drop(block)
+                self.blocks.drop(block)
         return lines
 
     def append(self, facts: Line) -> None:
@@ -119,62 +193,38 @@ class LineFile:
         self.unwritten += 1
         self._flush()
         if self.mirrored and not self.failing:
-            self._to_journal()
+            self._store()
 
     def close(self) -> None:
         """Write the file again if its content is not ours: unwritten lines, or changes that kept the file's length."""
         if not self.opened:
             self.open()
-        content, ours = self._content(), "".join(self.lines).encode()
-        if content is None or not (content.endswith(ours) if self.trimmed else content == ours):
+        content, ours = self._content(), "".join(self.recent.texts).encode()
+        if content is None or not (content.endswith(ours) if self.recent.trimmed else content == ours):
             self.signature = NEVER_MATCHES
             self._flush(alone=True)
 
     # -- memory and journal --------------------------------------------------------------------------------------------
 
     def _keep(self, text: str) -> None:
-        """Add a line to those in memory; drops the oldest beyond `kept_bytes`."""
-        self.lines.append(text)
-        self.count += 1
-        self.size += len(text)
-        while self.size > self.kept_bytes and len(self.lines) > 1:
-            number = self.count - len(self.lines)
-            if len(self.lines) == self.unwritten + 1:  # the new line is not counted yet
-                self.unwritten -= 1
-                self.lost += 1
-                if self.lost == 1:
-                    self.tell(
-                        "warning", f"the lines that wait for {self.path} take {self.size:,} bytes: the oldest are dropped"
-                    )
-                if number % BLOCK_LINES == BLOCK_LINES - 1:
-                    self._drop(number // BLOCK_LINES)
-            self.size -= len(self.lines.popleft())
-            self.trimmed = True
+        """Keep a line in memory, before it is counted as unwritten; warns of the first line that is lost for it."""
+        for number in self.recent.add(text):
+            if number != self.recent.count - 1 - self.unwritten:  # not the oldest unwritten one: it is in the file
+                continue
+            self.unwritten -= 1
+            self.lost += 1
+            if self.lost == 1:
+                what = f"the lines that wait for {self.path} take more than {self.kept_bytes:,} bytes: the oldest are dropped"
+                self.tell("warning", what)
+            if number % BLOCK_LINES == BLOCK_LINES - 1:
+                self.blocks.drop(number // BLOCK_LINES)
 
-    def _to_journal(self) -> None:
-        """Store unwritten and mirrored lines in the journal; only the last block, if the others are there already."""
-        wanted = max(self.unwritten, min(MIRRORED_LINES, len(self.lines)) if self.mirrored else 0)
-        if self.journal is None or not wanted:
-            return
-        start, last = self.count - wanted, (self.count - 1) // BLOCK_LINES
-        first = last if wanted <= self.journaled + 1 else start // BLOCK_LINES
-        lines = self._last(wanted)
-        with contextlib.suppress(Exception):  # if the store does not answer, the lines are in memory only
-            for block in range(first, last + 1):
-                text = "".join(lines[max(0, block * BLOCK_LINES - start) : (block + 1) * BLOCK_LINES - start])
-                self.journal.keep_lines(self.path.name, block, text)
-            self.journaled = wanted
-        if (self.count - 1) % BLOCK_LINES == 0 and self.mirrored:
-            self._drop(start // BLOCK_LINES - 1)
-
-    def _last(self, number: int) -> list[str]:
-        """The last `number` lines in memory."""
-        return [*islice(reversed(self.lines), number)][::-1]
-
-    def _drop(self, block: int | None = None) -> None:
-        if self.journal is not None:
-            with contextlib.suppress(Exception):
-                self.journal.drop_lines(self.path.name, block)
+    def _store(self) -> None:
+        """Store in the journal the lines that are to be there: unwritten ones, and the last ones if `mirrored`."""
+        number = max(self.unwritten, min(MIRRORED_LINES, len(self.recent)) if self.mirrored else 0)
+        self.blocks.store(self.recent, number)
+        if self.mirrored and number and (self.recent.count - 1) % BLOCK_LINES == 0:  # a block was begun: the oldest is over
+            self.blocks.drop((self.recent.count - number) // BLOCK_LINES - 1)
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
@@ -187,7 +237,7 @@ class LineFile:
             if self._current_signature() == self.signature:
                 self._append_unwritten()
             else:
-                self.unwritten = len(self.lines)
+                self.unwritten = len(self.recent)
                 if not mending and not self.failing:
                     self.changed = True
                     self.tell(
@@ -197,7 +247,7 @@ class LineFile:
                     )
                 self._restore(alone=alone or mending)
         except OSError as error:
-            self._to_journal()
+            self._store()
             if not self.failing:
                 self.tell(
                     "warning",
@@ -210,9 +260,8 @@ class LineFile:
             what = f"{self.lost} lines are lost" if self.lost else "no line is lost"
             self.tell("note", f"{self.path} can be written again: {what}")
         self.failing = False
-        if self.journaled and not self.mirrored:
-            self._drop()
-            self.journaled = 0
+        if self.blocks.stored and not self.mirrored:
+            self.blocks.clear()
 
     def _append_unwritten(self) -> None:
         """Append unwritten lines. Raises `OSError`, after truncating what was written in part."""
@@ -220,7 +269,7 @@ class LineFile:
             return
         try:
             with open(self.path, "a", opener=as_regular) as file:
-                file.write("".join(self._last(self.unwritten)))
+                file.write("".join(self.recent.last(self.unwritten)))
         except PermissionError:  # the folder may still be writable
             self._restore()
             return
@@ -232,7 +281,7 @@ class LineFile:
         self.signature, self.unwritten = self._current_signature(), 0
 
     def _restore(self, *, alone: bool = False) -> None:
-        """Replace the file: its lines that are older than those in memory, then those in memory. Raises `OSError`.
+        """Write the whole file: its lines that are older than those in memory, then those in memory. Raises `OSError`.
 
         Newer lines of the file stay too, unless no other driver can have written them (`alone`): a driver that was stopped for
         long and wakes up must not remove its successor's lines.
@@ -243,14 +292,14 @@ class LineFile:
             os.rename(self.path, aside)
             self.tell("warning", f"{self.path} was something that cannot be read: it is {aside.name} now, and written anew")
         there = lines_in(self.path.name, content or b"")
-        if self.lines:
-            first, last = (place_of(json.loads(self.lines[i])) for i in (0, -1))
-            older = [line for line in there if self.trimmed and place_of(line) < first]
+        if self.recent.texts:
+            first, last = (place_of(json.loads(self.recent.texts[i])) for i in (0, -1))
+            older = [line for line in there if self.recent.trimmed and place_of(line) < first]
             newer = [line for line in there if not alone and place_of(line) > last]
         else:
             older, newer = there, []
         texts = [[json.dumps(line) + "\n" for line in lines] for lines in (older, newer)]
-        replace_whole(self.path, "".join([*texts[0], *self.lines, *texts[1]]).encode())
+        replace_whole(self.path, "".join([*texts[0], *self.recent.texts, *texts[1]]).encode())
         self.signature, self.unwritten = self._current_signature(), 0
 
     def _damaged_names(self) -> Iterable[Path]:
@@ -262,6 +311,7 @@ class LineFile:
             number += 1
 
     def _content(self) -> bytes | None:
+        """See `content_of`."""
         return content_of(self.path)
 
     def _current_signature(self) -> Signature:

@@ -34,11 +34,11 @@ PATIENT = {
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_grpc_client_keepalive_timeout_ms": "3600000",
 }
-"""How long the processes of a Ray of our own may take to start: on a machine that is busy with something else, long. And for
-how long one may be stopped before Ray calls it lost: 7 minutes otherwise, which is for machines that are gone."""
+"""Longer deadlines for a Ray of our own: for its processes to start, on a busy machine, and for one that is stopped before Ray
+calls it lost (7 minutes otherwise, which are meant for machines that are gone)."""
 
 ATTEMPTS = 3
-"""How often Ray is started before its being late is an error: it gives its raylet 30 s, and does not let us change that."""
+"""How often Ray is started before it is an error that it is late: it gives its raylet 30 s, which no setting changes."""
 
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
@@ -236,8 +236,10 @@ def own(workers: int, nodes: int = 1, gpus: bool = False) -> Iterator[Connection
 
 
 def in_time(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
-    """The folder of a Ray that has started; with `stack` it ends. One that was too late is cleared away and started again:
-    on a busy machine the next attempt may be in time. Raises what Ray raises."""
+    """The folder of a Ray that `start(folder)` has started; it ends with `stack`. Raises what Ray raises.
+
+    A Ray that was too late is cleared away and started again: on a busy machine the next attempt may be in time.
+    """
     import ray
 
     for left in reversed(range(ATTEMPTS)):
@@ -247,7 +249,7 @@ def in_time(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
             attempt.callback(ray.shutdown)
             try:
                 start(folder)
-            except Exception as error:
+            except Exception as error:  # Ray raises a bare one when its processes are not up in time
                 if not left or "timed out" not in str(error):
                     raise
                 continue

@@ -23,7 +23,7 @@ from raypar.plan import ParallelPlan
 POLL_S = 0.05
 SWEEP_S = 20.0
 SAY_S, SAY_AGAIN_S = 2.0, 30.0
-"""How often people hear what is waited for: when it has changed, and when not."""
+"""Pauses between two lines about what is waited for: when it has changed, and when not."""
 SHUN_S = 15.0
 """How long a worker that is hired waits for a place elsewhere than on a node that is known to be slow."""
 NODE_LABEL = "ray.io/node-id"
@@ -37,8 +37,8 @@ def namespace(run: str) -> str:
 class Pool:
     """Placement groups and workers by number. All detached: they outlive whoever made them, until they are removed.
 
-    `credential`: the run's name, and the secret by which its workers know each other. `gpus`: of each worker; `environment`: of
-    its process, where the job's own runtime environment does not say otherwise.
+    `credential`: the run's name, and the secret by which its workers recognise each other. `gpus`: of each worker;
+    `environment`: of its process, where the job's own runtime environment does not say otherwise.
     """
 
     def __init__(self, credential: Credential, gpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
@@ -188,13 +188,13 @@ class Pool:
 
 
 def awaited(there: int, wanted: int, grows: bool) -> str:
-    """`waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running`."""
+    """The line while workers are not placed: `waiting for 3 more workers: the cluster has a place for 1 of 4, ...`."""
     more = "1 more worker" if wanted - there == 1 else f"{wanted - there} more workers"
     return f"waiting for {more}: the cluster has a place for {there} of {wanted}" + ", an autoscaler is running" * grows
 
 
 def never_placed(there: int, wanted: int, wait_s: float, cluster: Capacity, gpus: bool) -> ClusterError:
-    """What is said when the wait for places has been in vain."""
+    """The error when workers could not be placed within `wait_s`."""
     cure = "wait for other jobs to end, add nodes, choose a smaller plan, or raise wait_for_workers_s"
     if cluster.grows:
         cure = (

@@ -35,26 +35,30 @@ from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.process_state import EnvironmentGuard
 
 RETOLD = 1000
-"""Steps of which a new driver tells the client again: more than it can have missed."""
+"""How many steps a new driver tells the client again: more than it can have missed."""
 
 COMPARED = 3
-"""So many of the last steps in the run folder are compared with the journal: whether it is this run's."""
+"""How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What people have seen of a run, as its folder and its journal say together. `outcomes`: step (from 0) -> (loss, norm);
-    `validated`, `saved`: after how many steps that was done last; `lost`: workers that people know to be lost; `unseen`: step
-    (from 0) -> what the journal knows of steps that people may not have seen (`reports.in_brief`)."""
+    """What people have seen of a run, as its folder and its journal say together."""
 
     steps: int
+    """Number of steps."""
     outcomes: Mapping[int, tuple[float, float]]
+    """Step (from 0) -> (loss, norm)."""
     validated: int | None
+    """Steps done at the last validation."""
     saved: int | None
+    """Steps done at the last checkpoint."""
     last_s: float | None
     """When the last step was written (Unix time)."""
     lost: frozenset[int] = frozenset()
+    """Workers that people were told to be lost."""
     unseen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Step (from 0) -> what the journal has of it (`reports.in_brief`), for steps that people may not have seen."""
 
 
 class Recorder:
@@ -75,11 +79,12 @@ class Recorder:
         self._guard: EnvironmentGuard | None = None
         """Of the driver's process, where callbacks run."""
         self._with_torch = False
+        """Whether `_guard` covers PyTorch's state too."""
         self.nodes: list[str] = []
         self._last: dict[str, Any] = {}
         self.checkpoint_path: Path | None = None
         self.age_s = 0.0
-        """How long former drivers have been at it since the run was last started or resumed."""
+        """Seconds that former drivers have worked since the run was last started or resumed."""
 
     def news(self) -> list[dict[str, Any]]:
         """What the client should hear, since the last call."""
@@ -95,8 +100,8 @@ class Recorder:
         self.replanned, self.nodes = plan != self.request.plan, list(nodes)
 
     def take_over(self) -> Seen:
-        """Go on with the folder that another driver has filled, and somebody else may have damaged; the client is told again
-        what it may have missed."""
+        """Continue the folder that another driver has filled, and somebody may have damaged since; returns what people have
+        seen. The client is told again what it may have missed."""
         first, journal = self.request.course.first, self.journal
         known = [] if journal is None else journal.committed()
         events = self.events.open()
@@ -142,8 +147,10 @@ class Recorder:
         )
 
     def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
-        """The lines of metrics as people have seen them, by what is `known` to the journal (steps from 0): without those of
-        another run, and with those that the file has lost, whose steps are added to `rebuilt`."""
+        """The lines of metrics as people have seen them: those `found`, without another run's, and those that the file lacks.
+
+        `known`: steps (from 0) in the journal, which has the latter; their numbers (from 1) are added to `rebuilt`.
+        """
         if self.journal is None:
             return found
         first, last = self.request.course.first, known[-1] + 1 if known else self.request.course.first
@@ -169,24 +176,25 @@ class Recorder:
         return [by_place[place] for place in sorted(by_place)]
 
     def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
-        """How many steps people have seen for certain: those of which `there` are lines (from 1), and all but the last `DEPTH`
-        that are `known` to the journal (from 0), for no step is issued before."""
+        """How many steps people have seen for certain: those that have lines (`there`, from 1), and those that the journal has
+        (`known`, from 0) but for the last `DEPTH`: a step is issued only when all but so many before it were shown."""
         return max([self.request.course.first, *there, *(step + 1 - DEPTH for step in known[-1:])])
 
     def _tell_gaps(self, lines: Iterable[Line], first: int, seen: int) -> None:
-        """Say which steps people have seen and the file has no lines of."""
+        """Warn of steps that people have seen and of which the file has no lines."""
         gaps = sorted(set(range(first + 1, seen + 1)) - {line["step"] for line in lines if "loss" in line})
         if gaps:
             text = f"{self.metrics.path} has no lines of {spans_of(gaps)} any more; training is not touched by that"
             self._warn(text, "take them from what was printed; leave the files of a run alone while it trains")
 
     def _warn(self, text: str, cure: str) -> None:
-        """Told to people, and kept with the events."""
+        """Show a warning, and keep it with the events."""
         event = {"kind": "warning", "text": f"{text}\n  cure: {cure}"}
         self._news.append(event)
         self.note(event)
 
     def _say(self, kind: str, text: str) -> None:
+        """Show a line, without keeping it."""
         self._news.append({"kind": kind, "text": text})
 
     def clock(self) -> None:
@@ -194,7 +202,7 @@ class Recorder:
         self._last_s = time.monotonic()
 
     def _lines_of_metrics(self) -> list[Line]:
-        """What the file holds; it may be unreadable."""
+        """The lines of metrics.jsonl; none if it cannot be read."""
         run = RunFolder(self.folder)
         with contextlib.suppress(RayparError):
             return list(run.read(run.metrics))
@@ -288,7 +296,7 @@ class Recorder:
         self._replace(run.plan, json.dumps(facts, indent=1) + "\n")
 
     def _replace(self, path: Path, text: str) -> None:
-        """A full disk must not end the run: what people see there is old then."""
+        """Replace a file that `raypar status` reads. A full disk must not end the run: the old content stays."""
         with contextlib.suppress(OSError):
             replace_whole(path, text.encode(), lasting=False)
 
@@ -314,7 +322,7 @@ class Recorder:
         return stop, metrics
 
     def _warn_of_what_is_left(self, guard: EnvironmentGuard) -> None:
-        """Tells what users' code has left of the state of the driver's process."""
+        """Show and keep the guard's lines about process state that callbacks have left changed."""
         self._tell_all(("warning", text) for _, text in guard.lines())
 
     def _tell_all(self, lines: Iterable[tuple[str, str]]) -> None:
@@ -324,7 +332,7 @@ class Recorder:
             self._say(kind, text)
 
     def _guard_of_callbacks(self) -> EnvironmentGuard:
-        """With PyTorch's state only where a callback has loaded that: nothing else is computed in this process."""
+        """The guard of this process. It covers PyTorch's state if a callback has imported torch: raypar itself does not."""
         loaded = "torch" in sys.modules
         if self._guard is None or loaded != self._with_torch:
             if loaded:
@@ -377,7 +385,7 @@ class Recorder:
     def finish(self, facts: Mapping[str, Any]) -> None:
         """The end that a former driver had decided on (`Journal.end`), as far as people have not seen it."""
         self.take_over()
-        events = [json.loads(line) for line in self.events.lines]
+        events = [json.loads(line) for line in self.events.recent.texts]
         last = next((e["kind"] for e in reversed(events) if e["kind"] in ("started", "generation", "end")), "")
         if last != "end":
             if last:
@@ -408,7 +416,7 @@ class Recorder:
 
 
 def lost_of(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
-    """Workers that were told to be lost since the run was last started or resumed: their numbers begin again then."""
+    """Workers reported lost since the run was last started or resumed, when their numbers begin again."""
     lost: set[int] = set()
     for event in events:
         if event["kind"] == "started":
@@ -419,13 +427,13 @@ def lost_of(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
 
 
 def same_step(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
-    """Whether a line of metrics is of the step of which the journal knows `facts`; of one that it does not know, yes."""
+    """Whether a line of metrics agrees with what the journal has of its step; True if it has nothing (`facts` None)."""
     found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
     return all(line.get(key) == value for key, value in found.items())
 
 
 def spans_of(steps: Sequence[int]) -> str:
-    """`step 4`, `steps 1-3, 7` of ascending numbers."""
+    """Ascending numbers as text: `step 4`, `steps 1-3, 7`."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][-1] + 1:
@@ -436,5 +444,5 @@ def spans_of(steps: Sequence[int]) -> str:
 
 
 def _finite(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: null."""
+    """With null in place of NaN and infinities, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}

@@ -23,14 +23,14 @@ class Reports:
         self.outcomes: dict[int, tuple[float, float]] = {}
         """(loss, norm) of every step seen: what is executed again must give the same."""
         self.journalled: dict[int, Report] = {}
-        """What a former driver has written in the journal of steps that people may not have seen: see `in_brief`."""
+        """Step -> what a former driver has put into the journal (`in_brief`), for steps that people may not have seen."""
         self.validations: dict[int, Any] = {}
         """worker -> its part of the validation that is under way"""
         self._open: dict[int, dict[int, Report]] = defaultdict(dict)
         self._unseen: dict[int, dict[int, Report]] = {}
         """Of steps that are being journalled and emitted."""
         self._warned: set[str] = set()
-        """What people have been warned of: workers run the same code, and each says it."""
+        """Keys of warnings that were shown: workers run the same code, and each reports them."""
 
     def stepped(self, number: int, generation: int, step: int, report: Report) -> on.Event:
         """A worker's report of a step; the event that it is."""
@@ -50,7 +50,7 @@ class Reports:
         return on.ValidationReported(number, done, generation)
 
     def warnings(self, report: Report) -> list[str]:
-        """What a worker warns of in its report of a step or a validation, less what another one has said."""
+        """The warnings in a worker's report of a step or a validation that no worker has given before."""
         fresh = [(key, line) for key, line in report.get("warnings", ()) if key not in self._warned]
         self._warned.update(key for key, _ in fresh)
         return [line for _, line in fresh]
@@ -64,14 +64,16 @@ class Reports:
         return stand
 
     def commit(self, step: int) -> None:
-        """It is committed, and not seen yet. What a former driver wrote in the journal of it says more than what workers
-        remember, and they remember the last steps only."""
+        """Mark a step as committed and not seen yet.
+
+        What a former driver has put into the journal is preferred: workers remember less of a step, and the last steps only.
+        """
         if step in self.journalled:
             self._open[step] = {0: {**self.journalled[step], "spans": [], "ledger": {}}}
         self._unseen[step] = self._open.pop(step)
 
     def brief(self, step: int) -> Report:
-        """What people are to see of a step that is committed and not seen yet: see `in_brief`."""
+        """A step that is committed and not seen yet, as `in_brief` gives it."""
         return in_brief(self._unseen[step])
 
     def emit(self, step: int) -> dict[int, Report]:
@@ -97,9 +99,9 @@ def outcome_of(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def in_brief(reports: Mapping[int, Mapping[str, Any]]) -> Report:
-    """A step in one report: the longest time of any worker, the work and the memory of all."""
+    """One report for all workers' reports of a step: the longest time of any, the work and the memory of all."""
     one = next(iter(reports.values()))
-    if "workers" in one:  # it is one of these already
+    if "workers" in one:  # made by this function already
         return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
     return {
         **{key: one[key] for key in ("loss", "norm", "count", "skipped")},

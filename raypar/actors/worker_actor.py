@@ -62,7 +62,7 @@ class WorkerActor:
         self.said: Hello | None = None
         self.lifeline: LifelineListener | None = None
         self.computes = 0
-        """The thread that executes steps."""
+        """Native id of the thread that executes steps; 0 before the first."""
         self.leaving = False
         with contextlib.suppress(ValueError):  # not the main thread: then a SIGTERM ends the process at once, as Ray has it
             signal.signal(signal.SIGTERM, self._asked_to_leave)
@@ -341,7 +341,7 @@ class WorkerActor:
             turn_s, before_s = min(1.0, self.orphan_timeout_s / 4), time.monotonic()
             time.sleep(turn_s)
             late_s = time.monotonic() - before_s - turn_s
-            if late_s > turn_s:  # it was this process that stood still: what it was asked meanwhile is still to be heard
+            if late_s > turn_s:  # this process itself was stopped, and calls that came meanwhile are still waiting
                 self.heard_s += late_s
         removing = threading.Thread(target=give_back_place, daemon=True)
         removing.start()

@@ -24,7 +24,7 @@ from torch import Tensor
 from raypar.comm.collectives import MessageTransport
 from raypar.comm.handshake import Credential
 from raypar.comm.operation import Message, Operation, take
-from raypar.comm.tcp_mesh import Listener, Place
+from raypar.comm.tcp_mesh import GroupRank, Listener
 from raypar.comm.tcp_wire import Header, memory_of, pack_header, unpack_header
 from raypar.errors import CommError, GroupAborted
 
@@ -45,8 +45,8 @@ class CpuMesh:
     def listen(cls, host: str = "127.0.0.1", *, credential: Credential, near: bool = True) -> CpuMesh:
         """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach).
 
-        `credential`: who has the same one is let in, and nobody else. `near`: workers of this machine come through a Unix
-        socket instead.
+        `credential`: only workers that have the same one are let in. `near`: workers of this machine come through a Unix socket
+        instead.
         """
         if not hasattr(select, "epoll"):
             raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
@@ -63,7 +63,7 @@ class CpuMesh:
         Raises `CommTimeout` naming ranks that did not come, `CommError` naming one that cannot be reached, `GroupAborted`
         when a peer is in a newer generation already, or after `abort_connect`.
         """
-        me = Place(generation, rank, size)
+        me = GroupRank(generation, rank, size)
         return CpuTransport(rank, size, generation, self._listener.connect(me, addresses, deadline_s))
 
     def abort_connect(self, reason: str) -> None:
@@ -130,7 +130,7 @@ class Connection:
         self.into: Message | Arrival | None = None
         self.body: memoryview | None = None
         self.filled = 0
-        self.skipping = 0  # bytes to come of a message that nobody can take
+        self.skipping = 0  # bytes still to come of a message that does not fit its receive
         self.writing = threading.Lock()
         self.queue: deque[Outgoing] = deque()
         self.unsent = False  # the socket is full: the rest waits until it is writable
@@ -384,6 +384,7 @@ class CpuTransport(MessageTransport):
         return message.tensor
 
     def _room_for(self, header: Header) -> Tensor:
+        """Memory for a message. Raises `CommError` where there is not enough."""
         try:
             return self.pool.empty(header.shape, header.dtype)
         except (MemoryError, RuntimeError) as error:

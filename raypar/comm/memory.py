@@ -18,7 +18,7 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 ALIGNED = 64
-"""Bytes: memory that PyTorch allocates begins at multiples."""
+"""Bytes: addresses of memory that PyTorch allocates are multiples of this."""
 
 SMALL_BYTES = 32 << 10
 """Below this the C library keeps blocks by itself."""

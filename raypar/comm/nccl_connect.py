@@ -29,11 +29,12 @@ from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 HELLO, READY = 1, 2
 """Tags on the control transport."""
-MOST_WORDS_BYTES = 4 << 20
-"""Some hundred bytes for each communicator of a rank."""
-MOST_TEXT = 10_000
+MAX_WORDS_BYTES = 4 << 20
+"""Size limit of what a rank tells: some hundred bytes for each of its communicators."""
+MAX_TEXT = 10_000
 """Characters of another rank's error that are passed on."""
 UNIQUE_ID_BYTES = 128
+"""Size of NCCL's `ncclUniqueId`."""
 LOOK_S = 0.002
 GAVE_UP = "gave up connecting"
 SLICE_S = 0.05
@@ -240,10 +241,10 @@ def tell(control: CpuTransport, words: Mapping[str, Any], tag: int = READY) -> N
 
 
 def heard(handle: Handle, rank: int) -> dict[str, Any]:
-    """What a rank has told. Raises `CommError` naming it for what no rank tells."""
+    """What a rank has told (`tell`). Raises `CommError` naming the rank if that is damaged or too long."""
     tensor = handle.tensor()
     try:
-        if tensor.dtype != torch.uint8 or tensor.nbytes > MOST_WORDS_BYTES:
+        if tensor.dtype != torch.uint8 or tensor.nbytes > MAX_WORDS_BYTES:
             raise ValueError(f"{tensor.nbytes:,} bytes of {tensor.dtype}")
         found = json.loads(bytes(tensor.numpy()))
         if not isinstance(found, dict):
@@ -254,7 +255,10 @@ def heard(handle: Handle, rank: int) -> dict[str, Any]:
 
 
 def heard_hello(handle: Handle, rank: int) -> dict[str, Any]:
-    """The same of its first words: with all that `greet` says, and unique ids of NCCL's size, for its own wires only."""
+    """A rank's hello (`greet`), checked: its fields have their types, and it has a unique id for each of its own wires.
+
+    Raises `CommError` naming the rank.
+    """
     found = heard(handle, rank)
     try:
         wires = [Wire(tuple(members), operation, channel) for members, operation, channel in found["wires"]]
@@ -276,7 +280,7 @@ def refused(ready: Mapping[int, Handle]) -> None:
     """Raise what another rank has given up with: all say the same, whoever was the first. Raises when one is lost, too."""
     for rank, handle in ready.items():
         if handle.done() and (words := heard(handle, rank)):
-            what, cure = (str(words.get(key, ""))[:MOST_TEXT] for key in ("what", "cure"))
+            what, cure = (str(words.get(key, ""))[:MAX_TEXT] for key in ("what", "cure"))
             raise CommError(what if GAVE_UP in what else f"rank {rank} {GAVE_UP}: {what}", cure=cure)
 
 

@@ -37,12 +37,12 @@ ANNOUNCEMENTS = 1
 ON_DEVICE, ON_HOST, GOODBYE = range(3)
 """What a frame announces: a message in its lane, one that follows here, or the counts of one who leaves, which follow here."""
 
-MOST_DIMS = 16
-FRAME = struct.Struct(f"<BBBxIQ{MOST_DIMS}Q")
+MAX_DIMS = 16
+FRAME = struct.Struct(f"<BBBxIQ{MAX_DIMS}Q")
 """One of the above, dtype code, number of dims, bytes of a goodbye, tag, dims."""
 
-MOST_GOODBYE_BYTES = 1 << 20
-"""Some tens of bytes for each lane that two ranks share."""
+MAX_GOODBYE_BYTES = 1 << 20
+"""Size limit of a goodbye: some tens of bytes for each lane that two ranks share."""
 
 Key = tuple[int, int]
 """(source, tag)"""
@@ -312,7 +312,7 @@ class Mailbox:
                 if peer != self._owner.rank:
                     shared = {lane.name: lane.calls for lane in lanes if peer in lane.wire.members}
                     text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
-                    frame = FRAME.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MOST_DIMS)
+                    frame = FRAME.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MAX_DIMS)
                     self._tell(peer, bytearray(frame), text)
         return True
 
@@ -320,18 +320,18 @@ class Mailbox:
 def pack(kind: int, tensor: Tensor, tag: int) -> bytearray:
     """The announcement of one message. Raises `CommError` for a dtype, shape or tag that cannot travel."""
     code, dims = CODES.get(tensor.dtype), tensor.dim()
-    if code is None or dims > MOST_DIMS or not 0 <= tag < 1 << 64:
+    if code is None or dims > MAX_DIMS or not 0 <= tag < 1 << 64:
         raise CommError(
             f"cannot send {tensor.dtype} with {dims} dims and tag {tag}",
-            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MOST_DIMS} dims",
+            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_DIMS} dims",
         )
-    return bytearray(FRAME.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MOST_DIMS - dims)))
+    return bytearray(FRAME.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MAX_DIMS - dims)))
 
 
 def unpack(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int]:
-    """(kind, dtype, shape, bytes of a goodbye, tag). Raises `CommError` for what no rank announces."""
+    """(kind, dtype, shape, bytes of a goodbye, tag) of a frame. Raises `CommError` for a damaged one."""
     kind, code, dims, more, tag, *shape = FRAME.unpack(frame)
-    if kind > GOODBYE or code >= len(DTYPES) or dims > MOST_DIMS or any(shape[dims:]) or more > MOST_GOODBYE_BYTES:
+    if kind > GOODBYE or code >= len(DTYPES) or dims > MAX_DIMS or any(shape[dims:]) or more > MAX_GOODBYE_BYTES:
         raise CommError(
             f"an announcement is damaged (kind {kind}, dtype code {code}, {dims} dims, {more} bytes)", cure="abort the group"
         )
@@ -340,7 +340,7 @@ def unpack(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int]:
 
 
 def unpack_counts(text: bytes) -> dict[str, int]:
-    """Of a goodbye: how many operations its rank has posted, by lane. Raises `CommError` when damaged."""
+    """Lane -> number of operations that the rank of this goodbye has posted. Raises `CommError` for a damaged one."""
     try:
         counts = json.loads(text)
     except ValueError:

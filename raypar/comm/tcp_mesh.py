@@ -1,11 +1,11 @@
 """How the ranks of one generation find each other over TCP: every worker listens once, higher ranks connect to lower ones.
 
 Between two processes of one machine the connection is a Unix socket, which takes half the processor time of TCP for the same
-bytes. Its name is in Linux's abstract namespace: there is no file to be left behind, and who shares the name shares the network
-namespace. It is made of the TCP address and the run's secret, so that nobody else can have taken it.
+bytes. Its name is in Linux's abstract namespace: no file is left behind, and processes that share the name share the network
+namespace. The name is made of the TCP address and the run's secret, so that no other program can have taken it.
 
-Both ends prove that they are of the run (`handshake`). Of those that have, one from an older generation is refused; one from a
-newer generation is kept until this worker is told of that generation too.
+Both ends prove that they belong to the run (`handshake`). A peer that has, but wants into an older generation, is refused; one
+that wants into a newer generation is kept until this worker is told of that generation too.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from raypar.errors import CommError, CommTimeout, GroupAborted
 
 SOCKET_BUFFER_BYTES = 4 << 20
 DIAL_S = 5.0
+"""Limit of connecting a socket."""
 CHALLENGE_S = 30.0
-"""A worker's own thread answers a dialer at once, whatever the worker is doing; for so long its process may stand still."""
-DIALS = 12
-"""How often a connection that the other end closes is made again; then that is no matter of too many connections any more."""
-DIAL_AGAIN_S, DIAL_AGAIN_MOST_S = 0.01, 0.5
-"""Pause before the second dial, doubled each time, and the longest one."""
+"""Limit from HELLO to CHALLENGE. A worker's acceptor thread answers at once, whatever the worker computes; its process may be
+stopped for this long."""
+MAX_DIALS = 12
+"""Attempts to connect to a peer that closes the connection. A flood of strangers may close a few, but not so many."""
+REDIAL_S, MAX_REDIAL_S = 0.01, 0.5
+"""Pause before the second attempt, doubled each time, and the longest pause."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupRank:
     """Rank `rank` of `size` in a generation."""
 
     generation: int
@@ -51,20 +53,20 @@ class Listener:
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{listening.getsockname()[1]}"
         self._credential = credential
-        doors = [listening]
+        listeners = [listening]
         if near:
-            door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                door.bind(near_name(self.address, credential))
-                door.listen(1024)
-                door.setblocking(False)
-                doors.append(door)
-            except OSError:  # the name is taken by somebody else: everybody comes over TCP
-                door.close()
+                unix.bind(near_name(self.address, credential))
+                unix.listen(1024)
+                unix.setblocking(False)
+                listeners.append(unix)
+            except OSError:  # the name is taken: everybody comes over TCP
+                unix.close()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reason: str | None = None
         self._closed = False
-        self._acceptor = Acceptor(doors, credential, lambda: os.eventfd_write(self._wake, 1))
+        self._acceptor = Acceptor(listeners, credential, lambda: os.eventfd_write(self._wake, 1))
 
     def abort(self, reason: str) -> None:
         """From any thread: make a `connect` that is under way raise `GroupAborted(reason)`; without one, nothing."""
@@ -72,7 +74,7 @@ class Listener:
             self._reason = reason
             os.eventfd_write(self._wake, 1)
 
-    def connect(self, me: Place, addresses: Sequence[str], deadline_s: float) -> dict[int, socket.socket]:
+    def connect(self, me: GroupRank, addresses: Sequence[str], deadline_s: float) -> dict[int, socket.socket]:
         """Connected, non-blocking sockets of all other ranks.
 
         Raises `CommTimeout` naming the ranks that did not come, `CommError` naming one that cannot be reached,
@@ -82,11 +84,11 @@ class Listener:
             raise CommError(f"rank {me.rank} of {me.size} got {len(addresses)} addresses", cure="give one address per rank")
         if self._closed:
             raise GroupAborted("the listener was closed", cure="listen again")
-        meeting = Meeting(self, me, addresses)
+        rendezvous = Rendezvous(self, me, addresses)
         try:
-            return meeting.run(time.monotonic() + deadline_s, deadline_s)
+            return rendezvous.run(time.monotonic() + deadline_s, deadline_s)
         except BaseException:
-            meeting.drop()
+            rendezvous.drop()
             raise
 
     def close(self) -> None:
@@ -99,25 +101,26 @@ class Listener:
 
 
 class Dialing:
-    """One lower rank that has not welcomed us yet."""
+    """A connection to a lower rank that has not welcomed us yet: the `times`-th attempt, begun at `since_s`."""
 
-    __slots__ = ("dial", "rank", "since", "times")
+    __slots__ = ("handshake", "rank", "since_s", "times")
 
-    def __init__(self, rank: int, dial: DialerHandshake, since: float, times: int) -> None:
-        self.rank, self.dial, self.since, self.times = rank, dial, since, times
+    def __init__(self, rank: int, handshake: DialerHandshake, since_s: float, times: int) -> None:
+        self.rank, self.handshake, self.since_s, self.times = rank, handshake, since_s, times
 
 
-class Meeting:
-    """One generation's connecting, in one thread."""
+class Rendezvous:
+    """Connects this worker with all other ranks of one generation, in one thread."""
 
-    def __init__(self, listener: Listener, me: Place, addresses: Sequence[str]) -> None:
+    def __init__(self, listener: Listener, me: GroupRank, addresses: Sequence[str]) -> None:
         self.listener = listener
         self.me = me
         self.addresses = addresses
         self.found: dict[int, socket.socket] = {}
+        """Rank -> its connection, once both ends have proven themselves."""
         self.dialing: dict[socket.socket, Dialing] = {}
         self.again: list[tuple[float, int, int]] = []
-        """(when, rank, how often it was dialed): whose connection was closed."""
+        """(time, rank, attempts so far) of peers that are to be dialed again, because they closed the connection."""
         self.selector = selectors.DefaultSelector()
 
     def run(self, deadline: float, deadline_s: float) -> dict[int, socket.socket]:
@@ -150,21 +153,21 @@ class Meeting:
         return self.found
 
     def next_due(self, now: float) -> float:
-        """When somebody is to be dialed again, or has been silent for too long. Raises `CommTimeout` naming one that has."""
+        """The time at which a peer is to be dialed again, or will have been silent for too long; `CommTimeout` if one has."""
         due = min((when for when, _, _ in self.again), default=float("inf"))
         for dialing in self.dialing.values():
-            if not dialing.dial.challenged:
-                if dialing.since + CHALLENGE_S <= now:
+            if not dialing.handshake.challenged:
+                if dialing.since_s + CHALLENGE_S <= now:
                     raise CommTimeout(
                         f"rank {dialing.rank} at {self.addresses[dialing.rank]} has not answered the greeting of rank "
                         f"{self.me.rank} within {CHALLENGE_S:.3g} s",
-                        cure="its process stands still, or another program has its port; form the next generation without it",
+                        cure="its process is stopped, or another program has its port; form the next generation without it",
                     )
-                due = min(due, dialing.since + CHALLENGE_S)
+                due = min(due, dialing.since_s + CHALLENGE_S)
         return due
 
     def woken(self) -> None:
-        """Somebody has arrived, or `abort` was called."""
+        """Handle a wake-up: a peer has arrived, or `abort` was called."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.listener._wake)
         if self.listener._reason is not None:
@@ -172,20 +175,20 @@ class Meeting:
         self.judge_arrivals()
 
     def dial(self, rank: int, times: int) -> None:
-        """Connect to a lower rank and present ourselves."""
+        """Connect to a lower rank and send HELLO. `times`: which attempt this is, from 1."""
         address = self.addresses[rank]
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
-        dial = DialerHandshake(self.listener._credential, Claim(self.me.generation, self.me.rank, rank, self.me.size))
+        handshake = DialerHandshake(self.listener._credential, Claim(self.me.generation, self.me.rank, rank, self.me.size))
         try:
             # It listens already, so connecting is one round trip; the answer may take until it hears of this generation.
             try:
                 sock = connected(socket.AF_UNIX, near_name(address, self.listener._credential))
             except (ConnectionRefusedError, PermissionError, BlockingIOError):  # nobody of ours here, or a flood
                 sock = connected(family_of(host), (host, int(port)))
-            self.dialing[sock] = Dialing(rank, dial, time.monotonic(), times)
+            self.dialing[sock] = Dialing(rank, handshake, time.monotonic(), times)
             try:
-                sock.sendall(dial.hello)
+                sock.sendall(handshake.hello)
             except (BrokenPipeError, ConnectionResetError):
                 self.closed(sock)
                 return
@@ -198,13 +201,14 @@ class Meeting:
         self.selector.register(sock, selectors.EVENT_READ)
 
     def read(self, sock: socket.socket) -> None:
-        """Bytes of a lower rank's challenge or answer."""
+        """Read bytes of a lower rank's challenge or answer."""
         dialing = self.dialing[sock]
+        handshake = dialing.handshake
         try:
-            data = sock.recv(dialing.dial.wanted)
-            reply = dialing.dial.feed(data) if data else b""
+            data = sock.recv(handshake.wanted)
+            reply = handshake.feed(data) if data else b""
             if reply and sock.send(reply) < len(reply):
-                data = b""
+                data = b""  # treated as a connection that was closed
         except BlockingIOError:
             return
         except OSError:
@@ -218,35 +222,38 @@ class Meeting:
             self.selector.unregister(sock)
             self.closed(sock)
             return
-        if dialing.dial.answer:
+        if handshake.answer:
             raise GroupAborted(
-                f"rank {dialing.rank} refused rank {self.me.rank}: {dialing.dial.answer}",
+                f"rank {dialing.rank} refused rank {self.me.rank}: {handshake.answer}",
                 cure="ask the driver for the next plan",
             )
-        if dialing.dial.answer is not None:
+        if handshake.answer is not None:
             self.selector.unregister(sock)
             del self.dialing[sock]
             self.found[dialing.rank] = sock
 
     def closed(self, sock: socket.socket) -> None:
-        """Put out by a flood of strangers, or its process has died: dialing again tells which."""
+        """Dial a peer again later that closed its connection. Raises `CommError` after `MAX_DIALS` attempts.
+
+        It has dropped us in a flood of strangers, or its process has died: dialing again tells which.
+        """
         dialing = self.dialing.pop(sock)
         sock.close()
-        if dialing.times >= DIALS:
+        if dialing.times >= MAX_DIALS:
             raise CommError(
-                f"rank {dialing.rank} closed the connection while rank {self.me.rank} was connecting, {DIALS} times",
+                f"rank {dialing.rank} closed the connection while rank {self.me.rank} was connecting, {MAX_DIALS} times",
                 cure="form the next generation without it",
             )
-        pause_s = min(DIAL_AGAIN_MOST_S, DIAL_AGAIN_S * 2 ** (dialing.times - 1))
+        pause_s = min(MAX_REDIAL_S, REDIAL_S * 2 ** (dialing.times - 1))
         self.again.append((time.monotonic() + pause_s, dialing.rank, dialing.times))
 
     def judge_arrivals(self) -> None:
-        """Welcome or refuse those that have proven to be of the run and want into this generation, or an older one."""
+        """Welcome or refuse peers that have proven that they belong to the run, of this generation or an older one."""
         for sock, claim in self.listener._acceptor.take(self.me.generation):
             self.judge(sock, claim)
 
     def judge(self, sock: socket.socket, claim: Claim) -> None:
-        """Welcome, or refuse."""
+        """Welcome a proven peer that claims its rank of this generation; refuse another one, with the reason."""
         me = self.me
         refusal = ""
         if claim.generation < me.generation:
@@ -257,7 +264,7 @@ class Meeting:
             tune(sock)
             sock.send(pack_answer(refusal))
         except OSError:
-            refusal = refusal or "it has gone"
+            refusal = refusal or "it has closed the connection"
         if refusal:
             sock.close()
         else:

@@ -16,10 +16,10 @@ from torch import Tensor
 from raypar.errors import CommError
 
 MAGIC = 0x72617970  # "rayp"
-MOST_DIMS = 64
-"""PyTorch computes with no more."""
-MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-"""No message is larger than this machine's memory; what a header says beyond that is not believed, nor tried."""
+MAX_DIMS = 64
+"""PyTorch's own limit."""
+MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""This machine's memory: a header that announces a larger message is refused before anything is allocated."""
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
@@ -78,10 +78,10 @@ def pack_header(tensor: Tensor, generation: int, channel: int, tag: int) -> byte
     """The header of one message. Raises `CommError` for a dtype or tag that cannot travel."""
     code = CODES.get(tensor.dtype)
     shape = tensor.shape
-    if code is None or not 0 <= tag < 1 << 64 or len(shape) > MOST_DIMS:
+    if code is None or not 0 <= tag < 1 << 64 or len(shape) > MAX_DIMS:
         raise CommError(
             f"cannot send {tensor.dtype} of {len(shape)} dims with tag {tag}",
-            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MOST_DIMS} dims",
+            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_DIMS} dims",
         )
     dims = struct.pack(f"<{len(shape)}Q", *shape) if shape else b""
     head = HEADER.pack(MAGIC, code, len(shape), generation, channel, tag, tensor.nbytes, zlib.crc32(dims))
@@ -89,13 +89,12 @@ def pack_header(tensor: Tensor, generation: int, channel: int, tag: int) -> byte
 
 
 def unpack_header(data: memoryview) -> tuple[Header, int] | None:
-    """The header at the start of `data` and its length; None while it is incomplete. Raises `CommError` when damaged, before
-    anything it says has been believed."""
+    """The header at the start of `data` and its length; None while it is incomplete. Raises `CommError` for a damaged one."""
     if len(data) < HEAD_BYTES:
         return None
     magic, code, dims, generation, channel, tag, nbytes, check = HEADER.unpack_from(data)
     (whole,) = CHECK.unpack_from(data, HEADER.size)
-    if magic != MAGIC or whole != zlib.crc32(data[: HEADER.size]) or code >= len(DTYPES) or dims > MOST_DIMS:
+    if magic != MAGIC or whole != zlib.crc32(data[: HEADER.size]) or code >= len(DTYPES) or dims > MAX_DIMS:
         raise damaged(f"magic {magic:#x}, dtype code {code}, {dims} dims")
     length = HEAD_BYTES + 8 * dims
     if len(data) < length:
@@ -109,18 +108,18 @@ def unpack_header(data: memoryview) -> tuple[Header, int] | None:
 
 
 def checked_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor that a peer has announced. Raises `CommError` for what no tensor of this machine can be."""
+    """Bytes of a tensor that a peer has announced. Raises `CommError` for one that this machine cannot hold."""
     if math.prod(max(1, length) for length in shape) >= 1 << 62:  # PyTorch's own sizes and strides are 63-bit
         raise damaged(f"shape {tuple(shape)}")
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes > MOST_BYTES:
+    if nbytes > MAX_BYTES:
         raise CommError(
-            f"it announced a message of {nbytes:,} bytes, more than this machine has memory ({MOST_BYTES:,})",
+            f"it announced a message of {nbytes:,} bytes, more than this machine has memory ({MAX_BYTES:,})",
             cure="abort the group",
         )
     return nbytes
 
 
 def damaged(what: str) -> CommError:
-    """A header that nobody has sent so."""
+    """The error for a header that no rank has sent like this."""
     return CommError(f"a message header is damaged ({what})", cure="abort the group")

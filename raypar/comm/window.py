@@ -17,7 +17,7 @@ from torch import Tensor
 
 PREFIX = "raypar-"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Nobody can change the size any more: a reader of memory that is cut off would be killed (SIGBUS)."""
+"""Fix the size: were it reduced, a process that reads the memory would be killed (SIGBUS)."""
 
 
 class Window:
@@ -54,14 +54,14 @@ NO_CARD = torch.zeros(4, dtype=torch.int64)
 def opened(card: Tensor, nbytes: int) -> Tensor:
     """The memory [nbytes] behind another process's card; to be read only. Raises `OSError` where it cannot be reached.
 
-    A process of the same number in another pid namespace is told apart by the token in the file's name. What the card says of
-    the size must be what was expected, and what the file has: nothing is opened, and nothing mapped, on its word alone.
+    A process of the same number in another pid namespace is told apart by the token in the file's name. The card's size must be
+    the expected one, and the file's: nothing is opened or mapped only because a card says so.
     """
     pid, theirs, said, token = card.tolist()
     place, wanted = f"/proc/{pid}/fd/{theirs}", f"/memfd:{PREFIX}{token:x} (deleted)"
     if said != nbytes:
         raise OSError(f"process {pid} has {said} bytes of memory to be read, {nbytes} were expected")
-    if os.readlink(place) != wanted:  # opening what it is instead might block, or do something
+    if os.readlink(place) != wanted:  # opened before this check, a FIFO might block, and a device might act
         raise OSError(f"{place} is not the memory of process {pid} that was asked for")
     fd = os.open(place, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -125,8 +125,7 @@ class Console:
         self.put(ended + text + "\n")
 
     def put(self, text: str) -> None:
-        """Print. Where the output is a file on a full disk, the run does not end for that: what cannot be written is missing in
-        it, and the exit code says so if the end is."""
+        """Print and flush. If the output is a file on a full disk the run goes on, and the text is missing in the file."""
         try:
             self.out.write(text)
             self.out.flush()

@@ -45,11 +45,8 @@ def unfinished(job: Job) -> tuple[RunFolder | None, str]:
     folder.check_files()
     path, skipped = usable(folder.checkpoints)
     if path is None:
-        why = f" ({'; '.join(skipped)})" if skipped else ""
-        return (
-            None,
-            f"run {folder.name} in {folder.path} has no checkpoint{' that is whole' * bool(skipped)}{why}: a new run begins",
-        )
+        lacks = f"has no checkpoint that is whole ({'; '.join(skipped)})" if skipped else "has no checkpoint"
+        return None, f"run {folder.name} in {folder.path} {lacks}: a new run begins"
     manifest, spec = load_manifest(path), job.to_spec()
     differences = contract_differences(manifest, spec)
     if differences:

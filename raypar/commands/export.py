@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             import torch
 
             whole = dict(tensors)
-            with open(aside, "wb") as file:  # an error of this file has a name, one of torch's own has none
+            with open(aside, "wb") as file:  # an OSError of ours says why; those of torch's own file class do not
                 torch.save(whole | {name: whole[first] for name, first in ties.items()}, file)
         else:
             write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cannot_write(out: Path, error: BaseException) -> CheckpointError:
-    """For people, in one line."""
+    """The error for an --out that cannot be written, with the first line of `error`."""
     why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
     return CheckpointError(f"cannot write {out}: {why}", cure="choose another --out, or free disk space")
 

@@ -72,7 +72,7 @@ def trace(folder: RunFolder, file: str) -> None:
 
 
 def write(file: str, text: str, option: str) -> None:
-    """Raises `ConfigError`."""
+    """Write `text` into the file that `option` names. Raises `ConfigError`."""
     from pathlib import Path
 
     from raypar.run_folder import write_whole
@@ -101,8 +101,7 @@ def read(folder: RunFolder, now: float) -> Status:
 
 
 def steps_of(folder: RunFolder) -> int | None:
-    """Steps of the run's job; None where its file is missing, or is not whole any more. Raises `ConfigError` for a file that is
-    not read: a link, a FIFO, too much."""
+    """Steps of the run's job; None if its file is missing or damaged. Raises `ConfigError` for a link, a FIFO, or too much."""
     import os
 
     from raypar.errors import ConfigError

@@ -23,15 +23,14 @@ MAX_DOUBTS = 3
 
 
 class InitialDigests:
-    """Digests of the values that workers begin with: of one tensor all who hold it, or a slice of it, must have the same."""
+    """Compares digests of the initial values: all workers that hold a tensor, or a slice of it, must report the same."""
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[int, int]] = {}
-        """name -> (digest, the worker that reported it first)"""
+        """Name -> (digest, the worker that reported it first)."""
 
     def add(self, worker: int, digests: Mapping[str, int]) -> ModelError | None:
-        """What is wrong with what this worker reports: names (in order) that differ from what others reported; None:
-        nothing."""
+        """Take the digests that a worker reports, by tensor. Returns the error if any differs from another worker's."""
         different: dict[int, list[str]] = defaultdict(list)
         for name, digest in digests.items():
             first, other = self._first.setdefault(name, (digest, worker))
@@ -44,9 +43,9 @@ class InitialDigests:
         return ModelError(
             f"the model function is not reproducible: workers {other} and {worker} begin with other values of "
             f"{', '.join(names[:3])}{more}",
-            cure="it may draw from Python's, numpy's and torch's own generators only, which are seeded before it is "
-            "called: no clock, "
-            "no os.urandom, no generator seeded by itself, no order of a set of strings; and read the same files on every node",
+            cure="it may draw from Python's, numpy's and torch's own generators only, which are seeded before it is called: no "
+            "clock, no os.urandom, no generator seeded by itself, no order of a set of strings; and read the same files "
+            "on every node",
         )
 
 

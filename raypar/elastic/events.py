@@ -249,9 +249,9 @@ class DrainAsked:
 class Tick:
     """Time has passed: deadlines are looked at.
 
-    `stalled_s`: for so much of it the driver itself stood still and heard nobody, or workers that wanted to compute got no
-    processor; no deadline counts that. `unheard`: workers that have not even answered a ping for a while, although others had
-    the time to. `ended`: of those, whose process or machine is known to be gone, though Ray has not said so yet.
+    `stalled_s`: how much of it no deadline counts, because the driver itself stood still and heard nobody, or workers wanted to
+    compute and got no processor. `unheard`: workers that have not even answered a ping for a while, although others had the
+    time to. `ended`: those of them whose process or machine is known to be gone, though Ray has not said so yet.
     """
 
     stalled_s: float = 0.0

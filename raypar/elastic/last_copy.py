@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from raypar.elastic import sources
@@ -16,32 +16,45 @@ from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from raypar.elastic.machine import RunMachine
+    from raypar.elastic.member import Stand
 
 
 def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
     """Those of the `silent` workers without whom some of the state would be lost.
 
-    State is lost if the workers that answer have it neither live nor in a complete snapshot of the mirror. A checkpoint of
-    this very step, or a run that has made no step, makes up for lost state if enough workers answer to continue.
+    Nobody, if all of the state is elsewhere: live in the workers that answer, in a complete snapshot of the mirror, or in a
+    checkpoint of this very step. Nobody either, if the state would be incomplete even with the silent workers.
     """
     if m.plan is None or not silent:
         return ()
-    stands = {w: s for w, s in m.recovery.stands.items() if w not in silent}
+    answering = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in silent}
     done = done_by(m, silent)
-    if (done <= m.course.first or sources.saved(m) == done) and len(set(stands) - m.leaving) >= m.course.min_workers:
+    if _needs_no_worker(m, done) and len(answering.keys() - m.leaving) >= m.course.min_workers:
         return ()
     need = dict(enumerate(m.layout(m.plan)))
-    # A worker that has not applied the last step, but kept its gradients, can still apply it.
-    states = {w: s for w, s in stands.items() if s.done is not None and w not in m.tainted}
-    have = {w: s.pieces for w, s in states.items() if s.done == done or (s.done == done - 1 and s.votable)}
-    lost = missing(have, need)
+    lost = missing(_live_pieces(m, answering, done), need)
     if not lost or sources.newest_cut(m, need, without=silent) is not None:
         return ()
     held = may_hold(m)
-    kept = [piece for s in stands.values() for pieces in s.cuts.values() for piece in pieces]
-    if without(lost, [*kept, *(piece for worker in silent for piece in held.get(worker, ()))]):
-        return ()  # the state is incomplete even with the silent workers
-    return tuple(w for w in sorted(silent) if overlap(lost, held.get(w, ())))
+    in_snapshots = [piece for stand in answering.values() for pieces in stand.cuts.values() for piece in pieces]
+    in_silent = [piece for worker in silent for piece in held.get(worker, ())]
+    if without(lost, [*in_snapshots, *in_silent]):
+        return ()
+    return tuple(worker for worker in sorted(silent) if overlap(lost, held.get(worker, ())))
+
+
+def _needs_no_worker(m: RunMachine, done: int) -> bool:
+    """Whether the state after `done` steps can be had without a worker's memory: it is initial, or in a checkpoint."""
+    return done <= m.course.first or sources.saved(m) == done
+
+
+def _live_pieces(m: RunMachine, stands: Mapping[int, Stand], done: int) -> dict[int, tuple[Piece, ...]]:
+    """Worker -> its pieces of the state after `done` steps.
+
+    A worker that has not applied the last step, but has kept the gradients for it, counts: it can still apply it.
+    """
+    sound = {worker: stand for worker, stand in stands.items() if stand.done is not None and worker not in m.tainted}
+    return {w: s.pieces for w, s in sound.items() if s.done == done or (s.done == done - 1 and s.votable)}
 
 
 def done_by(m: RunMachine, silent: Collection[int]) -> int:
@@ -74,7 +87,7 @@ def may_hold(m: RunMachine) -> dict[int, list[Piece]]:
 
 
 def waiting_text(m: RunMachine, holders: Collection[int], unheard: Collection[int]) -> str:
-    """The sentence about the workers waited for: their state, and whether they answer pings."""
+    """The sentence about the workers that are waited for: what only they hold, and whether they answer pings."""
     held = may_hold(m)
     pieces = sorted({piece for worker in holders for piece in held[worker]})
     names = ", ".join(map(str, pieces[:2])) + (f" and {len(pieces) - 2} more" if len(pieces) > 2 else "")

@@ -66,8 +66,8 @@ class Course:
     `step_deadline_times` the longest of the last steps if that is more; where the worker answers no pings either, after half of
     that or three usual steps, whichever is less, and a recovery waits for such a worker no longer than `hopeless_s`.
     Nobody knows how long a validation or a checkpoint should take: there the pings alone decide, after as long a silence.
-    Who holds the only copy of a state is not given up for its silence before `last_copy_wait_s` more (see `last_copy`; of runs
-    that are not elastic, `silence`).
+    A silent worker with the only copy of some state is waited for up to `last_copy_wait_s` more (see `last_copy`; `silence` for
+    runs that are not elastic).
     `mirror_every`, `mirror_cost`: see `CutClock`. `straggler_times`, `straggler_steps`: see `StragglerWatch`;
     `replace_stragglers`: they are not only reported but leave, when another worker can come.
     """
@@ -191,9 +191,9 @@ class RunMachine:
         """Recoveries that count since the last new step; `deaths`: those since then that may be its fault."""
         self.deaths: list[CallFailed] = []
         self.patience_s = 0.0
-        """What the next step may take at the least: twice as long as its last attempt, which was waited for, took."""
+        """Least deadline of the next step: twice the time of its last attempt, if that was waited for."""
         self.waited_s = 0.0
-        """How long the last one was waited for that held an only copy, and did not answer."""
+        """How long silent workers with an only copy were last waited for in vain."""
         self.starved: set[tuple[ParallelPlan, int]] = set()
         """Plans and their positions at which a worker was killed because memory was lacking."""
         self.recovery = Recovery("")
@@ -327,7 +327,7 @@ class RunMachine:
 
     @property
     def waits(self) -> bool:
-        """Nothing can be done before somebody comes, or somebody who holds an only copy answers."""
+        """Whether nothing can be done before workers join, or before one that holds an only copy answers."""
         standing = self.phase is Phase.STANDING and self.recovery.waited_from_s is not None
         return self.phase is Phase.WAITING or standing or bool(self.silence)
 

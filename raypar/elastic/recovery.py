@@ -73,10 +73,11 @@ class Recovery:
     told_s: float = 0.0
     """What is waited for, and when people were told last."""
     waited_from_s: float | None = None
-    """Since when those that hold the only copy of something are waited for, although they should have answered; `holders`."""
+    """When the wait for silent workers with an only copy began (`last_copy`); None: nobody is waited for."""
     holders: tuple[int, ...] = ()
+    """The workers that are waited for."""
     former: Adopt | None = None
-    """The last plan that was ordered before, which some may have adopted."""
+    """The order that an earlier recovery gave last, if any: some workers may have adopted that plan."""
 
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def stood(m: RunMachine, event: Event) -> None:
 
 
 def came_back(m: RunMachine, worker: int) -> None:
-    """It was waited for. What it did may take as long again, and must not be broken off again."""
+    """A worker that was waited for has answered: what it did may take as long again, and must not be broken off again."""
     r = m.recovery
     assert r.waited_from_s is not None
     began_s = r.waited_from_s if m.last_commit_s is None else m.last_commit_s
@@ -296,7 +297,7 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
     r.order = Adopt(m.generation, plan, members, seatless, source.done, ways, source.cut, source.load)
     most = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
     usual_s = (m.course.load_s if source.load else m.course.adopt_s) + most / SLOWEST_PER_S
-    m.go(Phase.ADOPTING, deadline_s=usual_s * max(1, m.attempts))  # longer each time: nobody need hang, all may be slow
+    m.go(Phase.ADOPTING, deadline_s=usual_s * max(1, m.attempts))  # longer each time: perhaps nobody hangs, and all are slow
     where = "the disk, or made anew," if source.load else "the mirror" if source.cut else "the workers that hold it"
     m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {source.done} steps")
 
@@ -474,15 +475,15 @@ def tick_recovering(m: RunMachine, event: Event) -> None:
     elif m.phase is Phase.STANDING:
         wait_or_give_up(m, event, silent)
     else:
-        # Some only wait for others in there, and some are slow: the next generation asks those that live where they stand.
+        # Workers that answer pings wait for others, or are slow: the next generation asks them where they stand.
         mute = set(silent) & event.unheard
         give_up(m, mute - set(last_copy.only_holders(m, mute - event.ended)))
         begin(m, f"{named(silent)} did not answer while {m.phase.value}")
 
 
 def wait_or_give_up(m: RunMachine, event: Tick, silent: list[int]) -> None:
-    """They should have said where they stand. Who holds the only copy of something is waited for while its process lives; the
-    others are given up, at the latest when it has answered."""
+    """Deal with workers that have not said where they stand in time: wait while some of them hold the only copy of something
+    and their processes live, up to `last_copy_wait_s`; else give all of them up."""
     r = m.recovery
     over = r.waited_from_s is not None and m._deadline_s is not None and m._now_s >= m._deadline_s
     holders = last_copy.only_holders(m, set(silent) - event.ended)
@@ -504,7 +505,7 @@ def wait_or_give_up(m: RunMachine, event: Tick, silent: list[int]) -> None:
 
 
 def give_up(m: RunMachine, silent: Iterable[int]) -> None:
-    """They are killed once the next generation is claimed."""
+    """Count these workers as lost; they are killed once the next generation is claimed."""
     for worker in silent:
         lose(m, worker)
         m.silent.add(worker)

@@ -55,7 +55,9 @@ def newest_cut(m: RunMachine, need: Holdings, without: Collection[int] = ()) -> 
 
 def durable(m: RunMachine, done: int | None = None) -> bool:
     """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way.
-    `done`: steps of the state, where the recovery does not know yet."""
+
+    `done`: steps of the state; by default those that the recovery has found.
+    """
     near = m.clock.first == m.course.first and not m.clock.complete
     return saved(m) is not None or (m.recovery.done if done is None else done) <= m.course.first or near
 

@@ -2,7 +2,7 @@
 
 The user's model function runs once per worker (`worker.assignment.make_graph`). A *skeleton* is one of the modules it made,
 with parameters and buffers on the meta device. Every stage of every plan is a copy of its layers' skeletons with values put
-in: initial ones (`initial_values`), or those that other workers, a mirror or a checkpoint hold.
+in: initial ones (`model.initial_values`), or those that other workers, a mirror or a checkpoint hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raypar.model.graph import Graph, Layer
 from raypar.plan import Outline
 
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
-"""Batch and instance norms."""
+"""Base class of batch and instance norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,9 @@ def materialise(
     """
     fresh = values is None
     if values is None:
-        from raypar.model.initial_values import initial_values
+        from raypar.model.initial_values import initial_values_of  # which imports this module
 
-        values = dict(initial_values(graph, seed).stream(state_shapes(graph, first, last), dtype))
+        values = dict(initial_values_of(graph, seed).stream(state_shapes(graph, first, last), dtype))
     taken: set[str] = set()
     modules: dict[str, nn.Module] = {}
     for layer in graph.layers[first:last]:

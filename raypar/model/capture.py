@@ -30,10 +30,10 @@ def capture(
 ) -> Graph:
     """The graph of the layers of `made`; a hand-written `Graph` is returned as it is.
 
-    Layers are built from skeletons (`model.build`), and their values are in `Graph.initial`. Parameters that layers share
+    Layers are built from skeletons (`model.build`); their values are in `Graph.initial_values`. Parameters that layers share
     become ties. `input`: the batch field that the first layer reads. `again`: makes the values again after they were released.
-    `recording`: of the values, if the model function ran with deferred initialisation. `notes`: see `InitialValues`. Raises
-    `ModelError` for anything that is not layers.
+    `recording`: of the values, if the model function ran with deferred initialisation. `notes`: see `InitialValues`.
+    Raises `ModelError` for anything that is not layers.
     """
     if isinstance(made, Graph):
         _check_ties(made)
@@ -54,7 +54,7 @@ def capture(
             settle_attributes(module, recording)
     initial = WholeModelValues(state, again, notes) if recording is None else DeferredValues(state, recording, notes)
     graph = Graph.sequential([(name, Copies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
-    return replace(graph, initial=initial)
+    return replace(graph, initial_values=initial)
 
 
 def layers_in(made: object) -> list[tuple[str, nn.Module]]:
@@ -87,7 +87,7 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
 
 
 def without_values(graph: Graph, *, seed: int, state: RandomState, guard: CallGuard = contextlib.nullcontext) -> Graph:
-    """A hand-written graph whose builds return copies of skeletons; its `initial` has the values.
+    """A hand-written graph whose builds return copies of skeletons; its `initial_values` has the values.
 
     Every user's build runs once here, in the random stream that continues from `state`, and again whenever values are read.
     `seed`: for `Graph.init`. `guard`: entered around every build. Raises `ModelError` for inconsistent ties and for layers that
@@ -104,7 +104,7 @@ def without_values(graph: Graph, *, seed: int, state: RandomState, guard: CallGu
         layers.append(replace(layer, build=Copies(bare)))
     made = replace(graph, layers=tuple(layers))
     _check_ties(made)
-    return replace(made, initial=built if graph.init is None else ByNameValues(made, seed, built))
+    return replace(made, initial_values=built if graph.init is None else ByNameValues(made, seed, built))
 
 
 def _check_ties(graph: Graph) -> None:

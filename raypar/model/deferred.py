@@ -38,6 +38,7 @@ CONSTANT_BYTES = 64 << 10
 """Real tensors below this are copied into the recording as constants. An operation that reads a larger one runs at once."""
 
 META = torch.device("meta")
+
 _FILLS = frozenset(
     f"aten::{name}_"
     for name in ("normal", "uniform", "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric")
@@ -45,7 +46,7 @@ _FILLS = frozenset(
 """Random operations that overwrite all of their first argument without reading it."""
 
 _OTHER_STRIDES = frozenset(f"aten::{name}" for name in ("_linalg_svd", "linalg_eig", "_fft_r2c", "poisson", "_standard_gamma"))
-"""Operations whose results lie in memory otherwise than their rules for the meta device say: they run on values, at once."""
+"""Operations whose meta kernels predict other strides than the CPU's results have: they run on values, at once."""
 
 _OWN_GENERATOR = object()
 """In a recorded operation: stands for a generator of the user's own. Its state is in `RecordedOperation.random`."""
@@ -69,7 +70,7 @@ class RecordedView:
     offset: int
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The same view of real memory."""
+        """This view of real memory."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
 
 
@@ -121,7 +122,7 @@ class Recording:
             yield
 
     def tracks(self, value: Any) -> bool:
-        """Whether `value` is a large tensor of this recording."""
+        """Whether `value` is a large tensor of this recording (it may have become real: see `known`)."""
         if not isinstance(value, Tensor) or not value.is_meta:
             return False
         try:
@@ -130,14 +131,14 @@ class Recording:
             raise Undeferrable(f"a tensor without memory of its own, as torch.func.vmap makes them ({error})") from error
 
     def view(self, tensor: Tensor) -> RecordedView:
-        """A tracked tensor as operations refer to it."""
+        """How operations refer to a tracked tensor. Raises `Undeferrable` where its geometry does not say its values."""
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
             raise Undeferrable("a conjugated, negated or sparse view")
         key = tensor.untyped_storage()._cdata
         return RecordedView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
 
     def begin(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> RecordedView:
-        """Track the memory of a new meta tensor."""
+        """Track the memory of a new meta tensor, whose values are `real` if they are known already."""
         storage = tensor.untyped_storage()
         self._memories[storage._cdata] = RecordedMemory(storage, real=real)
         return self.view(tensor)
@@ -263,35 +264,43 @@ class _Operations(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # PyTorch's own code has to see the real devices
             try:
                 return self._call(func, args, dict(kwargs or {}))
-            except NotImplementedError as error:  # that of the meta device, perhaps: one process may be able to
+            except NotImplementedError as error:  # perhaps of the meta device only: the CPU may have a kernel
                 raise Undeferrable(f"{func}: {error}") from error
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recording = self.recording
+        """The results of one operation: run as it is, recorded, or computed at once, by what it reads and writes."""
+        recording, name = self.recording, func._schema.name
         leaves, tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        tracked = [tensor for tensor in tensors if recording.tracks(tensor)]
         if not tensors:
             return self._factory(func, leaves, tree)
-        if func._schema.name == "aten::set_" and len(tensors) == 2 and len(tracked) == 1 and recording.tracks(tensors[0]):
+        tracked = [recording.tracks(tensor) for tensor in tensors]
+        if name == "aten::set_" and tracked == [True, False]:  # a large tensor is given the memory of a real one
             return func(tensors[0], recording.stand_in(tensors[1]))
-        if not tracked or _is_view(func):
+        if not any(tracked) or _is_view(func):
             return func(*args, **kwargs)
-        if any(tensor.is_meta and not recording.tracks(tensor) for tensor in tensors):
+        if any(tensor.is_meta and not known for tensor, known in zip(tensors, tracked, strict=True)):
             raise Undeferrable(f"{func} with a tensor that was made on the meta device")
-        if func._schema.name == "aten::resize_":
+        if name == "aten::resize_":
             raise Undeferrable(f"{func} on a large tensor")
         written = _written(func, args, kwargs)
-        mixed = any(
-            recording.known(t) if recording.tracks(t) else t.untyped_storage().nbytes() >= CONSTANT_BYTES for t in tensors
-        )
-        real_target = any(not recording.tracks(t) for t in written)
-        if mixed or real_target or not _gives_tensors(func) or func._schema.name in _OTHER_STRIDES:
+        if (
+            any(map(self._has_large_values, tensors))
+            or not all(map(recording.tracks, written))  # a small tensor, which has to be right from now on
+            or not _gives_tensors(func)  # a number, which the code is about to look at
+            or name in _OTHER_STRIDES
+        ):
             return self._at_once(func, leaves, tree, written)
         return self._record(func, leaves, tree, written)
 
+    def _has_large_values(self, tensor: Tensor) -> bool:
+        """Whether a tensor is real and too large to be kept in the recording as a constant."""
+        if self.recording.tracks(tensor):
+            return self.recording.known(tensor)
+        return tensor.untyped_storage().nbytes() >= CONSTANT_BYTES
+
     def _factory(self, func: Any, leaves: list[Any], tree: Any) -> Any:
-        """Run a factory function (no tensors among its arguments); a large result becomes a tracked tensor."""
+        """Run an operation without tensors among its arguments; a large result becomes a tracked tensor."""
         args, kwargs = tree_unflatten(leaves, tree)
         if not _gives_tensors(func) or "device" not in {a.name for a in func._schema.arguments}:
             return func(*args, **kwargs)
@@ -301,14 +310,14 @@ class _Operations(TorchDispatchMode):
             raise Undeferrable(f"a tensor on {kwargs['device']}")
         try:
             made = func(*args, **{**kwargs, "device": META})
-        except NotImplementedError:
+        except NotImplementedError:  # no meta kernel: the tensor is real
             return func(*args, **kwargs)
         if not isinstance(made, Tensor) or made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
             return func(*args, **kwargs)
         random = None
         if _is_random(func):
             random = _generator_of(leaves).get_state()
-            func(*args, **kwargs)
+            func(*args, **kwargs)  # for the generator, which it advances
         view = self.recording.begin(made)
         fill = filler(func, made)
         self.recording.add(RecordedOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
@@ -326,7 +335,8 @@ class _Operations(TorchDispatchMode):
         if _is_random(func):
             random = _generator_of(leaves).get_state()
             self._move_generator(func, leaves, tree)
-        if random is not None and func._schema.name in _FILLS:
+        overwrites = random is not None and func._schema.name in _FILLS
+        if overwrites:
             made = leaves[0]
         else:
             on_meta = [
@@ -337,12 +347,11 @@ class _Operations(TorchDispatchMode):
             args, kwargs = tree_unflatten(on_meta, tree)
             try:
                 made = func(*args, **kwargs)
-            except Exception:  # no meta kernel, or an error of the user's: run it on values to find out
+            except Exception:  # no meta kernel, or an error of the user's: real values show which
                 if random is not None:
                     _generator_of(leaves).set_state(random)
                 return self._at_once(func, leaves, tree, written)
         writes = tuple({recording.view(t).memory for t in written})
-        overwrites = random is not None and func._schema.name in _FILLS
         reads = {v.memory for v in views if isinstance(v, RecordedView)} - (set(writes) if overwrites else set())
         results, _ = tree_flatten(made)
         new: dict[int, RecordedView] = {}
@@ -355,16 +364,16 @@ class _Operations(TorchDispatchMode):
     def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:
         """Advance the generator as the operation does."""
         if func._schema.name in _FILLS:
-            rest = [self._scratch_like(leaves[0]), *map(self._seen, leaves[1:])]
+            rest = [self._scratch_like(leaves[0]), *map(self._with_values, leaves[1:])]
         else:
-            rest = [self._seen(leaf) for leaf in leaves]
+            rest = [self._with_values(leaf) for leaf in leaves]
             rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in rest]
         args, kwargs = tree_unflatten(rest, tree)
         with torch.no_grad():
             func(*args, **kwargs)
 
-    def _seen(self, leaf: Any) -> Any:
-        """With its values as they are now."""
+    def _with_values(self, leaf: Any) -> Any:
+        """An argument; a large tensor as a real one with its present values."""
         return self.recording.values(leaf) if self.recording.tracks(leaf) else leaf
 
     def _scratch_like(self, target: Tensor) -> Tensor:
@@ -386,7 +395,7 @@ class _Operations(TorchDispatchMode):
             return self.recording.view(leaf)
         if isinstance(leaf, torch.Generator):
             return _OWN_GENERATOR
-        if isinstance(leaf, torch.device) and leaf == META:  # where PyTorch sees the tensors that go in
+        if isinstance(leaf, torch.device) and leaf == META:  # PyTorch's own code took it from a large tensor
             return torch.device("cpu")
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 

@@ -35,18 +35,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Graph:
-    """Layers in execution order. `output`: the value given to the loss. `ties`: tuples of qualified parameter names
-    (`layer.path.weight`) that are one parameter; the first name is the one it is stored and initialised under.
-    Builds run in layer order in one random stream, that of the model function, and what they put into parameters is kept.
-    `init(name, tensor)`: optional; fills a freshly made parameter in place instead, torch's generator seeded by its name.
-    `initial`: where values come from when the builds make modules without (set by raypar).
-    """
+    """Layers in execution order, with what connects them. Builds run in layer order and draw from the model function's random
+    stream; the values that they give parameters are kept."""
 
     layers: tuple[Layer, ...]
     output: str
+    """The value given to the loss."""
     ties: tuple[tuple[str, ...], ...] = ()
+    """Tuples of qualified parameter names (`layer.path.weight`) that are one parameter, stored under the first name."""
     init: Callable[[str, object], None] | None = None
-    initial: InitialValues | None = field(default=None, compare=False, repr=False)
+    """`init(name, tensor)` fills every parameter in place, torch's generator seeded by its name, instead of the builds."""
+    initial_values: InitialValues | None = field(default=None, compare=False, repr=False)
+    """Set by raypar: the values of parameters and buffers, when builds return modules without any."""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

@@ -1,7 +1,7 @@
-"""Initial values of parameters and buffers: those that the user's code gives them (rule 2 of the numerics contract).
+"""Initial values of parameters and buffers: those that the user's code gives them (`raypar/README.md`, contract, rule 2).
 
 One process that seeds Python, numpy and torch and calls the model function has all values at once. A worker reads them one
-whole tensor at a time, and keeps what it owns. The numerics contract is in `raypar/README.md`.
+whole tensor at a time, and keeps what it owns.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ class InitialValues(Protocol):
         """Lines for the user: what these values cost, or which values are not used."""
 
 
-def initial_values(graph: Graph, seed: int) -> InitialValues:
-    """The graph's initial values: `graph.initial`, or, for a hand-written graph, what its layers' builds give."""
-    if graph.initial is not None:
-        return graph.initial
+def initial_values_of(graph: Graph, seed: int) -> InitialValues:
+    """The graph's initial values: `graph.initial_values`, or, for a hand-written graph, what its layers' builds give."""
+    if graph.initial_values is not None:
+        return graph.initial_values
     built = LayerBuildValues(graph, seed)
     return built if graph.init is None else ByNameValues(graph, seed, built)
 
 
-def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, trained: bool, own: bool = False) -> Tensor:
+def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, is_parameter: bool, own: bool = False) -> Tensor:
     """A tensor as workers hold it: on the CPU, contiguous, floating point in `dtype`.
 
     The result is a copy, unless `own` says that nobody else uses the tensor's memory. Raises `ModelError` for a tensor on the
-    meta device, and for a parameter (`trained`) with NaN: `model_call` fills uninitialised memory with NaN.
+    meta device, and for a parameter with NaN: `model_call` fills uninitialised memory with NaN.
     """
     if tensor.is_meta:
         raise ModelError(
             f"{name} has no values: it is on the meta device",
             cure="leave torch.device('meta') out of the model function (workers make what they own only), or set init_from",
         )
-    if trained and tensor.is_floating_point() and bool(tensor.isnan().any()):
+    if is_parameter and tensor.is_floating_point() and bool(tensor.isnan().any()):
         raise ModelError(
             f"parameter {name} is left without values, or without some of them, by the model function: it holds NaN",
             cure="give it values where it is made (torch.empty has none), or set init: by-name if its module's "
@@ -78,7 +78,7 @@ def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, trained: bool, 
 
 
 class WholeModelValues:
-    """Values of a model that was built whole. `make`: builds it again after `release`."""
+    """Values of a model that was built whole. `make`: builds it again after `release`; without it, `release` keeps them."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class WholeModelValues:
             self._tensors = self._make()
         for name in names:
             tensor = self._tensors[name]
-            yield name, as_initial(name, tensor, dtype, trained=isinstance(tensor, nn.Parameter))
+            yield name, as_initial(name, tensor, dtype, is_parameter=isinstance(tensor, nn.Parameter))
 
     def release(self) -> None:
         """See `InitialValues`."""
@@ -109,7 +109,7 @@ class WholeModelValues:
 class DeferredValues:
     """Values of a model run with deferred initialisation: each large tensor is computed when `stream` reaches it.
 
-    `tensors`: as the model function made them, real or on the meta device. `recording`: how to compute those on meta.
+    `tensors`: as the model function made them, real or on the meta device. `recording`: how to compute the latter.
     """
 
     tensors: Mapping[str, Tensor]
@@ -120,11 +120,10 @@ class DeferredValues:
         """See `InitialValues`."""
         for name in names:
             tensor = self.tensors[name]
-            trained, absent = isinstance(tensor, nn.Parameter), self.recording.tracks(tensor)
-            own = absent and not self.recording.known(tensor)
-            value = self.recording.values(tensor) if absent else tensor
-            del tensor
-            yield name, as_initial(name, value, dtype, trained=trained, own=own)
+            is_parameter, deferred = isinstance(tensor, nn.Parameter), self.recording.tracks(tensor)
+            own = deferred and not self.recording.known(tensor)
+            value = self.recording.values(tensor) if deferred else tensor
+            yield name, as_initial(name, value, dtype, is_parameter=is_parameter, own=own)
 
     def release(self) -> None:
         """Nothing to free: the recording is small."""
@@ -135,7 +134,7 @@ def by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, 
     names = [list(state_shapes(graph, index, index + 1)) for index in range(len(graph.layers))]
     tied = {name for several in graph.ties for name in several}
     everything = list(dict.fromkeys(name for layer in names for name in layer))
-    stream = initial_values(graph, seed).stream(everything, dtype)
+    stream = initial_values_of(graph, seed).stream(everything, dtype)
     have: dict[str, Tensor] = {}
     for layer in names:
         while any(name not in have for name in layer):
@@ -167,7 +166,7 @@ class LayerBuildValues:
             for path, tensor in named_state([(name, module)]):
                 if path in wanted and canonical.get(path, path) == path:
                     wanted.discard(path)
-                    yield path, as_initial(path, tensor, dtype, trained=isinstance(tensor, nn.Parameter))
+                    yield path, as_initial(path, tensor, dtype, is_parameter=isinstance(tensor, nn.Parameter))
         assert not wanted, f"the graph has no {sorted(wanted)}"
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:

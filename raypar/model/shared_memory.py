@@ -1,7 +1,7 @@
-"""Refuses models in which something else changes with a trained parameter than what one name stands for.
+"""Refuses models that reach a trained parameter's memory in other ways than by the parameter's name.
 
 In one process a view of a parameter's memory, or a function that holds the parameter, sees every step of the optimizer. Workers
-give every parameter memory of its own, in a copy of its module: such things would silently stay at the values of the start.
+give every parameter memory of its own, in a copy of its module: such a view would silently keep the initial values.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_
 
 
 def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]]) -> None:
-    """Raises `ModelError` where a trained parameter's memory is also in a parameter or buffer of another identity, in a plain
-    attribute, or in a function that a module keeps."""
+    """Raises `ModelError` where a trained parameter's memory is also that of another parameter or buffer object, of a plain
+    attribute, or of what a function holds that a module keeps."""
     trained = _trained(layers)
     for layer, module in layers:
         inside = set(module.modules())
@@ -47,7 +47,7 @@ def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]]) -> None:
 
 
 _Trained = dict[int, list[tuple[str, nn.Parameter]]]
-"""Memory -> names and parameters in it."""
+"""`_memory` -> (name, parameter) of each trained parameter in it."""
 
 
 def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Trained:
@@ -60,6 +60,7 @@ def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Trained:
 
 
 def _refuse_held(where: str, value: Any, trained: _Trained, inside: Collection[nn.Module]) -> None:
+    """Raises `ModelError` if the attribute `value` (called `where` in the message) holds a trained parameter's memory."""
     for held, holder in _held(value, "", inside, set()):
         for name, parameter in trained.get(_memory(held), ()):
             if _overlap(parameter, held):
@@ -77,11 +78,15 @@ _HOLDERS = {
     ),
     "module": ("in a module of another layer", "make it one layer, or give this layer a parameter tied to that one"),
 }
+"""What holds a parameter, as `_held` says -> (the words for it, cure)."""
 
 
 def _held(value: Any, holder: str, inside: Collection[nn.Module], seen: set[int]) -> Iterator[tuple[Tensor, str]]:
-    """(tensor, what holds it) of all within containers and functions. Functions hold the originals when modules are copied;
-    modules `inside` the layer are copied with it."""
+    """(tensor, what holds it: a key of `_HOLDERS`) of every tensor in `value`, its containers and functions.
+
+    Modules `inside` the layer are copied with it and so are left out, unless a function holds them: functions are not copied.
+    `seen`: ids of what was visited, which ends cycles.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -115,7 +120,10 @@ def refuse_undeclared_ties(
     seen: MutableMapping[str, weakref.ReferenceType[nn.Parameter]],
     ties: Sequence[Sequence[str]],
 ) -> None:
-    """Raises `ModelError` for a parameter of this build that a former one (`seen`, which grows) has too, and no tie names."""
+    """Raises `ModelError` for a trained parameter that an earlier build has too, unless a tie names both.
+
+    `seen`: name -> parameter of the earlier builds; this one's are added.
+    """
     for path, parameter in module.named_parameters():
         name = f"{layer}.{path}"
         for other, reference in seen.items():
@@ -133,7 +141,7 @@ def refuse_undeclared_ties(
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same for tensors that share memory; real or recorded (`deferred`) alike."""
+    """A number that is equal for tensors that share memory, real ones and recorded ones (`model.deferred`)."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -145,7 +153,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     if last <= begin or end <= first:
         return False
     if one.element_size() != other.element_size():
-        return True  # may be: nobody reads parts of numbers on purpose
+        return True  # or so it is taken: nobody means to read parts of numbers
     start, size = min(first, begin), one.element_size()
     taken = torch.zeros((max(last, end) - start) // size, dtype=torch.bool)
     taken.as_strided(one.shape, one.stride(), (first - start) // size).fill_(True)
@@ -153,6 +161,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte, and first byte behind."""
+    """Offsets in the memory: of the tensor's first byte, and of the byte after its last."""
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.storage_offset() * tensor.element_size(), (tensor.storage_offset() + span) * tensor.element_size()

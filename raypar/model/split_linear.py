@@ -1,8 +1,8 @@
 """Zero-bubble schedules compute a Linear's weight gradient apart from its input gradient (arXiv:2401.10241, section 2).
 
-The calls are those of torch's own backward of `F.linear`, with the same shapes and strides: kernels choose their path by them,
-and another path has other bits. In PyTorch they stand in aten/src/ATen/native, Linear.cpp (`linear`) and LinearAlgebra.cpp
-(`_matmul_impl`), and torch/csrc/autograd/FunctionsManual.cpp (`mm_mat1_grad`, `mm_mat2_grad`);
+The calls are those of PyTorch's own backward of `F.linear`, with the same shapes and strides: kernels are chosen by these, and
+another kernel may give other bits. PyTorch's calls are in aten/src/ATen/native (`linear` in Linear.cpp, `_matmul_impl` in
+LinearAlgebra.cpp) and in torch/csrc/autograd/FunctionsManual.cpp (`mm_mat1_grad`, `mm_mat2_grad`);
 `tests/parity/test_kernel_calls.py` compares them.
 """
 
@@ -36,59 +36,61 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` for the forward of an autograd function.
+    """`F.linear`, for the forward of an autograd function.
 
-    `.data`: of an input with three dims F.linear returns a view, and a view that was made in there must not be written over.
+    `.data`, because for an input of three dims F.linear returns a view, and code after the layer could not write into a view
+    that was made inside an autograd function.
     """
     if x.dim() < 3 or (bias is not None and x.is_contiguous()):
         return F.linear(x, weight, bias).data
-    with torch.enable_grad():  # matmul multiplies batches one by one by a weight that has no gradient, else all rows at once
+    with torch.enable_grad():  # as outside of a function: matmul folds the batch into rows only if the weight needs a gradient
         return F.linear(x, weight, bias).data
 
 
 def input_gradient(rows: Tensor, weight: Tensor, flat: Tensor) -> Tensor:
-    """grad W [rows, in] of grad [rows, out]; for an x that lies column by column in memory it lies so too. `flat`: x."""
+    """Gradient of x: grad W [rows, in], of grad [rows, out]. It is column-major in memory if x (`flat`) is."""
     if flat.stride() == (1, flat.shape[0]):
         return weight.t().mm(rows.t()).t()
     return rows.mm(weight)
 
 
 def weight_gradient(rows: Tensor, flat: Tensor, weight: Tensor) -> Tensor:
-    """grad^T x [out, in] of grad [rows, out] and x [rows, in]; for a weight that lies column by column it lies so too."""
-    if lies_row_by_row(weight):
+    """grad^T x [out, in] of grad [rows, out] and x [rows, in]. It is column-major in memory if the weight is."""
+    if is_row_major(weight):
         return rows.t().mm(flat)
     return flat.t().mm(rows).t()
 
 
-def lies_row_by_row(weight: Tensor) -> bool:
-    """Whether the product above is made as it stands."""
+def is_row_major(weight: Tensor) -> bool:
+    """Whether a weight's rows are contiguous, one after the other."""
     return weight.stride() == (weight.shape[1], 1)
 
 
 def bias_gradient(gradient: Tensor) -> Tensor:
-    """Sum over all dims but the last. May be the gradient itself."""
+    """The gradient [..., out] summed over all dims but the last: [out]. May be the gradient itself."""
     if gradient.dim() == 1:
         return gradient
     return gradient.sum(tuple(range(gradient.dim() - 1)), keepdim=True).view(gradient.shape[-1])
 
 
 def summed_for_bias(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
-    """What `bias_gradient` gets: the bias is added by the product, to its rows, unless x [..., in] lies scattered in memory."""
+    """The gradient that `bias_gradient` sums, in the shape in which F.linear has added the bias: to the product's rows, or, if
+    x [..., in] is not contiguous, to the output."""
     return rows if x.dim() == 2 or x.is_contiguous() else gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """What W needs of one Linear call: grad [rows, out], x [rows, in]; `summed`: see `summed_for_bias`."""
+    """What the W instruction needs of one Linear call: grad [rows, out], x [rows, in]; `summed`: see `summed_for_bias`."""
 
     linear: Weighted
     gradient: Tensor
     x: Tensor
     summed: Tensor
     product: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Of grad and x: the weight's gradient, where that is not `weight_gradient`."""
+    """Computes the weight's gradient of grad and x, if not `weight_gradient`."""
     cast: object = None
-    """Under `torch.autocast`: what is one object for calls whose gradients are added before they are cast back."""
+    """Under `torch.autocast`: equal (one object) for calls whose gradients are added before they are cast back."""
 
     def weight(self) -> Tensor:
         """Gradient of `linear.weight` [out, in]."""
@@ -106,9 +108,9 @@ Stash = list[Deferred]
 
 
 def adds_to_weights(ctx: Any) -> bool:
-    """Whether the running backward pass of a function whose second argument is a leaf's weight ends in its `.grad`.
+    """Whether the running backward pass adds to the `.grad` of the function's second argument, a weight.
 
-    `torch.autograd.grad` inside a layer does not: what it passes by must not be put off and added later.
+    `torch.autograd.grad` inside a layer does not: gradients that it computes must not be put off and added later.
     """
     node = ctx.next_functions[1][0]
     while node is not None and node.name() == "ToCopyBackward0":  # of `in_compute_dtype`
@@ -123,12 +125,13 @@ def adds_to_weights(ctx: Any) -> bool:
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether this runs inside `torch.autocast` for that kind of device. PyTorch raises for kinds that know none (meta)."""
+    """Whether this runs inside `torch.autocast` for that kind of device. Of kinds without autocast (meta) PyTorch is not asked:
+    it would raise."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def in_compute_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The operands of a product as `torch.autocast` has them cast, recorded by autograd; elsewhere as they are."""
+    """The operands of a product, cast as `torch.autocast` would cast them, by operations that autograd records."""
     device = next(t.device for t in tensors if t is not None)
     if not autocasts(device):
         return tensors
@@ -138,13 +141,14 @@ def in_compute_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 _PROBES: dict[torch.device, Tensor] = {}
+"""A leaf of our own on each device: see `cast_of`."""
 
 
 def cast_of(device: torch.device) -> object:
-    """One and the same object for all calls between which autocast keeps a weight's cast; None where there is no autocast.
+    """The same object for all calls that share autocast's cached cast of a weight; None without autocast.
 
     Plain autograd adds the gradients of such calls in the compute dtype, and casts the sum. PyTorch does not say whether it
-    still has a cast: a leaf of ours is cast, and kept, as weights are, and the object is the node that did it.
+    still has a cast in its cache, so a leaf of our own is cast as weights are: the object is the graph node of that cast.
     """
     if not autocasts(device):
         return None
@@ -155,14 +159,14 @@ def cast_of(device: torch.device) -> object:
 
 
 class CastStash(list[Deferred]):
-    """Hands on to `stash`, marked with `cast`, what is put off."""
+    """A stash that marks what it gets with `cast` and passes it on to `stash`."""
 
     def __init__(self, stash: Stash, cast: object) -> None:
         super().__init__()
         self._stash, self._cast = stash, cast
 
     def append(self, deferred: Deferred) -> None:
-        """See the class."""
+        """Pass on, marked with `cast`."""
         self._stash.append(replace(deferred, cast=self._cast))
 
 

@@ -86,7 +86,7 @@ class Accumulator:
                 leaf.grad = gradient
         self._current = block
         if join and self._once and block in self._joins and self._joins[block][1] in self._complete:
-            row = [_with_count_of_its_own(total) for total in self._sums.pop(self._joins[block][1])]
+            row = [_with_own_version(total) for total in self._sums.pop(self._joins[block][1])]
             self._complete.remove(self._joins[block][1])
             for leaf, total in zip(self.leaves, row, strict=True):
                 leaf.grad = total
@@ -208,8 +208,9 @@ class Accumulator:
         self._complete.add(node)
 
 
-def _with_count_of_its_own(total: Tensor | None) -> Tensor | None:
-    """The same memory. Gradients that are parts of one tensor (of a `torch.cat` of parameters) share their `_version`."""
+def _with_own_version(total: Tensor | None) -> Tensor | None:
+    """The same memory, as a tensor whose `_version` is its own: gradients that are views of one tensor (as `torch.cat` of
+    parameters gives) share one, and adding to the first would seem to change the others."""
     if total is None or total.untyped_storage().nbytes() == total.nbytes:
         return total
     return total.data

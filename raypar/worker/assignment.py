@@ -27,13 +27,12 @@ from raypar.worker.weights_initial import weights_from_file
 
 __all__ = ["Assignment", "assignments", "make_graph", "validation_cut"]
 
-
 LOADS_BYTES = 1 << 20
-"""The user is told of a model function that copies more than this from files and arrays."""
+"""A model function that copies more than this from files and arrays gets a line which says what that costs."""
 
 
 def make_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Graph:
-    """The layer graph of the user's model, with its initial values in `Graph.initial`.
+    """The layer graph of the user's model, with its initial values in `Graph.initial_values`.
 
     Calls the model function as one process would, after seeding Python, numpy and torch with the job's seed; restores the
     generators. A small model is built whole, a large one with deferred initialisation. `guard`: entered around calls of the
@@ -41,61 +40,79 @@ def make_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Grap
     """
     with generators_preserved():
         with guard(f"the model function {spec.model.label}"):
-            made, recording, notes = _call_as_deferred_init_says(spec)
+            made, recording, notes = _call_whole_or_deferred(spec)
         if isinstance(made, Graph):
             graph = without_values(made, seed=spec.seed, state=RandomState.now(), guard=guard)
         else:
             again = partial(_values_again, spec)
             graph = capture(made, input=spec.data.input or "x", again=again, recording=recording, notes=notes)
     if spec.init == "by-name":
-        assert graph.initial is not None
-        graph = replace(graph, initial=ByNameValues(graph, spec.seed, graph.initial))
+        assert graph.initial_values is not None
+        graph = replace(graph, initial_values=ByNameValues(graph, spec.seed, graph.initial_values))
     if spec.init_from is not None:
-        assert graph.initial is not None
-        graph = replace(graph, initial=weights_from_file(spec, graph, graph.initial))
+        assert graph.initial_values is not None
+        graph = replace(graph, initial_values=weights_from_file(spec, graph, graph.initial_values))
     return graph
 
 
-def _call_as_deferred_init_says(spec: JobSpec) -> tuple[Any, Recording | None, tuple[str, ...]]:
-    """(what the model function returns, the recording of its values if they are deferred, lines for the user)."""
-    reason = ""
-    if spec.deferred_init != "always":
-        seed_all(spec.seed)
+_Called = tuple[Any, Recording | None, tuple[str, ...]]
+"""(what the model function returned, the recording of its values if they are deferred, lines for the user)"""
+
+
+def _call_whole_or_deferred(spec: JobSpec) -> _Called:
+    """Call the model function in the way that the job's `deferred_init` asks for.
+
+    `never`: whole. `always`: deferred, and what cannot be deferred is an error. `auto`: whole; if that allocates more than
+    `WHOLE_BYTES`, deferred, from the start again; if that is not possible, whole without a limit.
+    """
+    if spec.deferred_init == "never":
+        return _call_whole(spec)
+    if spec.deferred_init == "auto":
         try:
-            made, loaded = call_watched(partial(_call_model, spec), WHOLE_BYTES if spec.deferred_init == "auto" else None)
-            return made, None, _note_of_loads(loaded)
+            return _call_whole(spec, limit_bytes=WHOLE_BYTES)
         except TooLarge:
             pass
-    seed_all(spec.seed)
+    always = spec.deferred_init == "always"
     try:
-        made, recording = run_deferred(partial(_call_model, spec))
-        if not isinstance(made, Graph):
-            return made, recording, _note_of_loads(recording.loaded_bytes)
+        return _call_deferred(spec)
     except Undeferrable as error:
+        if always:
+            raise ModelError(
+                f"the model function {spec.model.label} does what cannot be deferred: {error}",
+                cure="set deferred_init: never, which builds the whole model in every worker",
+            ) from error
         reason = str(error)
     except UserCodeError as error:
-        if spec.deferred_init == "always":
+        if always:
             raise UserCodeError(
                 f"with deferred initialisation {error.what}",
                 cure=f"{error.cure}; if it does not raise there, set deferred_init: never",
             ) from error
-        reason = f"with deferred initialisation {error.what.splitlines()[0]}"  # if that is the function's own, it raises again
-    if not reason:  # a hand-written graph: its layers are built one by one
-        seed_all(spec.seed)
-        return call_watched(partial(_call_model, spec))[0], None, ()
-    if spec.deferred_init == "always":
-        raise ModelError(
-            f"the model function {spec.model.label} does what cannot be deferred: {reason}",
-            cure="set deferred_init: never, which builds the whole model in every worker",
-        )
-    seed_all(spec.seed)
-    made, loaded = call_watched(partial(_call_model, spec))
+        # If the error is the function's own, it comes again below, without deferred initialisation.
+        reason = f"with deferred initialisation {error.what.splitlines()[0]}"
+    made, _, notes = _call_whole(spec)
     line = f"the model cannot be made in parts ({reason}): every worker builds all of it, then keeps only its part"
-    return made, None, (line, *_note_of_loads(loaded))
+    return made, None, (line, *notes)
+
+
+def _call_whole(spec: JobSpec, limit_bytes: int | None = None) -> _Called:
+    """Run the model function as one process would. Raises `TooLarge` beyond `limit_bytes`."""
+    seed_all(spec.seed)
+    made, loaded = call_watched(partial(_call_model, spec), limit_bytes)
+    return made, None, _note_of_loads(loaded)
+
+
+def _call_deferred(spec: JobSpec) -> _Called:
+    """Run the model function with deferred initialisation. Raises `Undeferrable`."""
+    seed_all(spec.seed)
+    made, recording = run_deferred(partial(_call_model, spec))
+    if isinstance(made, Graph):  # hand-written: its builds have not run yet, and run one by one whatever the model's size
+        return _call_whole(spec)
+    return made, recording, _note_of_loads(recording.loaded_bytes)
 
 
 def _note_of_loads(nbytes: int) -> tuple[str, ...]:
-    """The line for the user, if there is one, about values that the model function loads itself."""
+    """The line for the user about `nbytes` of values that the model function loads itself; none below `LOADS_BYTES`."""
     if nbytes < LOADS_BYTES:
         return ()
     return (
@@ -105,6 +122,7 @@ def _note_of_loads(nbytes: int) -> tuple[str, ...]:
 
 
 def _call_model(spec: JobSpec) -> Any:
+    """What the user's model function returns. Raises `UserCodeError` if it raises, `ModelError` if it returns None."""
     try:
         made = spec.model.call()
     except RayparError:

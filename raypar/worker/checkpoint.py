@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST_BYTES = 256 << 20
-"""Half a million entries."""
+"""Size limit of a manifest: half a million entries."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def verify(path: Path) -> Manifest:
 
 @contextlib.contextmanager
 def _open(manifest: Manifest, name: str) -> Iterator[BinaryIO]:
-    """One of the checkpoint's files, open; of the length that the manifest says. A link is not followed."""
+    """Open one of the checkpoint's files. Raises `CheckpointError` for a link, and for another length than the manifest's."""
     path, nbytes = manifest.path / name, manifest.files[name][0]
     if not os.path.lexists(path):
         raise CheckpointError(f"{shown(path)} is missing", cure="use another checkpoint")
@@ -276,7 +276,7 @@ def _open(manifest: Manifest, name: str) -> Iterator[BinaryIO]:
 
 
 def _header_of(manifest: Manifest, name: str, file: BinaryIO) -> Header:
-    """The header of an open file, which says of its tensors what the manifest says. Raises `CheckpointError`."""
+    """The header of an open file. Raises `CheckpointError` if it and the manifest disagree on the file's tensors."""
     path = manifest.path / name
     header = header_of(file, path)
     try:
@@ -290,6 +290,7 @@ def _header_of(manifest: Manifest, name: str, file: BinaryIO) -> Header:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
+    """Turn errors of the file system inside into a `CheckpointError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -346,12 +347,12 @@ def _read(
     take: Callable[[str, Tensor], Tensor] | None = None,
     headers: dict[str, tuple[tuple[int, ...], Header]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """`entries`: as in the manifest, those of one name and kind together.
+    """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
 
-    The checksums are `verify`'s; it may have been another process that verified, some time ago. Length and header are compared
-    again with the manifest here, in the file that is then read and stays open: a file that was replaced meanwhile by one of
-    another size or shape is refused. Other bytes in the same places are not noticed before the next `verify`.
-    `headers`: of files that were read before, with what the file system says of each, so that they are not parsed again.
+    Checksums are not compared: `verify` did that, perhaps in another process and some time ago. Length and header are compared
+    with the manifest again, in the file that is then read and stays open: a file that was replaced meanwhile by one of another
+    size or shape is refused. Other bytes in the same places are not noticed before the next `verify`.
+    `headers`: cache of parsed headers: file -> (its identity in the file system, header).
     """
     import torch
 
@@ -380,7 +381,7 @@ def _read(
                 read = file.readinto(_raw(tensor)) if tensor.numel() else 0  # type: ignore[attr-defined]
             if read != tensor.nbytes:
                 raise CheckpointError(
-                    f"{shown(manifest.path / entry.file)} ends in the midst of {shown(entry.key)}: it was truncated just now",
+                    f"{shown(manifest.path / entry.file)} ends within {shown(entry.key)}: it was truncated just now",
                     cure="use another checkpoint",
                 )
             return tensor
@@ -456,7 +457,8 @@ def _first(names: Sequence[str]) -> str:
 
 
 _OF_SHARDS = {"styles": "plan.styles", "sequence_parallel": "plan.sequence_parallel"}
-"""What bits depend on where a plan has shards, as their number: a run may go on with others."""
+"""Key of the contract -> key of the job file, of what decides bits only where a plan has shards. A run may go on with others,
+as it may with another number of shards."""
 
 
 def contract_of(spec: JobSpec) -> dict[str, Any]:
@@ -495,14 +497,13 @@ def _ref(ref: Ref) -> dict[str, Any]:
 
 
 def contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
-    """One line per thing the bits depend on, and that is no part of the plan, that is not as it was when the checkpoint was
-    written."""
+    """A line for each part of the contract that differs from the checkpoint's, but for those of shards (`_OF_SHARDS`)."""
     then, now = {"device": "cpu", **manifest.contract}, contract_of(spec)  # there was nothing else once
     return [f"{k} was {shown(repr(then.get(k)))}, is {v!r}" for k, v in now.items() if k not in _OF_SHARDS and then.get(k) != v]
 
 
 def changes_of_shards(manifest: Manifest, spec: JobSpec) -> list[str]:
-    """What says how layers are cut over shards and is not as it was when the checkpoint was written."""
+    """Keys of the job file that say how layers are cut over shards and differ from the checkpoint's."""
     now = contract_of(spec)
     return [name for key, name in _OF_SHARDS.items() if manifest.contract.get(key) != now.get(key)]
 
@@ -522,6 +523,7 @@ def check_contract(manifest: Manifest, spec: JobSpec) -> None:
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
+    """As `_reading`, for what is written."""
     try:
         yield
     except OSError as error:

@@ -20,7 +20,7 @@ from raypar.comm.wire import SHARDS
 from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
 from raypar.model.graph import Graph, Layer
-from raypar.model.initial_values import initial_values
+from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import Layout, layout_of
 from raypar.plan import Routing
@@ -46,8 +46,8 @@ from raypar.worker.step import Span, StepEnd
 class StepReport:
     """What one worker says of one step. Times in seconds, `mirror_seconds` beside the others; `spans` only when traced.
 
-    `digest`: of the state after the step, when it took a cut and others should hold the same. `warnings`: what users' code has
-    left of the process's state since the last report (see `StateGuard.lines`).
+    `digest`: of the state after the step, when it took a cut and others should hold the same. `warnings`: process state that
+    users' code has left changed since the last report (see `StateGuard.lines`).
     """
 
     rank: int
@@ -80,7 +80,7 @@ class ValidationReport:
 
 class WorkerCore:
     """Everything one worker owns; it computes on `device`. `adopt` may be called again with another assignment (a new plan, a
-    new generation). `guard`: that of its process."""
+    new generation). `guard`: of the worker's process; a new one by default."""
 
     def __init__(
         self,
@@ -120,10 +120,9 @@ class WorkerCore:
     ) -> dict[str, Any]:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
-        `values`: parameters (canonical names) and buffers, when there are some already (see `Stage`); `load`: a checkpoint to
-        read
-        them from, with the optimizers' state. Without either the stages begin with the initial ones, whose digests are a part
-        of the description.
+        `values`: tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a checkpoint
+        to read them from, with the optimizers' state. With neither, stages begin with the initial values, and the description
+        has the digests of these.
         """
         spec, plan, rank = self.spec, assignment.plan, transport.rank
         self.guard.establish()
@@ -250,8 +249,8 @@ class WorkerCore:
 
     def release_initial_values(self) -> None:
         """Free what was kept of the whole model: this worker has its part, or gets it from others."""
-        if self.graph.initial is not None:
-            self.graph.initial.release()
+        if self.graph.initial_values is not None:
+            self.graph.initial_values.release()
 
     def layout(self, shards: int) -> Layout:
         """How the job's styles cut the model over so many shards."""
@@ -372,7 +371,7 @@ class WorkerCore:
 
     def load(self, path: Path) -> None:
         """Put a checkpoint's state into the stages adopted. Raises `CheckpointError`."""
-        restore(path, self.stages, self.end.optimizers, initial_values(self.graph, self.spec.seed))
+        restore(path, self.stages, self.end.optimizers, initial_values_of(self.graph, self.spec.seed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -395,7 +394,7 @@ class WorkerCore:
 
 
 def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
-    """The graph, whose functions that make layers and fill parameters leave the process's state as it is."""
+    """The graph with its builds and its `init` guarded: process state that they leave changed is restored."""
 
     def build(layer: Layer) -> nn.Module:
         with guard.watching(f"the constructor of layer {layer.name!r}"):

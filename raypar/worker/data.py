@@ -40,7 +40,7 @@ WHERE_FIELDS_ARE_NAMED = (
     "name the fields there are: data.input and data.target (tuples: data.names) in a job file, data_input=, data_target= and "
     "data_names= of Trainer"
 )
-"""For the cures of errors."""
+"""Cure of errors about fields of samples."""
 
 READ_TIMEOUT_S = 120.0
 """How long data processes may take over one microbatch, their own start included."""
@@ -130,7 +130,7 @@ class SampleOrder:
 class Reader:
     """Reads the samples of one microbatch and stacks the fields asked for. Works in any process.
 
-    `guard`: sets back what a sample leaves of the process's state, so that the next one does not depend on it.
+    `guard`: restores process state that a sample leaves changed, so that the next one does not depend on it.
     """
 
     dataset: Any
@@ -212,8 +212,8 @@ class Loader:
     """The microbatches of one data set, by (step, microbatch).
 
     `cut.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
-    (stages of one worker that read batch fields), so that it is read once and let go after its last use. `guard`: gets what
-    samples leave of the process's state, here or in the data processes.
+    (stages of one worker that read batch fields), so that it is read once and let go after its last use. `guard`: gets lines
+    about process state that samples leave changed, here or in the data processes.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ def _ids(places: Sequence[Place]) -> str:
 
 _Packed = dict[str, tuple[bytearray, torch.dtype, tuple[int, ...]]]
 _Answer = tuple[_Packed, Warnings]
-"""A microbatch, and what the data set has left of the process's state."""
+"""A microbatch, and lines about process state that the data set has left changed."""
 
 _reader: Reader | RayparError | None = None
 """Of this data process; an error when the data set could not be made."""

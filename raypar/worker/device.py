@@ -29,8 +29,10 @@ def settle(device: torch.device, *, exact: bool) -> None:
 
 
 def seeder(device: torch.device) -> Callable[[int], Any]:
-    """Seeds what layers draw from: PyTorch's, Python's and NumPy's generators (rule 3). Cheaper than `torch.manual_seed`, which
-    visits every kind of device (65 us)."""
+    """A function that seeds the generators that layers draw from: PyTorch's, Python's and NumPy's (rule 3).
+
+    Cheaper than `torch.manual_seed`, which visits every kind of device (65 us).
+    """
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])

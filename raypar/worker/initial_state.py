@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypar.model.build import state_on_meta, state_shapes
 from raypar.model.graph import Graph
-from raypar.model.initial_values import initial_values
+from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.build import slice_of
 from raypar.model.tensor_parallel.styles import elements
 from raypar.worker.shard import Shard
@@ -31,7 +31,7 @@ def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Sha
     """The initial state of layers [first, last). Each tensor is made whole and cut before the next. Raises `ModelError`."""
     made = InitialState()
     dtype = getattr(torch, spec.dtype)
-    for name, whole in initial_values(graph, spec.seed).stream(state_shapes(graph, first, last), dtype):
+    for name, whole in initial_values_of(graph, spec.seed).stream(state_shapes(graph, first, last), dtype):
         made.digests[name] = digest(whole)
         made.values[name] = whole if shard is None else slice_of(shard.layout, name, whole, shard.group.shard)
     return made

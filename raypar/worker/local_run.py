@@ -34,7 +34,7 @@ T = TypeVar("T")
 class LocalJob:
     """Runs `spec` under `plan`. `schedule`: a name of the registry, or a user's own schedule.
 
-    `seed` picks the order in which runnable workers are interleaved: results may not depend on it. `guard`: the process's.
+    `seed` picks the order in which runnable workers are interleaved: results may not depend on it. `guard`: of this process.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LocalJob:
         self.graph = graph
         order = registry.build(schedule, Routing(plan, spec.cut)) if isinstance(schedule, str) else schedule
         self.warnings: list[str] = []
-        """What users' code has left of the process's state so far (see `StateGuard`)."""
+        """Lines about process state that users' code has left changed so far (see `StateGuard`)."""
         self.mesh = LocalMesh(plan.world)
         self.scheduler = Cooperative(seed)
         samples = 0

@@ -1,8 +1,7 @@
-"""What a checkpoint's manifest says, and the checks by which it is believed. Pure: no file is opened here.
+"""A checkpoint's manifest, checked in full before any of it is used. Pure: no file is opened here.
 
-A checksum says that a manifest is as it was written, not who wrote it. So every type, range and total is checked before any of
-it is used: names of files lead nowhere else, every slice of every tensor is there once, and shapes account for no more bytes
-than the files have.
+A checksum says that a manifest is as it was written, not who wrote it. So every type, range and total is checked: names of
+files lead nowhere else, every slice of every tensor is there once, and shapes account for no more bytes than the files have.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.input_files import shown
-from raypar.worker.safetensors_header import ITEM_BYTES, MOST_ELEMENTS, Header, elements, is_count, shape_of
+from raypar.worker.safetensors_header import ITEM_BYTES, MAX_ELEMENTS, Header, elements, is_count, shape_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -180,6 +179,7 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
 
 
 def _keys(found: Any, what: str, wanted: set[str]) -> None:
+    """Raises `ValueError` unless `found` is a JSON object with exactly these keys."""
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {shown(found)}, not keys and values")
     if found.keys() != wanted:
@@ -194,13 +194,14 @@ def _text(value: Any, what: str) -> str:
 
 
 def _file_name(name: str) -> str:
-    """Of a file in the checkpoint's own folder."""
+    """`name`, which can only be that of a file in the checkpoint's own folder. Raises `ValueError`."""
     if not name or not name.isprintable() or "/" in name or "\\" in name or name in (".", "..", MANIFEST) or len(name) > 255:
         raise ValueError(f"{shown(name)!r} is no name of a file in the checkpoint's folder")
     return name
 
 
 def _file(name: str, found: Any) -> tuple[int, str]:
+    """(bytes, sha256) of a file, as its manifest gives them. Raises `ValueError`."""
     what = f"file {shown(name)!r}"
     _keys(found, what, {"bytes", "sha256"})
     nbytes, sha256 = found["bytes"], found["sha256"]
@@ -212,6 +213,7 @@ def _file(name: str, found: Any) -> tuple[int, str]:
 
 
 def _entry(number: int, found: Any) -> Entry:
+    """The `number`th entry, from its JSON value. Raises `ValueError`."""
     what = f"entry {number}"
     if isinstance(found, dict) and "file" not in found:
         _keys(found, what, {"name", "kind", "value"})
@@ -230,17 +232,18 @@ def _entry(number: int, found: Any) -> Entry:
 
 
 def _value(value: Any, what: str) -> Scalar:
-    """A number of an optimizer's state."""
+    """A number of an optimizer's state, from its JSON value. Raises `ValueError`."""
     if isinstance(value, str) and value in NOT_FINITE:
         return NOT_FINITE[value]
     if value is None or isinstance(value, bool):
         return value
-    if (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) <= MOST_ELEMENTS):
+    if (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) <= MAX_ELEMENTS):
         return value
     raise ValueError(f"{what}: value is {shown(value)}, not a number of 64 bits, true, false, null, 'inf', '-inf' or 'nan'")
 
 
 def _slice(found: Any, shape: tuple[int, ...], what: str) -> Slice:
+    """The part of a tensor of `shape`, from its JSON value; `what`: the tensor in messages. Raises `ValueError`."""
     pairs = isinstance(found, list) and all(isinstance(p, list) and len(p) == 2 and all(map(is_count, p)) for p in found)
     if not pairs or len(found) != len(shape):
         raise ValueError(f"{what}: slice {shown(found)} is not a pair of whole numbers for each dim of {shown(list(shape))}")
@@ -252,7 +255,7 @@ def _slice(found: Any, shape: tuple[int, ...], what: str) -> Slice:
 
 
 def _check_files(entries: Sequence[Entry], files: Mapping[str, tuple[int, str]]) -> None:
-    """Every tensor lies in a file whose checksum is known, under a name of its own, and fits into it."""
+    """Raises `ValueError` unless every tensor lies under a key of its own in a listed file that has bytes for it."""
     taken: dict[str, int] = dict.fromkeys(files, 0)
     keys: set[tuple[str, str]] = set()
     for entry in entries:
@@ -273,7 +276,7 @@ def _check_files(entries: Sequence[Entry], files: Mapping[str, tuple[int, str]])
 
 
 def _check_whole(what: str, parts: Sequence[Entry]) -> None:
-    """The slices of a tensor, ascending, are all of it and do not overlap; a number is there once."""
+    """Raises `ValueError` unless the ascending slices of a tensor make it whole without overlap, or a number is there once."""
     first = parts[0]
     if any((bool(e.file), e.shape, e.dtype) != (bool(first.file), first.shape, first.dtype) for e in parts):
         raise ValueError(f"{what} has several shapes or dtypes")
@@ -296,7 +299,7 @@ def _check_whole(what: str, parts: Sequence[Entry]) -> None:
 
 
 def _check_kinds(entries: Sequence[Entry]) -> None:
-    """A name is a parameter's, a buffer's or a tie's; parameters are tensors."""
+    """Raises `ValueError` for a name of several kinds (parameter, buffer, tie), and for one of these that is a number."""
     known: dict[str, str] = {}
     for entry in entries:
         if entry.kind in (PARAMETER, BUFFER, CACHE, TIE):
@@ -307,6 +310,7 @@ def _check_kinds(entries: Sequence[Entry]) -> None:
 
 
 def _check_ties(entries: Sequence[Entry]) -> None:
+    """Raises `ValueError` for a tie that does not lead to the slices of one parameter."""
     parameters = {(e.file, e.key): e for e in entries if e.kind == PARAMETER}
     first: dict[str, str] = {}
     for entry in entries:

@@ -33,12 +33,15 @@ def check_groups(spec: OptimizerSpec, names: Iterable[str]) -> None:
             )
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is a text that reads as a number."""
+def _is_number_in_quotes(value: Any) -> bool:
+    """Whether `value` is text that reads as a number, such as "3e-4" in quotes."""
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and bool(repr(float(value)))
+        float(value)
     except ValueError:
         return False
+    return True
 
 
 def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -64,7 +67,7 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
         optimizer = made([{k: v for k, v in g.items() if k != "names"} for g in groups if g["params"]], **spec.optimizer.args)
     except (TypeError, ValueError) as error:
         given = {name: value for args in (spec.optimizer.args, *dict(spec.groups).values()) for name, value in args.items()}
-        texts = [name for name, value in given.items() if _is_number(value)]
+        texts = [name for name, value in given.items() if _is_number_in_quotes(value)]
         raise ConfigError(
             f"optimizer {spec.optimizer.label} refused its arguments: {error}",
             cure=f"{texts[0]} is the text {given[texts[0]]!r}: write the number without quotes"

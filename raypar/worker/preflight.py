@@ -37,15 +37,15 @@ class Checked:
     batch: Mapping[str, Tensor]
     """The first microbatch."""
     notes: tuple[str, ...] = ()
-    """Lines for people: what initial values cost."""
+    """Lines for the user: what the initial values cost."""
 
 
 def preflight(spec: JobSpec) -> Checked:
-    """Import every function, build the model on the meta device, read one microbatch and send it through by shape.
+    """Import every function, call the model function, read one microbatch and send it through the layers by shape.
 
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
-    guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    guard = StateGuard(spec.threads)  # its lines are not shown: workers run the same code, and show theirs
     guard.establish()
     with guard.watching("the job's code"):
         loss_function(spec.loss)
@@ -66,7 +66,7 @@ def preflight(spec: JobSpec) -> Checked:
         with guard.watching("the job's data"):
             size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
-    return Checked(graph, samples, validation, batch, graph.initial.notes if graph.initial is not None else ())
+    return Checked(graph, samples, validation, batch, graph.initial_values.notes if graph.initial_values is not None else ())
 
 
 def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:

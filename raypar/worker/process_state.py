@@ -64,8 +64,8 @@ def environment_state() -> EnvironmentState:
     return EnvironmentState(directory, variables, tuple(signal.getsignal(number) for number in _SIGNALS))
 
 
-def _restore_environment(found: EnvironmentState, wanted: EnvironmentState) -> Iterator[tuple[str, str, str]]:
-    """Restore what differs; yields (kind, the call that changed it, cure) of each difference.
+def _restore_environment(caller: str, found: EnvironmentState, wanted: EnvironmentState) -> Iterator[tuple[str, str, str]]:
+    """Restore what `caller` has left changed; yields (kind, the call that changed it, cure) of each difference.
 
     Raises `UserCodeError` for signal handlers outside the main thread, which cannot restore them.
     """
@@ -91,7 +91,7 @@ def _restore_environment(found: EnvironmentState, wanted: EnvironmentState) -> I
             call = f"a handler of {number.name}"
             cure = "leave signals to raypar: its workers save and hand over when they are asked to leave"
             if threading.current_thread() is not threading.main_thread() or before_it is None:
-                raise UserCodeError(f"{call} was left behind, which can be set back in the main thread only", cure=cure)
+                raise UserCodeError(f"{caller} left {call} behind, which can be set back in the main thread only", cure=cure)
             signal.signal(number, before_it)
             yield number.name, call, cure
 
@@ -124,7 +124,7 @@ class EnvironmentGuard:
         found = environment_state()
         if found == self.environment:
             return True
-        for kind, call, cure in _restore_environment(found, self.environment):
+        for kind, call, cure in _restore_environment(caller, found, self.environment):
             self.tell(kind, caller, call, cure)
         return False
 

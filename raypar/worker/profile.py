@@ -44,7 +44,7 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shar
     `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
     this process can be profiled.
     """
-    guard = StateGuard(spec.threads)  # its lines are for nobody: workers run the same code, and say it
+    guard = StateGuard(spec.threads)  # its lines are not shown: workers run the same code, and show theirs
     guard.establish()
     with guard.watching("the job's code"):
         graph = graph if graph is not None else make_graph(spec)

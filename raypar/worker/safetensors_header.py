@@ -25,9 +25,10 @@ ITEM_BYTES = {
 HEADER_BYTES = 100_000_000
 """The format's own limit."""
 METADATA = "__metadata__"
-MOST_DIMS = 64
+MAX_DIMS = 64
 """PyTorch's own limit."""
-MOST_ELEMENTS = 2**63 - 1
+MAX_ELEMENTS = 2**63 - 1
+"""PyTorch counts elements in 64 bits, with a sign."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ def read_header(path: Path, *, follow: bool = True) -> Mapping[str, TensorInfo]:
 
 
 def header_of(file: BinaryIO, path: Path) -> Header:
-    """The header of an open file, so that tensors are read from the very file that was checked. `path`: for messages. Raises
-    `CheckpointError`."""
+    """The header of an open file, so that tensors are read from the very file that was checked. Raises `CheckpointError`.
+
+    `path`: for messages.
+    """
     try:
         return _header(file, os.fstat(file.fileno()).st_size)
     except OSError as error:
@@ -76,15 +79,15 @@ def elements(shape: tuple[int, ...]) -> int:
     for size in shape:
         none |= size == 0
         total *= size or 1
-        if total > MOST_ELEMENTS:
+        if total > MAX_ELEMENTS:
             raise ValueError(f"shape {shown(list(shape))} has more elements than a tensor can have")
     return 0 if none else total
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """A shape from a file. Raises `ValueError`."""
-    if not isinstance(value, list) or len(value) > MOST_DIMS or not all(is_count(size) for size in value):
-        raise ValueError(f"shape {shown(value)} is not a list of at most {MOST_DIMS} whole numbers >= 0")
+    if not isinstance(value, list) or len(value) > MAX_DIMS or not all(is_count(size) for size in value):
+        raise ValueError(f"shape {shown(value)} is not a list of at most {MAX_DIMS} whole numbers >= 0")
     shape = tuple(value)
     elements(shape)
     return shape
@@ -92,10 +95,11 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 def is_count(value: Any) -> bool:
     """Whether a value from a file is a whole number >= 0, and one of 64 bits."""
-    return type(value) is int and 0 <= value <= MOST_ELEMENTS
+    return type(value) is int and 0 <= value <= MAX_ELEMENTS
 
 
 def _header(file: BinaryIO, nbytes: int) -> Header:
+    """The header of a file of `nbytes`. Raises `ValueError` for one that is damaged."""
     file.seek(0)
     prefix = file.read(8)
     if len(prefix) < 8:
@@ -113,7 +117,7 @@ def _header(file: BinaryIO, nbytes: int) -> Header:
         raise ValueError("its header is not a JSON object")
     metadata = found.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{METADATA} does not lead from texts to texts")
+        raise ValueError(f"{METADATA} has a value that is not text")
     begin = 8 + length
     tensors = {name: _tensor(name, value, begin, nbytes) for name, value in found.items()}
     in_order = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
@@ -129,6 +133,7 @@ def _header(file: BinaryIO, nbytes: int) -> Header:
 
 
 def _tensor(name: str, value: Any, begin: int, nbytes: int) -> TensorInfo:
+    """One tensor of a header from its JSON value; tensors have the bytes [begin, nbytes) of the file. Raises `ValueError`."""
     what = f"tensor {shown(name)!r}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{what} is not given by dtype, shape and data_offsets")

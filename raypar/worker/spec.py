@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.errors import ConfigError
 from raypar.plan.microbatches import Microbatches
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
     from raypar.worker.weights_matching import WeightsSource
-from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Ref:
 
     @property
     def label(self) -> str:
-        """For messages, and for what a checkpoint keeps of the job."""
+        """The function's name, in messages and in a checkpoint's contract; of a loss module its class with its options."""
         if isinstance(self.target, str):
             return self.target
         return label_of(self.target)
@@ -146,10 +146,10 @@ class JobSpec:
 
     `styles`: (pattern of layer names, style), the first match counts (`model.tensor_parallel.styles`); `sequence_parallel`:
     between layers values are cut over the sequence. Both matter to stages with several shards only.
-    `init`: parameters begin with what the model function gives them, or every module's with what its `reset_parameters` gives
-    under a seed of its name. `deferred_init`: whether large tensors are made by the workers that own them only (auto: in models
-    that allocate more than 1 GiB); values are the same. `init_from`: weights to begin with instead; `init_fingerprint`: of that
-    file, where the run was started.
+    `init`: parameters begin with the values that the model function gives them (`model`), or with those that every module's
+    `reset_parameters` gives under a seed made from its name (`by-name`). `deferred_init`: whether large tensors are computed
+    only by the workers that own them (`auto`: if the model function allocates more than 1 GiB); the values are the same.
+    `init_from`: weights to begin with instead; `init_fingerprint`: of that file, as the process that started the run saw it.
     """
 
     name: str

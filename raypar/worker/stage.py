@@ -43,7 +43,7 @@ _WRITTEN_IN_PLACE = (
 
 
 def _contiguous(gradient: Tensor | None) -> Tensor | None:
-    """A hook: the gradient as one that has come from another stage would lie in memory."""
+    """A hook: the gradient, contiguous and aligned, as one from another stage is."""
     return None if gradient is None else aligned(gradient)
 
 
@@ -51,7 +51,7 @@ Hook = Callable[[Tensor | None], Tensor | None]
 
 
 def _alias(x: Tensor, hooks: OrderedDict[int, Hook]) -> Tensor:
-    """A layer's own alias of a value: contiguous and aligned, as its gradient will be, one per consuming layer (rule 4).
+    """A layer's own alias of a value, contiguous and aligned; the gradient that comes back for it will be so too (rule 4).
 
     A view and a hook, because an autograd function of our own costs ten times as much in a forward pass. The hook is looked up
     in `hooks` when a gradient comes. What follows is what `Tensor.register_hook` does, less the handle to remove the hook: its
@@ -126,8 +126,7 @@ class _Buffer:
     key: str
     tensor: Tensor
     persistent: bool
-    """Whether checkpoints of PyTorch have it; forward may put another tensor in the place of one that they have not: a
-    cache."""
+    """Whether PyTorch's state_dict has it. Of one that it has not (a cache) forward may put another tensor in its place."""
 
 
 def _buffers_of(module: nn.Module) -> tuple[_Buffer, ...]:
@@ -164,7 +163,7 @@ class _Call:
     """Of the aliases of what it reads: `passed` in a backward pass that settles gradients, else `arrived`."""
     arrived: Hook
     caller: str
-    """The layer in messages."""
+    """What messages call the layer."""
 
 
 @dataclass
@@ -184,10 +183,10 @@ class Stage:
     `uses`: (qualified name, shape, dtype) of every trainable use of a parameter, in layer order. `parameters`: canonical
     name -> parameter, frozen ones too. `buffers`: qualified name -> buffer as it was given, whatever forward has put in its
     place since. `losses[microbatch]` = (sum, count) where this stage holds the last layer.
-    `values`: tensors of all parameters (canonical names) and buffers, which the stage makes its own; without them they are the
-    initial ones.
+    `values`: tensors of all parameters (canonical names) and buffers, which the stage makes its own; by default the initial
+    ones.
     `shard`: of which shard this is all meant, where the stage has several; `device`: where it computes; values given lie there.
-    `guard`: sets back what layers and the loss leave of the process's state.
+    `guard`: restores process state that layers and the loss leave changed.
     """
 
     def __init__(
@@ -372,7 +371,7 @@ class Stage:
         for call, own_seed in zip(self._calls, seeds, strict=True):
             inputs: list[Tensor] = []
             for name, source in call.reads:
-                value = values[name] if name in values else self._field(values, name, call.layer, microbatch)
+                value = values[name] if name in values else self._field(values, name, call.layer)
                 if source == "here":
                     if value.requires_grad:
                         value = _alias(value, call.hooks)
@@ -404,13 +403,13 @@ class Stage:
             for call in self._calls:
                 layer = call.layer
                 self._seed(seed_of(self.spec.seed, "validation", microbatch, layer.name))
-                inputs = [aligned(self._field(values, name, layer, microbatch)) for name in layer.inputs]
+                inputs = [aligned(self._field(values, name, layer)) for name in layer.inputs]
                 values.update(zip(layer.outputs, self._run(call, microbatch, inputs), strict=True))
             if self.computes_loss:
                 self.losses[microbatch] = self._loss(values[self.graph.output], values, microbatch)
         return {name: aligned(values[name]) for name in self._outgoing}
 
-    def _field(self, values: Mapping[str, Tensor], name: str, layer: Layer | None, microbatch: int) -> Tensor:
+    def _field(self, values: Mapping[str, Tensor], name: str, layer: Layer | None) -> Tensor:
         if name not in values:
             reader = f"layer {layer.name!r}" if layer is not None else "the loss"
             raise UserCodeError(
@@ -441,8 +440,8 @@ class Stage:
                 )
             if buffer.tensor._version != version:
                 raise UserCodeError(
-                    f"layer {layer.name!r} writes into its buffer {buffer.path!r} in forward: replicas would no longer be "
-                    f"equal",
+                    f"layer {layer.name!r} writes into its buffer {buffer.path!r} in forward: "
+                    "replicas would no longer be equal",
                     cure="compute it from the inputs; a buffer that is only a cache: register it with persistent=False, and "
                     "assign a new tensor to it instead of writing into the old one",
                 )
@@ -458,7 +457,10 @@ class Stage:
         return outputs
 
     def _refuse_lost_graph(self, call: _Call, microbatch: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Grad mode was set back after the layer: too late for what it has computed itself with gradients switched off."""
+        """Raises `UserCodeError` if a layer that left gradients switched off has returned a tensor without a graph.
+
+        Grad mode is restored after the layer only, which is too late for what the layer itself has computed.
+        """
         trained = any(p.requires_grad for p in (*inputs, *call.module.parameters()))
         if trained and not all(out.requires_grad for out in outputs if out.is_floating_point() or out.is_complex()):
             raise UserCodeError(
@@ -468,7 +470,7 @@ class Stage:
             )
 
     def _loss(self, output: Tensor, values: Mapping[str, Tensor], microbatch: int) -> tuple[Tensor, Tensor | float]:
-        target = self._field(values, self._target, None, microbatch)
+        target = self._field(values, self._target, None)
         try:
             if output.requires_grad:
                 output = _alias(output, self._loss_hooks)
@@ -505,6 +507,7 @@ class Stage:
         )
 
     def _place(self, microbatch: int) -> str:
+        """Where this stage is now, for messages: `at stage 1, replica 0, step 3, microbatch 2`."""
         return f"at {self._coordinate}, step {self.step + 1}, microbatch {microbatch}"
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -592,9 +595,12 @@ class Stage:
         return self._calls[position].arrived(gradient)
 
     def _arrived(self, caller: str, gradient: Tensor | None) -> Tensor | None:
-        """A hook: the gradient of what a layer (or the loss) reads has been computed; the next layer's is not to meet what that
-        has left. Not while a layer takes a gradient itself, inside contexts of its own. On a GPU this is autograd's own thread,
-        with a number of threads of its own: there only `_backward` looks."""
+        """A hook, called when `caller`, the backward pass of a layer or the loss, has computed a gradient: returns it aligned.
+
+        Restores process state that `caller` left changed, before the next layer's backward pass runs. Not outside of our own
+        backward pass: a layer that takes a gradient in forward is inside contexts of its own. Not on a GPU: there hooks run in
+        autograd's own threads, whose state is another; `backward` checks once at its end.
+        """
         if self._in_backward and self._on_cpu and not torch.is_grad_enabled():
             self.guard.check(caller, evaluating=True)
         return _contiguous(gradient)

@@ -110,8 +110,10 @@ def _copy(tensor: Tensor) -> Tensor:
 def restore(
     path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], initial: InitialValues
 ) -> None:
-    """Put a checkpoint's state into these stages and optimizers, reading only what they hold. Buffers that a checkpoint of an
-    older raypar lacks have their `initial` values. Raises `CheckpointError`."""
+    """Put a checkpoint's state into these stages and optimizers, reading only what they hold. Raises `CheckpointError`.
+
+    `initial`: values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only.
+    """
     names = {name for stage in stages.values() for name in stage.parameters}
     shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
     found = read_tensors(path, names, shards[0].part if shards and shards[0] is not None else None)

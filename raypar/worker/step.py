@@ -78,7 +78,7 @@ class StepEnd:
     layout: Callable[[int], Layout]
     """How the model is cut over so many shards."""
     guard: StateGuard
-    """Sets back what the schedule and the optimizer leave of the process's state."""
+    """Restores process state that the lr_schedule and the optimizer leave changed."""
 
     meanwhile: Callable[[int], None] | None = None
     """What of the next step can be done while the others' votes are on their way."""
@@ -285,7 +285,7 @@ class StepEnd:
 
     @contextlib.contextmanager
     def _user_code(self, what: str) -> Iterator[None]:
-        """Raises `UserCodeError` that names it when user code ends otherwise than by returning."""
+        """Run user code inside; raises a `UserCodeError` that begins with `what` if that raises."""
         try:
             yield
         except RayparError:

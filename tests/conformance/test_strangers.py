@@ -198,7 +198,7 @@ def dialed(play, hangs_up, deadline_s):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("said", ["CHALLENGE", "welcome", "refusal"])
 def test_a_damaged_challenge_or_answer_is_an_error_that_names_the_rank(said, share, monkeypatch):
-    monkeypatch.setattr(tcp_mesh, "DIALS", 2)
+    monkeypatch.setattr(tcp_mesh, "MAX_DIALS", 2)
     if said == "CHALLENGE":
         monkeypatch.setattr(tcp_mesh, "CHALLENGE_S", HANDSHAKE_S)
     answer = pack_answer("generation 3 is over, this is 4" if said == "refusal" else "")
@@ -604,7 +604,7 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     ],
 )
 def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_message(frame):
-    packed = nccl_messages.FRAME.pack(*frame, *[0] * (5 + nccl_messages.MOST_DIMS - len(frame)))
+    packed = nccl_messages.FRAME.pack(*frame, *[0] * (5 + nccl_messages.MAX_DIMS - len(frame)))
     with pytest.raises(CommError, match=r"damaged|more than this machine has memory"):
         nccl_messages.unpack(packed)
 
@@ -649,7 +649,7 @@ def test_what_a_rank_says_of_its_nccl_is_checked_and_only_its_own_ids_are_believ
         good | {"ids": good["ids"] | {"messages 0 -> 2": "00" * 128}},
     ]
     words = [json.dumps(one).encode() for one in bad]
-    words += [b"[]", b"{", b"\xff", torch.zeros(4), torch.zeros(nccl_connect.MOST_WORDS_BYTES + 1, dtype=torch.uint8)]
+    words += [b"[]", b"{", b"\xff", torch.zeros(4), torch.zeros(nccl_connect.MAX_WORDS_BYTES + 1, dtype=torch.uint8)]
     for said in words:
         with pytest.raises(CommError, match=r"what rank 2 (says of itself|tells) is damaged"):
             nccl_connect.heard_hello(Said(said), 2)

@@ -74,7 +74,7 @@ def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Modul
     random.seed(spec.seed)
     numpy.random.seed(spec.seed % 2**32)
     torch.manual_seed(spec.seed)
-    made = graph if graph.initial is None else spec.model.call()
+    made = graph if graph.initial_values is None else spec.model.call()
     if made is None:  # a graph that a test has captured by hand: initial values are not what it is about
         return materialise(graph, 0, len(graph.layers), seed=spec.seed, dtype=dtype)
     if isinstance(made, Graph):

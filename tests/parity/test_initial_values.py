@@ -388,7 +388,7 @@ def test_parameters_that_are_disjoint_parts_of_one_memory_are_parameters_like_ot
 
     torch.manual_seed(SEED)
     want = dict(columns().named_parameters())
-    initial = make_graph(replace(job("constructors"), model=Ref(columns))).initial
+    initial = make_graph(replace(job("constructors"), model=Ref(columns))).initial_values
     for name, value in initial.stream(list(want), torch.float32):
         assert torch.equal(value, want[name]), name
 
@@ -418,7 +418,7 @@ def test_what_cannot_be_deferred_is_made_whole_and_a_line_says_so(monkeypatch):
     monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
     spec = job("lazy", deferred_init="auto")
     graph = make_graph(spec)
-    assert "cannot be made in parts" in graph.initial.notes[0]
+    assert "cannot be made in parts" in graph.initial_values.notes[0]
     with pytest.raises(ModelError, match="does what cannot be deferred") as error:
         make_graph(replace(spec, deferred_init="always"))
     assert "deferred_init: never" in error.value.cure
@@ -496,7 +496,7 @@ def begins_like_one_process(model, deferred_init):
     torch.manual_seed(SEED)
     made = model()
     want = {**dict(made.named_parameters()), **dict(made.named_buffers())}
-    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial
+    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial_values
     for name, value in initial.stream(list(want), torch.float32):
         assert torch.equal(value, want[name]), name
     return initial
@@ -506,9 +506,9 @@ def test_a_large_model_is_deferred_by_itself(monkeypatch):
     monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
     monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
     graph = make_graph(replace(job("gpt2_residual"), deferred_init="auto"))
-    assert type(graph.initial).__name__ == "DeferredValues"
+    assert type(graph.initial_values).__name__ == "DeferredValues"
     want = one_process("gpt2_residual", torch.float32)
-    assert all(torch.equal(value, want[name]) for name, value in graph.initial.stream(list(want), torch.float32))
+    assert all(torch.equal(value, want[name]) for name, value in graph.initial_values.stream(list(want), torch.float32))
 
 
 def test_values_that_the_model_function_loads_are_told_with_their_cure():
@@ -518,14 +518,14 @@ def test_values_that_the_model_function_loads_are_told_with_their_cure():
         return model
 
     for deferred_init in ("never", "always"):
-        (line,) = make_graph(replace(job("constructors"), model=Ref(load), deferred_init=deferred_init)).initial.notes
+        (line,) = make_graph(replace(job("constructors"), model=Ref(load), deferred_init=deferred_init)).initial_values.notes
         assert "loads 3 MiB of values itself" in line and "init_from" in line
 
 
 def test_by_name_says_that_constructors_do_not_count():
     graph = make_graph(replace(job("zeroed_head"), init="by-name"))
-    assert "not with what the model function did" in graph.initial.notes[0]
-    values = dict(graph.initial.stream(["3.down.weight"], torch.float32))
+    assert "not with what the model function did" in graph.initial_values.notes[0]
+    values = dict(graph.initial_values.stream(["3.down.weight"], torch.float32))
     assert values["3.down.weight"].abs().min() > 0
 
 

@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors user_code torch "
     "numpy safetensors input_files",
     "actors": "worker model elastic planner comm schedule plan run_folder callbacks errors user_code torch numpy ray",
-    "config": "plan schedule elastic errors worker.spec worker.weights_matching input_files safe_yaml pydantic yaml",
+    "config": "plan schedule elastic errors worker.spec worker.weights_matching input_files run_records safe_yaml "
+    "pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 

@@ -363,7 +363,7 @@ def test_memory_for_lines_is_bounded_and_what_did_not_fit_is_said(full, keys, tm
     full.now = True
     for line in lines[1:]:
         file.append(line)
-    assert file.size <= 20_000
+    assert file.recent.size <= 20_000
     kept = sum(len(value) for key, value in keys.items() if "/lines/" in key)
     assert kept <= 20_000 + BLOCK_LINES * 100, "nor is the journal's memory without bounds"
     full.now = False
@@ -377,7 +377,7 @@ def test_older_lines_than_those_in_memory_stay_in_the_file_when_it_is_written_ag
     file = LineFile(tmp_path / "metrics.jsonl", lambda kind, text: None, kept_bytes=2_000)
     for step in range(1, 201):
         file.append({"step": step, "validation_loss": 0.5})
-    assert file.trimmed and len(file.lines) < 100
+    assert file.recent.trimmed and len(file.recent) < 100
     os.truncate(file.path, file.path.stat().st_size - 100)
     file.append({"step": 201, "validation_loss": 0.5})
     assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [*range(1, 202)]

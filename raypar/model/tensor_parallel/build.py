@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.build import canonical_names, materialise, state_shapes
 from raypar.model.graph import Graph, Layer
-from raypar.model.initial_values import initial_values
+from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.embedding import VocabularyEmbedding
 from raypar.model.tensor_parallel.functions import select
@@ -41,15 +41,13 @@ def materialise_shard(
 ) -> dict[str, nn.Module]:
     """As `model.build.materialise`, for this shard: every parameter is the slice of what one process would have made.
 
-    `values`: slices of parameters and whole buffers by name, used as they are; without them every tensor of the initial values
-    is
-    made whole and cut before the next one is made. The layers read and return this shard's tensors (see `_Boundary`). With one
-    shard the layers are as they would be without.
+    `values`: slices of parameters and whole buffers by name, used as they are. None: the initial values, each tensor made whole
+    and cut before the next one is made. The layers read and return this shard's tensors (see `_Boundary`). With one shard the
+    layers are as they would be without.
     """
     if values is None:
-        stream = initial_values(graph, seed).stream(state_shapes(graph, first, last), dtype)
+        stream = initial_values_of(graph, seed).stream(state_shapes(graph, first, last), dtype)
         values = {name: slice_of(layout, name, whole, group.shard) if group.size > 1 else whole for name, whole in stream}
-        del stream
     held = values
 
     def make(index: int) -> nn.Module:

@@ -54,7 +54,7 @@ class ShardedLinear(nn.Module):
     def _stash(self) -> Stash | None:
         stash = self.stash() if self.stash is not None and torch.is_grad_enabled() else None
         if stash is not None and autocasts(self.weight.device):
-            return CastStash(stash, object())  # each call casts for itself here, also where nothing is put off
+            return CastStash(stash, object())  # a new object: on shards each call casts for itself
         return stash
 
     def keep_gradient(self) -> None:
@@ -64,9 +64,9 @@ class ShardedLinear(nn.Module):
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         """grad^T x [out, in] of grad [rows, out] and x [rows, in]: `split_linear.weight_gradient`, written to its place."""
         place = self._place.take(gradient, x)
-        if place is None or not split_linear.lies_row_by_row(self.weight):
+        if place is None or not split_linear.is_row_major(self.weight):
             return split_linear.weight_gradient(gradient, x, self.weight)
-        # `.data`: who takes over a gradient that was written once finds no count of writing.
+        # `.data`: with a version count of its own, which this first writing does not raise.
         return torch.mm(gradient.t(), x, out=place).data
 
 
@@ -165,7 +165,7 @@ def _input_of(layer: ColumnLinear, x: Tensor | Sharded) -> tuple[Tensor, int | N
 def _weight_gradients(
     ctx: Any, gradient: Tensor, rows: Tensor, x: Tensor, layer: ShardedLinear, stash: Stash | None, *, added_apart: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of weight and bias; nothing where they are put off. `ctx.needs_input_grad` of places 1 and 2.
+    """Gradients of weight and bias, the second and third argument of the autograd function; None for what is put off.
 
     `added_apart`: the bias was added to the layer's output, not by the product.
     """
