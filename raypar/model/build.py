@@ -19,6 +19,11 @@ from raypar.errors import ModelError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import Outline
 
+STATE_DTYPES = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
+    torch.complex64,
+)  # fmt: skip
+"""Dtypes in which checkpoints hold buffers, beside the job's: those of safetensors."""
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
 """Batch and instance norms."""
 
@@ -46,14 +51,10 @@ def on_meta(layer: Layer) -> nn.Module:
 
 
 def refuse_unsupported(layer: str, module: nn.Module) -> None:
-    """Raises `ModelError` for modules that change their state in forward, for those with sparse gradients, and for trained
-    parameters of complex numbers."""
-    for path, parameter in module.named_parameters():
-        if parameter.is_complex() and parameter.requires_grad:
-            raise ModelError(
-                f"{layer}.{path} is a trained parameter of complex numbers, whose gradients have no norm here",
-                cure="keep it as real numbers (torch.view_as_real) and call torch.view_as_complex in forward",
-            )
+    """Raises `ModelError` for modules that change their state in forward, for those with sparse gradients, and for parameters
+    and buffers that cannot be trained, moved or saved: see `_refuse_tensor`."""
+    for name, tensor in named_state([(layer, module)]):
+        _refuse_tensor(name, tensor)
     for path, part in module.named_modules():
         name = f"{layer}.{path}" if path else layer
         if isinstance(part, _RUNNING_STATISTICS) and part.track_running_stats:
@@ -72,6 +73,32 @@ def refuse_unsupported(layer: str, module: nn.Module) -> None:
                     f"{name} is a {type(part).__name__} with sparse gradients, which cannot be summed over replicas",
                     cure="leave sparse=True out",
                 )
+
+
+def _refuse_tensor(name: str, tensor: Tensor) -> None:
+    """Raises `ModelError` for a trained parameter of complex numbers, and for tensors that no checkpoint could hold."""
+    if tensor.is_complex() and tensor.requires_grad:
+        raise ModelError(
+            f"{name} is a trained parameter of complex numbers, whose gradients have no norm here",
+            cure="keep it as real numbers (torch.view_as_real) and call torch.view_as_complex in forward",
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise ModelError(
+            f"{name} is no dense tensor ({kind}), and workers move and save dense ones only",
+            cure="register it in parts, as indices() and values(), and put them together in forward",
+        )
+    if not tensor.is_floating_point() and tensor.dtype not in STATE_DTYPES:
+        cure = "register it as torch.view_as_real(...) and call torch.view_as_complex in forward, or as complex64"
+        raise ModelError(
+            f"{name} has the dtype {str(tensor.dtype).removeprefix('torch.')}, which checkpoints do not hold",
+            cure=cure if tensor.is_complex() else "register it as a tensor of plain numbers",
+        )
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module, its floating-point parameters and buffers now in `dtype`. `Module.to` would make complex ones real."""
+    return module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def describe(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSize, ...]:

@@ -66,7 +66,7 @@ def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, trained: bool, 
             f"{name} has no values: it is on the meta device",
             cure="leave torch.device('meta') out of the model function (workers make what they own only), or set init_from",
         )
-    if trained and tensor.is_floating_point() and bool(tensor.isnan().any()):
+    if trained and (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any()):
         raise ModelError(
             f"parameter {name} is left without values, or without some of them, by the model function: it holds NaN",
             cure="give it values where it is made (torch.empty has none), or set init: by-name if its module's "

@@ -14,11 +14,15 @@ import torch
 from helpers import initial_models as models
 from helpers import reference, torch_flesh
 from helpers.generations import Generations
+from safetensors.torch import load_file
 from torch import nn
 
+from raypar.cli import main
+from raypar.comm.memory import Pool
 from raypar.elastic.digests import InitialDigests
 from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred
+from raypar.model.build import STATE_DTYPES
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker import checkpoint
@@ -26,7 +30,11 @@ from raypar.worker.assignment import make_graph
 from raypar.worker.checkpoint import BUFFER, CACHE, PARAMETER
 from raypar.worker.initial_state import initial_state
 from raypar.worker.local_run import LocalJob
+from raypar.worker.manifest import DTYPES
+from raypar.worker.mirror import Copy
+from raypar.worker.preflight import preflight
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.weights_matching import WeightsSource
 
 WAYS = {way.__name__: way for way in models.WAYS}
 LAYOUTS = {
@@ -145,7 +153,10 @@ def test_so_it_does_in_every_layout(way, deferred_init, monkeypatch):
 
 
 SOME = [
-    pytest.param(way, marks=() if way in ("random_buffers", "tied_after_init", "graph") else pytest.mark.full) for way in WAYS
+    pytest.param(
+        way, marks=() if way in ("random_buffers", "complex_buffers", "tied_after_init", "graph") else pytest.mark.full
+    )
+    for way in WAYS
 ]
 
 
@@ -297,6 +308,54 @@ def test_trained_complex_parameters_are_refused():
 
     with pytest.raises(ModelError, match=r"1\.phase is a trained parameter of complex numbers"):
         make_graph(replace(job("constructors"), model=Ref(model)))
+
+
+def test_layers_with_complex_buffers_pass_the_check_of_shapes():
+    """`Module.to(dtype)` would make the skeleton's complex buffers real."""
+    assert preflight(job("complex_buffers")).samples == 16
+
+
+def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
+    spec, begun = job("complex_buffers"), one_process("complex_buffers", torch.float32)
+    phase = begun["1.phase"]
+    copy = Copy.of({"1.phase": {PARAMETER: phase}, "0.ids": {PARAMETER: begun["0.ids"]}}, Pool())
+    assert torch.equal(copy.holdings()["1.phase"].kept[PARAMETER], phase)
+    with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+        folder = checkpoint.begin(tmp_path / "checkpoints", 0)
+        for core in run.cores:
+            core.save(folder, 0)
+        records = [core.save_result() for core in run.cores]
+        path = checkpoint.commit(folder, records, steps_done=0, contract=checkpoint.contract_of(spec))
+    assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0
+    exported = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64
+    for source in (path, tmp_path / "m.safetensors"):
+        again = make_graph(replace(spec, seed=77, init_from=WeightsSource(str(source)))).initial
+        values = dict(again.stream(["1.phase", "1.ids", "1.factor"], torch.float32))
+        assert all(torch.equal(value, begun[name]) and value.dtype == begun[name].dtype for name, value in values.items())
+
+
+@pytest.mark.parametrize(
+    "buffer, said",
+    [
+        (torch.ones(3, dtype=torch.complex128), "1.odd has the dtype complex128, which checkpoints do not hold"),
+        (torch.eye(3).to_sparse(), r"1.odd is no dense tensor \(torch.sparse_coo\)"),
+    ],
+)
+def test_buffers_that_no_checkpoint_could_hold_are_refused_before_anything_starts(buffer, said):
+    def model() -> nn.Module:
+        made = models.blocks()
+        made[1].register_buffer("odd", buffer)
+        return made
+
+    with pytest.raises(ModelError, match=said) as error:
+        make_graph(replace(job("constructors"), model=Ref(model)))
+    assert "register it" in error.value.cure
+
+
+def test_what_models_may_hold_is_what_checkpoints_can_hold():
+    held = {str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES}
+    assert held == {name for name in DTYPES if "float" not in name}
 
 
 # -- what changes with a parameter without being it ---------------------------------------------------------------------------
