@@ -7,6 +7,7 @@ import io
 import pickle
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,7 +15,7 @@ import torch
 from helpers import initial_models as models
 from helpers import reference, torch_flesh
 from helpers.generations import Generations
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from raypar.cli import main
@@ -24,8 +25,9 @@ from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred
 from raypar.model.build import STATE_DTYPES
 from raypar.model.graph import Graph, Layer
+from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
-from raypar.worker import checkpoint
+from raypar.worker import checkpoint, weights_file
 from raypar.worker.assignment import make_graph
 from raypar.worker.checkpoint import BUFFER, CACHE, PARAMETER
 from raypar.worker.initial_state import initial_state
@@ -33,7 +35,9 @@ from raypar.worker.local_run import LocalJob
 from raypar.worker.manifest import DTYPES
 from raypar.worker.mirror import Copy
 from raypar.worker.preflight import preflight
+from raypar.worker.shard import Shard
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.weights_initial import with_fingerprint
 from raypar.worker.weights_matching import WeightsSource
 
 WAYS = {way.__name__: way for way in models.WAYS}
@@ -356,6 +360,99 @@ def test_buffers_that_no_checkpoint_could_hold_are_refused_before_anything_start
 def test_what_models_may_hold_is_what_checkpoints_can_hold():
     held = {str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES}
     assert held == {name for name in DTYPES if "float" not in name}
+
+
+# -- from a file -------------------------------------------------------------------------------------------------------------
+
+
+def tied_and_frozen() -> nn.Module:
+    """Of its ties one leads across stages; a layer on shards is frozen."""
+    model = models.random_buffers()
+    model[3].up.weight = model[0].up.weight
+    model[2].norm.weight = model[1].norm.weight
+    model[1].down.requires_grad_(False)
+    model[2].norm.bias.requires_grad_(False)
+    return model
+
+
+def weights_in_bfloat16(path) -> dict[str, torch.Tensor]:
+    """What was written: of a tie one name, and everything but buffers that are not persistent."""
+    torch.manual_seed(99)
+    state = {
+        name: value.bfloat16() if value.is_floating_point() else value for name, value in tied_and_frozen().state_dict().items()
+    }
+    state = {name: value + 1 if "count" in name else value for name, value in state.items()}
+    del state["3.up.weight"], state["2.norm.weight"]
+    save_file(state, path)
+    return state
+
+
+def loads_itself(path: str) -> nn.Module:
+    model = tied_and_frozen()
+    model.load_state_dict(load_file(path), strict=False)
+    return model
+
+
+@pytest.mark.parametrize("deferred_init", ["never", "always"])
+@pytest.mark.parametrize("layout", ["2 x 2", "2 shards x 2 stages"])
+def test_a_file_in_bfloat16_gives_ties_and_frozen_layers_the_values_of_one_process_that_loads_it(
+    layout, deferred_init, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    path = str(tmp_path / "f.safetensors")
+    weights_in_bfloat16(path)
+    torch.manual_seed(SEED)
+    model = loads_itself(path)
+    want = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    stages, replicas, shards = LAYOUTS[layout]
+    spec = replace(job("random_buffers", shards=shards, deferred_init=deferred_init), init_from=WeightsSource(path))
+    spec = replace(spec, model=Ref(tied_and_frozen))
+    frozen = {"1.down.weight", "1.down.bias", "2.norm.bias"}
+    with LocalJob(spec, ParallelPlan.mesh(pp=stages, dp=replicas, tp=shards, layers=4), "1f1b") as run:
+        check(run.cores, want)
+        held = {name: p for core in run.cores for stage in core.stages.values() for name, p in stage.parameters.items()}
+        assert {name for name, parameter in held.items() if not parameter.requires_grad} == frozen
+        losses = [run.step(step)[0].loss for step in range(spec.steps)]
+    by_hand = replace(spec, model=Ref(loads_itself, {"path": path}), init_from=None)
+    if shards == 1:
+        assert losses == reference.train(make_graph(by_hand), by_hand).losses
+    else:
+        with LocalJob(by_hand, ParallelPlan.mesh(tp=shards, layers=4), "1f1b") as run:
+            assert losses == [run.step(step)[0].loss for step in range(spec.steps)]
+
+
+def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypatch):
+    """Every byte of the two layers on shards is read once, by one shard; what is whole on both, by both."""
+    monkeypatch.setattr(weights_file, "_MIN_RUN_BYTES", 1)  # else rows as short as these are read whole
+    path, read, made = str(tmp_path / "f.safetensors"), [], {}
+    torch.manual_seed(1)
+    model = nn.Sequential(models.Block())
+    save_file(model.state_dict(), path)
+    spec = replace(job("constructors", shards=2), model=Ref(lambda: nn.Sequential(models.Block())))
+    spec = with_fingerprint(replace(spec, init_from=WeightsSource(path)))
+    graph = make_graph(spec)
+    read_values, read_into = weights_file._SafetensorsWeights._values, weights_file.WeightsFile.read_into
+
+    def values(self, memory, file, offset, elements, kind):
+        read.append(elements * kind.itemsize)
+        return read_values(self, memory, file, offset, elements, kind)
+
+    def into(self, out, name, slices=None):
+        made.setdefault(name, []).append(tuple(out.shape))
+        read_into(self, out, name, slices)
+
+    monkeypatch.setattr(weights_file._SafetensorsWeights, "_values", values)
+    monkeypatch.setattr(weights_file.WeightsFile, "read_into", into)
+    layout, names = layout_of(graph, 2, dict(STYLES)), dict(model.named_parameters())
+    for rank in range(2):
+        shard = Shard(SimpleNamespace(shard=rank, size=2), layout)
+        state = initial_state(graph, 0, 1, spec, shard)
+        assert all(torch.equal(state.values[name], shard.part(name, whole)) for name, whole in names.items())
+        assert len(state.digests) == len(names) and "0.up.weight" not in state.digests and "0.norm.weight" in state.digests
+    assert made["0.up.weight"] == [(4, 6)] * 2 and made["0.down.weight"] == [(6, 4)] * 2 and made["0.up.bias"] == [(4,)] * 2
+    assert made["0.down.bias"] == [(6,)] * 2
+    whole = sum(p.nbytes for name, p in names.items() if name not in layout.cuts)
+    assert sum(read) == 2 * whole + sum(p.nbytes for name, p in names.items() if name in layout.cuts)
 
 
 # -- what changes with a parameter without being it ---------------------------------------------------------------------------
