@@ -8,7 +8,7 @@ in: initial ones (`initial_values`), or those that other workers, a mirror or a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ STATE_DTYPES = (
     torch.complex64,
 )  # fmt: skip
 """Dtypes in which checkpoints hold buffers, beside the job's: those of safetensors."""
+_TENSOR_CLASSES = (Tensor, nn.Parameter, nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
 """Batch and instance norms."""
 
@@ -76,7 +77,17 @@ def refuse_unsupported(layer: str, module: nn.Module) -> None:
 
 
 def _refuse_tensor(name: str, tensor: Tensor) -> None:
-    """Raises `ModelError` for a trained parameter of complex numbers, and for tensors that no checkpoint could hold."""
+    """Raises `ModelError` for a tensor that a worker could not make, train, move or save as it is."""
+    if type(tensor) not in _TENSOR_CLASSES:
+        raise ModelError(
+            f"{name} is a {type(tensor).__name__}, a class of its own, and workers make plain parameters and buffers only",
+            cure="use nn.Parameter or a plain tensor, and let the module do what the class does",
+        )
+    if tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+        raise ModelError(
+            f"{name} has a hook on its gradient, which workers do not call: they sum gradients themselves",
+            cure="do it in forward: to train some elements only, use mask * w + (1 - mask) * w.detach() there",
+        )
     if tensor.is_complex() and tensor.requires_grad:
         raise ModelError(
             f"{name} is a trained parameter of complex numbers, whose gradients have no norm here",
@@ -223,6 +234,7 @@ def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str,
                     made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                     vars(made[id(parameter)]).update(vars(parameter))
                 part._parameters[key] = made[id(parameter)]
+    _put_attributes(module, made)
     put_buffers(layer, module, values)
     return names
 
@@ -236,7 +248,50 @@ def put_buffers(layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> 
             if buffer is not None:
                 if id(buffer) not in made:
                     made[id(buffer)] = _value_of(by_id[id(buffer)], buffer, values)
+                    vars(made[id(buffer)]).update(vars(buffer))
                 part._buffers[key] = made[id(buffer)]
+    _put_attributes(module, made)
+
+
+def _put_attributes(module: nn.Module, made: Mapping[int, Tensor]) -> None:
+    """Where plain attributes hold tensors of the skeleton, put in what was `made` of these (by id).
+
+    Raises `ModelError` where that is a shard's slice, which code that reads the attribute could not know.
+    """
+
+    def put(tensor: Tensor) -> Tensor:
+        new = made.get(id(tensor), tensor)
+        if new.shape != tensor.shape:
+            raise ModelError(
+                f"{key!r} of a {type(part).__name__} is a plain attribute with a parameter {list(tensor.shape)} that is cut "
+                "over shards",
+                cure="read it where it is registered, or give its layer the style whole (plan.styles)",
+            )
+        return new
+
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if not key.startswith("_"):
+                vars(part)[key] = exchanged(value, put)
+
+
+def exchanged(value: Any, change: Callable[[Tensor], Tensor], seen: set[int] | None = None) -> Any:
+    """`value` with `change(tensor)` in the place of each tensor in lists, tuples and dicts, which are changed in place: who
+    shares a list still does."""
+    if isinstance(value, Tensor):
+        return change(value)
+    seen = set() if seen is None else seen
+    if type(value) not in (list, tuple, dict) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if type(value) is list:
+        value[:] = [exchanged(item, change, seen) for item in value]
+    elif type(value) is dict:
+        value.update({key: exchanged(item, change, seen) for key, item in value.items()})
+    else:
+        items = tuple(exchanged(item, change, seen) for item in value)
+        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    return value
 
 
 def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor]) -> Tensor:
@@ -280,8 +335,9 @@ def skeletons(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
                     vars(own).update(vars(parameter))
                     memo[id(parameter)] = own
             for buffer in part._buffers.values():
-                if buffer is not None:
-                    memo.setdefault(id(buffer), _on_meta(buffer))
+                if buffer is not None and id(buffer) not in memo:
+                    memo[id(buffer)] = _on_meta(buffer)
+                    vars(memo[id(buffer)]).update(vars(buffer))
             for value in vars(part).values():
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     # Computed from parameters, as `torch.nn.utils.weight_norm` leaves it; PyTorch copies no such tensor.

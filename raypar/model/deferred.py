@@ -14,8 +14,9 @@ The idea is that of torchdistx's `deferred_init`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raypar.errors import ModelError
+from raypar.model.build import exchanged
 from raypar.model.model_call import filler
 
 T = TypeVar("T")
@@ -274,7 +276,7 @@ class _Operations(TorchDispatchMode):
         if func._schema.name == "aten::set_" and len(tensors) == 2 and len(tracked) == 1 and recording.tracks(tensors[0]):
             return func(tensors[0], recording.stand_in(tensors[1]))
         if not tracked or _is_view(func):
-            return func(*args, **kwargs)
+            return self._without_garbage(func, func(*args, **kwargs))
         if any(tensor.is_meta and not recording.tracks(tensor) for tensor in tensors):
             raise Undeferrable(f"{func} with a tensor that was made on the meta device")
         if func._schema.name == "aten::resize_":
@@ -287,6 +289,15 @@ class _Operations(TorchDispatchMode):
         if mixed or real_target or not _gives_tensors(func) or func._schema.name in _OTHER_STRIDES:
             return self._at_once(func, leaves, tree, written)
         return self._record(func, leaves, tree, written)
+
+    def _without_garbage(self, func: Any, made: Any) -> Any:
+        """`made` by an operation on untracked tensors; if it is uninitialised (`to_empty`), what `_factory` makes instead."""
+        if not isinstance(made, Tensor) or made.is_meta or (value := filler(func, made)) is None:
+            return made
+        if made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
+            return made.fill_(value)
+        given = (tuple(made.shape), made.stride()), {"dtype": made.dtype, "device": made.device}
+        return self._factory(torch.ops.aten.empty_strided.default, *tree_flatten(given))
 
     def _factory(self, func: Any, leaves: list[Any], tree: Any) -> Any:
         """Run a factory function (no tensors among its arguments); a large result becomes a tracked tensor."""
@@ -459,22 +470,42 @@ def run_deferred(call: Callable[[], T], small_bytes: int | None = None) -> tuple
     return made, recording
 
 
-def settle_attributes(module: nn.Module, recording: Recording) -> None:
-    """Replace large tensors that are plain attributes of modules, neither parameters nor buffers, by real ones, in place."""
+def settle_attributes(module: nn.Module, registered: Collection[Tensor], recording: Recording) -> None:
+    """Replace large tensors that are plain attributes of modules, and not `registered` too, by real ones, in place."""
+    known = set(map(id, registered))
 
-    def settled(value: Any) -> Any:
-        if isinstance(value, Tensor) and recording.tracks(value):
-            return recording.values(value.detach()).clone()
-        if type(value) in (list, tuple):
-            return type(value)(settled(item) for item in value)
-        if type(value) is dict:
-            return {key: settled(item) for key, item in value.items()}
-        return value
+    def settled(tensor: Tensor) -> Tensor:
+        if id(tensor) in known or not recording.tracks(tensor):
+            return tensor
+        return recording.values(tensor.detach()).clone()
 
     for part in module.modules():
         for key, value in vars(part).items():
             if not key.startswith("_") or isinstance(value, Tensor):
-                vars(part)[key] = settled(value)
+                vars(part)[key] = exchanged(value, settled)
+
+
+def settle_elsewhere(registered: Collection[Tensor], recording: Recording) -> None:
+    """Give large tensors that are not `registered` their values, in place: those in closures, globals, unregistered modules.
+
+    Raises `Undeferrable` for one that PyTorch cannot exchange.
+    """
+    gc.collect()  # what only cycles still hold is not needed
+    alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and recording.tracks(value)]
+    known = {id(tensor) for each in registered for tensor in (each, each.grad)}
+    known |= {id(each._base) for each in (*registered, *alive)}  # PyTorch itself keeps these, for their views
+    for found in alive:
+        if id(found) in known:
+            continue
+        real = recording.values(found.detach()).clone().requires_grad_(found.requires_grad)
+        if isinstance(found, nn.Parameter):
+            real = nn.Parameter(real.detach(), requires_grad=found.requires_grad)
+        vars(real).update(vars(found))
+        try:
+            torch.utils.swap_tensors(found, real)
+        except RuntimeError as error:
+            shape = list(found.shape)
+            raise Undeferrable(f"a tensor {shape} that is no parameter, buffer or attribute is used by others too") from error
 
 
 def _is_view(func: Any) -> bool:

@@ -18,6 +18,7 @@ from raypar.model.graph import Graph
 from raypar.model.initial_values import ByNameValues, CallGuard
 from raypar.model.model_call import WHOLE_BYTES, TooLarge, call_watched
 from raypar.model.random_state import RandomState, generators_preserved, seed_all
+from raypar.model.shared_memory import Replaced
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
@@ -39,14 +40,21 @@ def make_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Grap
     generators. A small model is built whole, a large one with deferred initialisation. `guard`: entered around calls of the
     user's code. Raises `ModelError` if the function does not return layers, `UserCodeError` if it raises.
     """
+    replaced: Replaced = "all" if spec.init_from is not None else "parameters" if spec.init == "by-name" else "nothing"
     with generators_preserved():
         with guard(f"the model function {spec.model.label}"):
             made, recording, notes = _call_as_deferred_init_says(spec)
         if isinstance(made, Graph):
-            graph = without_values(made, seed=spec.seed, state=RandomState.now(), guard=guard)
+            graph = without_values(made, seed=spec.seed, state=RandomState.now(), guard=guard, replaced=replaced)
         else:
             again = partial(_values_again, spec)
-            graph = capture(made, input=spec.data.input or "x", again=again, recording=recording, notes=notes)
+            captured = partial(capture, input=spec.data.input or "x", again=again, replaced=replaced)
+            try:
+                graph = captured(made, recording=recording, notes=notes)
+            except Undeferrable as error:
+                with guard(f"the model function {spec.model.label}"):
+                    made, _, notes = _call_whole(spec, str(error))
+                graph = captured(made, notes=notes)
     if spec.init == "by-name":
         assert graph.initial is not None
         graph = replace(graph, initial=ByNameValues(graph, spec.seed, graph.initial))
@@ -83,6 +91,11 @@ def _call_as_deferred_init_says(spec: JobSpec) -> tuple[Any, Recording | None, t
     if not reason:  # a hand-written graph: its layers are built one by one
         seed_all(spec.seed)
         return call_watched(partial(_call_model, spec))[0], None, ()
+    return _call_whole(spec, reason)
+
+
+def _call_whole(spec: JobSpec, reason: str) -> tuple[Any, None, tuple[str, ...]]:
+    """As `_call_as_deferred_init_says`, whole for this `reason`. Raises `ModelError` under `deferred_init: always`."""
     if spec.deferred_init == "always":
         raise ModelError(
             f"the model function {spec.model.label} does what cannot be deferred: {reason}",

@@ -3,6 +3,7 @@
 Every way of `helpers.initial_models` in six layouts, made whole and deferred; then after a kill, and after a resume.
 """
 
+import copy
 import io
 import pickle
 import random
@@ -566,6 +567,147 @@ def test_a_parameter_that_builds_of_a_graph_share_needs_a_tie():
     make_graph(replace(spec, model=Ref(shared, {"ties": (("a.weight", "b.weight"),)})))
 
 
+# -- tensors that are neither parameters nor buffers, and are never trained ---------------------------------------------------
+
+
+TABLES: dict[str, torch.Tensor] = {}
+
+
+class Tables(models.Block):
+    """Reads tensors from plain attributes, from a module that nobody registered, and from a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.nested = torch.rand(6), {"shift": [torch.rand(6)]}
+        self.shadow = [copy.deepcopy(self.up).requires_grad_(False)]
+        TABLES["global"] = torch.rand(6)
+
+    def forward(self, x):
+        return super().forward(x * self.scale + self.nested["shift"][0] + TABLES["global"]) + self.shadow[0](x)[..., :6]
+
+
+def tables() -> nn.Module:
+    return nn.Sequential(*(Tables() for _ in range(4)))
+
+
+def tables_in_functions() -> nn.Module:
+    model, table, extra = models.blocks(), torch.rand(6), nn.Linear(6, 6).requires_grad_(False)
+    model[1].register_forward_hook(lambda module, args, output: output * table)
+    model[2].register_forward_hook(lambda module, args, output: extra(output))
+    return model
+
+
+def frozen_in_a_function() -> nn.Module:
+    model = models.blocks()
+    block = model[2].requires_grad_(False)
+    block.register_buffer("shift", torch.rand(6))
+    block.register_forward_hook(lambda module, args, output: output * block.norm.weight + block.shift)
+    return model
+
+
+def other_names_of_what_is_not_trained() -> nn.Module:
+    model = nn.Sequential(*(Aliased() for _ in range(4)))
+    model[1].shift.factor = 3.0  # type: ignore[union-attr]
+    return model
+
+
+class Aliased(models.Block):
+    """Plain attributes that hold its buffer and its frozen parameter; it reads an attribute of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.rand(6))
+        self.norm.requires_grad_(False)
+        self.same, self.frozen = self.shift, [self.norm.bias]
+
+    def forward(self, x):
+        return super().forward(x + self.same * getattr(self.shift, "factor", 1.0)) + self.frozen[0]
+
+
+@pytest.mark.parametrize("deferred_init", ["never", "always"])
+@pytest.mark.parametrize("model", [tables, tables_in_functions, other_names_of_what_is_not_trained])
+@pytest.mark.parametrize("begins", ["model", pytest.param("by-name", marks=pytest.mark.full), "file"])
+def test_tensors_that_are_no_parameters_hold_what_the_model_function_gave_them(
+    begins, model, deferred_init, tmp_path, monkeypatch
+):
+    """With `init: by-name` and `init_from` too. Compared by losses: one process has the same parameters."""
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(model))
+    by_hand = spec
+    if begins == "file":
+        torch.manual_seed(99)
+        state, path = model().state_dict(), tmp_path / "f.safetensors"
+        save_file(state, path)
+        spec = replace(spec, init_from=WeightsSource(str(path)))
+        by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), state)))
+    elif begins == "by-name":
+        spec = replace(spec, init="by-name")
+        names = [name for name, _ in model().named_parameters()]
+        values = dict(make_graph(spec).initial.stream(names, torch.float32))
+        by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), values)))
+    want = reference.train(make_graph(by_hand), by_hand).losses
+    with LocalJob(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
+        assert [run.step(step)[0].loss for step in range(spec.steps)] == want
+
+
+@pytest.mark.parametrize("deferred_init", ["never", "always"])
+def test_a_function_with_a_frozen_parameter_is_refused_where_other_values_replace_the_model_functions(
+    deferred_init, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(frozen_in_a_function))
+    want = reference.train(make_graph(spec), spec).losses
+    with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+        assert [run.step(step)[0].loss for step in range(spec.steps)] == want
+    save_file(frozen_in_a_function().state_dict(), tmp_path / "f.safetensors")
+    for other in (replace(spec, init="by-name"), replace(spec, init_from=WeightsSource(str(tmp_path / "f.safetensors")))):
+        with pytest.raises(
+            ModelError, match=r"2\._forward_hooks holds 2.norm.weight in a variable of a function .* would keep"
+        ):
+            make_graph(other)
+
+
+def loaded(model: nn.Module, state) -> nn.Module:
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def test_an_attribute_with_a_frozen_parameter_that_is_cut_over_shards_is_refused():
+    def model() -> nn.Module:
+        made = models.blocks()
+        made[1].requires_grad_(False)
+        made[1].aliases = [made[1].up.weight]
+        return made
+
+    spec = replace(job("constructors", shards=2), model=Ref(model))
+    with pytest.raises(ModelError, match=r"'aliases' of a Block is a plain attribute with a parameter \[8, 6\] that is cut"):
+        LocalJob(spec, ParallelPlan.mesh(tp=2, layers=4), "1f1b")
+
+
+class Doubled(nn.Parameter):
+    """A class of parameters of its own, which may change what operations do."""
+
+
+@pytest.mark.parametrize("what", ["class", "hook", "hook after accumulation", "method of another layer"])
+def test_what_workers_would_leave_out_silently_is_refused(what):
+    def model() -> nn.Module:
+        made = models.blocks()
+        weight = made[1].up.weight
+        if what == "class":
+            made[1].up.weight = Doubled(weight.data)
+        elif what == "hook":
+            weight.register_hook(lambda gradient: gradient * 0.5)
+        elif what == "hook after accumulation":
+            weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        else:
+            made[2].forward = made[1].forward
+        return made
+
+    said = {"class": "1.up.weight is a Doubled, a class of its own", "method of another layer": "2.forward holds the trained"}
+    with pytest.raises(ModelError, match=said.get(what, "1.up.weight has a hook on its gradient")):
+        make_graph(replace(job("constructors"), model=Ref(model)))
+
+
 # -- deferred ----------------------------------------------------------------------------------------------------------------
 
 
@@ -631,7 +773,16 @@ def quasirandom() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("model", [probabilities, through_a_file, decompositions, channels_last])
+def made_without_values() -> nn.Module:
+    model = models.blocks()
+    for block in model:
+        block.up = nn.utils.skip_init(nn.Linear, 6, 8)
+        nn.init.normal_(block.up.weight)
+        nn.init.zeros_(block.up.bias)
+    return model
+
+
+@pytest.mark.parametrize("model", [probabilities, through_a_file, decompositions, channels_last, made_without_values])
 def test_deferred_values_are_those_of_one_process(model, monkeypatch):
     monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
     begins_like_one_process(model, "always")
@@ -656,6 +807,21 @@ def begins_like_one_process(model, deferred_init):
     for name, value in initial.stream(list(want), torch.float32):
         assert torch.equal(value, want[name]), name
     return initial
+
+
+@pytest.mark.parametrize("deferred_init", ["never", "always"])
+def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 100)  # the weight is deferred, the bias is not
+
+    def model() -> nn.Module:
+        made = models.blocks()
+        made[1].up = nn.utils.skip_init(nn.Linear, 6, 8)
+        return made
+
+    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial
+    for name in ("1.up.weight", "1.up.bias"):
+        with pytest.raises(ModelError, match=f"parameter {name} is left without values"):
+            dict(initial.stream([name], torch.float32))
 
 
 def test_a_large_model_is_deferred_by_itself(monkeypatch):
