@@ -17,7 +17,7 @@ from raypar.model.initial_values import ByNameValues, CallGuard, DeferredValues,
 from raypar.model.random_state import RandomState
 from raypar.model.shared_memory import Replaced, held_by_functions, refuse_shared_memory, refuse_undeclared_ties
 
-_ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.model.graph.Graph"
+_ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"
 
 
 def capture(
@@ -70,7 +70,7 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
         if type(made).forward is not nn.Sequential.forward:
             raise ModelError(
                 f"{type(made).__name__} is an nn.Sequential with a forward of its own, which its children in a row are not",
-                cure="move what its forward does into layers of the chain, or return a raypar.model.graph.Graph",
+                cure="move what its forward does into layers of the chain, or return a raypar.Graph",
             )
         pairs: list[tuple[str, nn.Module]] = list(made.named_children())
         if len(pairs) != len(made):  # named_children drops repeats of one module
