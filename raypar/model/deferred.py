@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import mmap
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -169,6 +170,12 @@ class Recording:
     def known(self, tensor: Tensor) -> bool:
         """Whether the memory of a tracked tensor is real already."""
         return self._memories[tensor.untyped_storage()._cdata].real is not None
+
+    def used_beside(self, tensors: Collection[Tensor]) -> bool:
+        """Whether other tensors than these lie in tracked memory: in variables, or kept by PyTorch for a view."""
+        ours = Counter(tensor.untyped_storage()._cdata for tensor in tensors if self.tracks(tensor))
+        users = torch._C._storage_Use_Count
+        return any(users(key) > 1 + ours[key] for key in self._memories)
 
     # -- computing -------------------------------------------------------------------------------------------------------
 
@@ -490,6 +497,8 @@ def settle_elsewhere(registered: Collection[Tensor], recording: Recording) -> No
 
     Raises `Undeferrable` for one that PyTorch cannot exchange.
     """
+    if not recording.used_beside(registered):
+        return  # looking through all objects takes a quarter of a second
     gc.collect()  # what only cycles still hold is not needed
     alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and recording.tracks(value)]
     known = {id(tensor) for each in registered for tensor in (each, each.grad)}
