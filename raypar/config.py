@@ -613,6 +613,9 @@ def _told(error: ValidationError, inside: tuple[str, ...], *, of_trainer: bool =
     return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
 
 
+_HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
+
+
 def _explain(error: Mapping[str, Any], of_trainer: bool = False) -> tuple[str, str]:
     """(what, cure) of one of pydantic's findings."""
     path = [part for part in error["loc"] if part not in (_AUTO, _GIVEN)]
@@ -635,4 +638,6 @@ def _explain(error: Mapping[str, Any], of_trainer: bool = False) -> tuple[str, s
     if of_trainer:
         key = ARGUMENTS.get(key, key)
     cure = f"correct the argument {key} of Trainer" if of_trainer else f"correct {key} in the job file"
+    if error["loc"] == ("dtype",) and got in _HALF_PRECISION:
+        cure += "; for mixed precision leave it float32, and use torch.autocast in the forward of your layers"
     return f"{key}: expected {expected}, got {shown(repr(got))} ({type(got).__name__})", cure

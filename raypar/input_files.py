@@ -25,6 +25,7 @@ PIECE_BYTES = 1 << 20
 MAX_DEPTH = 64
 """Nesting limit of JSON and YAML. raypar's own files have 6 levels at most."""
 
+_CURE = "give the path of a file"
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -49,7 +50,7 @@ class TooDeep(ValueError):
 
 @contextlib.contextmanager
 def open_regular(
-    path: Path, *, follow: bool, error: type[InputError] = ConfigError, cure: str = "give the path of a file", what: str = ""
+    path: Path, *, follow: bool, error: type[InputError] = ConfigError, cure: str = _CURE, what: str = ""
 ) -> Iterator[BinaryIO]:
     """Open a regular file for reading; anything else is refused without waiting for it, as opening a FIFO would.
 
@@ -83,7 +84,7 @@ def read_bytes(
     follow: bool,
     limit: int = TEXT_BYTES,
     error: type[InputError] = ConfigError,
-    cure: str = "give the path of a file",
+    cure: str = _CURE,
     what: str = "",
 ) -> bytes:
     """The whole of a regular file of at most `limit` bytes. Raises `error`."""
@@ -104,20 +105,13 @@ def read_bytes(
     return content
 
 
-def read_text(
-    path: Path,
-    *,
-    follow: bool,
-    limit: int = TEXT_BYTES,
-    error: type[InputError] = ConfigError,
-    cure: str = "give the path of a file",
-    what: str = "",
-) -> str:
-    """The whole of a regular UTF-8 file of at most `limit` bytes. Raises `error`."""
+def read_text(path: Path, *, follow: bool, limit: int = TEXT_BYTES, cure: str = _CURE, what: str = "") -> str:
+    """The whole of a regular UTF-8 file of at most `limit` bytes. Raises `ConfigError`."""
     try:
-        return read_bytes(path, follow=follow, limit=limit, error=error, cure=cure, what=what).decode()
+        return read_bytes(path, follow=follow, limit=limit, cure=cure, what=what).decode()
     except UnicodeDecodeError as failed:
-        raise error(f"{what}{shown(path)} is not UTF-8 text: {failed.reason} at byte {failed.start:,}", cure=cure) from failed
+        what += f"{shown(path)} is not UTF-8 text: {failed.reason} at byte {failed.start:,}"
+        raise ConfigError(what, cure=cure) from failed
 
 
 def parse_json(content: bytes) -> Any:

@@ -8,7 +8,7 @@ in: initial ones (`model.initial_values`), or those that other workers, a mirror
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,12 @@ from raypar.errors import ModelError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import Outline
 
+STATE_DTYPES = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
+    torch.complex64,
+)  # fmt: skip
+"""Dtypes in which checkpoints hold buffers, beside the job's: those of safetensors."""
+_TENSOR_CLASSES = (Tensor, nn.Parameter, nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 _RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
 """Base class of batch and instance norms."""
 
@@ -58,14 +64,10 @@ def skeleton(layer: Layer) -> nn.Module:
 
 
 def refuse_unsupported(layer: str, module: nn.Module) -> None:
-    """Raises `ModelError` for modules that change their state in forward, for those with sparse gradients, and for trained
-    parameters of complex numbers."""
-    for path, parameter in module.named_parameters():
-        if parameter.is_complex() and parameter.requires_grad:
-            raise ModelError(
-                f"{layer}.{path} is a trained parameter of complex numbers, whose gradients have no norm here",
-                cure="keep it as real numbers (torch.view_as_real) and call torch.view_as_complex in forward",
-            )
+    """Raises `ModelError` for modules that change their state in forward, for those with sparse gradients, and for parameters
+    and buffers that cannot be trained, moved or saved: see `_refuse_tensor`."""
+    for name, tensor in named_state([(layer, module)]):
+        _refuse_tensor(name, tensor)
     for path, part in module.named_modules():
         name = f"{layer}.{path}" if path else layer
         if isinstance(part, _RUNNING_STATISTICS) and part.track_running_stats:
@@ -84,6 +86,42 @@ def refuse_unsupported(layer: str, module: nn.Module) -> None:
                     f"{name} is a {type(part).__name__} with sparse gradients, which cannot be summed over replicas",
                     cure="leave sparse=True out",
                 )
+
+
+def _refuse_tensor(name: str, tensor: Tensor) -> None:
+    """Raises `ModelError` for a tensor that a worker could not make, train, move or save as it is."""
+    if type(tensor) not in _TENSOR_CLASSES:
+        raise ModelError(
+            f"{name} is a {type(tensor).__name__}, a class of its own, and workers make plain parameters and buffers only",
+            cure="use nn.Parameter or a plain tensor, and let the module do what the class does",
+        )
+    if tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+        raise ModelError(
+            f"{name} has a hook on its gradient, which workers do not call: they sum gradients themselves",
+            cure="do it in forward: to train some elements only, use mask * w + (1 - mask) * w.detach() there",
+        )
+    if tensor.is_complex() and tensor.requires_grad:
+        raise ModelError(
+            f"{name} is a trained parameter of complex numbers, whose gradients have no norm here",
+            cure="keep it as real numbers (torch.view_as_real) and call torch.view_as_complex in forward",
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise ModelError(
+            f"{name} is no dense tensor ({kind}), and workers move and save dense ones only",
+            cure="register it in parts, as indices() and values(), and put them together in forward",
+        )
+    if not tensor.is_floating_point() and tensor.dtype not in STATE_DTYPES:
+        cure = "register it as torch.view_as_real(...) and call torch.view_as_complex in forward, or as complex64"
+        raise ModelError(
+            f"{name} has the dtype {str(tensor.dtype).removeprefix('torch.')}, which checkpoints do not hold",
+            cure=cure if tensor.is_complex() else "register it as a tensor of plain numbers",
+        )
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module, its floating-point parameters and buffers now in `dtype`. `Module.to` would make complex ones real."""
+    return module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def describe(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSize, ...]:
@@ -208,6 +246,7 @@ def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str,
                     made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                     vars(made[id(parameter)]).update(vars(parameter))
                 part._parameters[key] = made[id(parameter)]
+    _put_attributes(module, made)
     put_buffers(layer, module, values)
     return names
 
@@ -221,7 +260,50 @@ def put_buffers(layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> 
             if buffer is not None:
                 if id(buffer) not in made:
                     made[id(buffer)] = _value_of(by_id[id(buffer)], buffer, values)
+                    vars(made[id(buffer)]).update(vars(buffer))
                 part._buffers[key] = made[id(buffer)]
+    _put_attributes(module, made)
+
+
+def _put_attributes(module: nn.Module, made: Mapping[int, Tensor]) -> None:
+    """Where plain attributes hold tensors of the skeleton, put in what was `made` of these (by id).
+
+    Raises `ModelError` where that is a shard's slice, which code that reads the attribute could not know.
+    """
+
+    def put(tensor: Tensor) -> Tensor:
+        new = made.get(id(tensor), tensor)
+        if new.shape != tensor.shape:
+            raise ModelError(
+                f"{key!r} of a {type(part).__name__} is a plain attribute with a parameter {list(tensor.shape)} that is cut "
+                "over shards",
+                cure="read it where it is registered, or give its layer the style whole (plan.styles)",
+            )
+        return new
+
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if not key.startswith("_"):
+                vars(part)[key] = exchanged(value, put)
+
+
+def exchanged(value: Any, change: Callable[[Tensor], Tensor], seen: set[int] | None = None) -> Any:
+    """`value` with `change(tensor)` in the place of each tensor in lists, tuples and dicts, which are changed in place: who
+    shares a list still does."""
+    if isinstance(value, Tensor):
+        return change(value)
+    seen = set() if seen is None else seen
+    if type(value) not in (list, tuple, dict) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if type(value) is list:
+        value[:] = [exchanged(item, change, seen) for item in value]
+    elif type(value) is dict:
+        value.update({key: exchanged(item, change, seen) for key, item in value.items()})
+    else:
+        items = tuple(exchanged(item, change, seen) for item in value)
+        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    return value
 
 
 def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor]) -> Tensor:
@@ -265,8 +347,9 @@ def skeletons(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
                     vars(own).update(vars(parameter))
                     memo[id(parameter)] = own
             for buffer in part._buffers.values():
-                if buffer is not None:
-                    memo.setdefault(id(buffer), _on_meta(buffer))
+                if buffer is not None and id(buffer) not in memo:
+                    memo[id(buffer)] = _on_meta(buffer)
+                    vars(memo[id(buffer)]).update(vars(buffer))
             for value in vars(part).values():
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     # Computed from parameters, as `torch.nn.utils.weight_norm` leaves it; PyTorch copies no such tensor.

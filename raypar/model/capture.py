@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.build import Copies, named_state, on_meta, refuse_lazy, refuse_unsupported, skeletons
-from raypar.model.deferred import Recording, settle_attributes
+from raypar.model.deferred import Recording, settle_attributes, settle_elsewhere
 from raypar.model.graph import Graph
 from raypar.model.initial_values import ByNameValues, CallGuard, DeferredValues, LayerBuildValues, WholeModelValues
 from raypar.model.random_state import RandomState
-from raypar.model.shared_memory import refuse_shared_memory, refuse_undeclared_ties
+from raypar.model.shared_memory import Replaced, held_by_functions, refuse_shared_memory, refuse_undeclared_ties
 
-_ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.model.graph.Graph"
+_ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"
 
 
 def capture(
@@ -27,13 +27,15 @@ def capture(
     again: Callable[[], Mapping[str, Tensor]] | None = None,
     recording: Recording | None = None,
     notes: tuple[str, ...] = (),
+    replaced: Replaced = "nothing",
 ) -> Graph:
     """The graph of the layers of `made`; a hand-written `Graph` is returned as it is.
 
     Layers are built from skeletons (`model.build`); their values are in `Graph.initial_values`. Parameters that layers share
     become ties. `input`: the batch field that the first layer reads. `again`: makes the values again after they were released.
     `recording`: of the values, if the model function ran with deferred initialisation. `notes`: see `InitialValues`.
-    Raises `ModelError` for anything that is not layers.
+    `replaced`: what the job gives other values than these. Raises `ModelError` for anything that is not layers, `Undeferrable`
+    where a recording does not do.
     """
     if isinstance(made, Graph):
         _check_ties(made)
@@ -42,7 +44,7 @@ def capture(
     for name, module in pairs:
         refuse_unsupported(name, module)
     refuse_lazy(pairs)
-    refuse_shared_memory(pairs)
+    refuse_shared_memory(pairs, replaced)
     seen: dict[int, list[str]] = {}
     for name, module in pairs:
         for path, parameter in module.named_parameters():
@@ -51,7 +53,9 @@ def capture(
     state = dict(named_state(pairs))
     if recording is not None:
         for _, module in pairs:
-            settle_attributes(module, recording)
+            settle_attributes(module, list(state.values()), recording)
+        used = {id(tensor) for tensor in held_by_functions(pairs)}
+        settle_elsewhere([tensor for tensor in state.values() if id(tensor) not in used], recording)
     initial = WholeModelValues(state, again, notes) if recording is None else DeferredValues(state, recording, notes)
     graph = Graph.sequential([(name, Copies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
     return replace(graph, initial_values=initial)
@@ -66,7 +70,7 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
         if type(made).forward is not nn.Sequential.forward:
             raise ModelError(
                 f"{type(made).__name__} is an nn.Sequential with a forward of its own, which its children in a row are not",
-                cure="move what its forward does into layers of the chain, or return a raypar.model.graph.Graph",
+                cure="move what its forward does into layers of the chain, or return a raypar.Graph",
             )
         pairs: list[tuple[str, nn.Module]] = list(made.named_children())
         if len(pairs) != len(made):  # named_children drops repeats of one module
@@ -86,19 +90,21 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
     return pairs
 
 
-def without_values(graph: Graph, *, seed: int, state: RandomState, guard: CallGuard = contextlib.nullcontext) -> Graph:
+def without_values(
+    graph: Graph, *, seed: int, state: RandomState, guard: CallGuard = contextlib.nullcontext, replaced: Replaced = "nothing"
+) -> Graph:
     """A hand-written graph whose builds return copies of skeletons; its `initial_values` has the values.
 
     Every user's build runs once here, in the random stream that continues from `state`, and again whenever values are read.
-    `seed`: for `Graph.init`. `guard`: entered around every build. Raises `ModelError` for inconsistent ties and for layers that
-    raypar does not support.
+    `seed`: for `Graph.init`. `guard`: entered around every build. `replaced`: see `capture`. Raises `ModelError` for
+    inconsistent ties and for layers that raypar does not support.
     """
     built = LayerBuildValues(graph, seed, state, guard)
     layers = []
     seen: dict[str, ReferenceType[nn.Parameter]] = {}
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
         refuse_unsupported(name, module)
-        refuse_shared_memory([(name, module)])
+        refuse_shared_memory([(name, module)], replaced if graph.init is None or replaced == "all" else "parameters")
         refuse_undeclared_ties(name, module, seen, graph.ties)
         ((_, bare),) = skeletons([(name, module)])
         layers.append(replace(layer, build=Copies(bare)))

@@ -14,8 +14,10 @@ The idea is that of torchdistx's `deferred_init`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raypar.errors import ModelError
+from raypar.model.build import exchanged
 from raypar.model.model_call import filler
 from raypar.model.without_dynamo import without_dynamo
 
@@ -170,6 +173,12 @@ class Recording:
         """Whether the memory of a tracked tensor is real already."""
         return self._memories[tensor.untyped_storage()._cdata].real is not None
 
+    def used_beside(self, tensors: Collection[Tensor]) -> bool:
+        """Whether other tensors than these lie in tracked memory: in variables, or kept by PyTorch for a view."""
+        ours = Counter(tensor.untyped_storage()._cdata for tensor in tensors if self.tracks(tensor))
+        users = torch._C._storage_Use_Count
+        return any(users(key) > 1 + ours[key] for key in self._memories)
+
     # -- computing -------------------------------------------------------------------------------------------------------
 
     def values(self, tensor: Tensor) -> Tensor:
@@ -278,7 +287,7 @@ class _Operations(TorchDispatchMode):
         if name == "aten::set_" and tracked == [True, False]:  # a large tensor is given the memory of a real one
             return func(tensors[0], recording.stand_in(tensors[1]))
         if not any(tracked) or _is_view(func):
-            return func(*args, **kwargs)
+            return self._without_garbage(func, func(*args, **kwargs))
         if any(tensor.is_meta and not known for tensor, known in zip(tensors, tracked, strict=True)):
             raise Undeferrable(f"{func} with a tensor that was made on the meta device")
         if name == "aten::resize_":
@@ -298,6 +307,15 @@ class _Operations(TorchDispatchMode):
         if self.recording.tracks(tensor):
             return self.recording.known(tensor)
         return tensor.untyped_storage().nbytes() >= CONSTANT_BYTES
+
+    def _without_garbage(self, func: Any, made: Any) -> Any:
+        """`made` by an operation on untracked tensors; if it is uninitialised (`to_empty`), what `_factory` makes instead."""
+        if not isinstance(made, Tensor) or made.is_meta or (value := filler(func, made)) is None:
+            return made
+        if made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
+            return made.fill_(value)
+        given = (tuple(made.shape), made.stride()), {"dtype": made.dtype, "device": made.device}
+        return self._factory(torch.ops.aten.empty_strided.default, *tree_flatten(given))
 
     def _factory(self, func: Any, leaves: list[Any], tree: Any) -> Any:
         """Run an operation without tensors among its arguments; a large result becomes a tracked tensor."""
@@ -470,22 +488,44 @@ def run_deferred(call: Callable[[], T], small_bytes: int | None = None) -> tuple
     return made, recording
 
 
-def settle_attributes(module: nn.Module, recording: Recording) -> None:
-    """Replace large tensors that are plain attributes of modules, neither parameters nor buffers, by real ones, in place."""
+def settle_attributes(module: nn.Module, registered: Collection[Tensor], recording: Recording) -> None:
+    """Replace large tensors that are plain attributes of modules, and not `registered` too, by real ones, in place."""
+    known = set(map(id, registered))
 
-    def settled(value: Any) -> Any:
-        if isinstance(value, Tensor) and recording.tracks(value):
-            return recording.values(value.detach()).clone()
-        if type(value) in (list, tuple):
-            return type(value)(settled(item) for item in value)
-        if type(value) is dict:
-            return {key: settled(item) for key, item in value.items()}
-        return value
+    def settled(tensor: Tensor) -> Tensor:
+        if id(tensor) in known or not recording.tracks(tensor):
+            return tensor
+        return recording.values(tensor.detach()).clone()
 
     for part in module.modules():
         for key, value in vars(part).items():
             if not key.startswith("_") or isinstance(value, Tensor):
-                vars(part)[key] = settled(value)
+                vars(part)[key] = exchanged(value, settled)
+
+
+def settle_elsewhere(registered: Collection[Tensor], recording: Recording) -> None:
+    """Give large tensors that are not `registered` their values, in place: those in closures, globals, unregistered modules.
+
+    Raises `Undeferrable` for one that PyTorch cannot exchange.
+    """
+    if not recording.used_beside(registered):
+        return  # looking through all objects takes a quarter of a second
+    gc.collect()  # what only cycles still hold is not needed
+    alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and recording.tracks(value)]
+    known = {id(tensor) for each in registered for tensor in (each, each.grad)}
+    known |= {id(each._base) for each in (*registered, *alive)}  # PyTorch itself keeps these, for their views
+    for found in alive:
+        if id(found) in known:
+            continue
+        real = recording.values(found.detach()).clone().requires_grad_(found.requires_grad)
+        if isinstance(found, nn.Parameter):
+            real = nn.Parameter(real.detach(), requires_grad=found.requires_grad)
+        vars(real).update(vars(found))
+        try:
+            torch.utils.swap_tensors(found, real)
+        except RuntimeError as error:
+            shape = list(found.shape)
+            raise Undeferrable(f"a tensor {shape} that is no parameter, buffer or attribute is used by others too") from error
 
 
 def _is_view(func: Any) -> bool:

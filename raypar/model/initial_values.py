@@ -22,11 +22,16 @@ from raypar.model.graph import Graph
 from raypar.model.model_call import call_watched
 from raypar.model.random_state import RandomState, generators_preserved, seed_all
 from raypar.plan.seeds import seed_of
+from raypar.plan.spans import Spans
 
 CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 """guard(caller): a context for one call of the user's code; on exit it restores process state that the call left changed.
 
 `caller` describes the call in messages. `StateGuard.watching` of `worker.compute_state` is one."""
+
+
+Slice = tuple[int, Spans]
+"""A dim of a tensor, and the indices of it."""
 
 
 class InitialValues(Protocol):
@@ -39,12 +44,23 @@ class InitialValues(Protocol):
         tensor without values.
         """
 
+    def stream_slices(self, slices: Mapping[str, Slice], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """(name, slice) of those of `slices` that can be had without the whole tensor; the caller cuts the others itself."""
+
     def release(self) -> None:
         """Free the memory that `stream` uses; a later `stream` makes the values again."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the user: what these values cost, or which values are not used."""
+
+
+class MadeWhole:
+    """Base of initial values that come out of code that makes whole tensors."""
+
+    def stream_slices(self, slices: Mapping[str, Slice], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See `InitialValues`: none."""
+        return iter(())
 
 
 def initial_values_of(graph: Graph, seed: int) -> InitialValues:
@@ -66,7 +82,7 @@ def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, is_parameter: b
             f"{name} has no values: it is on the meta device",
             cure="leave torch.device('meta') out of the model function (workers make what they own only), or set init_from",
         )
-    if is_parameter and tensor.is_floating_point() and bool(tensor.isnan().any()):
+    if is_parameter and (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any()):
         raise ModelError(
             f"parameter {name} is left without values, or without some of them, by the model function: it holds NaN",
             cure="give it values where it is made (torch.empty has none), or set init: by-name if its module's "
@@ -77,7 +93,7 @@ def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, is_parameter: b
     return tensor.detach().to(device="cpu", dtype=kind, copy=copies, memory_format=torch.contiguous_format).contiguous()
 
 
-class WholeModelValues:
+class WholeModelValues(MadeWhole):
     """Values of a model that was built whole. `make`: builds it again after `release`; without it, `release` keeps them."""
 
     def __init__(
@@ -106,7 +122,7 @@ class WholeModelValues:
 
 
 @dataclass
-class DeferredValues:
+class DeferredValues(MadeWhole):
     """Values of a model run with deferred initialisation: each large tensor is computed when `stream` reaches it.
 
     `tensors`: as the model function made them, real or on the meta device. `recording`: how to compute the latter.
@@ -144,7 +160,7 @@ def by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, 
 
 
 @dataclass
-class LayerBuildValues:
+class LayerBuildValues(MadeWhole):
     """Values of a hand-written `Graph`: its builds run in layer order in one random stream; one layer is held at a time.
 
     The stream starts from `state` (the generators as the model function left them), or from `seed` if there is none. `guard`
@@ -189,7 +205,7 @@ class LayerBuildValues:
 
 
 @dataclass
-class ByNameValues:
+class ByNameValues(MadeWhole):
     """Values under `init: by-name`: every module's `reset_parameters()` runs under a seed made from the module's name.
 
     With `Graph.init` that function fills each parameter, under a seed made from the parameter's name. What constructors give

@@ -11,21 +11,27 @@ import functools
 import types
 import weakref
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
 
+Replaced = Literal["nothing", "parameters", "all"]
+"""What does not begin with the model function's values; `all`: buffers too."""
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_flat_weights", "_flat_weight_refs"}
 """Attributes of modules that are known: registered tensors, and what PyTorch's recurrent layers keep of theirs."""
 
 
-def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]]) -> None:
+def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]], replaced: Replaced = "nothing") -> None:
     """Raises `ModelError` where a trained parameter's memory is also that of another parameter or buffer object, of a plain
-    attribute, or of what a function holds that a module keeps."""
-    trained = _trained(layers)
+    attribute, or of what a function holds that a module keeps.
+
+    `replaced`: what gets other values than the model function's (`init_from`, `init: by-name`). It may not be in functions
+    either where it is not trained, or as a view in an attribute: these would keep the model function's values.
+    """
+    trained, other = _trained(layers), _not_trained(layers, replaced)
     for layer, module in layers:
         inside = set(module.modules())
         for path, part in module.named_modules():
@@ -44,14 +50,15 @@ def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]]) -> None:
             for key, value in vars(part).items():
                 if key not in _OWN:
                     _refuse_held(f"{where}.{key}", value, trained, inside)
+                    _refuse_former_values(f"{where}.{key}", value, other, inside)
 
 
-_Trained = dict[int, list[tuple[str, nn.Parameter]]]
-"""`_memory` -> (name, parameter) of each trained parameter in it."""
+_Registered = dict[int, list[tuple[str, Tensor]]]
+"""`_memory` -> (name, tensor) of each registered tensor in it."""
 
 
-def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Trained:
-    found: _Trained = {}
+def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Registered:
+    found: _Registered = {}
     for layer, module in layers:
         for path, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.numel():
@@ -59,7 +66,27 @@ def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Trained:
     return found
 
 
-def _refuse_held(where: str, value: Any, trained: _Trained, inside: Collection[nn.Module]) -> None:
+def _not_trained(layers: Collection[tuple[str, nn.Module]], kinds: Replaced) -> _Registered:
+    found: _Registered = {}
+    for layer, module in layers if kinds != "nothing" else ():
+        for path, tensor in (*module.named_parameters(), *(module.named_buffers() if kinds == "all" else ())):
+            if not tensor.requires_grad and tensor.numel():
+                found.setdefault(_memory(tensor), []).append((f"{layer}.{path}", tensor))
+    return found
+
+
+def _refuse_former_values(where: str, value: Any, registered: _Registered, inside: Collection[nn.Module]) -> None:
+    for held, holder in _held(value, "", inside, set()):
+        for name, tensor in registered.get(_memory(held), ()):
+            if (holder or held is not tensor) and _overlap(tensor, held):
+                raise ModelError(
+                    f"{where} holds {name} {_HOLDERS[holder][0]}: it would keep the model function's values, which init_from "
+                    "or init: by-name replaces",
+                    cure=_HOLDERS[holder][1],
+                )
+
+
+def _refuse_held(where: str, value: Any, trained: _Registered, inside: Collection[nn.Module]) -> None:
     """Raises `ModelError` if the attribute `value` (called `where` in the message) holds a trained parameter's memory."""
     for held, holder in _held(value, "", inside, set()):
         for name, parameter in trained.get(_memory(held), ()):
@@ -95,7 +122,7 @@ def _held(value: Any, holder: str, inside: Collection[nn.Module], seen: set[int]
         yield value, holder
     elif isinstance(value, nn.Module):
         if holder == "function" or value not in inside:
-            yield from ((parameter, holder or "module") for parameter in value.parameters())
+            yield from ((tensor, holder or "module") for tensor in (*value.parameters(), *value.buffers()))
     elif isinstance(value, dict):
         within = list(value.values())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -103,7 +130,7 @@ def _held(value: Any, holder: str, inside: Collection[nn.Module], seen: set[int]
     elif isinstance(value, functools.partial):
         within = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, types.MethodType):
-        within = [value.__self__] if holder == "function" else []
+        within = [value.__self__]
     elif isinstance(value, types.FunctionType):
         holder = "function"
         within = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
@@ -112,6 +139,16 @@ def _held(value: Any, holder: str, inside: Collection[nn.Module], seen: set[int]
                 within.append(cell.cell_contents)
     for item in within:
         yield from _held(item, holder, inside, seen)
+
+
+def held_by_functions(layers: Collection[tuple[str, nn.Module]]) -> Iterator[Tensor]:
+    """Tensors in variables of functions that modules keep, and of the modules there: skeletons keep these very functions."""
+    for _, module in layers:
+        inside = set(module.modules())
+        for part in inside:
+            for key, value in vars(part).items():
+                if key not in _OWN:
+                    yield from (tensor for tensor, holder in _held(value, "", inside, set()) if holder)
 
 
 def refuse_undeclared_ties(

@@ -18,6 +18,7 @@ from raypar.model.graph import Graph
 from raypar.model.initial_values import ByNameValues, CallGuard
 from raypar.model.model_call import WHOLE_BYTES, TooLarge, call_watched
 from raypar.model.random_state import RandomState, generators_preserved, seed_all
+from raypar.model.shared_memory import Replaced
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
@@ -38,14 +39,21 @@ def make_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Grap
     generators. A small model is built whole, a large one with deferred initialisation. `guard`: entered around calls of the
     user's code. Raises `ModelError` if the function does not return layers, `UserCodeError` if it raises.
     """
+    replaced: Replaced = "all" if spec.init_from is not None else "parameters" if spec.init == "by-name" else "nothing"
     with generators_preserved():
         with guard(f"the model function {spec.model.label}"):
             made, recording, notes = _call_whole_or_deferred(spec)
         if isinstance(made, Graph):
-            graph = without_values(made, seed=spec.seed, state=RandomState.now(), guard=guard)
+            graph = without_values(made, seed=spec.seed, state=RandomState.now(), guard=guard, replaced=replaced)
         else:
             again = partial(_values_again, spec)
-            graph = capture(made, input=spec.data.input or "x", again=again, recording=recording, notes=notes)
+            captured = partial(capture, input=spec.data.input or "x", again=again, replaced=replaced)
+            try:
+                graph = captured(made, recording=recording, notes=notes)
+            except Undeferrable as error:
+                with guard(f"the model function {spec.model.label}"):
+                    made, _, notes = _call_whole_because(spec, str(error))
+                graph = captured(made, notes=notes)
     if spec.init == "by-name":
         assert graph.initial_values is not None
         graph = replace(graph, initial_values=ByNameValues(graph, spec.seed, graph.initial_values))
@@ -72,24 +80,28 @@ def _call_whole_or_deferred(spec: JobSpec) -> _Called:
             return _call_whole(spec, limit_bytes=WHOLE_BYTES)
         except TooLarge:
             pass
-    always = spec.deferred_init == "always"
     try:
         return _call_deferred(spec)
     except Undeferrable as error:
-        if always:
-            raise ModelError(
-                f"the model function {spec.model.label} does what cannot be deferred: {error}",
-                cure="set deferred_init: never, which builds the whole model in every worker",
-            ) from error
         reason = str(error)
     except UserCodeError as error:
-        if always:
+        if spec.deferred_init == "always":
             raise UserCodeError(
                 f"with deferred initialisation {error.what}",
                 cure=f"{error.cure}; if it does not raise there, set deferred_init: never",
             ) from error
         # If the error is the function's own, it comes again below, without deferred initialisation.
         reason = f"with deferred initialisation {error.what.splitlines()[0]}"
+    return _call_whole_because(spec, reason)
+
+
+def _call_whole_because(spec: JobSpec, reason: str) -> _Called:
+    """As `_call_whole`, with the line that says why. Raises `ModelError` under `deferred_init: always`."""
+    if spec.deferred_init == "always":
+        raise ModelError(
+            f"the model function {spec.model.label} does what cannot be deferred: {reason}",
+            cure="set deferred_init: never, which builds the whole model in every worker",
+        )
     made, _, notes = _call_whole(spec)
     line = f"the model cannot be made in parts ({reason}): every worker builds all of it, then keeps only its part"
     return made, None, (line, *notes)

@@ -24,14 +24,24 @@ class InitialState:
     values: dict[str, Tensor] = field(default_factory=dict)
     """Name -> tensor, as `Stage` takes them: slices if the stage is cut over shards."""
     digests: dict[str, int] = field(default_factory=dict)
-    """Name -> crc32 of the whole tensor's bytes."""
+    """Name -> crc32 of the whole tensor's bytes; where only a slice was read, name and indices -> crc32 of the slice's."""
 
 
 def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Shard | None = None) -> InitialState:
-    """The initial state of layers [first, last). Each tensor is made whole and cut before the next. Raises `ModelError`."""
+    """The initial state of layers [first, last). Raises `ModelError`.
+
+    A shard reads its slices alone where they come from a file. Other tensors are made whole, each cut before the next.
+    """
     made = InitialState()
     dtype = getattr(torch, spec.dtype)
-    for name, whole in initial_values_of(graph, spec.seed).stream(state_shapes(graph, first, last), dtype):
+    initial, names = initial_values_of(graph, spec.seed), state_shapes(graph, first, last)
+    if shard is not None:
+        cuts = {name: shard.layout.cuts[name] for name in names if name in shard.layout.cuts}
+        slices = {name: (cut.dim, cut.held[shard.group.shard]) for name, cut in cuts.items()}
+        for name, part in initial.stream_slices(slices, dtype):
+            made.digests[f"{name} (indices {slices[name][1]} of dim {slices[name][0]})"] = digest(part)
+            made.values[name] = part
+    for name, whole in initial.stream([name for name in names if name not in made.values], dtype):
         made.digests[name] = digest(whole)
         made.values[name] = whole if shard is None else slice_of(shard.layout, name, whole, shard.group.shard)
     return made

@@ -37,7 +37,7 @@ Scalar = float | int | bool | None
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
-    "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "uint64": "U64", "uint32": "U32", "uint16": "U16",
 }  # fmt: skip
 """torch -> safetensors."""
 NOT_FINITE = {repr(value): value for value in (math.inf, -math.inf, math.nan)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError
-from raypar.model.build import on_meta, parameter_shapes
+from raypar.model.build import in_dtype, on_meta, parameter_shapes
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.by_shape import check_by_shape
 from raypar.model.tensor_parallel.styles import layout_of
@@ -121,7 +121,7 @@ def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
         try:
             inputs = [values[name] for name in layer.inputs]
             with torch.no_grad(), inputs_unwritten(layer, inputs):
-                out = on_meta(layer).to(_dtype(spec))(*inputs)
+                out = in_dtype(on_meta(layer), _dtype(spec))(*inputs)
         except NotImplementedError:
             return
         except RayparError:

@@ -43,9 +43,7 @@ _MIN_RUN_BYTES = 256 << 10
 _FIRST_BYTES = 4096
 """Bytes of each tensor in the fingerprint."""
 _INDEX = ".safetensors.index.json"
-_TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()} | {
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-}  # fmt: skip
+_TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()} | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 """safetensors' name of a dtype -> torch's."""
 
 

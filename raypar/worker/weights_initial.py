@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.errors import CheckpointError
 from raypar.model.build import parameter_shapes, persistent_buffers, state_on_meta
 from raypar.model.graph import Graph
-from raypar.model.initial_values import InitialValues
+from raypar.model.initial_values import InitialValues, Slice
 from raypar.worker.spec import JobSpec
 from raypar.worker.weights_file import FLOATING, open_weights, resolve
 from raypar.worker.weights_matching import match_weights
@@ -39,6 +39,19 @@ class WeightsFromFile:
 
         Raises `CheckpointError` if the path leads to another file here, as it may on another node.
         """
+        yield from self._read({name: None for name in names if name in self.names}, dtype)
+        rest = [name for name in names if name not in self.names]
+        if rest:
+            yield from self.own.stream(rest, dtype)
+
+    def stream_slices(self, slices: Mapping[str, Slice], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See `InitialValues`. Of what the file has the slice alone is read. Raises as `stream` does."""
+        there = {name: each for name, each in slices.items() if name in self.names}
+        if there:
+            yield from self._read(there, dtype)
+
+    def _read(self, slices: Mapping[str, Slice | None], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """(name, its slice, None: all of it) from the file. Raises `CheckpointError` if it is another one."""
         with open_weights(self.path) as file:
             found = file.fingerprint()
             if found != self.fingerprint:
@@ -47,13 +60,9 @@ class WeightsFromFile:
                     f"{found[:12]}, not {self.fingerprint[:12]}",
                     cure="put one file in a place that all nodes share, or the same file on each of them",
                 )
-            for name in names:
-                if name in self.names:
-                    stored = self.names[name]
-                    yield name, file.read(stored, dtype if file.names[stored].dtype in FLOATING else None)
-        rest = [name for name in names if name not in self.names]
-        if rest:
-            yield from self.own.stream(rest, dtype)
+            for name, part in slices.items():
+                stored = self.names[name]
+                yield name, file.read(stored, dtype if file.names[stored].dtype in FLOATING else None, part)
 
     def release(self) -> None:
         """See `InitialValues`."""

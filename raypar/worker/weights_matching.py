@@ -112,11 +112,12 @@ def match_weights(
     """
     source = source or WeightsSource(str(file.path))
     here, others = _dtype_name(dtype), {name: _dtype_name(each) for name, each in (dtypes or {}).items()}
-    found = _compare(file, wanted, ties, optional, source, here, others)
+    model = _Model(wanted, {name: tuple(names) for names in ties for name in names}, optional, here, others)
+    found = _compare(file, model, source)
     if found.differences:
         raise CheckpointError(
             f"{file.path} does not fit the model: {'; '.join(found.differences)}",
-            cure=_cure(file, wanted, ties, optional, source, here, others, found),
+            cure=_cure(file, model, source, found),
         )
     if wanted and not found.names and found.missing - set(optional):
         raise CheckpointError(
@@ -148,12 +149,38 @@ def match_weights(
     return Matching(found.names, tuple(name for name in wanted if name in found.missing), tuple(notes))
 
 
+@dataclass(frozen=True)
+class _Model:
+    """What the model asks of a file; see `match_weights`."""
+
+    wanted: Shapes
+    ties: Mapping[str, tuple[str, ...]]
+    """Name of a tied parameter -> all its names."""
+    optional: Collection[str]
+    dtype: str
+    dtypes: Mapping[str, str]
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a parameter, this one first."""
+        return (name, *(other for other in self.ties.get(name, ()) if other != name))
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype in which the model has it."""
+        return self.dtypes.get(name, self.dtype)
+
+    def number_of_tensors(self) -> int:
+        """Number of tensors in `wanted`, a tie counted once."""
+        return len({self.ties.get(name, (name,))[0] for name in self.wanted})
+
+
 @dataclass
 class _Comparison:
     """The model's names compared with the file's, after renaming."""
 
     names: dict[str, str] = field(default_factory=dict)
     """The model's name -> the file's, where both have the tensor."""
+    read: set[str] = field(default_factory=set)
+    """The file's names in `names`."""
     lacking: list[str] = field(default_factory=list)
     """The model's names that the file lacks and `allow_missing` does not match; one for each tie."""
     unexpected: list[str] = field(default_factory=list)
@@ -176,69 +203,87 @@ class _Comparison:
     """Sentences about what does not fit; empty if everything fits."""
 
 
-def _compare(
-    file: WeightsFile,
-    wanted: Shapes,
-    ties: Sequence[Sequence[str]],
-    optional: Collection[str],
-    source: WeightsSource,
-    dtype: str,
-    dtypes: Mapping[str, str],
-) -> _Comparison:
+def _compare(file: WeightsFile, model: _Model, source: WeightsSource) -> _Comparison:
     """See `match_weights`."""
     there = source.renamed(file.names)
-    tied = {name: tuple(names) for names in ties for name in names}
-    known = {*wanted, *tied, *optional}
     result = _Comparison()
-    used, left_out, told = set[str](), set[str](), set[str]()
-    for name, shape in wanted.items():
-        names = (name, *(other for other in tied.get(name, ()) if other != name))
+    left_out = set[str]()  # the model's names of tensors that have another shape, and may
+    tied = set[str]()  # names of tied parameters that were compared under one of their names
+    for name, shape in model.wanted.items():
+        names = model.names_of(name)
         present = [other for other in names if other in there]
-        allowed = any(_matches(other, source.allow_missing) for other in names)
+        may_miss = any(_matches(other, source.allow_missing) for other in names)
         wrong = {other: text for other in present if (text := _shape_text(file, other, there[other], shape))}
-        if wrong and allowed and all(_either_matches(other, there[other], source.allow_unexpected) for other in wrong):
+        if wrong and may_miss and all(_either_matches(other, there[other], source.allow_unexpected) for other in wrong):
             left_out.update(wrong)
             present = [other for other in present if other not in wrong]
             wrong = {}
         if wrong:
             result.other_shape |= wrong
-        elif present:
-            stored, here = file.names[there[present[0]]].dtype, dtypes.get(name, dtype)
-            if stored != here and not (stored in FLOATING and here in FLOATING):
-                result.other_kind[name] = f"{name} is {here} in the model and {stored} in the file"
-            elif stored != here and there[present[0]] not in used:
-                result.casts[stored, here] += 1
-            result.names[name] = there[present[0]]
-            if there[present[0]] not in used and not told.intersection(names):
-                told.update(names)
-                read, *others = (there[other] for other in present)
-                result.disagreeing += [(read, other) for other in others if file.differ(read, other)]
-            used.add(there[present[0]])
-        elif allowed or name in optional:
+            continue
+        if not present and (may_miss or name in model.optional):
             result.missing.add(name)
-        elif not told.intersection(names):
+            continue
+        first_of_tie = not tied.intersection(names)
+        tied.update(names)
+        if present:
+            _read(file, model, result, name, [there[other] for other in present], compare=first_of_tie)
+        elif first_of_tie:
             result.lacking.append(name)
-            told.update(names)
-    used_tensors = {file.aliases.get(name, name) for name in used}
-    for name, old in there.items():
-        if name in left_out:
-            result.allowed_unexpected.append(old)
-        elif name in known:
-            if name in optional and name not in wanted:
-                result.unused_buffers.append(old)
-        elif file.aliases.get(old, old) in used_tensors:
-            continue  # another name of what is read
-        elif _either_matches(name, old, source.allow_unexpected):
-            result.allowed_unexpected.append(old)
-        else:
-            result.unexpected.append(old)
+    _sort_unread(file, model, source, result, there, left_out)
     result.differences = [
-        *_not_in(result.lacking, _number_of_tensors(wanted, tied), "model", "file"),
+        *_not_in(result.lacking, model.number_of_tensors(), "model", "file"),
         *_not_in(result.unexpected, len(set(file.names) - set(file.aliases)), "file", "model"),
         *[f"{len(x)} {_has(x)} another shape: {_listed(list(x.values()))}" for x in (result.other_shape,) if x],
         *[f"{len(x)} {_has(x)} values of another kind: {_listed(list(x.values()))}" for x in (result.other_kind,) if x],
     ]
     return result
+
+
+def _read(file: WeightsFile, model: _Model, result: _Comparison, name: str, stored: Sequence[str], *, compare: bool) -> None:
+    """Note in `result` that the model's `name` begins with the first of `stored`, the file's names of it.
+
+    `compare`: whether that is to be compared with the others, which are further names of one tied parameter.
+    """
+    first, *others = stored
+    there, here = file.names[first].dtype, model.dtype_of(name)
+    new = first not in result.read
+    if there != here and not (there in FLOATING and here in FLOATING):
+        result.other_kind[name] = f"{name} is {here} in the model and {there} in the file"
+    elif there != here and new:
+        result.casts[there, here] += 1
+    if new and compare:
+        result.disagreeing += [(first, other) for other in others if file.differ(first, other)]
+    result.names[name] = first
+    result.read.add(first)
+
+
+def _sort_unread(
+    file: WeightsFile,
+    model: _Model,
+    source: WeightsSource,
+    result: _Comparison,
+    there: Mapping[str, str],
+    left_out: Collection[str],
+) -> None:
+    """Note in `result` the file's tensors that nothing begins with: which may be there, and which may not.
+
+    `there`: the model's name -> the file's, of all that the file has.
+    """
+    known = {*model.wanted, *model.ties, *model.optional}
+    read = {file.aliases.get(name, name) for name in result.read}
+    for name, old in there.items():
+        if name in left_out:
+            result.allowed_unexpected.append(old)
+        elif name in known:
+            if name in model.optional and name not in model.wanted:
+                result.unused_buffers.append(old)
+        elif file.aliases.get(old, old) in read:
+            continue  # another name of what is read
+        elif _either_matches(name, old, source.allow_unexpected):
+            result.allowed_unexpected.append(old)
+        else:
+            result.unexpected.append(old)
 
 
 def _shape_text(file: WeightsFile, name: str, old: str, shape: Sequence[int]) -> str:
@@ -253,23 +298,14 @@ def _shape_text(file: WeightsFile, name: str, old: str, shape: Sequence[int]) ->
 # -- cures -------------------------------------------------------------------------------------------------------------------
 
 
-def _cure(
-    file: WeightsFile,
-    wanted: Shapes,
-    ties: Sequence[Sequence[str]],
-    optional: Collection[str],
-    source: WeightsSource,
-    dtype: str,
-    dtypes: Mapping[str, str],
-    found: _Comparison,
-) -> str:
+def _cure(file: WeightsFile, model: _Model, source: WeightsSource, found: _Comparison) -> str:
     """The cure for the differences found: a setting of `init_from`, if one would help."""
     part = re.fullmatch(r"(.+)-\d{5}-of-\d{5}\.safetensors", file.path.name)
     if part and found.lacking and any(file.path.parent.glob("*.safetensors.index.json")):
         return f"it is one file of several: give the folder, {file.path.parent}"
-    best = _other_prefix(file, wanted, ties, source)
+    best = _other_prefix(file, model, source)
     if best is not None:
-        then = _compare(file, wanted, ties, optional, best, dtype, dtypes).differences
+        then = _compare(file, model, best).differences
         return f"its names differ by a prefix: write init_from: {_yaml(best)}" + f"; then {'; '.join(then)}" * bool(then)
     for name in found.lacking[:_SHOWN]:
         near = difflib.get_close_matches(name, found.unexpected[:1000], n=1, cutoff=0.8)
@@ -282,30 +318,27 @@ def _cure(
         return "convert the file, or change the model"
     if not found.names:
         return "give weights of this model; if they are called otherwise there, write init_from.rename: {pattern: replacement}"
-    missing = _patterns([*found.lacking, *found.other_shape], wanted)
+    missing = _patterns([*found.lacking, *found.other_shape], model.wanted)
     unexpected = _patterns([*found.unexpected, *found.other_shape], file.names)
     allow = {"allow_missing": missing} if missing else {}
     allow |= {"allow_unexpected": unexpected} if unexpected else {}
     return f"give weights of this model; if it is meant so (a new head, for example), write init_from: {_yaml(source, **allow)}"
 
 
-def _other_prefix(
-    file: WeightsFile, wanted: Shapes, ties: Sequence[Sequence[str]], source: WeightsSource
-) -> WeightsSource | None:
+def _other_prefix(file: WeightsFile, model: _Model, source: WeightsSource) -> WeightsSource | None:
     """`source` with the prefixes under which the file has most of the model; None if other prefixes find no more."""
-    tied = {name: tuple(names) for names in ties for name in names}
 
     def number(with_these: WeightsSource) -> int:
         try:
             there = with_these.renamed(file.names)
         except ConfigError:
             return 0
-        return sum(any(other in there for other in (name, *tied.get(name, ()))) for name in wanted)
+        return sum(any(other in there for other in model.names_of(name)) for name in model.wanted)
 
     choices = [
         replace(source, strip_prefix=strip, add_prefix=add)
         for strip in _common_prefixes(file.names)
-        for add in _common_prefixes(wanted)
+        for add in _common_prefixes(model.wanted)
         if strip != add or not strip
     ]
     best = max(choices, key=lambda choice: (number(choice), -len(choice.strip_prefix + choice.add_prefix)))
@@ -371,11 +404,6 @@ def _either_matches(name: str, old: str, patterns: Iterable[str]) -> bool:
 
 def _dtype_name(dtype: str | torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _number_of_tensors(wanted: Shapes, tied: Mapping[str, tuple[str, ...]]) -> int:
-    """Number of tensors in `wanted`, a tie counted once."""
-    return len({tied.get(name, (name,))[0] for name in wanted})
 
 
 def _listed(names: Sequence[str]) -> str:

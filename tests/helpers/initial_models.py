@@ -194,6 +194,27 @@ def computed_buffers() -> nn.Module:
     return nn.Sequential(*(Buffered(table.sin() * (i + 1), table.cos()) for i in range(4)))
 
 
+class Rotary(Block):
+    """Rotates pairs of features, as Llama's `freqs_cis` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(WIDTH // 2) * torch.rand(())
+        self.register_buffer("freqs_cis", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("phase", torch.view_as_complex(torch.rand(WIDTH // 2, 2)))
+        self.register_buffer("ids", torch.arange(WIDTH).to(torch.uint16))
+        self.factor = nn.Parameter(torch.randn(WIDTH // 2, dtype=torch.complex64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        turned = pairs * self.freqs_cis * torch.view_as_real(self.phase).sum() * self.factor
+        return super().forward(torch.view_as_real(turned).flatten(-2).to(x.dtype)[..., self.ids.long()])
+
+
+def complex_buffers() -> nn.Module:
+    return nn.Sequential(*(Rotary() for _ in range(4)))
+
+
 def shared_buffer() -> nn.Module:
     table = torch.randn(WIDTH)
     return nn.Sequential(*(Buffered(table, table) for _ in range(4)))
@@ -287,7 +308,7 @@ def graph() -> Graph:
 WAYS = (
     constructors, zeroed_head, orthogonal, truncated_normal, kaiming, xavier, sparse, identity, last_layer_first, init_weights,
     gpt2_residual, numpy_copies, numpy_views, pythons_random, loaded_state, assigned_state, tied_after_init, tied_then_changed,
-    weight_norm, orthogonal_parametrization, old_weight_norm, random_buffers, computed_buffers, shared_buffer,
+    weight_norm, orthogonal_parametrization, old_weight_norm, random_buffers, computed_buffers, shared_buffer, complex_buffers,
     decided_by_values, copied_layers, from_float64, in_bfloat16, scaled_rows, without_reset_parameters, frozen, lazy, pairs,
     graph,
 )  # fmt: skip

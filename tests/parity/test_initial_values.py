@@ -3,10 +3,12 @@
 Every way of `helpers.initial_models` in six layouts, made whole and deferred; then after a kill, and after a resume.
 """
 
+import copy
 import io
 import pickle
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,19 +16,30 @@ import torch
 from helpers import initial_models as models
 from helpers import reference, torch_flesh
 from helpers.generations import Generations
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from raypar.cli import main
+from raypar.comm.memory import Pool
 from raypar.elastic.digests import InitialDigests
 from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred
+from raypar.model.build import STATE_DTYPES
 from raypar.model.graph import Graph, Layer
+from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
-from raypar.worker import checkpoint
+from raypar.worker import checkpoint, weights_file
 from raypar.worker.assignment import make_graph
 from raypar.worker.checkpoint import BUFFER, CACHE, PARAMETER
 from raypar.worker.initial_state import initial_state
 from raypar.worker.local_run import LocalJob
+from raypar.worker.manifest import DTYPES
+from raypar.worker.mirror import Copy
+from raypar.worker.preflight import preflight
+from raypar.worker.shard import Shard
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.weights_initial import with_fingerprint
+from raypar.worker.weights_matching import WeightsSource
 
 WAYS = {way.__name__: way for way in models.WAYS}
 LAYOUTS = {
@@ -145,7 +158,10 @@ def test_so_it_does_in_every_layout(way, deferred_init, monkeypatch):
 
 
 SOME = [
-    pytest.param(way, marks=() if way in ("random_buffers", "tied_after_init", "graph") else pytest.mark.full) for way in WAYS
+    pytest.param(
+        way, marks=() if way in ("random_buffers", "complex_buffers", "tied_after_init", "graph") else pytest.mark.full
+    )
+    for way in WAYS
 ]
 
 
@@ -299,6 +315,154 @@ def test_trained_complex_parameters_are_refused():
         make_graph(replace(job("constructors"), model=Ref(model)))
 
 
+def test_layers_with_complex_buffers_pass_the_check_of_shapes():
+    """`Module.to(dtype)` would make the skeleton's complex buffers real."""
+    assert preflight(job("complex_buffers")).samples == 16
+
+
+def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
+    spec, begun = job("complex_buffers"), one_process("complex_buffers", torch.float32)
+    phase = begun["1.phase"]
+    copy = Copy.of({"1.phase": {PARAMETER: phase}, "0.ids": {PARAMETER: begun["0.ids"]}}, Pool())
+    assert torch.equal(copy.holdings()["1.phase"].kept[PARAMETER], phase)
+    with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+        folder = checkpoint.begin(tmp_path / "checkpoints", 0)
+        for core in run.cores:
+            core.save(folder, 0)
+        records = [core.save_result() for core in run.cores]
+        path = checkpoint.commit(folder, records, steps_done=0, contract=checkpoint.contract_of(spec))
+    assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0
+    exported = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64
+    for source in (path, tmp_path / "m.safetensors"):
+        again = make_graph(replace(spec, seed=77, init_from=WeightsSource(str(source)))).initial
+        values = dict(again.stream(["1.phase", "1.ids", "1.factor"], torch.float32))
+        assert all(torch.equal(value, begun[name]) and value.dtype == begun[name].dtype for name, value in values.items())
+
+
+@pytest.mark.parametrize(
+    "buffer, said",
+    [
+        (torch.ones(3, dtype=torch.complex128), "1.odd has the dtype complex128, which checkpoints do not hold"),
+        (torch.eye(3).to_sparse(), r"1.odd is no dense tensor \(torch.sparse_coo\)"),
+    ],
+)
+def test_buffers_that_no_checkpoint_could_hold_are_refused_before_anything_starts(buffer, said):
+    def model() -> nn.Module:
+        made = models.blocks()
+        made[1].register_buffer("odd", buffer)
+        return made
+
+    with pytest.raises(ModelError, match=said) as error:
+        make_graph(replace(job("constructors"), model=Ref(model)))
+    assert "register it" in error.value.cure
+
+
+def test_what_models_may_hold_is_what_checkpoints_can_hold():
+    held = {str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES}
+    assert held == {name for name in DTYPES if "float" not in name}
+
+
+# -- from a file -------------------------------------------------------------------------------------------------------------
+
+
+def tied_and_frozen() -> nn.Module:
+    """Of its ties one leads across stages; a layer on shards is frozen."""
+    model = models.random_buffers()
+    model[3].up.weight = model[0].up.weight
+    model[2].norm.weight = model[1].norm.weight
+    model[1].down.requires_grad_(False)
+    model[2].norm.bias.requires_grad_(False)
+    return model
+
+
+def weights_in_bfloat16(path) -> dict[str, torch.Tensor]:
+    """What was written: of a tie one name, and everything but buffers that are not persistent."""
+    torch.manual_seed(99)
+    state = {
+        name: value.bfloat16() if value.is_floating_point() else value for name, value in tied_and_frozen().state_dict().items()
+    }
+    state = {name: value + 1 if "count" in name else value for name, value in state.items()}
+    del state["3.up.weight"], state["2.norm.weight"]
+    save_file(state, path)
+    return state
+
+
+def loads_itself(path: str) -> nn.Module:
+    model = tied_and_frozen()
+    model.load_state_dict(load_file(path), strict=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "layout, deferred_init",
+    [
+        ("2 x 2", "never"),
+        ("2 shards x 2 stages", "always"),
+        pytest.param("2 x 2", "always", marks=pytest.mark.full),
+        pytest.param("2 shards x 2 stages", "never", marks=pytest.mark.full),
+    ],
+)
+def test_a_file_in_bfloat16_gives_ties_and_frozen_layers_the_values_of_one_process_that_loads_it(
+    layout, deferred_init, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    path = str(tmp_path / "f.safetensors")
+    weights_in_bfloat16(path)
+    torch.manual_seed(SEED)
+    model = loads_itself(path)
+    want = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    stages, replicas, shards = LAYOUTS[layout]
+    spec = replace(job("random_buffers", shards=shards, deferred_init=deferred_init), init_from=WeightsSource(path))
+    spec = replace(spec, model=Ref(tied_and_frozen))
+    frozen = {"1.down.weight", "1.down.bias", "2.norm.bias"}
+    with LocalJob(spec, ParallelPlan.mesh(pp=stages, dp=replicas, tp=shards, layers=4), "1f1b") as run:
+        check(run.cores, want)
+        held = {name: p for core in run.cores for stage in core.stages.values() for name, p in stage.parameters.items()}
+        assert {name for name, parameter in held.items() if not parameter.requires_grad} == frozen
+        losses = [run.step(step)[0].loss for step in range(spec.steps)]
+    by_hand = replace(spec, model=Ref(loads_itself, {"path": path}), init_from=None)
+    if shards == 1:
+        assert losses == reference.train(make_graph(by_hand), by_hand).losses
+    else:
+        with LocalJob(by_hand, ParallelPlan.mesh(tp=shards, layers=4), "1f1b") as run:
+            assert losses == [run.step(step)[0].loss for step in range(spec.steps)]
+
+
+def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypatch):
+    """Every byte of the two layers on shards is read once, by one shard; what is whole on both, by both."""
+    monkeypatch.setattr(weights_file, "_MIN_RUN_BYTES", 1)  # else rows as short as these are read whole
+    path, read, made = str(tmp_path / "f.safetensors"), [], {}
+    torch.manual_seed(1)
+    model = nn.Sequential(models.Block())
+    save_file(model.state_dict(), path)
+    spec = replace(job("constructors", shards=2), model=Ref(lambda: nn.Sequential(models.Block())))
+    spec = with_fingerprint(replace(spec, init_from=WeightsSource(path)))
+    graph = make_graph(spec)
+    read_values, read_into = weights_file._SafetensorsWeights._values, weights_file.WeightsFile.read_into
+
+    def values(self, memory, file, offset, elements, kind):
+        read.append(elements * kind.itemsize)
+        return read_values(self, memory, file, offset, elements, kind)
+
+    def into(self, out, name, slices=None):
+        made.setdefault(name, []).append(tuple(out.shape))
+        read_into(self, out, name, slices)
+
+    monkeypatch.setattr(weights_file._SafetensorsWeights, "_values", values)
+    monkeypatch.setattr(weights_file.WeightsFile, "read_into", into)
+    layout, names = layout_of(graph, 2, dict(STYLES)), dict(model.named_parameters())
+    for rank in range(2):
+        shard = Shard(SimpleNamespace(shard=rank, size=2), layout)
+        state = initial_state(graph, 0, 1, spec, shard)
+        assert all(torch.equal(state.values[name], shard.part(name, whole)) for name, whole in names.items())
+        assert len(state.digests) == len(names) and "0.up.weight" not in state.digests and "0.norm.weight" in state.digests
+    assert made["0.up.weight"] == [(4, 6)] * 2 and made["0.down.weight"] == [(6, 4)] * 2 and made["0.up.bias"] == [(4,)] * 2
+    assert made["0.down.bias"] == [(6,)] * 2
+    whole = sum(p.nbytes for name, p in names.items() if name not in layout.cuts)
+    assert sum(read) == 2 * whole + sum(p.nbytes for name, p in names.items() if name in layout.cuts)
+
+
 # -- what changes with a parameter without being it ---------------------------------------------------------------------------
 
 
@@ -410,6 +574,153 @@ def test_a_parameter_that_builds_of_a_graph_share_needs_a_tie():
     make_graph(replace(spec, model=Ref(shared, {"ties": (("a.weight", "b.weight"),)})))
 
 
+# -- tensors that are neither parameters nor buffers, and are never trained ---------------------------------------------------
+
+
+TABLES: dict[str, torch.Tensor] = {}
+
+
+class Tables(models.Block):
+    """Reads tensors from plain attributes, from a module that nobody registered, and from a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.nested = torch.rand(6), {"shift": [torch.rand(6)]}
+        self.shadow = [copy.deepcopy(self.up).requires_grad_(False)]
+        TABLES["global"] = torch.rand(6)
+
+    def forward(self, x):
+        return super().forward(x * self.scale + self.nested["shift"][0] + TABLES["global"]) + self.shadow[0](x)[..., :6]
+
+
+def tables() -> nn.Module:
+    return nn.Sequential(*(Tables() for _ in range(4)))
+
+
+def tables_in_functions() -> nn.Module:
+    model, table, extra = models.blocks(), torch.rand(6), nn.Linear(6, 6).requires_grad_(False)
+    model[1].register_forward_hook(lambda module, args, output: output * table)
+    model[2].register_forward_hook(lambda module, args, output: extra(output))
+    return model
+
+
+def frozen_in_a_function() -> nn.Module:
+    model = models.blocks()
+    block = model[2].requires_grad_(False)
+    block.register_buffer("shift", torch.rand(6))
+    block.register_forward_hook(lambda module, args, output: output * block.norm.weight + block.shift)
+    return model
+
+
+def other_names_of_what_is_not_trained() -> nn.Module:
+    model = nn.Sequential(*(Aliased() for _ in range(4)))
+    model[1].shift.factor = 3.0  # type: ignore[union-attr]
+    return model
+
+
+class Aliased(models.Block):
+    """Plain attributes that hold its buffer and its frozen parameter; it reads an attribute of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.rand(6))
+        self.norm.requires_grad_(False)
+        self.same, self.frozen = self.shift, [self.norm.bias]
+
+    def forward(self, x):
+        return super().forward(x + self.same * getattr(self.shift, "factor", 1.0)) + self.frozen[0]
+
+
+@pytest.mark.parametrize("model", [tables, tables_in_functions, other_names_of_what_is_not_trained])
+@pytest.mark.parametrize(
+    "begins, deferred_init",
+    [
+        pytest.param(begins, mode, marks=() if (begins, mode) in (("model", "never"), ("file", "always")) else pytest.mark.full)
+        for begins in ("model", "by-name", "file")
+        for mode in ("never", "always")
+    ],
+)
+def test_tensors_that_are_no_parameters_hold_what_the_model_function_gave_them(
+    begins, model, deferred_init, tmp_path, monkeypatch
+):
+    """With `init: by-name` and `init_from` too. Compared by losses: one process has the same parameters."""
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(model))
+    by_hand = spec
+    if begins == "file":
+        torch.manual_seed(99)
+        state, path = model().state_dict(), tmp_path / "f.safetensors"
+        save_file(state, path)
+        spec = replace(spec, init_from=WeightsSource(str(path)))
+        by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), state)))
+    elif begins == "by-name":
+        spec = replace(spec, init="by-name")
+        names = [name for name, _ in model().named_parameters()]
+        values = dict(make_graph(spec).initial.stream(names, torch.float32))
+        by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), values)))
+    want = reference.train(make_graph(by_hand), by_hand).losses
+    with LocalJob(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
+        assert [run.step(step)[0].loss for step in range(spec.steps)] == want
+
+
+@pytest.mark.parametrize("deferred_init", ["never", pytest.param("always", marks=pytest.mark.full)])
+def test_a_function_with_a_frozen_parameter_is_refused_where_other_values_replace_the_model_functions(
+    deferred_init, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(frozen_in_a_function))
+    want = reference.train(make_graph(spec), spec).losses
+    with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+        assert [run.step(step)[0].loss for step in range(spec.steps)] == want
+    save_file(frozen_in_a_function().state_dict(), tmp_path / "f.safetensors")
+    for other in (replace(spec, init="by-name"), replace(spec, init_from=WeightsSource(str(tmp_path / "f.safetensors")))):
+        with pytest.raises(
+            ModelError, match=r"2\._forward_hooks holds 2.norm.weight in a variable of a function .* would keep"
+        ):
+            make_graph(other)
+
+
+def loaded(model: nn.Module, state) -> nn.Module:
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def test_an_attribute_with_a_frozen_parameter_that_is_cut_over_shards_is_refused():
+    def model() -> nn.Module:
+        made = models.blocks()
+        made[1].requires_grad_(False)
+        made[1].aliases = [made[1].up.weight]
+        return made
+
+    spec = replace(job("constructors", shards=2), model=Ref(model))
+    with pytest.raises(ModelError, match=r"'aliases' of a Block is a plain attribute with a parameter \[8, 6\] that is cut"):
+        LocalJob(spec, ParallelPlan.mesh(tp=2, layers=4), "1f1b")
+
+
+class Doubled(nn.Parameter):
+    """A class of parameters of its own, which may change what operations do."""
+
+
+@pytest.mark.parametrize("what", ["class", "hook", "hook after accumulation", "method of another layer"])
+def test_what_workers_would_leave_out_silently_is_refused(what):
+    def model() -> nn.Module:
+        made = models.blocks()
+        weight = made[1].up.weight
+        if what == "class":
+            made[1].up.weight = Doubled(weight.data)
+        elif what == "hook":
+            weight.register_hook(lambda gradient: gradient * 0.5)
+        elif what == "hook after accumulation":
+            weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        else:
+            made[2].forward = made[1].forward
+        return made
+
+    said = {"class": "1.up.weight is a Doubled, a class of its own", "method of another layer": "2.forward holds the trained"}
+    with pytest.raises(ModelError, match=said.get(what, "1.up.weight has a hook on its gradient")):
+        make_graph(replace(job("constructors"), model=Ref(model)))
+
+
 # -- deferred ----------------------------------------------------------------------------------------------------------------
 
 
@@ -475,7 +786,16 @@ def quasirandom() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("model", [probabilities, through_a_file, decompositions, channels_last])
+def made_without_values() -> nn.Module:
+    model = models.blocks()
+    for block in model:
+        block.up = nn.utils.skip_init(nn.Linear, 6, 8)
+        nn.init.normal_(block.up.weight)
+        nn.init.zeros_(block.up.bias)
+    return model
+
+
+@pytest.mark.parametrize("model", [probabilities, through_a_file, decompositions, channels_last, made_without_values])
 def test_deferred_values_are_those_of_one_process(model, monkeypatch):
     monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
     begins_like_one_process(model, "always")
@@ -500,6 +820,21 @@ def begins_like_one_process(model, deferred_init):
     for name, value in initial.stream(list(want), torch.float32):
         assert torch.equal(value, want[name]), name
     return initial
+
+
+@pytest.mark.parametrize("deferred_init", ["never", "always"])
+def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL_BYTES", 100)  # the weight is deferred, the bias is not
+
+    def model() -> nn.Module:
+        made = models.blocks()
+        made[1].up = nn.utils.skip_init(nn.Linear, 6, 8)
+        return made
+
+    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial
+    for name in ("1.up.weight", "1.up.bias"):
+        with pytest.raises(ModelError, match=f"parameter {name} is left without values"):
+            dict(initial.stream([name], torch.float32))
 
 
 def test_a_large_model_is_deferred_by_itself(monkeypatch):

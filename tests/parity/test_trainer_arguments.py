@@ -50,7 +50,10 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"elastic": {"min_workers": 0}}, r"elastic.min_workers: expected greater than 0, got 0"),
         ({"elastic": {"mirror": "on"}}, r"elastic.mirror: expected auto, off, or a number of steps, got 'on'"),
         ({"reduction": "foo"}, r"reduction: expected 'canonical' or 'fast', got 'foo' .*\n.*the argument reduction of Trainer"),
-        ({"dtype": "bfloat16"}, r"dtype: expected 'float32' or 'float64', got 'bfloat16'"),
+        (
+            {"dtype": "bfloat16"},
+            r"dtype: expected 'float32' or 'float64', got 'bfloat16' .*\n.*leave it float32, and use torch.autocast",
+        ),
         ({"device": "tpu"}, r"device: expected 'cpu' or 'gpu', got 'tpu'"),
         ({"steps": -5}, r"steps: expected greater than 0, got -5"),
         ({"steps": "10"}, r"steps: expected a valid integer, got '10'"),

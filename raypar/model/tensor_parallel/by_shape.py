@@ -13,7 +13,7 @@ from torch import Tensor
 import raypar
 from raypar.comm.ledger import Ledger
 from raypar.errors import CommError, RayparError
-from raypar.model.build import on_meta
+from raypar.model.build import in_dtype, on_meta
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build import layers_of_shard, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -47,7 +47,7 @@ def check_by_shape(
                 graph,
                 0,
                 len(graph.layers),
-                lambda i: on_meta(graph.layers[i]).to(dtype),
+                lambda i: in_dtype(on_meta(graph.layers[i]), dtype),
                 layout=layout,
                 group=group,
                 whole=True,
