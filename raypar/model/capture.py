@@ -110,7 +110,7 @@ def without_values(
         layers.append(replace(layer, build=Copies(bare)))
     made = replace(graph, layers=tuple(layers))
     _check_ties(made)
-    return replace(made, initial_values=built if graph.init is None else ByNameValues(made, seed, built))
+    return replace(made, initial_values=built if graph.init is None else ByNameValues(made, seed, built, guard))
 
 
 def _check_ties(graph: Graph) -> None:

@@ -209,12 +209,13 @@ class ByNameValues(MadeWhole):
     """Values under `init: by-name`: every module's `reset_parameters()` runs under a seed made from the module's name.
 
     With `Graph.init` that function fills each parameter, under a seed made from the parameter's name. What constructors give
-    parameters is not used. `buffers`: where buffers come from.
+    parameters is not used. `buffers`: where buffers come from. `guard`: entered around calls of the user's code.
     """
 
     graph: Graph
     seed: int
     buffers: InitialValues
+    guard: CallGuard = contextlib.nullcontext
 
     def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See `InitialValues`."""
@@ -230,7 +231,7 @@ class ByNameValues(MadeWhole):
                 _fill_with_nan(skeleton, dtype)
                 put_buffers(layer.name, skeleton, kept)
                 with generators_preserved():
-                    _initialise(self.graph, layer.name, skeleton, self.seed)
+                    _initialise(self.graph, layer.name, skeleton, self.seed, self.guard)
                 _refuse_unfilled(self.graph, layer.name, skeleton)
                 for path, parameter in skeleton.named_parameters():
                     name = f"{layer.name}.{path}"
@@ -247,9 +248,10 @@ class ByNameValues(MadeWhole):
     def notes(self) -> tuple[str, ...]:
         """See `InitialValues`."""
         if self.graph.init is not None:
-            return ()
+            return self.buffers.notes
         return (
             "init: by-name: parameters begin with what reset_parameters() gives them, not with what the model function did",
+            *self.buffers.notes,
         )
 
 
@@ -284,13 +286,13 @@ def _refuse_unfilled(graph: Graph, layer: str, module: nn.Module) -> None:
             )
 
 
-def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int) -> None:
-    """Give a layer's parameters their values under `init: by-name`, in place."""
+def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int, guard: CallGuard) -> None:
+    """Give a layer's parameters their values under `init: by-name`, in place. `guard`: see `ByNameValues`."""
     if graph.init is not None:
         canonical = canonical_names(graph)
         for path, parameter in module.named_parameters():
             name = f"{layer}.{path}"
-            with torch.no_grad():
+            with torch.no_grad(), guard("the graph's init"):
                 torch.manual_seed(seed_of(seed, "init", canonical.get(name, name)))
                 graph.init(canonical.get(name, name), parameter)
         return
@@ -307,5 +309,6 @@ def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int) -> None:
                 cure="set init: model (what constructors give is kept), add one, or return a Graph with "
                 "init=function(name, tensor)",
             )
-        torch.manual_seed(seed_of(seed, "init", name))
-        reset()
+        with guard(f"reset_parameters() of {name}"):
+            torch.manual_seed(seed_of(seed, "init", name))
+            reset()

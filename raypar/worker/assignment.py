@@ -56,7 +56,7 @@ def make_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Grap
                 graph = captured(made, notes=notes)
     if spec.init == "by-name":
         assert graph.initial_values is not None
-        graph = replace(graph, initial_values=ByNameValues(graph, spec.seed, graph.initial_values))
+        graph = replace(graph, initial_values=ByNameValues(graph, spec.seed, graph.initial_values, guard))
     if spec.init_from is not None:
         assert graph.initial_values is not None
         graph = replace(graph, initial_values=weights_from_file(spec, graph, graph.initial_values))

@@ -63,8 +63,6 @@ class WeightsFile:
 
     path: Path
     """The file, or the folder of a checkpoint or of a model in several files."""
-    kind: str
-    """Its format, in words: `safetensors file`, `checkpoint`, ..."""
     names: Mapping[str, StoredTensor]
     """Every name that can be read, with all names of a tensor that is stored once for several."""
     aliases: Mapping[str, str]
@@ -72,8 +70,8 @@ class WeightsFile:
     notes: tuple[str, ...] = ()
     """Lines for the user about the choice of files: newer checkpoints that were damaged."""
 
-    def __init__(self, path: Path, kind: str, names: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> None:
-        self.path, self.kind = path, kind
+    def __init__(self, path: Path, names: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> None:
+        self.path = path
         self.names = {**names, **{other: names[first] for other, first in aliases.items()}}
         self.aliases = dict(aliases)
 
@@ -287,10 +285,8 @@ def _size_and_time(file: BinaryIO) -> tuple[int, int]:
 
 
 class _SafetensorsWeights(WeightsFile):
-    def __init__(
-        self, path: Path, kind: str, tensors: Mapping[str, _Blocks], aliases: Mapping[str, str], files: _OpenFiles
-    ) -> None:
-        super().__init__(path, kind, {name: blocks.stored for name, blocks in tensors.items()}, aliases)
+    def __init__(self, path: Path, tensors: Mapping[str, _Blocks], aliases: Mapping[str, str], files: _OpenFiles) -> None:
+        super().__init__(path, {name: blocks.stored for name, blocks in tensors.items()}, aliases)
         self._tensors, self._files = tensors, files
         self._chunk: Tensor | None = None
         """The read buffer. From mmap, since freeing a buffer of malloc's would leave a hole between the tensors."""
@@ -385,7 +381,7 @@ def _open_safetensors(path: Path, file: Path) -> WeightsFile:
         header = files.add("", file, follow=True)
         # `safetensors.torch.save_model` and `raypar export` store shared tensors once, and say so here.
         aliases = {k: v for k, v in header.metadata.items() if k not in header.tensors and v in header.tensors}
-        return _SafetensorsWeights(path, "safetensors file", _single_blocks(header, ""), aliases, files)
+        return _SafetensorsWeights(path, _single_blocks(header, ""), aliases, files)
 
 
 def _single_blocks(header: Header, file: str) -> dict[str, _Blocks]:
@@ -465,7 +461,7 @@ def _open_index(index: Path, path: Path | None = None) -> _IndexedWeights:
                 f"{index} promises {_tensors(lacking)} that its files do not have: {_listed(lacking)}",
                 cure="download the folder again",
             )
-        weights = _IndexedWeights(path or index, "sharded safetensors", tensors, {}, files)
+        weights = _IndexedWeights(path or index, tensors, {}, files)
     weights.files = names
     return weights
 
@@ -487,7 +483,7 @@ def _open_checkpoint(path: Path) -> WeightsFile:
                     f"{path / name} is not what {MANIFEST} says: {shown(str(error), 400)}", cure="use another checkpoint"
                 ) from error
         tensors = {name: _joined(list(parts), headers) for name, parts in itertools.groupby(entries, lambda entry: entry.name)}
-        return _SafetensorsWeights(path, "checkpoint", tensors, manifest.ties, files)
+        return _SafetensorsWeights(path, tensors, manifest.ties, files)
 
 
 def _joined(entries: Sequence[Entry], headers: Mapping[str, Header]) -> _Blocks:
@@ -520,7 +516,7 @@ class _StateDictWeights(WeightsFile):
             for name, tensor in tensors.items()
             if name not in aliases
         }
-        super().__init__(path, "state_dict", names, aliases)
+        super().__init__(path, names, aliases)
         self._tensors = dict(tensors)
 
     def close(self) -> None:

@@ -100,4 +100,4 @@ def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> Weight
             dtypes={name: tensor.dtype for name, tensor in state.items()},
         )
         fingerprint = spec.init_fingerprint or file.fingerprint()
-    return WeightsFromFile(path, fingerprint, found.names, own, found.notes)
+    return WeightsFromFile(path, fingerprint, found.names, own, (*found.notes, *own.notes))

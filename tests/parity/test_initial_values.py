@@ -24,13 +24,14 @@ from raypar.comm.memory import Pool
 from raypar.elastic.digests import InitialDigests
 from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred
-from raypar.model.build import STATE_DTYPES
+from raypar.model.build import STATE_DTYPES, state_shapes
 from raypar.model.graph import Graph, Layer
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
-from raypar.worker import checkpoint, weights_file
+from raypar.worker import assignment, checkpoint, weights_file
 from raypar.worker.assignment import make_graph
 from raypar.worker.checkpoint import BUFFER, CACHE, PARAMETER
+from raypar.worker.compute_state import StateGuard
 from raypar.worker.initial_state import initial_state
 from raypar.worker.local_run import LocalJob
 from raypar.worker.manifest import DTYPES
@@ -335,7 +336,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     exported = load_file(tmp_path / "m.safetensors")
     assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64
     for source in (path, tmp_path / "m.safetensors"):
-        again = make_graph(replace(spec, seed=77, init_from=WeightsSource(str(source)))).initial
+        again = make_graph(replace(spec, seed=77, init_from=WeightsSource(str(source)))).initial_values
         values = dict(again.stream(["1.phase", "1.ids", "1.factor"], torch.float32))
         assert all(torch.equal(value, begun[name]) and value.dtype == begun[name].dtype for name, value in values.items())
 
@@ -831,7 +832,7 @@ def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, mon
         made[1].up = nn.utils.skip_init(nn.Linear, 6, 8)
         return made
 
-    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial
+    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial_values
     for name in ("1.up.weight", "1.up.bias"):
         with pytest.raises(ModelError, match=f"parameter {name} is left without values"):
             dict(initial.stream([name], torch.float32))
@@ -867,3 +868,44 @@ def test_by_name_says_that_constructors_do_not_count():
 def test_what_the_model_function_raises_is_the_users_error():
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
         make_graph(replace(job("constructors"), model=Ref(lambda: 1 / 0)))
+
+
+def init_that_leaks(name: str, parameter: torch.Tensor) -> None:
+    parameter.copy_(torch.randn(parameter.shape).to(parameter.dtype))
+    torch.set_default_dtype(torch.float64)
+
+
+def graph_that_leaks() -> Graph:
+    layers = [Layer("a", lambda: nn.Linear(3, 3), ("x",), ("h",)), Layer("b", lambda: nn.Linear(3, 3), ("h",), ("y",))]
+    return Graph(tuple(layers), output="y", init=init_that_leaks)
+
+
+class LeakingLinear(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.parametrize(
+    "model, init", [(graph_that_leaks, "model"), (lambda: [LeakingLinear(3, 3), nn.Linear(3, 3)], "by-name")]
+)
+def test_process_state_that_an_initialisation_by_name_leaves_changed_decides_no_value(model, init):
+    """A worker that holds the second layer alone has the values of one that holds both."""
+    found = []
+    for first in (0, 1):
+        guard = StateGuard(threads=torch.get_num_threads())
+        graph = make_graph(replace(job("constructors"), model=Ref(model), init=init), guard.watching)
+        names = state_shapes(graph, first, 2)
+        found.append(dict(graph.initial_values.stream(names, torch.float32)))
+        assert torch.get_default_dtype() is torch.float32
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+
+
+def test_lines_about_what_the_model_function_costs_are_told_whatever_values_replace_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(assignment, "LOADS_BYTES", 1)
+    state = {name: torch.zeros_like(tensor) for name, tensor in WAYS["numpy_copies"]().state_dict().items()}
+    torch.save(state, tmp_path / "zeros.pt")
+    spec = job("numpy_copies")
+    for given in ({"init": "by-name"}, {"init_from": WeightsSource(str(tmp_path / "zeros.pt"))}):
+        notes = make_graph(replace(spec, **given)).initial_values.notes
+        assert any("loads" in note and "init_from: FILE" in note for note in notes), notes
