@@ -61,7 +61,7 @@ def test_members_json_is_written_again_when_the_last_step_has_been_executed_agai
     machine = SimpleNamespace(
         plan=None, members=(), gone=set(), phase=Phase.RUNNING, generation=2, spares=(), hiring=(), wanted=1
     )
-    machine.committed, machine.journalled, machine.emitted = 8, 10, 10
+    machine.committed, machine.journalled, machine.emitted, machine.silence = 8, 10, 10, {}
 
     def replaying() -> object:
         made = status.changed(machine, lambda n: {}, lambda plan: "1f1b")
