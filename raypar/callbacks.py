@@ -314,15 +314,17 @@ class Tracker(Callback):
         tracker of raypar's raises, for their packages have errors of their own for a server or a disk that fails."""
         if hook != "on_start" and isinstance(error, Exception) and type(self) in TRACKERS.values():
             return True
+        causes: list[BaseException] = []
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
+        while cause is not None and cause not in causes:  # `raise first from second` while handling first makes a circle
+            causes.append(cause)
             cause = cause.__cause__ or cause.__context__
-        return cause is not None
+        return any(isinstance(cause, OSError) for cause in causes)
 
     def __init__(self) -> None:
         import importlib.util
 
-        if not any(importlib.util.find_spec(package) for package in self.packages):
+        if self.packages and not any(importlib.util.find_spec(package) for package in self.packages):
             raise ConfigError(
                 f"{type(self).__name__} needs the package {' or '.join(self.packages)}, which is not installed",
                 cure=f"pip install {self.packages[0]} (where the driver runs), or leave the tracker out",

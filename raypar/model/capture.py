@@ -72,6 +72,11 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
                 f"{type(made).__name__} is an nn.Sequential with a forward of its own, which its children in a row are not",
                 cure="move what its forward does into layers of the chain, or return a raypar.Graph",
             )
+        if (own := _own_calls(made)) is not None:
+            raise ModelError(
+                f"the {type(made).__name__} that the model function returned has {own}, and workers call its layers only",
+                cure="give it to a layer of the chain: the first one, or the last",
+            )
         pairs: list[tuple[str, nn.Module]] = list(made.named_children())
         if len(pairs) != len(made):  # named_children drops repeats of one module
             raise ModelError(
@@ -88,6 +93,16 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
             raise ModelError(f"layer {name!r} is a {type(module).__name__}, not an nn.Module", cure=_ACCEPTED)
         pairs.append((str(name), module))
     return pairs
+
+
+def _own_calls(chain: nn.Sequential) -> str | None:
+    """What calling the chain does beside calling its layers in a row; None if there is nothing."""
+    hooks = chain._forward_hooks, chain._forward_pre_hooks, chain._backward_hooks, chain._backward_pre_hooks
+    if any(hooks):
+        return "hooks of its own"
+    if "forward" in vars(chain) or type(chain).__call__ is not nn.Sequential.__call__:
+        return "a forward of its own"
+    return "a compiled form (torch.compile)" if chain._compiled_call_impl is not None else None
 
 
 def without_values(

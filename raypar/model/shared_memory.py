@@ -36,6 +36,7 @@ def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]], replaced: Re
         inside = set(module.modules())
         for path, part in module.named_modules():
             where = f"{layer}.{path}" if path else layer
+            _refuse_compiled(where, part)
             for key, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is None:
                     continue
@@ -51,6 +52,17 @@ def refuse_shared_memory(layers: Collection[tuple[str, nn.Module]], replaced: Re
                 if key not in _OWN:
                     _refuse_held(f"{where}.{key}", value, trained, inside)
                     _refuse_former_values(f"{where}.{key}", value, other, inside)
+
+
+def _refuse_compiled(where: str, module: nn.Module) -> None:
+    """Raises `ModelError` for a module that is compiled as an object: the code keeps that object's parameters."""
+    wrapper = type(module).__module__.startswith("torch._dynamo.")  # what torch.compile(module) returns
+    if wrapper or module._compiled_call_impl is not None:
+        raise ModelError(
+            f"{where} is a compiled module, and compiled code would keep the parameters of the model function, which workers "
+            "do not train",
+            cure="compile functions instead: put @torch.compile on the method forward of its class, or on what that calls",
+        )
 
 
 _Registered = dict[int, list[tuple[str, Tensor]]]

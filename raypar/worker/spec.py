@@ -82,7 +82,11 @@ def text_of(value: Any) -> str:
     if callable(value):
         return label_of(value)
     if all(hasattr(value, name) for name in ("dtype", "shape", "tolist")):
-        digest = hashlib.sha256(repr(value.tolist()).encode()).hexdigest()
+        try:
+            values = value.tolist()
+        except (RuntimeError, TypeError):  # no dense values of its own: meta, sparse, quantized
+            return without_addresses(repr(value))
+        digest = hashlib.sha256(repr(values).encode()).hexdigest()
         return f"{type(value).__name__}({value.dtype}, {list(value.shape)}, sha256 {digest[:16]})"
     return without_addresses(repr(value))
 
@@ -97,14 +101,20 @@ def without_stable_text(target: Any) -> str | None:
     elif isinstance(target, (list, tuple, set, frozenset)):
         given = list(target)
     else:
-        named = isinstance(target, type) or hasattr(target, "__qualname__") or hasattr(target, "named_buffers")
-        return None if named or without_addresses(repr(target)) == repr(target) else repr(target)
+        if isinstance(target, type) or hasattr(target, "__qualname__") or hasattr(target, "named_buffers"):
+            return None
+        text = re.sub(rf"(<function [^ ]+){_ADDRESS}>", r"\1>", repr(target))  # in a dataclass, say: its name tells it
+        return None if without_addresses(text) == text else repr(target)
     return next((text for value in given if (text := without_stable_text(value)) is not None), None)
 
 
 def without_addresses(text: str) -> str:
     """A `repr` without the addresses of objects, which are no part of what they are."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+    return re.sub(_ADDRESS, "", text)
+
+
+_ADDRESS = r" at 0x[0-9a-fA-F]+"
+"""As Python writes it, or numpy, whose generators have capitals."""
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,64 @@ def test_what_is_not_layers_is_refused(given, words):
         capture(given, input="x")
 
 
+def doubled(module: nn.Module, *given: object) -> Tensor:
+    return given[-1] * 2
+
+
+class Doubled(nn.Sequential):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda chain: chain.register_forward_hook(doubled), "has hooks of its own"),
+        (lambda chain: chain.register_forward_pre_hook(doubled), "has hooks of its own"),
+        (lambda chain: chain.register_full_backward_hook(doubled), "has hooks of its own"),
+        (lambda chain: setattr(chain, "forward", lambda x: 2 * x), "has a forward of its own"),
+        (lambda chain: setattr(chain, "__class__", Doubled), "has a forward of its own"),
+    ],
+)
+def test_what_only_a_call_of_the_whole_chain_does_is_refused(change, words):
+    """Workers call layers: it was left out in silence, and the losses were others."""
+    chain = nn.Sequential(small(), small())
+    change(chain)
+    with pytest.raises(ModelError, match=f"the model function returned {words}"):
+        capture(chain, input="x")
+
+
+@pytest.mark.full  # PyTorch's compiler takes seconds to be imported
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("where", ["0", "0.0"])
+def test_compiled_modules_are_refused_and_the_cure_works(where, trained):
+    """The message spoke of variables of functions, and frozen ones ran without their compiled form."""
+    chain = nn.Sequential(nn.Sequential(small().requires_grad_(trained)), small())
+    chain.get_submodule(where).compile(backend="eager")
+    with pytest.raises(ModelError, match=f"^{where} is a compiled module") as error:
+        capture(chain, input="x")
+    assert "put @torch.compile on the method forward of its class" in error.value.cure
+    with pytest.raises(ModelError, match=r"^0 is a compiled module"):
+        capture([torch.compile(small().requires_grad_(trained), backend="eager")], input="x")
+
+    whole = nn.Sequential(small())
+    whole.compile(backend="eager")
+    with pytest.raises(ModelError, match="the model function returned has a compiled form"):
+        capture(whole, input="x")
+
+    class Layer(nn.Linear):
+        @torch.compile(backend="eager")
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    made = Layer(4, 4)
+    graph = capture([made], input="x")
+    module = graph.layers[0].build()
+    module.to_empty(device="cpu").load_state_dict(made.state_dict())
+    x = torch.ones(2, 4)
+    assert torch.equal(module(x), made(x))
+
+
 @pytest.mark.parametrize(
     "build, words",
     [

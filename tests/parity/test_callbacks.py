@@ -8,6 +8,7 @@ import resource
 import struct
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ import pytest
 from ray import cloudpickle
 from tensorboardX.proto.event_pb2 import Event
 
-from raypar.callbacks import Callback, Callbacks, EarlyStopping, MLflow, Stop, TensorBoard, WandB, callbacks_of, checked
+from raypar.callbacks import (
+    Callback,
+    Callbacks,
+    EarlyStopping,
+    MLflow,
+    Stop,
+    TensorBoard,
+    Tracker,
+    WandB,
+    callbacks_of,
+    checked,
+)
 from raypar.config import parse_job
 from raypar.errors import ConfigError, InputError, UserCodeError
 
@@ -147,6 +159,42 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch
 
 def quiet(patience: int = 1) -> Callback:
     return EarlyStopping(patience)
+
+
+class OwnTracker(Tracker):
+    """A user's, without a package that it needs; its server is down, or its code wrong."""
+
+    def __init__(self, raises: Callable[[], None]) -> None:
+        super().__init__()
+        self.raises = raises
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.raises()
+
+
+def circle(kind: type[Exception]) -> Callable[[], None]:
+    """Raises the first error from the second, which came while the first was handled: each is the other's cause."""
+
+    def raises() -> None:
+        try:
+            raise kind("first")
+        except kind as first:
+            try:
+                raise ValueError("second")
+            except ValueError as second:
+                raise first from second
+
+    return raises
+
+
+def test_a_tracker_of_ones_own_needs_no_package_and_errors_in_a_circle_end():
+    """It could not be made (`IndexError`); the circle hung the driver."""
+    callbacks = Callbacks([OwnTracker(circle(ConnectionError))])
+    callbacks.call("on_step", step(1, 2.5))
+    ((kind, text),) = callbacks.lines()
+    assert kind == "warning" and "OwnTracker cannot write" in text
+    with pytest.raises(UserCodeError, match="KeyError: 'first'"):
+        Callbacks([OwnTracker(circle(KeyError))]).call("on_step", step(1, 2.5))
 
 
 def test_a_job_file_asks_for_callbacks_first_then_trackers():

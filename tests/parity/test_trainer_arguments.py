@@ -1,9 +1,12 @@
 """What a script gives `Trainer` wrongly is said before anything starts."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
@@ -19,7 +22,7 @@ from raypar.launch import resumed
 from raypar.worker import checkpoint, profile
 from raypar.worker.core import WorkerCore
 from raypar.worker.preflight import preflight
-from raypar.worker.spec import DataSpec, Ref
+from raypar.worker.spec import DataSpec, Ref, label_of, text_of
 
 GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size": 1, "microbatches": 1}
 
@@ -296,6 +299,37 @@ def test_a_partial_with_an_argument_that_has_no_text_of_its_own_is_refused(wrapp
     ) as error:
         raypar.Trainer(**(GIVEN | {"loss": functools.partial(squares, scale=wrapped(object()))}))
     assert "a function that makes that argument itself" in error.value.cure
+
+
+@dataclasses.dataclass
+class Options:
+    """As people give them to a model or a loss."""
+
+    activation: Any = squares
+    generator: Any = None
+
+
+def test_functions_in_the_options_of_a_partial_are_named_and_not_refused():
+    spec = raypar.Trainer(**(GIVEN | {"loss": functools.partial(squares, scale=Options())})).spec
+    assert spec.loss.label == "partial(squares, scale=Options(activation=<function squares>, generator=None))"
+
+
+def test_addresses_in_capitals_are_no_part_of_a_label():
+    """numpy writes `Generator(PCG64) at 0x7F...`: a job with such a data set could not be resumed."""
+
+    @dataclasses.dataclass
+    class Samples(Options):
+        def __call__(self):
+            return []
+
+    labels = {label_of(Samples(generator=numpy.random.default_rng(seed))) for seed in range(2)}
+    assert len(labels) == 1 and labels.pop().endswith("generator=Generator(PCG64))")
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2, device="meta"), torch.eye(2).to_sparse()])
+def test_tensors_without_dense_values_have_a_text(tensor):
+    """A traceback of torch's came out of Trainer."""
+    assert "tensor(" in text_of(tensor)
 
 
 def test_two_data_sets_of_one_name_are_two():
