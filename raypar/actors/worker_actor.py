@@ -359,7 +359,9 @@ def give_back_place() -> None:
 
 def lacks_memory(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from, says that memory could not be had."""
-    while error is not None:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # two errors may be each other's cause
+        seen.append(error)
         name = type(error).__name__
         refused = isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATORS_SAY)
         if isinstance(error, MemoryError) or name == "OutOfMemoryError" or refused:

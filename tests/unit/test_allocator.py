@@ -1,7 +1,9 @@
-"""What glibc is told of a worker's memory."""
+"""What glibc is told of a worker's memory, and which errors say that there is none."""
 
 import subprocess
 import sys
+
+from raypar.actors.worker_actor import lacks_memory
 
 BODY = """
 import psutil
@@ -25,3 +27,11 @@ def test_freed_memory_is_kept_until_it_is_given_back():
     done = subprocess.run([sys.executable, "-c", BODY], capture_output=True, text=True, timeout=60, check=True)
     full, freed, returned = map(int, done.stdout.split())
     assert full - freed <= 4 and freed - returned >= 60
+
+
+def test_errors_that_are_each_others_cause_are_looked_through_once():
+    first, second = ValueError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert not lacks_memory(first)
+    second.args = ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",)
+    assert lacks_memory(first)
