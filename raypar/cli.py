@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from raypar import __version__
 from raypar.errors import ConfigError, Interrupted, RayparError
+from raypar.input_files import READABLE
 from raypar.user_code import recording_ctrl_c
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -88,6 +89,9 @@ def _guarded(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            print(f"error: cannot use {error.filename}: {error.strerror}\n  cure: {READABLE}", file=sys.stderr)
+            return ConfigError.exit_code
         if error.errno not in DISK:
             raise
         what = f"cannot write {error.filename or 'what is printed'}: {error.strerror}"

@@ -297,6 +297,11 @@ def parse_init_from(given: Any) -> WeightsSource | None:
     """The source that `Trainer`'s argument `init_from` gives: a section's value, or a `WeightsSource`. Raises `ConfigError`."""
     if given is None or isinstance(given, WeightsSource):
         return given
+    if isinstance(given, Mapping) and any(hasattr(value, "untyped_storage") for value in given.values()):
+        raise ConfigError(
+            f"init_from is a state_dict with {len(given)} entries: it takes what workers can read, a file or folder",
+            cure="save it (safetensors.torch.save_file(state, FILE)) and give the path, or load it in the model function",
+        )
     try:
         return InitFromConfig.model_validate(given).to_source()
     except ValidationError as error:

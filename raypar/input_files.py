@@ -25,6 +25,8 @@ PIECE_BYTES = 1 << 20
 MAX_DEPTH = 64
 """Nesting limit of JSON and YAML. raypar's own files have 6 levels at most."""
 
+READABLE = "make it, and the folders that it is in, readable (chmod u+rx), or work as a user who may read it"
+"""The cure where a permission lacks."""
 _CURE = "give the path of a file"
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -42,6 +44,11 @@ _SAME_BRACKET = bytes.maketrans(b"{}", b"[]")
 def kind_of(mode: int) -> str | None:
     """The kind of a file by its mode: `a FIFO`, `a symbolic link`, ...; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+def denied(error: OSError) -> bool:
+    """Whether it is about a permission."""
+    return isinstance(error, PermissionError)
 
 
 class TooDeep(ValueError):

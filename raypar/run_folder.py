@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError
-from raypar.input_files import TooDeep, kind_of, open_regular, parse_json, read_bytes, read_text, shown
+from raypar.input_files import READABLE, TooDeep, denied, kind_of, open_regular, parse_json, read_bytes, read_text, shown
 from raypar.run_records import check_document, check_event, check_metrics
 
 FILES = (
@@ -155,8 +155,10 @@ class RunFolder:
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
         """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
         for path in (local_path(run, "the run"), local_path(run_dir, "--run-dir") / run):
-            has_job = (path / "job.yaml").is_file()
-            if has_job or (path / "checkpoints").is_dir():
+            with reading(path):
+                has_job = (path / "job.yaml").is_file()
+                is_run = has_job or (path / "checkpoints").is_dir()
+            if is_run:
                 RunFolder(path).check_files()
                 if with_job and not has_job:
                     raise ConfigError(
@@ -180,7 +182,11 @@ class RunFolder:
     @staticmethod
     def latest(run_dir: str | Path = "runs/") -> RunFolder:
         """The run under `run_dir` that was started or resumed last. Raises `ConfigError` when there is none."""
-        started = sorted(local_path(run_dir, "--run-dir").glob("*/cluster.json"), key=lambda path: path.lstat().st_mtime)
+        root = local_path(run_dir, "--run-dir")
+        with reading(root):
+            runs = list(root.iterdir()) if root.is_dir() else []
+            records = [run / "cluster.json" for run in runs if run.is_dir()]
+            started = sorted((path for path in records if path.exists()), key=lambda path: path.lstat().st_mtime)
         if not started:
             raise ConfigError(
                 f"no run lies under {run_dir}",
@@ -313,6 +319,16 @@ def as_regular(path: str | os.PathLike[str], flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return descriptor
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into a `ConfigError` that names what could not be read, `path` if they do not say."""
+    try:
+        yield
+    except OSError as error:
+        cure = READABLE if denied(error) else "give another path"
+        raise ConfigError(f"cannot read {error.filename or path}: {error.strerror or error}", cure=cure) from error
 
 
 @contextlib.contextmanager

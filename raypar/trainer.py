@@ -29,7 +29,7 @@ from raypar.launch import (
     resumed,
 )
 from raypar.plan import ParallelPlan, Routing
-from raypar.run_folder import RunFolder, local_path
+from raypar.run_folder import RunFolder, local_path, reading
 from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, without_stable_text
 
 if TYPE_CHECKING:
@@ -313,9 +313,11 @@ def checkpoint_at(given: Any, tell: Tell) -> Path:
             f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
         )
     path = local_path(given, "resume_from_checkpoint")
-    if (path / "checkpoints").is_dir():
+    with reading(path):
+        is_run, is_checkpoint = (path / "checkpoints").is_dir(), (path / MANIFEST).is_file()
+    if is_run:
         return last_checkpoint(RunFolder(path), tell)
-    if not (path / MANIFEST).is_file():
+    if not is_checkpoint:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_...")
     return verify(path).path
 

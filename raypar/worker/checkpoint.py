@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError
-from raypar.input_files import open_regular, parse_json, read_bytes, shown
+from raypar.input_files import READABLE, open_regular, parse_json, read_bytes, shown
 from raypar.plan.spans import Spans
 from raypar.worker.manifest import (
     BUFFER,
@@ -541,6 +541,12 @@ def _sync(folder: Path) -> None:
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
-    """(steps done, folder), ascending."""
-    found = [(re.fullmatch(r"step_([0-9]+)", path.name), path) for path in root.glob("step_*")]
+    """(steps done, folder), ascending; none where `root` does not exist. Raises `CheckpointError` if it cannot be read."""
+    try:
+        paths = list(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {root}: {error.strerror or error}", cure=READABLE) from error
+    found = [(re.fullmatch(r"step_([0-9]+)", path.name), path) for path in paths]
     return sorted((int(match[1]), path) for match, path in found if match)

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError, first_line
-from raypar.input_files import open_regular, parse_json, read_bytes, shown
+from raypar.input_files import READABLE, denied, open_regular, parse_json, read_bytes, shown
 from raypar.plan.spans import Spans, common, count, places
 from raypar.worker.checkpoint import load_manifest, usable, verify
 from raypar.worker.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Entry, check_header
@@ -153,6 +153,10 @@ class WeightsFile:
         raise NotImplementedError
 
 
+PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
+"""The name of one file of several, as Hugging Face writes them."""
+
+
 def open_weights(path: str | Path) -> WeightsFile:
     """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve`).
 
@@ -160,12 +164,9 @@ def open_weights(path: str | Path) -> WeightsFile:
     """
     found = _existing(path)
     found, notes = resolve(found) if _is_run(found) else (found, ())
-    if not found.is_dir():
-        weights = _open_file(found)
-    elif (found / MANIFEST).exists():
-        weights = _open_checkpoint(found)
-    else:
-        weights = _open_folder(found)
+    with _as_checkpoint_errors(found):
+        kind = _open_file if not found.is_dir() else _open_checkpoint if (found / MANIFEST).exists() else _open_folder
+    weights = kind(found)
     weights.notes = notes
     return weights
 
@@ -177,7 +178,9 @@ def resolve(path: str | Path) -> tuple[Path, tuple[str, ...]]:
     whole and compares their checksums, which `open_weights` does not. Raises `CheckpointError`.
     """
     found = _existing(path)
-    if found.is_dir() and (found / MANIFEST).exists():
+    with _as_checkpoint_errors(found):
+        is_checkpoint = found.is_dir() and (found / MANIFEST).exists()
+    if is_checkpoint:
         return verify(found).path, ()
     if not _is_run(found):
         return found, ()
@@ -413,6 +416,12 @@ def _open_folder(path: Path) -> WeightsFile:
                 cure=f"give {path / indices[0]}, or {path / besides[0]}",
             )
         return weights
+    parts = [part for name in single if (part := PART.fullmatch(name))]
+    if parts:
+        raise CheckpointError(
+            f"{path} has files that are parts of one model, and not the index that leads to its tensors: {_listed(single)}",
+            cure=f"put the model's {parts[0][1]}{_INDEX} beside them",
+        )
     if len(single) > 1:
         raise CheckpointError(
             f"{path} has {len(single)} safetensors files and no index: {_listed(single)}", cure=f"give {path / single[0]}, say"
@@ -598,7 +607,9 @@ def _as_checkpoint_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot read {shown(path)}: {error.strerror or error}", cure="give another path") from error
+        raise CheckpointError(
+            f"cannot read {shown(path)}: {error.strerror or error}", cure=READABLE if denied(error) else "give another path"
+        ) from error
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
-from raypar.worker.weights_file import FLOATING, WeightsFile
+from raypar.worker.weights_file import FLOATING, PART, WeightsFile
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, Sequence[int]]
 _SHOWN = 5
 """Differences of each kind that a message names."""
+_MAX_PATTERNS = 20
+"""More of them help nobody: then the weights are those of another model."""
 
 
 @dataclass(frozen=True)
@@ -300,9 +302,11 @@ def _shape_text(file: WeightsFile, name: str, old: str, shape: Sequence[int]) ->
 
 def _cure(file: WeightsFile, model: _Model, source: WeightsSource, found: _Comparison) -> str:
     """The cure for the differences found: a setting of `init_from`, if one would help."""
-    part = re.fullmatch(r"(.+)-\d{5}-of-\d{5}\.safetensors", file.path.name)
-    if part and found.lacking and any(file.path.parent.glob("*.safetensors.index.json")):
-        return f"it is one file of several: give the folder, {file.path.parent}"
+    if found.lacking and PART.fullmatch(file.path.name):
+        there = any(file.path.parent.glob("*.safetensors.index.json"))
+        return f"it is one file of several: give the folder, {file.path.parent}" + (
+            "" if there else ", with the index of the model (a file model.safetensors.index.json) beside them"
+        )
     best = _other_prefix(file, model, source)
     if best is not None:
         then = _compare(file, model, best).differences
@@ -322,6 +326,8 @@ def _cure(file: WeightsFile, model: _Model, source: WeightsSource, found: _Compa
     unexpected = _patterns([*found.unexpected, *found.other_shape], file.names)
     allow = {"allow_missing": missing} if missing else {}
     allow |= {"allow_unexpected": unexpected} if unexpected else {}
+    if max(len(missing), len(unexpected)) > _MAX_PATTERNS:
+        return "give weights of this model"
     return f"give weights of this model; if it is meant so (a new head, for example), write init_from: {_yaml(source, **allow)}"
 
 
@@ -374,7 +380,13 @@ def _yaml(source: WeightsSource, **changed: object) -> str:
 
 
 def _patterns(names: Collection[str], among: Iterable[str]) -> list[str]:
-    """Up to five patterns that match `names` and no others of `among`; as few as possible."""
+    """Patterns that match all of `names` and no others of `among`: a module's tensors, or those of a whole layer if these
+    are more than `_SHOWN`."""
+    found = _tight_patterns(names, among, by_layer=False)
+    return found if len(found) <= _SHOWN else _tight_patterns(names, among, by_layer=True)
+
+
+def _tight_patterns(names: Collection[str], among: Iterable[str], *, by_layer: bool) -> list[str]:
     others = set(among) - set(names)
     tight: dict[str, bool] = {}
     found: dict[str, None] = {}
@@ -382,12 +394,12 @@ def _patterns(names: Collection[str], among: Iterable[str]) -> list[str]:
         parts = name.split(".")
         numbered, module = ".".join("*" if part.isdigit() else part for part in parts), ".".join([*parts[:-1], "*"])
         choices = [numbered] * (numbered != name) + [module] * (len(parts) > 1)
+        if by_layer:
+            choices = [".".join([*parts[:depth], "*"]) for depth in range(1, len(parts))] + choices
         for choice in choices:
             if choice not in tight:
                 tight[choice] = not any(fnmatch.fnmatchcase(other, choice) for other in others)
         found[next((choice for choice in choices if tight[choice]), name)] = None
-        if len(found) == _SHOWN:
-            break
     return list(found)
 
 

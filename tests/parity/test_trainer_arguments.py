@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import raypar
 from raypar.callbacks import Callback, EarlyStopping
 from raypar.cli import main
-from raypar.config import ElasticConfig
+from raypar.config import ElasticConfig, parse_init_from
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
 from raypar.launch import resumed
 from raypar.worker import checkpoint, profile
@@ -339,3 +339,9 @@ def test_two_data_sets_of_one_name_are_two():
     core = WorkerCore(spec)
     assert [core.dataset(data) for data in (spec.data, spec.validation.data)] == [[1, 2], [3]]
     assert core.dataset(spec.data) is core.dataset(spec.data)
+
+
+def test_a_state_dict_is_no_place_that_workers_can_read():
+    with pytest.raises(ConfigError, match="init_from is a state_dict with 2 entries") as refused:
+        parse_init_from(nn.Linear(2, 2).state_dict())
+    assert "save_file" in refused.value.cure

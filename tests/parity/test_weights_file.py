@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -589,6 +590,30 @@ def test_buffers_that_are_not_persistent_may_be_in_the_file(tmp_path: Path):
     with open_weights(stored(tmp_path, weights())) as file:
         found = match_weights(file, {**SHAPES, "rope.inv_freq": (2,)}, optional=["rope.inv_freq"])
         assert found.missing == ("rope.inv_freq",) and found.notes == ()
+
+
+def test_what_the_cure_says_may_miss_is_all_that_is_missing(tmp_path: Path):
+    """Of 29 tensors of 6 layers: patterns of whole layers, and those are enough."""
+    wanted = {f"{layer}.{part}.weight": (2,) for layer in range(6) for part in ("attn.q", "attn.k", "attn.v", "up", "down")}
+    wanted |= {"6.bias": (3,)}
+    with open_weights(stored(tmp_path, {name: torch.zeros(2) for name in wanted if name < "3"})) as file:
+        with pytest.raises(CheckpointError) as refused:
+            match_weights(file, wanted)
+        patterns = json.loads(re.search(r"allow_missing: (\[.*?\])", refused.value.cure)[1])
+        assert patterns == ["3.*", "4.*", "5.*", "6.*"]
+        assert match_weights(file, wanted, source=WeightsSource("F", allow_missing=tuple(patterns))).missing
+        far = {f"{layer}.w{layer}": (2,) for layer in range(40)} | {"2.other.weight": (2,)}
+        with pytest.raises(CheckpointError) as refused:
+            match_weights(file, {**far, "0.up.weight": (2,)})
+        assert refused.value.cure == "give weights of this model"
+
+
+def test_parts_of_a_model_without_their_index_are_no_model(tmp_path: Path):
+    for part in (1, 2):
+        save_file(weights(), tmp_path / f"model-0000{part}-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="parts of one model") as refused:
+        open_weights(tmp_path)
+    assert refused.value.cure == "put the model's model.safetensors.index.json beside them"
 
 
 def test_a_new_head_is_let_through_by_name_and_said(tmp_path: Path):

@@ -5,6 +5,7 @@ reads it. Nothing outside of the folder may be opened, nothing may hang, and no 
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -692,6 +693,37 @@ def test_a_hostile_file_is_refused_in_two_lines_and_nothing_else_is_opened(
     assert max(map(len, [*lines, *out.splitlines()])) < 2000, "a message is not as long as the file"
     assert [path for path in opened if path.startswith(str(place / "outside"))] == []
     assert not list(place.glob("model.*")) and not (place / "run.svg").exists()
+
+
+@pytest.mark.parametrize("locked", ["runs/tiny", "runs/tiny/checkpoints", "runs"])
+@pytest.mark.parametrize("command", ["resume", "export of a run", "status", "status of the last run"])
+def test_a_folder_that_may_not_be_read_is_said_to_be_one(
+    command: str, locked: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As for a user without the permission; root has it always."""
+    inside = f"{place / locked}{os.sep}"
+
+    def checked(call: Callable[..., Any], *, listing: bool) -> Callable[..., Any]:
+        def checks(path: Any = ".", *more: Any, **options: Any) -> Any:
+            wanted = "" if isinstance(path, int) else os.fspath(path)
+            if isinstance(wanted, str) and f"{wanted}{os.sep}".startswith(inside) and (listing or wanted + os.sep != inside):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), wanted)
+            return call(path, *more, **options)
+
+        return checks
+
+    for name in ("stat", "lstat", "open"):
+        monkeypatch.setattr(os, name, checked(getattr(os, name), listing=False))
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, checked(getattr(os, name), listing=True))
+    words = COMMANDS[command]
+    code = main([word.format(place=place) for word in words])
+    said = capsys.readouterr()
+    if command.startswith("status") and locked == "runs/tiny/checkpoints":
+        assert code == 0, said.err  # needs no checkpoint
+        return
+    lines = said.err.splitlines()
+    assert code == 2 and len(lines) == 2 and "Permission denied" in lines[0] and "readable" in lines[1], said.out + said.err
 
 
 def lines_of(place: Path) -> set[str]:
