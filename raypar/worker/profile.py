@@ -121,6 +121,7 @@ def _profile_layer(
         Stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
         for split in (False, True)
     )
+    whole.before_run = split.before_run = True
     fields = {name: batch[name] for name in whole.batch_fields}
     outputs = _forward(whole, received, fields)
     gradients = {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}

@@ -215,6 +215,8 @@ class Stage:
         self._loss_fn = loss_fn if shard is None else sharded_loss(loss_fn, shard.group)
         self._target = spec.data.target or "y"
         self._coordinate = f"stage {index}, replica {replica}" + (f", shard {shard.group.shard}" if shard is not None else "")
+        self.before_run = False
+        """Its layers are timed: the plan is not the job's, and there is no step yet."""
         self.step = -1
         self.losses: dict[int, tuple[Tensor | float, Tensor | float]] = {}
         self._live: dict[int, _Live] = {}
@@ -508,6 +510,8 @@ class Stage:
 
     def _place(self, microbatch: int) -> str:
         """Where this stage is now, for messages: `at stage 1, replica 0, step 3, microbatch 2`."""
+        if self.before_run:
+            return f"in layer {self.layers[0].name!r}, with the first microbatch, before the run"
         return f"at {self._coordinate}, step {self.step + 1}, microbatch {microbatch}"
 
     # -- backward ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from raypar.errors import ConfigError, UserCodeError
 from raypar.plan import ParallelPlan
 from raypar.worker.local_run import LocalJob
 from raypar.worker.preflight import preflight
+from raypar.worker.profile import profile_job
 
 SAMPLES = [(torch.full((3,), float(i)), i % 4) for i in range(8)]
 GIVEN = {"data": SAMPLES, "steps": 2, "batch_size": 4, "microbatches": 2, "optimizer": ("torch.optim:SGD", {"lr": 0.1})}
@@ -98,3 +99,16 @@ def test_a_loss_module_with_other_options_is_another_job():
         raypar.Trainer(model=model, loss=nn.CrossEntropyLoss(label_smoothing=s), **GIVEN).spec.loss.label for s in (0, 0.1)
     }
     assert len(labels) == 2 and all("label_smoothing" in label for label in labels)
+
+
+def test_an_error_while_layers_are_timed_names_the_layer_and_no_stage_of_a_plan():
+    """Code that reads numbers is not called on the meta device, so that the plan's measurements are the first to meet it."""
+
+    def loss(output, target):
+        assert float(output.sum()) != float("inf")
+        return nn.functional.cross_entropy(output, target)  # of [2, 5, 4] and [2, 5]
+
+    sample = torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)
+    spec = raypar.Trainer(model=model, loss=loss, **{**GIVEN, "data": [sample] * 8}).spec
+    with pytest.raises(UserCodeError, match=r"in layer '2', with the first microbatch, before the run"):
+        profile_job(spec, workers=1)
