@@ -19,6 +19,7 @@ from raypar.comm.transport import Routine, Transport, drive
 from raypar.comm.wire import SHARDS
 from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
+from raypar.model.build import Copies
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -394,7 +395,10 @@ class WorkerCore:
 
 
 def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
-    """The graph with its builds and its `init` guarded: process state that they leave changed is restored."""
+    """The graph with its builds and its `init` guarded: process state that they leave changed is restored.
+
+    Not those builds that copy skeletons: they call no user's code, and a recovery waits for every one of them.
+    """
 
     def build(layer: Layer) -> nn.Module:
         with guard.watching(f"the constructor of layer {layer.name!r}"):
@@ -404,7 +408,9 @@ def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
         with guard.watching("the graph's init"):
             init(name, parameter)
 
-    layers = tuple(replace(layer, build=partial(build, layer)) for layer in graph.layers)
+    layers = tuple(
+        layer if isinstance(layer.build, Copies) else replace(layer, build=partial(build, layer)) for layer in graph.layers
+    )
     return replace(graph, layers=layers, init=graph.init and partial(fill, graph.init))
 
 
