@@ -657,7 +657,7 @@ def test_tensors_that_are_no_parameters_hold_what_the_model_function_gave_them(
     elif begins == "by-name":
         spec = replace(spec, init="by-name")
         names = [name for name, _ in model().named_parameters()]
-        values = dict(make_graph(spec).initial.stream(names, torch.float32))
+        values = dict(make_graph(spec).initial_values.stream(names, torch.float32))
         by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), values)))
     want = reference.train(make_graph(by_hand), by_hand).losses
     with LocalJob(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
