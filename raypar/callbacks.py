@@ -33,7 +33,7 @@ class Stop:
 
 
 Metrics = Mapping[str, float | int | str | bool | None]
-Answer = Stop | Metrics | None
+HookResult = Stop | Metrics | None
 """What `on_step` and `on_validation` may return; a mapping is metrics of your own, written with those of the step."""
 
 
@@ -107,10 +107,10 @@ class Callback:
     def on_start(self, info: StartInfo) -> None:
         """Before the first step."""
 
-    def on_step(self, info: StepInfo) -> Answer:
+    def on_step(self, info: StepInfo) -> HookResult:
         """After every committed step."""
 
-    def on_validation(self, info: ValidationInfo) -> Answer:
+    def on_validation(self, info: ValidationInfo) -> HookResult:
         """After every validation pass."""
 
     def on_checkpoint(self, info: CheckpointInfo) -> None:
@@ -131,10 +131,10 @@ _INFOS: dict[str, type[Any]] = {
     "on_exception": FailureInfo,
     "on_end": EndInfo,
 }
-Info = TypeVar("Info")
+CallbackInfo = TypeVar("Info")
 
 
-def _info(kind: type[Info], facts: Mapping[str, Any]) -> Info:
+def _info(kind: type[CallbackInfo], facts: Mapping[str, Any]) -> CallbackInfo:
     """An info of the facts it has names for; `metrics` gets all of them."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return kind(**{k: v for k, v in {**facts, "metrics": dict(facts)}.items() if k in names})
@@ -274,11 +274,11 @@ class EarlyStopping(Callback):
                 if line["step"] < info.first:
                     self._look(line)
 
-    def on_step(self, info: StepInfo) -> Answer:
+    def on_step(self, info: StepInfo) -> HookResult:
         """Judges metrics of steps."""
         return self._look(info.metrics)
 
-    def on_validation(self, info: ValidationInfo) -> Answer:
+    def on_validation(self, info: ValidationInfo) -> HookResult:
         """Judges metrics of validations."""
         return self._look(info.metrics)
 
@@ -509,7 +509,7 @@ TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB
 # -- from a job file ---------------------------------------------------------------------------------------------------------
 
 
-def callbacks_of(job: Job) -> tuple[Callback, ...]:
+def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
     """What a job file asks for: its callbacks first (they may add metrics), then early stopping, then trackers.
 
     Raises `ConfigError` for functions that give no callback and trackers whose package is missing.
@@ -526,7 +526,7 @@ def callbacks_of(job: Job) -> tuple[Callback, ...]:
                 f"callback {config.function} raised {error_text(error)}\n{traceback.format_exc()}",
                 cure="call it by itself with its args",
             ) from error
-        found.append(checked(made, config.function))
+        found.append(check_callback(made, config.function))
     if job.early_stopping is not None:
         found.append(EarlyStopping(job.early_stopping.patience, job.early_stopping.min_delta))
     for tracker in job.trackers:
@@ -537,11 +537,11 @@ def callbacks_of(job: Job) -> tuple[Callback, ...]:
     return tuple(found)
 
 
-def checked_list(given: Any) -> tuple[Callback, ...]:
+def check_callbacks(given: Any) -> tuple[Callback, ...]:
     """Callbacks as `Trainer` takes them. Raises `ConfigError` unless it is a list of objects that are `checked`."""
     if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
         raise ConfigError(f"callbacks is {given!r}, not a list", cure=f"give a list: callbacks=[{_shown(given)}]")
-    return tuple(checked(one, one.__name__ if isinstance(one, type) else type(one).__name__) for one in given)
+    return tuple(check_callback(one, one.__name__ if isinstance(one, type) else type(one).__name__) for one in given)
 
 
 def _shown(given: Any) -> str:
@@ -550,7 +550,7 @@ def _shown(given: Any) -> str:
     return f"{kind.__name__}()" if issubclass(kind, Callback) else "MyCallback()"
 
 
-def checked(made: Any, name: str) -> Callback:
+def check_callback(made: Any, name: str) -> Callback:
     """Raises `ConfigError` unless it is a `Callback`, all of whose `on_...` methods are hooks."""
     if isinstance(made, type) and issubclass(made, Callback):
         raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")

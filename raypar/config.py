@@ -37,7 +37,7 @@ from raypar.input_files import read_text, shown
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.run_records import MAX_STEPS
 from raypar.safe_yaml import parse_yaml
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.weights_matching import WeightsSource
 
 _AUTO, _GIVEN = "<auto>", "<given>"
@@ -193,14 +193,14 @@ class PlanConfig(_Section):
 
     def to_plan(self, layers: int) -> ParallelPlan:
         """The plan for a model of that many layers. Raises `PlanError` when they do not fill the stages."""
-        from raypar.schedule.registry import default_chunks, placement
+        from raypar.schedule.registry import default_chunks, placement_of
 
         return ParallelPlan.of(
             self.replicas_per_stage,
             self.shards_per_stage,
             layers=layers,
             chunks=default_chunks(self.schedule, self.chunks),
-            placement=placement(self.schedule),
+            placement=placement_of(self.schedule),
             cuts=self.cuts,
         )
 

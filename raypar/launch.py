@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.errors import CheckpointError, ConfigError, InputError, Interrupted, RayparError, UserCodeError
 from raypar.plan import ParallelPlan, Routing
-from raypar.run_folder import RunFolder, holds, replace_whole, write_whole, writing
+from raypar.run_folder import RunFolder, explain_write_errors, has_content, replace_whole, write_whole
 from raypar.user_code import USER_CODE_ERRORS, error_text, recording_ctrl_c, reraise_ctrl_c
-from raypar.worker.spec import JobSpec
+from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.config import ElasticConfig, Job, PlanConfig
-    from raypar.planner.profile import ModelProfile
+    from raypar.planner.model_profile import ModelProfile
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
-    from raypar.worker.preflight import Checked
+    from raypar.worker.preflight import PreflightResult
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -117,7 +117,7 @@ class Result:
         return pandas.DataFrame(self.history)
 
 
-def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, tell: Tell) -> Result:
+def launch(spec: JobSpec, plan: Callable[[PreflightResult], Planned], options: Options, tell: Tell) -> Result:
     """Check, plan, connect, run, clean up. `tell` gets every event, first those of the start-up in numbered order.
 
     Returns a `Result` also for interrupted and failed runs; raises `RayparError` when nothing was started.
@@ -126,7 +126,7 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     def say(stage: str, text: str) -> None:
         tell({"kind": "stage", "stage": stage, "text": text})
 
-    from raypar.planner.report import fewer_shards
+    from raypar.planner.plan_report import fewer_shards
     from raypar.worker.preflight import preflight
     from raypar.worker.weights_initial import with_fingerprint
 
@@ -153,14 +153,14 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
     if options.elastic is not None:
         notes += fewer_shards(planned.plan, options.elastic.min_workers)
     say("planned", "\n".join([describe(planned), *notes]))
-    from raypar.actors.cluster_watch import capacity, require
-    from raypar.actors.local_ray import connected
+    from raypar.actors.cluster_info import cluster_capacity, require_capacity
+    from raypar.actors.ray_connection import connect_ray
 
     most, elastic = planned.plan.world, options.elastic
     if elastic is not None:
         most = max(most, elastic.max_workers or 0) + elastic.standbys
-    with connected(options.address, most, Path.cwd(), options.local_nodes, bool(gpus)) as connection:
-        require(planned.plan.world, capacity(), gpus, planned.plan.describe())
+    with connect_ray(options.address, most, Path.cwd(), options.local_nodes, bool(gpus)) as connection:
+        require_capacity(planned.plan.world, cluster_capacity(), gpus, planned.plan.describe())
         folder = options.folder(planned)
         begun = options.resume is not None
         try:
@@ -180,9 +180,9 @@ def launch(spec: JobSpec, plan: Callable[[Checked], Planned], options: Options, 
             if not begun and not folder.metrics.exists():  # it may be missing because the disk is full
                 shutil.rmtree(folder.path, ignore_errors=True)
     if result.end in ("done", "stopped") and result.checkpoint_path is not None:
-        from raypar.worker.checkpoint import hash_of
+        from raypar.worker.checkpoint import checkpoint_weights_hash
 
-        result.weights_sha256 = hash_of(Path(result.checkpoint_path))
+        result.weights_sha256 = checkpoint_weights_hash(Path(result.checkpoint_path))
         with recording_ctrl_c():
             result.sample = sample_of(spec, Path(result.checkpoint_path))
     return result
@@ -197,17 +197,17 @@ def sample_of(spec: JobSpec, checkpoint: Path) -> str | None:
 
     from torch import nn
 
-    from raypar.worker.checkpoint import Parameters
-    from raypar.worker.preflight import function_beside
+    from raypar.worker.checkpoint import CheckpointTensors
+    from raypar.worker.preflight import sibling_function
 
-    generate = function_beside(spec.model, "generate")
+    generate = sibling_function(spec.model, "generate")
     if generate is None:
         return None
     try:
         model = spec.model.call()
         if not isinstance(model, nn.Module):
             return None
-        model.load_state_dict(dict(Parameters(checkpoint)), strict=False)
+        model.load_state_dict(dict(CheckpointTensors(checkpoint)), strict=False)
         taken = inspect.signature(generate).parameters
         return str(generate(model, **{key: value for key, value in spec.model.args.items() if key in taken}))
     except USER_CODE_ERRORS as error:
@@ -217,7 +217,7 @@ def sample_of(spec: JobSpec, checkpoint: Path) -> str | None:
 
 def choose(
     spec: JobSpec,
-    checked: Checked,
+    checked: PreflightResult,
     plan: Callable[[int], ParallelPlan] | None,
     schedule: str,
     workers: int,
@@ -227,11 +227,11 @@ def choose(
 
     `orders`: makes the schedule, where the name alone does not say it (a file, a warmup).
     """
-    from raypar.planner.report import report
-    from raypar.planner.search import predict, search
+    from raypar.planner.plan_report import plan_report
+    from raypar.planner.plan_search import predict_step, search_plans
     from raypar.schedule import registry
     from raypar.worker.preflight import check_shards
-    from raypar.worker.profile import profile_job
+    from raypar.worker.profiler import profile_job
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
     if fixed is not None:
@@ -243,25 +243,27 @@ def choose(
         shards={stage.shards for stage in fixed.stages} if fixed is not None else (),
     )
     if fixed is None:
-        choice = search(profile, workers, spec.cut)
-        timeline, _ = predict(profile, choice.plan, choice.schedule, spec.cut)
-        made = registry.build(choice.schedule, Routing(choice.plan, spec.cut))
-        return Planned(choice.plan, choice.schedule, made, timeline, profile, report(choice))
+        choice = search_plans(profile, workers, spec.cut)
+        timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.cut)
+        made = registry.build_schedule(choice.schedule, Routing(choice.plan, spec.cut))
+        return Planned(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
     routing = Routing(fixed, spec.cut)
-    made = registry.build(schedule, routing) if orders is None else orders(routing)
-    timeline, _ = predict(profile, fixed, made, spec.cut)
+    made = registry.build_schedule(schedule, routing) if orders is None else orders(routing)
+    timeline, _ = predict_step(profile, fixed, made, spec.cut)
     return Planned(fixed, schedule, made, timeline, profile)
 
 
-def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options) -> Callable[[RunFolder, str | None], Any]:
+def _request(
+    spec: JobSpec, checked: PreflightResult, planned: Planned, options: Options
+) -> Callable[[RunFolder, str | None], Any]:
     """Everything for the driver but folder and host; lowering and its checks happen here, before anything starts."""
     from ray import cloudpickle
 
-    from raypar.actors.request import RunRequest
+    from raypar.actors.run_request import RunRequest
     from raypar.callbacks import Callbacks
-    from raypar.elastic.machine import Course
+    from raypar.elastic.run_machine import RunPolicy
     from raypar.model.tensor_parallel.styles import outline_of_shards
-    from raypar.planner.search import possible_shards
+    from raypar.planner.plan_search import possible_shards
     from raypar.worker.assignment import assignments
     from raypar.worker.checkpoint import contract_of
     from raypar.worker.preflight import check_fewer_shards
@@ -281,7 +283,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         check_fewer_shards(spec, checked, planned.plan, shards)
     outline = outline_of_shards(checked.graph, shards, dict(spec.styles))
     lowered = assignments(spec, checked.graph, planned.plan, planned.orders, validation_samples=checked.validation_samples)
-    course = Course(
+    policy = RunPolicy(
         workers=planned.plan.world,
         last=spec.steps,
         first=options.first,
@@ -295,9 +297,9 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
     )
     environment: dict[str, str] = {}
     if spec.device == "gpu":
-        from raypar.comm.nccl_device import WORKER_ENVIRONMENT
-        from raypar.worker.device import ENVIRONMENT
-        from raypar.worker.wires import check_communicators
+        from raypar.comm.nccl.device import WORKER_ENVIRONMENT
+        from raypar.worker.communicators import check_communicators
+        from raypar.worker.gpu_process import ENVIRONMENT
 
         check_communicators(spec, checked.graph, planned.plan, lowered, elastic=options.elastic is not None)
         environment = {**WORKER_ENVIRONMENT, **ENVIRONMENT}
@@ -306,7 +308,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
         return RunRequest(
             run=folder.name,
             folder=str(folder.path.resolve()),
-            course=course,
+            policy=policy,
             plan=planned.plan,
             schedule_name=planned.schedule,
             predicted=planned.predicted,
@@ -322,7 +324,7 @@ def _request(spec: JobSpec, checked: Checked, planned: Planned, options: Options
             resume=str(options.resume.resolve()) if options.resume is not None else None,
             keep=options.keep,
             host=host,
-            trace=traced_steps(course.first, course.end, options.trace_every),
+            trace=traced_steps(policy.first, policy.end, options.trace_every),
             max_time_s=options.max_time_s,
             wait_for_workers_s=options.wait_for_workers_s,
             orphan_timeout_s=options.orphan_timeout_s,
@@ -361,9 +363,9 @@ def traced_steps(first: int, end: int, every: int) -> Collection[int]:
 
 
 def _follow(request: Any, folder: RunFolder, tell: Tell, say: Callable[[str, str], None]) -> Result:
-    from raypar.actors.client import follow
+    from raypar.actors.client import follow_run
 
-    result = Result({}, str(folder.path), "failed", request.course.first, checkpoint_path=request.resume)
+    result = Result({}, str(folder.path), "failed", request.policy.first, checkpoint_path=request.resume)
 
     def listen(event: dict[str, Any]) -> None:
         facts = {key: value for key, value in event.items() if key not in ("kind", "time")}
@@ -382,7 +384,7 @@ def _follow(request: Any, folder: RunFolder, tell: Tell, say: Callable[[str, str
             result.picture_path = event["path"]
         tell(event)
 
-    end = follow(request, listen)
+    end = follow_run(request, listen)
     result.end, result.done, result.why, result.error = end.end, end.done, end.why, end.error
     tell({"kind": "end", "end": end.end, "text": end.why, "done": end.done})
     return result
@@ -402,7 +404,7 @@ def describe(planned: Planned) -> str:
 def run_job(
     job: Job, tell: Tell, *, stop_at_step: int | None = None, address: str | None = None, local_nodes: int = 1
 ) -> Result:
-    """Train a job from a job file in a new run folder. `local_nodes`: of a Ray of our own."""
+    """Train a job from a job file in a new run folder. `start_local_nodes`: of a Ray of our own."""
     make_importable(job.source_dir)
     spec = job.to_spec()
     with contextlib.ExitStack() as stack:
@@ -433,13 +435,13 @@ def resume_job(
     spec = job.to_spec()
 
     def found(planned: Planned) -> RunFolder:
-        from raypar.actors.client import unclaimed
+        from raypar.actors.client import refuse_active_run
 
-        unclaimed(folder.name)  # its client may be gone, and its driver not
+        refuse_active_run(folder.name)  # its client may be gone, and its driver not
         kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.first]
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
-        if not holds(folder.metrics, text):
-            with writing(folder.metrics):
+        if not has_content(folder.metrics, text):
+            with explain_write_errors(folder.metrics):
                 replace_whole(folder.metrics, text)
         write_whole(folder.plan, plan_json(planned))
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
@@ -461,19 +463,19 @@ def resume_job(
 def save_first(folder: RunFolder, address: str | None) -> None:
     """A driver that has outlived its client saves at once, where it runs on the cluster that would be joined: raises
     `OutlivedError` then, because the run can be resumed now, and `ActiveError` when it has not saved."""
-    from raypar.actors.client import unclaimed
-    from raypar.actors.local_ray import connected, would_join
+    from raypar.actors.client import refuse_active_run
+    from raypar.actors.ray_connection import connect_ray, uses_existing_ray
 
-    if would_join(address):
-        with connected(address, 0, Path.cwd()):
-            unclaimed(folder.name)
+    if uses_existing_ray(address):
+        with connect_ray(address, 0, Path.cwd()):
+            refuse_active_run(folder.name)
 
 
 def last_checkpoint(folder: RunFolder, tell: Tell) -> Path:
     """The last one that is whole; says which had to be skipped. Raises `CheckpointError`."""
-    from raypar.worker.checkpoint import usable
+    from raypar.worker.checkpoint import latest_usable_checkpoint
 
-    path, skipped = usable(folder.checkpoints)
+    path, skipped = latest_usable_checkpoint(folder.checkpoints)
     for line in skipped:
         tell({"kind": "warning", "text": line})
     if path is None:
@@ -482,8 +484,8 @@ def last_checkpoint(folder: RunFolder, tell: Tell) -> Path:
 
 
 def resumed(
-    options: Options, path: Path, spec: JobSpec, plan: Callable[[Checked], Planned], tell: Tell
-) -> tuple[Options, Callable[[Checked], Planned]]:
+    options: Options, path: Path, spec: JobSpec, plan: Callable[[PreflightResult], Planned], tell: Tell
+) -> tuple[Options, Callable[[PreflightResult], Planned]]:
     """A run that goes on from a checkpoint. Raises `CheckpointError` if it is another job's or nothing is left to do."""
     from raypar.worker.checkpoint import changes_of_shards, check_contract, check_model, load_manifest
 
@@ -496,7 +498,7 @@ def resumed(
             cure=f"raise steps (--set steps={more}) or the step to stop at (--stop-at-step)",
         )
 
-    def checked_plan(checked: Checked) -> Planned:
+    def checked_plan(checked: PreflightResult) -> Planned:
         from raypar.model.build import parameter_shapes
 
         check_model(manifest, parameter_shapes(checked.graph))
@@ -517,10 +519,10 @@ def options_of(
     local_nodes: int = 1,
 ) -> Options:
     """What a job file says about its run. Raises `ConfigError` for callbacks and local nodes that cannot be."""
-    from raypar.actors.local_ray import possible
-    from raypar.callbacks import callbacks_of
+    from raypar.actors.ray_connection import check_local_nodes
+    from raypar.callbacks import callbacks_from_job
 
-    possible(address, local_nodes)
+    check_local_nodes(address, local_nodes)
 
     if stop_at_step is not None and stop_at_step < 1:
         raise ConfigError(f"--stop-at-step {stop_at_step}", cure="give 1 step or more")
@@ -530,7 +532,7 @@ def options_of(
         save_at_end=job.checkpoint.at_end,
         keep=job.checkpoint.keep,
         trace_every=job.trace_every,
-        callbacks=callbacks_of(job),
+        callbacks=callbacks_from_job(job),
         stop_at_step=stop_at_step,
         max_time_s=job.max_time_s,
         address=address,
@@ -540,7 +542,7 @@ def options_of(
     )
 
 
-def chooser(job: Job, spec: JobSpec) -> Callable[[Checked], Planned]:
+def chooser(job: Job, spec: JobSpec) -> Callable[[PreflightResult], Planned]:
     """The plan a job file asks for."""
     from raypar.config import PlanConfig
 
@@ -555,13 +557,13 @@ def orders_of(config: PlanConfig) -> Callable[[Routing], Schedule]:
     """The schedule that a plan section asks for: a file, or a name with an optional warmup. The file is read at once."""
     from raypar.input_files import SCHEDULE_BYTES, read_text
     from raypar.schedule import registry
-    from raypar.schedule.file import read_csv
+    from raypar.schedule.schedule_csv import read_csv
 
     if config.schedule_file is not None:
         cure = "name a schedule file; `raypar simulate --csv F` writes one"
         schedule = read_csv(read_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure))
         return lambda routing: schedule
-    return lambda routing: registry.build(config.schedule, routing, warmup=config.warmup)
+    return lambda routing: registry.build_schedule(config.schedule, routing, warmup=config.warmup)
 
 
 def make_importable(folder: Path) -> None:

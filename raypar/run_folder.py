@@ -145,7 +145,7 @@ class RunFolder:
     def unless_it_fails(self) -> Iterator[None]:
         """Remove this new folder again if the body, which fills it, fails. Raises `ConfigError` for what cannot be written."""
         try:
-            with writing(self.path):
+            with explain_write_errors(self.path):
                 yield
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -155,7 +155,7 @@ class RunFolder:
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
         """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
         for path in (local_path(run, "the run"), local_path(run_dir, "--run-dir") / run):
-            with reading(path):
+            with explain_read_errors(path):
                 has_job = (path / "job.yaml").is_file()
                 is_run = has_job or (path / "checkpoints").is_dir()
             if is_run:
@@ -183,7 +183,7 @@ class RunFolder:
     def latest(run_dir: str | Path = "runs/") -> RunFolder:
         """The run under `run_dir` that was started or resumed last. Raises `ConfigError` when there is none."""
         root = local_path(run_dir, "--run-dir")
-        with reading(root):
+        with explain_read_errors(root):
             runs = list(root.iterdir()) if root.is_dir() else []
             records = [run / "cluster.json" for run in runs if run.is_dir()]
             started = sorted((path for path in records if path.exists()), key=lambda path: path.lstat().st_mtime)
@@ -228,8 +228,8 @@ class RunFolder:
         without locks is used unlocked. Raises `ConfigError` if another process has the lock.
         """
         with contextlib.ExitStack() as stack:
-            with writing(self.job, cure="make the run folder writable, or resume a copy of it"):
-                file = stack.enter_context(open(self.job, "a", opener=as_regular))
+            with explain_write_errors(self.job, cure="make the run folder writable, or resume a copy of it"):
+                file = stack.enter_context(open(self.job, "a", opener=open_regular_only))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -244,11 +244,11 @@ class RunFolder:
 
     def append(self, path: Path, facts: Mapping[str, Any]) -> None:
         """One JSON line at the end of `metrics` or `events`, handed to the system before this returns."""
-        with open(path, "a", encoding="utf-8", opener=as_regular) as file:
+        with open(path, "a", encoding="utf-8", opener=open_regular_only) as file:
             file.write(json.dumps(dict(facts)) + "\n")
 
     def read(self, path: Path) -> Iterator[Line]:
-        """The lines of `metrics` or `events` (`lines_in`); none if there is no regular file (`check_files` refuses others).
+        """The lines of `metrics` or `events` (`parse_lines`); none if there is no regular file (`check_files` refuses others).
 
         Raises `ConfigError` if it cannot be read, or has more than `FILE_BYTES`.
         """
@@ -263,7 +263,7 @@ class RunFolder:
             if size > FILE_BYTES:
                 raise ConfigError(f"{shown(path)} has {size:,} bytes, more than the {FILE_BYTES:,} that are read", cure=cure)
             try:
-                lines = joined(_whole(path.name, file))
+                lines = merge_lines(_whole(path.name, file))
             except OSError as error:
                 raise ConfigError(f"cannot read {shown(path)}: {error.strerror or error}", cure=cure) from error
         yield from lines
@@ -276,7 +276,7 @@ class RunFolder:
         before = read_text(self.job, follow=False)
         if before == text:
             return
-        with writing(self.job):
+        with explain_write_errors(self.job):
             try:
                 self._put_job(text)
             except OSError:
@@ -285,7 +285,7 @@ class RunFolder:
                 raise
 
     def _put_job(self, text: str) -> None:
-        with open(self.job, "w", encoding="utf-8", opener=as_regular) as file:
+        with open(self.job, "w", encoding="utf-8", opener=open_regular_only) as file:
             file.write(text)
 
     def document(self, path: Path, *, damaged: bool = False) -> dict[str, Any] | None:
@@ -312,7 +312,7 @@ class RunFolder:
 # -- writing -----------------------------------------------------------------------------------------------------------------
 
 
-def as_regular(path: str | os.PathLike[str], flags: int) -> int:
+def open_regular_only(path: str | os.PathLike[str], flags: int) -> int:
     """An `opener` for `open` that raises `OSError` for what is no regular file: no link is followed, no FIFO waited for."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -322,7 +322,7 @@ def as_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def explain_read_errors(path: Path) -> Iterator[None]:
     """Turn errors of the file system into a `ConfigError` that names what could not be read, `path` if they do not say."""
     try:
         yield
@@ -332,7 +332,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path, cure: str = "") -> Iterator[None]:
+def explain_write_errors(path: Path, cure: str = "") -> Iterator[None]:
     """Turn errors of the file system into a `ConfigError` that names `path`. `cure`: of errors other than a full disk."""
     try:
         yield
@@ -344,7 +344,7 @@ def writing(path: Path, cure: str = "") -> Iterator[None]:
 
 def write_whole(path: Path, text: str, cure: str = "") -> None:
     """Write a text file whole, or leave what was there. Raises `ConfigError`; `cure`: see `writing`."""
-    with writing(path, cure):
+    with explain_write_errors(path, cure):
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():  # /dev/stdout, a pipe; for a folder the error is raised here
             target.write_text(text, encoding="utf-8")
@@ -357,7 +357,7 @@ def replace_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
     followed. Raises `OSError`. `lasting`: wait for the disk, so that the file outlives a crash of the machine too."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb", opener=as_regular) as file:
+        with open(aside, "wb", opener=open_regular_only) as file:
             file.write(content)
             file.flush()
             if lasting:
@@ -369,7 +369,7 @@ def replace_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
         raise
 
 
-def holds(path: Path, content: bytes) -> bool:
+def has_content(path: Path, content: bytes) -> bool:
     """Whether `path` is a regular file with this content."""
     try:
         return read_bytes(path, follow=False, limit=len(content)) == content
@@ -380,7 +380,7 @@ def holds(path: Path, content: bytes) -> bool:
 # -- lines -------------------------------------------------------------------------------------------------------------------
 
 
-def content_of(path: Path) -> bytes | None:
+def read_lines_file(path: Path) -> bytes | None:
     """The bytes of a file of lines; none if it does not exist. None if it cannot be read, has more than `FILE_BYTES`, or is not
     a regular file (a link is not followed)."""
     if not os.path.lexists(path):
@@ -391,9 +391,9 @@ def content_of(path: Path) -> bytes | None:
         return None
 
 
-def lines_in(name: str, content: bytes) -> list[Line]:
+def parse_lines(name: str, content: bytes) -> list[Line]:
     """The valid lines in the content of a metrics.jsonl or events.jsonl (`name`), in order and each once (see `joined`)."""
-    return joined(_whole(name, io.BytesIO(content)))
+    return merge_lines(_whole(name, io.BytesIO(content)))
 
 
 def _whole(name: str, stream: BinaryIO) -> Iterator[Line]:
@@ -413,18 +413,18 @@ def _whole(name: str, stream: BinaryIO) -> Iterator[Line]:
         yield line
 
 
-def joined(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
+def merge_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
     """`lines` and `more` without repetitions. Metrics: in the order of steps, and of two lines of one step the last. Events: as
     they come, or in the order of time if `more` has some that `lines` has not."""
     lines, more = list(lines), list(more)
     if any("kind" in line for line in (*lines, *more)):
         there = {json.dumps(line) for line in lines}
         lacking = [line for line in more if json.dumps(line) not in there]
-        return sorted([*lines, *lacking], key=place_of) if lacking else lines
-    found = {place_of(line): line for line in (*lines, *more)}
+        return sorted([*lines, *lacking], key=line_order) if lacking else lines
+    found = {line_order(line): line for line in (*lines, *more)}
     return [found[place] for place in sorted(found)]
 
 
-def place_of(line: Line) -> tuple[float, bool]:
+def line_order(line: Line) -> tuple[float, bool]:
     """The sort key of a line: events by time, metrics by step, a validation after its step."""
     return (line.get("time", 0.0), False) if "kind" in line else (line["step"], "loss" not in line)

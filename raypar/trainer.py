@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.callbacks import checked_list as checked_callbacks
+from raypar.callbacks import check_callbacks as checked_callbacks
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch import (
     Options,
@@ -29,13 +29,13 @@ from raypar.launch import (
     resumed,
 )
 from raypar.plan import ParallelPlan, Routing
-from raypar.run_folder import RunFolder, local_path, reading
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, without_stable_text
+from raypar.run_folder import RunFolder, explain_read_errors, local_path
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, without_stable_text
 
 if TYPE_CHECKING:
     from raypar.config import ElasticConfig
     from raypar.schedule.instructions import Schedule
-    from raypar.worker.preflight import Checked
+    from raypar.worker.preflight import PreflightResult
 
 
 NOT_OF_RAY_TRAIN = {
@@ -89,7 +89,7 @@ class Trainer:
     `workers`: so many at most; with "auto" as many are used as help, by default as many as this machine has processors.
     `elastic`: True, or a dict with the keys of a job file's `elastic`: workers may die, hang, join or be drained.
     `run_config`, `checkpoint_config`: Ray Train's, for name, storage path, number of checkpoints kept and their frequency.
-    `local_nodes`: of the Ray that is started when there is no `address`.
+    `start_local_nodes`: of the Ray that is started when there is no `address`.
     `run_dir`: where the run folder is made; in a submitted job of Ray's, where it is not absolute, below `~/raypar`.
     `init`, `deferred_init`, `init_from`: as in a job file; where initial values come from.
     `resume_from_checkpoint`: a result's `checkpoint`, or the path of a checkpoint or of a run, whose last one is taken.
@@ -230,7 +230,7 @@ class Trainer:
 
     def fit(self, *, verbose: bool = True) -> Result:
         """Train to the end. Raises what a failed run failed with, and `RayparError` when nothing could be started."""
-        from raypar.commands._console import Console
+        from raypar.console.terminal import Console
 
         make_importable(Path.cwd())
         tell: Tell = Console(steps=self.spec.steps) if verbose else lambda event: None
@@ -250,7 +250,7 @@ class Trainer:
         spec = self._with_styles()
         workers = self.workers or os.cpu_count() or 1
 
-        def planned(checked: Checked) -> Planned:
+        def planned(checked: PreflightResult) -> Planned:
             fixed = plan(len(checked.graph.layers)) if plan is not None else None
             if fixed is not None and self.workers is not None and fixed.world > self.workers:
                 raise ConfigError(
@@ -259,7 +259,7 @@ class Trainer:
                 )
             return choose(spec, checked, plan, schedule, workers, orders)
 
-        chosen: Callable[[Checked], Planned] = planned
+        chosen: Callable[[PreflightResult], Planned] = planned
         if self.resume_from_checkpoint is not None:
             path = checkpoint_at(self.resume_from_checkpoint, tell)
             options, chosen = resumed(options, path, spec, chosen, tell)
@@ -299,7 +299,7 @@ class Trainer:
 
 def checkpoint_at(given: Any, tell: Tell) -> Path:
     """The whole checkpoint meant by a Ray Train checkpoint, or by the path of a checkpoint or run. Raises `CheckpointError`."""
-    from raypar.worker.checkpoint import MANIFEST, verify
+    from raypar.worker.checkpoint import MANIFEST, verify_checkpoint
 
     elsewhere = getattr(given, "filesystem", None)
     if elsewhere is not None and elsewhere.type_name != "local":
@@ -313,13 +313,13 @@ def checkpoint_at(given: Any, tell: Tell) -> Path:
             f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
         )
     path = local_path(given, "resume_from_checkpoint")
-    with reading(path):
+    with explain_read_errors(path):
         is_run, is_checkpoint = (path / "checkpoints").is_dir(), (path / MANIFEST).is_file()
     if is_run:
         return last_checkpoint(RunFolder(path), tell)
     if not is_checkpoint:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_...")
-    return verify(path).path
+    return verify_checkpoint(path).path
 
 
 def as_model(value: Any) -> Ref:

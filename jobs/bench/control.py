@@ -24,16 +24,16 @@ from ours import sleeping_job
 
 from raypar.actors import client
 from raypar.actors.driver_actor import DriverActor
-from raypar.comm.ledger import Ledger
-from raypar.comm.transport import drive
+from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.transport import run_routine
 from raypar.launch import Options, choose, launch, make_importable
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder
 from raypar.schedule import registry
 from raypar.schedule.instructions import ExchangeTies, OptimizerStep, Reduce, Vote
 from raypar.worker.assignment import assignments, make_graph
-from raypar.worker.core import WorkerCore
-from raypar.worker.spec import JobSpec
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.worker_core import WorkerCore
 
 SHORT, LONG = 10, 60
 COUNTS_FILE = "counts.json"
@@ -142,7 +142,7 @@ class Nothing:
     generation, carries_shapes = 0, True
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.ledger = rank, size, Ledger()
+        self.rank, self.size, self.ledger = rank, size, CommunicationLedger()
         self.received = Done(torch.zeros(1, 1))
         self.sent = Done()
 
@@ -159,9 +159,9 @@ class Nothing:
 def interpreter(microbatches: int, schedule: str, repeats: int = 30) -> dict[str, Any]:
     """Microseconds an instruction of the first of two stages, its end of step left out."""
     spec = job(2 * registry.default_chunks(schedule), microbatches)
-    plan = ParallelPlan.mesh(pp=2, chunks=registry.default_chunks(schedule), placement=registry.placement(schedule))
+    plan = ParallelPlan.mesh(pp=2, chunks=registry.default_chunks(schedule), placement=registry.placement_of(schedule))
     core = WorkerCore(spec)
-    part = assignments(spec, make_graph(spec), plan, registry.build(schedule, Routing(plan, spec.cut)))[0]
+    part = assignments(spec, make_graph(spec), plan, registry.build_schedule(schedule, Routing(plan, spec.cut)))[0]
     core.adopt(part, Nothing(0, plan.world))  # type: ignore[arg-type]
     program = tuple(i for i in part.program if not isinstance(i, (Reduce, ExchangeTies, Vote, OptimizerStep)))
     found = []
@@ -179,7 +179,7 @@ def interpreter(microbatches: int, schedule: str, repeats: int = 30) -> dict[str
 
 def _beside_compute_us(core: WorkerCore, program: Any, step: int) -> float:
     start = time.perf_counter_ns()
-    drive(core.interpreter.run(program, step), 60.0)
+    run_routine(core.interpreter.run(program, step), 60.0)
     return (time.perf_counter_ns() - start - core.interpreter.busy_ns) / 1e3
 
 

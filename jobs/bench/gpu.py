@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 PARTS = ("conformance", "parity", "reform", "loop")
 QUESTION = "What does raypar do on a GPU?"
-DEVICE = "raypar.comm.nccl_device:CudaDevice"
+DEVICE = "raypar.comm.nccl.device:CudaDevice"
 SETTINGS = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -49,7 +49,7 @@ def lacking() -> str:
     """What this machine lacks, in a sentence; nothing if it has a GPU, and NCCL for it."""
     import torch
 
-    from raypar.comm.nccl_device import CudaDevice
+    from raypar.comm.nccl.device import CudaDevice
     from raypar.errors import RayparError
 
     if not torch.cuda.is_available():
@@ -69,8 +69,8 @@ class Ranks:
         import gpu_ranks
         from helpers.processes import Workers
 
-        from raypar.comm.nccl_device import WORKER_ENVIRONMENT
-        from raypar.worker.device import ENVIRONMENT
+        from raypar.comm.nccl.device import WORKER_ENVIRONMENT
+        from raypar.worker.gpu_process import ENVIRONMENT
 
         self.calls = gpu_ranks
         self.workers = Workers(count)

@@ -14,7 +14,7 @@ from ours import gpt_job
 
 from examples import gpt
 from raypar.plan import ParallelPlan
-from raypar.worker.device import settle
+from raypar.worker.gpu_process import configure_process
 from raypar.worker.local_run import LocalJob
 
 GPT2 = {"depth": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257}
@@ -37,7 +37,7 @@ class Ours:
 
     def steps(self, count: int) -> None:
         """That many more."""
-        settle(self._device, exact=True)
+        configure_process(self._device, exact=True)
         for _ in range(count):
             self._job.step(self._step)
             self._step += 1

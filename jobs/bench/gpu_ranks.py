@@ -17,21 +17,21 @@ from helpers.transport_cases import CASES, LIMIT_S
 from models import Workload
 from ours import CREDENTIAL, gpt_job
 
-from raypar.comm import nccl
-from raypar.comm.ledger import Ledger
-from raypar.comm.nccl_mesh import NcclMesh
-from raypar.comm.transport import drive
-from raypar.comm.wire import Wire
-from raypar.elastic.part import Part
+from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.communicator_key import CommunicatorKey
+from raypar.comm.nccl import bindings
+from raypar.comm.nccl.mesh import NcclMesh
+from raypar.comm.transport import run_routine
+from raypar.elastic.adopt_order import AdoptOrder
 from raypar.errors import RayparError
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker.assignment import assignments, make_graph
-from raypar.worker.core import WorkerCore
-from raypar.worker.device import settle
+from raypar.worker.communicators import communicators_of
+from raypar.worker.gpu_process import configure_process
+from raypar.worker.job_spec import JobSpec
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import JobSpec
-from raypar.worker.wires import wires_of
+from raypar.worker.worker_core import WorkerCore
 
 State = dict[str, Any]
 CONNECT_S = 60.0
@@ -46,12 +46,14 @@ def begin(state: State, index: int, environment: Mapping[str, str], device: str)
     os.environ["NCCL_HOSTID"] = f"raypar-bench-{index}"  # else NCCL refuses several ranks on one GPU
     module, _, name = device.partition(":")
     state["device"] = getattr(importlib.import_module(module), name)()
-    settle(state["device"].device, exact=True)
+    configure_process(state["device"].device, exact=True)
     state["mesh"] = NcclMesh.listen("127.0.0.1", state["device"], credential=CREDENTIAL)
-    return {"address": state["mesh"].address, "device": state["device"].name, "library": str(nccl.library())}
+    return {"address": state["mesh"].address, "device": state["device"].name, "library": str(bindings.nccl_library())}
 
 
-def connect(state: State, index: int, addresses: list[str], generation: int, wires: list[Wire] | None = None) -> float:
+def connect(
+    state: State, index: int, addresses: list[str], generation: int, wires: list[CommunicatorKey] | None = None
+) -> float:
     """A generation of as many ranks as there are addresses, by default with all that the cases use. Seconds."""
     close(state, index)
     start = time.perf_counter()
@@ -75,9 +77,9 @@ def close(state: State, index: int) -> None:
 def case(state: State, index: int, name: str) -> str:
     """One case of the conformance suite; what went wrong, if anything."""
     transport = state["transport"]
-    transport.ledger = transport.control.ledger = Ledger()  # the cases count from the beginning
+    transport.ledger = transport.control.ledger = CommunicationLedger()  # the cases count from the beginning
     try:
-        drive(CASES[name](OnDevice(transport, state["device"].device)), LIMIT_S)
+        run_routine(CASES[name](OnDevice(transport, state["device"].device)), LIMIT_S)
     except (AssertionError, RayparError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -92,9 +94,9 @@ def train(state: State, index: int, plan: ParallelPlan, schedule: str, addresses
     """Some steps as one rank of a plan: digests of the parameters held."""
     spec = small_job()
     graph = make_graph(spec)
-    part = assignments(spec, graph, plan, registry.build(schedule, Routing(plan, spec.cut)))[index]
+    part = assignments(spec, graph, plan, registry.build_schedule(schedule, Routing(plan, spec.cut)))[index]
     core = WorkerCore(spec, graph=graph, step_timeout_s=60.0, device=state["device"].device)
-    connect(state, index, addresses, generation, sorted(wires_of(Part(part, {}, 0), index, spec, core.layout)))
+    connect(state, index, addresses, generation, sorted(communicators_of(AdoptOrder(part, {}, 0), index, spec, core.layout)))
     core.adopt(part, state.pop("transport"))
     try:
         for step in range(STEPS):

@@ -23,10 +23,10 @@ from raypar.comm.collectives import ONE_PHASE_BYTES
 from raypar.model.build import parameter_shapes
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
-from raypar.plan.spans import count
+from raypar.plan.shard_ranges import count_indices
 from raypar.worker.assignment import make_graph
+from raypar.worker.job_spec import JobSpec
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import JobSpec
 
 WORD = 4
 """Bytes of a float32."""
@@ -100,7 +100,7 @@ def rows(size: Workload, microbatches: int, shards: int) -> Iterator[tuple[str, 
     for seat in plan.seats:
         for name, shape in shapes.items():
             cuts = layout.cuts.get(name)
-            mine = shape.numel() if cuts is None else shape.numel() // cuts.size * count(cuts.held[seat.shard])
+            mine = shape.numel() if cuts is None else shape.numel() // cuts.size * count_indices(cuts.held[seat.shard])
             padded += -(-mine // PADDED) * PADDED
     yield (
         "2 replicas, gradients of what each shard holds",

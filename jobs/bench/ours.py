@@ -11,18 +11,18 @@ from typing import Any
 
 from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 
-from raypar.comm.cpu import CpuMesh
-from raypar.comm.handshake import Credential
-from raypar.elastic.part import Part
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.transport import TcpMesh
+from raypar.elastic.adopt_order import AdoptOrder
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker.allocator import freeze_what_stays, keep_freed_memory, return_unused_memory
 from raypar.worker.assignment import assignments, make_graph
-from raypar.worker.core import StepReport, WorkerCore
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.worker_core import StepReport, WorkerCore
 
 CONNECT_TIMEOUT_S = 60.0
-CREDENTIAL = Credential("bench", b"no secret: a bench has this machine to itself")
+CREDENTIAL = RunCredential("bench", b"no secret: a bench has this machine to itself")
 
 
 def gpt_job(
@@ -70,7 +70,7 @@ def plan_of(
     """A plan for a schedule: `replicas` per position; `bounds(stages)` gives the layer cuts (default: spread evenly)."""
     each = registry.default_chunks(schedule, chunks or None)
     cuts = bounds(each * len(replicas))[1:-1] if bounds is not None else None
-    placement = registry.placement(schedule)
+    placement = registry.placement_of(schedule)
     return ParallelPlan.of(replicas, [shards] * len(replicas), layers=layers, chunks=each, placement=placement, cuts=cuts)
 
 
@@ -113,9 +113,9 @@ class Raypar:
         self.plan, self.rank, self.trace = plan, rank, trace
         keep_freed_memory()  # as worker_actor does
         self.core = WorkerCore(spec)
-        order = registry.build(schedule, Routing(plan, spec.cut))
+        order = registry.build_schedule(schedule, Routing(plan, spec.cut))
         self.assignment = assignments(spec, self.core.graph, plan, order)[rank]
-        self.mesh = CpuMesh.listen(credential=CREDENTIAL)
+        self.mesh = TcpMesh.listen(credential=CREDENTIAL)
         self.hello = {"address": self.mesh.address, "rank": rank}
         self.reports: list[StepReport] = []
 
@@ -155,21 +155,21 @@ class RayparOnRay:
     """The whole plan on a Ray of its own, asked for steps as the driver does: one call per worker and step, queued ahead."""
 
     def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str) -> None:
-        from raypar.actors.local_ray import connected
-        from raypar.actors.pool import Pool
+        from raypar.actors.ray_connection import connect_ray
+        from raypar.actors.worker_pool import WorkerPool
 
-        self.connection = connected(None, plan.world, Path.cwd())
+        self.connection = connect_ray(None, plan.world, Path.cwd())
         host = self.connection.__enter__().host
         graph = make_graph(spec)
-        parts = assignments(spec, graph, plan, registry.build(schedule, Routing(plan, spec.cut)))
+        parts = assignments(spec, graph, plan, registry.build_schedule(schedule, Routing(plan, spec.cut)))
         self.loop = asyncio.new_event_loop()
-        self.pool = Pool(Credential.fresh(f"bench-{os.getpid()}"))
+        self.pool = WorkerPool(RunCredential.fresh(f"bench-{os.getpid()}"))
         self.loop.run_until_complete(self.pool.reserve(plan, CONNECT_TIMEOUT_S, print))
         for number in range(plan.world):
             self.pool.hire(number, pickle.dumps(spec), host, 600.0)
         addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]
         ranks = {number: number for number in range(plan.world)}
-        made = [pickle.dumps(Part(part, ranks, 0, fresh=True)) for part in parts]
+        made = [pickle.dumps(AdoptOrder(part, ranks, 0, fresh=True)) for part in parts]
         self._ask("adopt", [(1, part, plan.coordinate(r), addresses, CONNECT_TIMEOUT_S) for r, part in enumerate(made)])
         self.hello: dict[str, Any] = {}
         self.peak_rss_bytes: list[int] = []

@@ -84,7 +84,7 @@ class Machine:
 def simulated_ms(configuration: Configuration, machine: Machine) -> float:
     """Makespan and what follows it in each step."""
     plan = ParallelPlan.of(
-        configuration.replicas, chunks=configuration.chunks, placement=registry.placement(configuration.schedule)
+        configuration.replicas, chunks=configuration.chunks, placement=registry.placement_of(configuration.schedule)
     )
     routing = Routing(plan, Microbatches(configuration.microbatches, configuration.blocks))
     split = configuration.schedule.startswith("zb")
@@ -99,7 +99,7 @@ def simulated_ms(configuration: Configuration, machine: Machine) -> float:
         step_ms=machine.step_ms,
     )
     crossing = Crossing.chain(len(plan.stages), nbytes=4)
-    return simulate(registry.build(configuration.schedule, routing), routing, crossing, costs).makespan_ms
+    return simulate(registry.build_schedule(configuration.schedule, routing), routing, crossing, costs).makespan_ms
 
 
 Row = list[tuple[str, float, float]]

@@ -60,7 +60,7 @@ STAGES = ((0, 3), (3, 5), (5, 7), (7, 10))
 
 def job(width: int, depth: int, vocab: int, mode: str):  # type: ignore[no-untyped-def]
     """The example GPT, initialised as GPT-2: normal weights, scaled residual projections."""
-    from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+    from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
     return JobSpec(
         name="start",

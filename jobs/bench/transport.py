@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raypar.comm.cpu import CpuMesh
-from raypar.comm.handshake import Credential
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.transport import TcpMesh
 
 SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "16 MB": 16 << 20}
 DEADLINE_S = 60.0
-CREDENTIAL = Credential("bench", b"no secret: a bench has this machine to itself")
+CREDENTIAL = RunCredential("bench", b"no secret: a bench has this machine to itself")
 
 
 def worker(rank: int, pipe: Connection, store: str, seconds: float) -> None:
@@ -35,7 +35,7 @@ def worker(rank: int, pipe: Connection, store: str, seconds: float) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = CpuMesh.listen(credential=CREDENTIAL)
+    mesh = TcpMesh.listen(credential=CREDENTIAL)
     pipe.send(mesh.address)
     ours = mesh.connect(rank=rank, size=2, addresses=pipe.recv(), generation=1, deadline_s=DEADLINE_S)
     peer = 1 - rank

@@ -24,7 +24,7 @@ from test_schedule_validity import case, compare
 
 from raypar.schedule import registry
 from raypar.schedule.lower import lower
-from raypar.schedule.validate import problems
+from raypar.schedule.validate import find_problems
 
 
 def built_in() -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def built_in() -> list[dict[str, Any]]:
                 programs = lower(schedule, routing, crossing)
                 verdict = good(programs, routing, crossing)
                 row["cases"] += 1
-                row["equal"] += verdict == (not problems(programs, routing, crossing))
+                row["equal"] += verdict == (not find_problems(programs, routing, crossing))
         rows.append(row)
     return rows
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.worker.body import WorkerBody
+from raypar.worker.elastic_worker import ElasticWorker
 
 LAYERS = 8
 COPIES = 3
 """A parameter and the two moments that AdamW keeps for it."""
 
 _diary: str | None = None
-_exchange = WorkerBody._exchange
+_exchange = ElasticWorker._exchange
 
 
-def _counted(self: WorkerBody, part: Any, transport: Any, base: Any) -> Any:
+def _counted(self: ElasticWorker, part: Any, transport: Any, base: Any) -> Any:
     start = time.time()
     found = yield from _exchange(self, part, transport, base)
     tensors = [v for holdings in found.values() for holding in holdings for v in holding.kept.values() if isinstance(v, Tensor)]
@@ -33,7 +33,7 @@ def _counted(self: WorkerBody, part: Any, transport: Any, base: Any) -> Any:
     return found
 
 
-WorkerBody._exchange = _counted  # type: ignore[method-assign]
+ElasticWorker._exchange = _counted  # type: ignore[method-assign]
 
 
 class Layer(nn.Module):

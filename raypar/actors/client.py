@@ -17,10 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar import __version__
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
-from raypar.actors.ending import CLIENT_GONE_S
+from raypar.actors.driver_shutdown import CLIENT_GONE_S
 from raypar.actors.journal import Journal
-from raypar.actors.pool import namespace, sweep
-from raypar.actors.request import RunRequest
+from raypar.actors.run_request import RunRequest
+from raypar.actors.worker_pool import remove_leftovers, run_namespace
 from raypar.elastic.actions import End
 from raypar.errors import ActiveError, ClusterError, OutlivedError, RayparError, WorkerLost
 
@@ -52,13 +52,13 @@ class RunEnd:
     error: Exception | None
 
 
-def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEnd:
+def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEnd:
     """Run a request on the Ray this process is connected to; every event is given to `tell`. Blocks until the run is over.
 
     The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
     Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself dies.
     """
-    place = namespace(request.run)
+    place = run_namespace(request.run)
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     try:
         driver = (
@@ -68,36 +68,36 @@ def follow(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEn
                 namespace=place,
                 lifetime="detached",
                 num_cpus=0,
-                max_restarts=-1 if request.course.elastic else 0,
+                max_restarts=-1 if request.policy.elastic else 0,
                 max_concurrency=100,
                 scheduling_strategy=home,  # beside the client, not on a node that may be the one to go
             )
             .remote(request.run)
         )
     except ValueError as error:
-        raise active(request.run) from error
+        raise active_run_error(request.run) from error
     try:
-        with interrupts() as asked:
+        with collect_signals() as asked:
             return _follow(driver, request, tell, asked)
     finally:
-        remove(driver, request.run)
+        remove_run(driver, request.run)
 
 
-def remove(driver: Any, run: str) -> None:
+def remove_run(driver: Any, run: str) -> None:
     """The driver, and what it has left on the cluster."""
     with contextlib.suppress(Exception):
         ray.kill(driver, no_restart=True)
     with contextlib.suppress(Exception):
-        sweep(run)
+        remove_leftovers(run)
     with contextlib.suppress(Exception):
         Journal(run).erase()
 
 
-def unclaimed(run: str) -> None:
+def refuse_active_run(run: str) -> None:
     """Raises `ActiveError` when a driver of this run lives on the Ray this process is connected to. Who has lost its client
     saves and ends first (`OutlivedError`), so that the next attempt finds a newer checkpoint and nobody else."""
     try:
-        driver = ray.get_actor("driver", namespace=namespace(run))
+        driver = ray.get_actor("driver", namespace=run_namespace(run))
     except ValueError:
         return
     epoch = cursor = 0
@@ -105,16 +105,16 @@ def unclaimed(run: str) -> None:
     try:
         alone_s = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
         if alone_s < ALONE_S:
-            raise active(run)
+            raise active_run_error(run)
         driver.stop.remote("its client is gone, and it is to be resumed", GRACE_S)
         while not ends and time.monotonic() < until_s:
             events, epoch, cursor = ray.get(driver.events.remote(epoch, cursor, 0.3), timeout=DRIVER_SILENT_S)
             ends = [event for event in events if event["kind"] == "end"]
     except RayError as error:  # it does not answer, or dies
-        raise active(run) from error
+        raise active_run_error(run) from error
     if not ends:
-        raise active(run)
-    remove(driver, run)
+        raise active_run_error(run)
+    remove_run(driver, run)
     raise OutlivedError(
         f"run {run!r} was still active on this cluster, without a client for {alone_s:.0f} s; now it has ended, "
         f"after {ends[0]['done']} steps",
@@ -122,7 +122,7 @@ def unclaimed(run: str) -> None:
     )
 
 
-def active(run: str) -> ActiveError:
+def active_run_error(run: str) -> ActiveError:
     """There can be only one of a name."""
     minutes = (ABANDONED_S + CLIENT_GONE_S) / 60
     ends = f"one whose client is gone saves its state and ends by itself within {minutes:.0f} minutes"
@@ -136,7 +136,7 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
     """Ask for news until one says that the run is over. A driver that died and is started again tells the steps once more:
     those that have been told are left out."""
     epoch = cursor = 0
-    done, validated, saved = request.course.first, -1, -1
+    done, validated, saved = request.policy.first, -1, -1
     passed_on, lost_s, patience_s = False, None, DRIVER_START_S
 
     def say(event: dict[str, Any]) -> None:
@@ -149,15 +149,15 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
     started = driver.start.remote(request)
     while True:
         asking = driver.events.remote(epoch, cursor, 0.3)
-        if not answered(asking, asked, patience_s):
+        if not wait_for_driver(asking, asked, patience_s):
             patience_s = min(patience_s, DRIVER_SILENT_S) if asked else patience_s
             what = f"the driver does not answer for {patience_s:.0f} s"
             cure = "look at its node; `raypar resume` goes on from the last checkpoint"
-            if not request.course.elastic:
+            if not request.policy.elastic:
                 raise WorkerLost(what, cure=cure)
             say({"kind": "warning", "text": f"{what}: it is ended and started again"})
             ray.kill(driver, no_restart=False)
-            if not answered(asking, asked, DRIVER_BACK_S):
+            if not wait_for_driver(asking, asked, DRIVER_BACK_S):
                 raise WorkerLost(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure=cure)
         if len(asked) > 1:
             return RunEnd("interrupted", f"{asked[1]} again: ended without waiting", done, None)
@@ -177,7 +177,7 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
         except RayActorError as error:
             now = time.monotonic()
             lost_s = now if lost_s is None else lost_s
-            final = not request.course.elastic or isinstance(error, ActorDiedError)
+            final = not request.policy.elastic or isinstance(error, ActorDiedError)
             if final or now - lost_s > DRIVER_BACK_S:
                 cure = "`raypar resume` goes on from the last checkpoint"
                 raise WorkerLost(f"the driver was lost: {str(error).strip().splitlines()[0]}", cure=cure) from error
@@ -210,7 +210,7 @@ def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], N
             driver.stop.remote(asked[0], GRACE_S)
 
 
-def answered(asking: Any, asked: list[str], patience_s: float) -> bool:
+def wait_for_driver(asking: Any, asked: list[str], patience_s: float) -> bool:
     """Whether the driver answers within `patience_s`, if only by its death.
 
     After Ctrl-C it has `DRIVER_SILENT_S` at most; a second Ctrl-C ends the wait. Turns are counted, not seconds: time in which
@@ -225,7 +225,7 @@ def answered(asking: Any, asked: list[str], patience_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[list[str]]:
+def collect_signals() -> Iterator[list[str]]:
     """Collects Ctrl-C, SIGTERM and SIGHUP instead of raising; in a thread other than the main one, signals stay as they are."""
     asked: list[str] = []
     if threading.current_thread() is not threading.main_thread():

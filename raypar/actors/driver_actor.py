@@ -1,4 +1,4 @@
-"""The driver of one run: an event loop around `elastic.machine`; it decides nothing and computes nothing by itself.
+"""The driver of one run: an event loop around `elastic.run_machine`; it decides nothing and computes nothing by itself.
 
 Every event goes through the machine; every decision is carried out here, by those that the driver has for it. What they do
 ends in events again.
@@ -19,30 +19,30 @@ import ray
 
 # Pickles hold these: callbacks, and workers' answers. A later import may meet Ray replacing the job's folder.
 import raypar.callbacks
-import raypar.elastic.outcome  # noqa: F401
-from raypar.actors import words
-from raypar.actors.beginning import Beginning
-from raypar.actors.calls import Calls
-from raypar.actors.effects import Effects
-from raypar.actors.ending import Ending
-from raypar.actors.generations import Generations
-from raypar.actors.journal import Journal, Record
-from raypar.actors.messages import pickled
-from raypar.actors.news import News
-from raypar.actors.plans import Plans
-from raypar.actors.pool import Pool
+import raypar.elastic.vote_result  # noqa: F401
+from raypar.actors import event_text
+from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.checkpoint_task import CheckpointTask
+from raypar.actors.driver_shutdown import DriverShutdown
+from raypar.actors.driver_start import DriverStart
+from raypar.actors.event_feed import EventFeed
+from raypar.actors.generation_change import GenerationChange
+from raypar.actors.journal import Journal, MembershipRecord
+from raypar.actors.members_file import MembersFile
+from raypar.actors.plan_cache import PlanCache
 from raypar.actors.processor_wait import processor_wait_s
-from raypar.actors.recorder import Recorder
-from raypar.actors.reports import Report, Reports
-from raypar.actors.request import RunRequest
-from raypar.actors.saving import Saving
-from raypar.actors.staff import Staff, died_with_node
-from raypar.actors.status import Status
-from raypar.actors.tasks import Tasks
-from raypar.comm.handshake import Credential
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.run_request import RunRequest
+from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.step_reports import Report, StepReports
+from raypar.actors.worker_calls import WorkerCalls
+from raypar.actors.worker_messages import pickle_error
+from raypar.actors.worker_pool import WorkerPool
+from raypar.actors.worker_registry import WorkerRegistry, died_with_node
+from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.machine import Phase, RunMachine
+from raypar.elastic.run_machine import Phase, RunMachine
 from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
 
@@ -62,10 +62,10 @@ class DriverActor:
     def __init__(self, run: str) -> None:
         self.run = run
         self.journal = Journal(run)
-        self.news = News()
+        self.feed = EventFeed()
         self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
         """From the very beginning: Ctrl-C may come before the request."""
-        self.tasks = Tasks(self.queue.put_nowait)
+        self.tasks = BackgroundTasks(self.queue.put_nowait)
         self.starting = asyncio.Lock()
         self.asked = self.begun = False
         self.finding = False
@@ -85,25 +85,27 @@ class DriverActor:
             with contextlib.suppress(Exception):  # not `ray.get`, which would warn: this is an actor with an event loop
                 itself.begin_again.remote().future().result(ASK_AGAIN_S)
 
-    def _set_up(self, request: RunRequest, credential: Credential) -> None:
-        journal, news, tasks = self.journal, self.news, self.tasks
+    def _set_up(self, request: RunRequest, credential: RunCredential) -> None:
+        journal, feed, tasks = self.journal, self.feed, self.tasks
         self.request = request
         layout = SlicedParameters(request.outline.elements, request.outline.cuts)
-        self.machine = machine = RunMachine(request.course, plan=request.plan, layout=layout)
-        self.plans = plans = Plans(request)
-        self.pool = pool = Pool(credential, request.gpus, request.environment)
-        self.recorder = recorder = Recorder(request, journal)
-        self.status = Status(request)
-        self.effects = effects = Effects(recorder, machine, news, tasks)
-        self.staff = staff = Staff(pool, journal, tasks.post, effects.note, lambda number: number in machine.members)
-        machine.nodes = staff.where
-        self.reports = reports = Reports(machine, plans)
-        self.calls = calls = Calls(machine, pool, plans, tasks, staff.hellos)
-        crew = request, machine, journal, plans, pool, staff, recorder, effects, reports, calls, tasks
-        self.beginning = Beginning(*crew, news)
-        self.generations = Generations(*crew)
-        self.saving = Saving(machine, pool, recorder, effects, calls, tasks.post)
-        self.ending = Ending(journal, pool, recorder, effects, news, self._keep_status)
+        self.machine = machine = RunMachine(request.policy, plan=request.plan, layout=layout)
+        self.plans = plans = PlanCache(request)
+        self.pool = pool = WorkerPool(credential, request.gpus, request.environment)
+        self.recorder = recorder = RunRecorder(request, journal)
+        self.status = MembersFile(request)
+        self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
+        self.registry = registry = WorkerRegistry(
+            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.members
+        )
+        machine.nodes = registry.where
+        self.reports = reports = StepReports(machine, plans)
+        self.calls = calls = WorkerCalls(machine, pool, plans, tasks, registry.hellos)
+        shared = request, machine, journal, plans, pool, registry, recorder, side_effects, reports, calls, tasks
+        self.beginning = DriverStart(*shared, feed)
+        self.generations = GenerationChange(*shared)
+        self.saving = CheckpointTask(machine, pool, recorder, side_effects, calls, tasks.post)
+        self.ending = DriverShutdown(journal, pool, recorder, side_effects, feed, self._keep_status)
 
     # -- called by the client ----------------------------------------------------------------------------------------------
 
@@ -146,11 +148,11 @@ class DriverActor:
                 if time.monotonic() > deadline:
                     what = f"a new driver could not find run {self.run} in Ray's store within {BEGIN_AGAIN_S:.0f} s: {error}"
                     lost = ClusterError(what, cure="look at the head node; `raypar resume` goes on from the last checkpoint")
-                    self.news.tell("end", end="failed", why=lost.what, done=0, error=pickled(lost))
+                    self.feed.tell("end", end="failed", why=lost.what, done=0, error=pickle_error(lost))
                     return
             await asyncio.sleep(TICK_S)
 
-    async def _go_on(self, record: Record) -> None:
+    async def _go_on(self, record: MembershipRecord) -> None:
         """What was told meanwhile (Ctrl-C, a worker that has started) is heard after where the run stands."""
         await self.tasks.guarded(self._take_over(record))
         told = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
@@ -158,24 +160,24 @@ class DriverActor:
             self.queue.put_nowait(event)
         self.tasks.spawn(self._run())
 
-    async def _take_over(self, record: Record) -> on.Event:
+    async def _take_over(self, record: MembershipRecord) -> on.Event:
         event = await self.beginning.take_over(record)
         self.finding = False
         return event
 
     def _begin_journal(self, request: RunRequest) -> None:
         self.journal.erase()
-        self.journal.put_credential(Credential.fresh(request.run))
+        self.journal.put_credential(RunCredential.fresh(request.run))
         self.journal.put_request(request)
         self.journal.began(time.time())
 
     async def events(self, epoch: int, cursor: int, wait_s: float = 1.0) -> tuple[list[dict[str, Any]], int, int]:
-        """See `News.after`."""
-        return await self.news.after(epoch, cursor, wait_s)
+        """See `EventFeed.after`."""
+        return await self.feed.after(epoch, cursor, wait_s)
 
     async def alone_s(self) -> float:
         """For how long no client has asked for news."""
-        return time.monotonic() - self.news.heard_s
+        return time.monotonic() - self.feed.heard_s
 
     async def stop(self, reason: str, grace_s: float) -> None:
         """Ctrl-C: finish or void the steps in flight, save, end."""
@@ -186,14 +188,14 @@ class DriverActor:
     async def _run(self) -> None:
         """Until the machine is over. A mistake in here must not leave actors behind either."""
         self.tasks.spawn(self._tick())
-        self.tasks.spawn(self.staff.watch(self.request.silent_s, lambda: self.machine.phase is Phase.OVER))
+        self.tasks.spawn(self.registry.watch(self.request.silent_s, lambda: self.machine.phase is Phase.OVER))
         try:
             while self.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
                 if isinstance(event, on.CallFailed) and event.worker is not None and isinstance(event.error, OutOfMemory):
                     event = replace(event, error=await asyncio.to_thread(self.calls.explained, event.worker, event.error))
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
-                    event = replace(event, preempted=self.staff.preempted(event.worker, event.error))
+                    event = replace(event, preempted=self.registry.preempted(event.worker, event.error))
                     self._lost(event.worker, first_line(event.error), died_with_node(event.error))
                 for decision in self.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
@@ -204,29 +206,31 @@ class DriverActor:
             self.tasks.spawn(self.ending.end(do.Teardown("failed", str(error), self.machine.emitted, wrong), self.step_calls))
 
     async def _tick(self) -> None:
-        self.news.heard_s = time.monotonic()
-        start = self.news.heard_s - self.recorder.age_s
+        self.feed.heard_s = time.monotonic()
+        start = self.feed.heard_s - self.recorder.age_s
         while self.machine.phase is not Phase.OVER:
             before = time.monotonic()
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             late_s = now - before - TICK_S
-            crowding = self.staff.crowding
+            crowding = self.registry.crowding
             crowding.report("driver", processor_wait_s(threading.get_native_id()), now)
             if late_s > TICK_S:
                 self.queue.put_nowait(on.Tick(stalled_s=late_s))
             else:
-                self.queue.put_nowait(on.Tick(crowding.uncounted_s(now, before), self.staff.unheard(), self.staff.ended()))
+                self.queue.put_nowait(
+                    on.Tick(crowding.uncounted_s(now, before), self.registry.unheard(), self.registry.ended())
+                )
             limit = self.request.max_time_s
             if limit is not None and now - start > limit:
                 start = float("inf")
                 self.queue.put_nowait(on.StopRequested(f"max_time of {limit:.0f} s is over"))
-            if now - self.news.heard_s > ABANDONED_S:
-                self.news.heard_s = now
+            if now - self.feed.heard_s > ABANDONED_S:
+                self.feed.heard_s = now
                 self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
     def _carry_out(self, decision: do.Decision) -> None:
-        generation, seen = self.machine.generation, self.effects.seen
+        generation, seen = self.machine.generation, self.side_effects.seen
         match decision.action:
             case do.RunStep(step, cut):
                 trace = step in self.request.trace
@@ -235,14 +239,14 @@ class DriverActor:
                     lambda w: w.step.remote(generation, step, trace, cut),
                     lambda number, report: self.reports.stepped(number, generation, step, self._warn(number, report)),
                 )
-            case do.Journal(step):
+            case do.WriteJournal(step):
                 self.reports.commit(step)
                 facts = {"time": time.time(), **self.reports.brief(step)}
-                self.effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.Journalled(step))
+                self.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
             case do.Emit(step):
                 reports, fresh = self.reports.emit(step), step == self.generations.resumed_at
-                self.effects.perform(
-                    lambda: self.recorder.step(step, reports, fresh=fresh), lambda stop: seen(on.Emitted(step, stop))
+                self.side_effects.perform(
+                    lambda: self.recorder.step(step, reports, fresh=fresh), lambda stop: seen(on.StepEmitted(step, stop))
                 )
             case do.Validate(done):
                 self.reports.validations = {}
@@ -252,48 +256,48 @@ class DriverActor:
                 )
             case do.EmitValidation(done):
                 found = list(self.reports.validations.values())
-                self.effects.perform(
+                self.side_effects.perform(
                     lambda: self.recorder.validation(done, found), lambda stop: seen(on.ValidationEmitted(done, stop))
                 )
-            case do.Snapshot(done):
+            case do.TakeSnapshot(done):
                 self.tasks.spawn(self.saving.save(done))
             case do.AbortGroups(why):
                 self.tasks.spawn(self.calls.abort(why))
             case do.Probe(ranks):
                 self.tasks.spawn(self.calls.probe(ranks))
             case do.Warn(text):
-                self.effects.note("waiting" if self.machine.waits else "warning", text=text)
-            case do.Note(text):
-                self.effects.note("note", text=text)
-            case do.Straggles():
+                self.side_effects.note("waiting" if self.machine.waits else "warning", text=text)
+            case do.Notice(text):
+                self.side_effects.note("note", text=text)
+            case do.ReportStraggler():
                 self._straggles(decision.action)
-            case do.Hire(worker):
+            case do.StartWorker(worker):
                 self.tasks.spawn(self._hire(worker))
-            case do.Resumed():
+            case do.FirstStepAfterRecovery():
                 self.generations.resumed(decision.action)
-            case do.Claim(number):
-                self.effects.note("recovering", text=decision.reason, generation=number)
+            case do.ClaimGeneration(number):
+                self.side_effects.note("recovering", text=decision.reason, generation=number)
                 self.tasks.spawn(self.generations.claim(number))
-            case do.Fence(number, workers):
+            case do.FenceWorkers(number, workers):
                 for worker in workers:
                     self.generations.fence(number, worker, decision.reason)
-            case do.Settle():
+            case do.ApplyKeptGradients():
                 self.generations.settle(decision.action)
             case do.ChoosePlan(number, workers):
                 self.tasks.spawn(self.generations.choose(number, workers))
-            case do.Adopt():
+            case do.AdoptPlan():
                 self.tasks.spawn(self.generations.adopt(decision.action, decision.reason))
             case do.CheckReplay(step, doubted):
                 self._check_replay(step, doubted)
-                self.news.tell("replay", step=step + 1, until=self.machine.journalled)
-            case do.Evict(worker, why):
+                self.feed.tell("replay", step=step + 1, until=self.machine.journalled)
+            case do.KillWorker(worker, why):
                 if why == "drained":
                     text = f"worker {worker} has left: {decision.reason}"
-                    self.effects.note("left", text=text, **self.staff.who(worker))
-                    self.staff.dismiss(worker)
+                    self.side_effects.note("left", text=text, **self.registry.who(worker))
+                    self.registry.dismiss(worker)
                 else:
-                    self.staff.suspect(worker)
-                    self._lost(worker, words.given_up(why))
+                    self.registry.suspect(worker)
+                    self._lost(worker, event_text.give_up_reason(why))
             case do.Teardown():
                 self.tasks.spawn(self.ending.end(decision.action, self.step_calls))
 
@@ -303,35 +307,35 @@ class DriverActor:
         request = self.request
         await asyncio.to_thread(self.journal.hired, number)
         text = f"a worker is wanted: worker {number} starts as soon as there is room"
-        self.effects.note("hiring", text=text, worker=number)
-        await self.staff.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
+        self.side_effects.note("hiring", text=text, worker=number)
+        await self.registry.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
 
     def _lost(self, number: int, why: str, with_node: bool = False) -> None:
         """Told once, and so is its node, if that is lost; what is left of it is removed."""
         if number not in self.pool.workers:
             return
-        coordinate, who = self.calls.coordinate(number), self.staff.who(number)
-        self.effects.note("lost", **words.lost(coordinate, who, why))
-        self.staff.dismiss(number)
-        node = self.staff.fell(number, with_node)
+        coordinate, who = self.calls.coordinate(number), self.registry.who(number)
+        self.side_effects.note("lost", **event_text.worker_lost_event(coordinate, who, why))
+        self.registry.dismiss(number)
+        node = self.registry.fell(number, with_node)
         if node is not None:
-            self.effects.note("node", **node)
+            self.side_effects.note("node", **node)
 
-    def _straggles(self, found: do.Straggles) -> None:
+    def _straggles(self, found: do.ReportStraggler) -> None:
         """Told in one line; the next worker is to be hired elsewhere when this one leaves."""
-        coordinate, who = self.calls.coordinate(found.worker), self.staff.who(found.worker)
+        coordinate, who = self.calls.coordinate(found.worker), self.registry.who(found.worker)
         if found.leaves and not found.over:
-            self.staff.slow(found.worker)
+            self.registry.slow(found.worker)
         facts = {"times": round(found.times, 2), "steps": found.steps, "over": found.over, "leaves": found.leaves}
-        text = words.straggles(found, coordinate, who)
-        self.effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
+        text = event_text.straggler_text(found, coordinate, who)
+        self.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
 
     # -- what people see -------------------------------------------------------------------------------------------------------
 
     def _warn(self, number: int, report: Report) -> Report:
         """Show the warnings in a worker's report that no other worker has given; returns the report."""
         for line in self.reports.warnings(report):
-            self.effects.note("warning", text=f"{self.calls.coordinate(number)}: {line}")
+            self.side_effects.note("warning", text=f"{self.calls.coordinate(number)}: {line}")
         return report
 
     def _check_replay(self, step: int, doubted: bool) -> None:
@@ -340,7 +344,9 @@ class DriverActor:
             return
         before, found = changed
         if doubted:
-            self.effects.note("warning", text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on")
+            self.side_effects.note(
+                "warning", text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on"
+            )
             self.reports.outcomes[step] = found
         else:
             error = RayparError(
@@ -351,6 +357,6 @@ class DriverActor:
 
     def _keep_status(self) -> None:
         """members.json, if anything in it has changed."""
-        text = None if self.finding else self.status.changed(self.machine, self.staff.who, self.plans.schedule)
+        text = None if self.finding else self.status.changed(self.machine, self.registry.who, self.plans.schedule)
         if text is not None:
-            self.effects.aside(self.recorder.keep_status, text)
+            self.side_effects.aside(self.recorder.keep_status, text)

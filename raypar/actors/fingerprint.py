@@ -38,16 +38,16 @@ def fingerprint(threads: int, device: torch.device) -> dict[str, str]:
         "numpy": numpy.__version__,
         "raypar": raypar.__version__,
         "machine": platform.machine(),
-        "processor": processor(),
+        "processor": processor_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads),
         "settings": " ".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ) or "none",
-        "kernels": kernels(device),
+        "kernels": kernel_digest(device),
         **on_gpu,
     }
 
 
-def processor() -> str:
+def processor_model() -> str:
     """Vendor, family and model of the processor, by which libraries choose their kernels; "unknown" if Linux does not say."""
     wanted = {"vendor_id": "", "cpu family": "", "model": "", "CPU implementer": "", "CPU part": ""}
     try:
@@ -63,7 +63,7 @@ def processor() -> str:
     return " ".join(value for value in wanted.values() if value) or "unknown"
 
 
-def kernels(device: torch.device) -> str:
+def kernel_digest(device: torch.device) -> str:
     """Digest of what matrix product, exponential, normalisation and sum give for fixed numbers."""
     import torch
 
@@ -89,7 +89,7 @@ def kernels(device: torch.device) -> str:
     return digest.hexdigest()[:16]
 
 
-def differences(prints: Sequence[Fingerprint]) -> list[str]:
+def fingerprint_differences(prints: Sequence[Fingerprint]) -> list[str]:
     """Lines that say in what the workers differ, worker by worker; none when they are alike."""
     lines = []
     for key in prints[0]:

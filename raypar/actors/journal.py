@@ -12,8 +12,8 @@ from typing import Any
 from ray import cloudpickle
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
-from raypar.actors.messages import Hello
-from raypar.comm.handshake import Credential
+from raypar.actors.worker_messages import WorkerHello
+from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
@@ -22,7 +22,7 @@ KEPT_STEPS = 1000
 
 
 @dataclass(frozen=True)
-class Record:
+class MembershipRecord:
     """Who held what in a generation: `members[rank]` is the worker in that seat of `plan`."""
 
     generation: int
@@ -31,7 +31,7 @@ class Record:
     schedule: str
 
 
-class Deposed(ClusterError):
+class DriverReplaced(ClusterError):
     """Another driver has claimed a newer generation: this one may not write any more."""
 
 
@@ -58,11 +58,11 @@ class Journal:
         """Store that step `step` is committed, with `facts`, what people are to see of it.
 
         What a former driver has stored of this step is kept: it is the same step, since one is committed only after all workers
-        have applied it. Raises `Deposed` when another driver has taken over.
+        have applied it. Raises `DriverReplaced` when another driver has taken over.
         """
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
-            raise Deposed(
+            raise DriverReplaced(
                 f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",
             )
@@ -113,19 +113,19 @@ class Journal:
         """Remove one block of `file`, or all: its lines are in the file now."""
         _internal_kv_del(f"{self.prefix}lines/{file}/{'' if block is None else block}", del_by_prefix=block is None)
 
-    def record(self, record: Record) -> None:
+    def record(self, record: MembershipRecord) -> None:
         """Before the workers of a generation begin: a new driver has to find them."""
         _internal_kv_put(f"{self.prefix}record/{record.generation}", pickle.dumps(record), overwrite=True)
         for generation in self._numbers("record"):
             if generation < record.generation - 1:
                 _internal_kv_del(f"{self.prefix}record/{generation}")
 
-    def last_record(self) -> Record | None:
+    def last_record(self) -> MembershipRecord | None:
         """Of the newest generation that had members; None while there has been none."""
         for generation in sorted(self._numbers("record"), reverse=True):
             value = _internal_kv_get(f"{self.prefix}record/{generation}")
             if value is not None:
-                found: Record = pickle.loads(value)
+                found: MembershipRecord = pickle.loads(value)
                 return found
         return None
 
@@ -143,22 +143,22 @@ class Journal:
         """How many numbers have been given."""
         return int(_internal_kv_get(f"{self.prefix}hired") or 0)
 
-    def met(self, number: int, hello: Hello) -> None:
+    def met(self, number: int, hello: WorkerHello) -> None:
         """A worker has started; how a new driver finds it."""
         _internal_kv_put(f"{self.prefix}hello/{number}", pickle.dumps(hello), overwrite=True)
 
-    def hellos(self) -> dict[int, Hello]:
+    def hellos(self) -> dict[int, WorkerHello]:
         """Of all workers that have ever started, also those that are gone."""
         found = {number: _internal_kv_get(f"{self.prefix}hello/{number}") for number in self._numbers("hello")}
         return {number: pickle.loads(value) for number, value in found.items() if value is not None}
 
     # -- the run -----------------------------------------------------------------------------------------------------------
 
-    def put_credential(self, credential: Credential) -> None:
+    def put_credential(self, credential: RunCredential) -> None:
         """Store the run's credential; before the request, so that whoever finds that finds this too."""
         _internal_kv_put(f"{self.prefix}credential", pickle.dumps(credential), overwrite=True)
 
-    def credential(self) -> Credential:
+    def credential(self) -> RunCredential:
         """The run's credential, the same for all of its drivers. Raises `ClusterError` if Ray has lost it."""
         value = _internal_kv_get(f"{self.prefix}credential")
         if value is None:
@@ -166,7 +166,7 @@ class Journal:
                 f"Ray's store has lost the secret by which the workers of run {self.run!r} know each other",
                 cure="`raypar resume` goes on from the last checkpoint, with new workers",
             )
-        found: Credential = pickle.loads(value)
+        found: RunCredential = pickle.loads(value)
         return found
 
     def put_request(self, request: Any) -> None:

@@ -18,12 +18,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from raypar.run_folder import Line, as_regular, content_of, joined, lines_in, place_of, replace_whole
+from raypar.run_folder import Line, line_order, merge_lines, open_regular_only, parse_lines, read_lines_file, replace_whole
 
 KEPT_BYTES = 8 << 20
 """Limit of each file's lines in memory: 20,000 steps or more. Older lines are in the file only."""
 MIRRORED_LINES = 1000
-"""How many of the last events are always in the journal. Of steps it has the facts anyway (`Journal.commit`)."""
+"""How many of the last events are always in the journal. Of steps it has the facts anyway (`WriteJournal.commit`)."""
 BLOCK_LINES = 64
 """Lines in one entry of the journal."""
 
@@ -167,7 +167,7 @@ class LineFile:
         content = self._content()
         blocks = self.blocks.found()
         in_journal = "".join(blocks[block] for block in sorted(blocks)).encode()
-        lines = correct(joined(lines_in(self.path.name, content or b""), lines_in(self.path.name, in_journal)))
+        lines = correct(merge_lines(parse_lines(self.path.name, content or b""), parse_lines(self.path.name, in_journal)))
         texts = [json.dumps(line) + "\n" for line in lines]
         self.recent.count = (max(blocks) + 1) * BLOCK_LINES if blocks else 0  # after the blocks of former drivers
         for text in texts:
@@ -268,7 +268,7 @@ class LineFile:
         if not self.unwritten:
             return
         try:
-            with open(self.path, "a", opener=as_regular) as file:
+            with open(self.path, "a", opener=open_regular_only) as file:
                 file.write("".join(self.recent.last(self.unwritten)))
         except PermissionError:  # the folder may still be writable
             self._restore()
@@ -291,11 +291,11 @@ class LineFile:
             aside = next(name for name in self._damaged_names() if not os.path.lexists(name))
             os.rename(self.path, aside)
             self.tell("warning", f"{self.path} was something that cannot be read: it is {aside.name} now, and written anew")
-        there = lines_in(self.path.name, content or b"")
+        there = parse_lines(self.path.name, content or b"")
         if self.recent.texts:
-            first, last = (place_of(json.loads(self.recent.texts[i])) for i in (0, -1))
-            older = [line for line in there if self.recent.trimmed and place_of(line) < first]
-            newer = [line for line in there if not alone and place_of(line) > last]
+            first, last = (line_order(json.loads(self.recent.texts[i])) for i in (0, -1))
+            older = [line for line in there if self.recent.trimmed and line_order(line) < first]
+            newer = [line for line in there if not alone and line_order(line) > last]
         else:
             older, newer = there, []
         texts = [[json.dumps(line) + "\n" for line in lines] for lines in (older, newer)]
@@ -311,8 +311,8 @@ class LineFile:
             number += 1
 
     def _content(self) -> bytes | None:
-        """See `content_of`."""
-        return content_of(self.path)
+        """See `read_lines_file`."""
+        return read_lines_file(self.path)
 
     def _current_signature(self) -> Signature:
         try:

@@ -26,7 +26,7 @@ class LocalNode:
     head: bool = False
 
 
-def shared_out(workers: int, nodes: int) -> int:
+def cpus_per_node(workers: int, nodes: int) -> int:
     """Logical CPUs of each node: all together there is room for every worker and at least one more.
 
     A node more or less is then felt: what fits on `nodes` of them need not fit on `nodes` - 1.
@@ -35,7 +35,7 @@ def shared_out(workers: int, nodes: int) -> int:
 
 
 @contextlib.contextmanager
-def local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> Iterator[tuple[LocalNode, ...]]:
+def start_local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> Iterator[tuple[LocalNode, ...]]:
     """The head that `ray.init` has started in this process, and `count` - 1 raylets beside it. Ray's files lie in `folder`.
 
     Like the head they die with the thread that starts them, so with this process however it ends. Ray offers further nodes
@@ -47,10 +47,10 @@ def local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> Iterat
             from ray._private import worker
 
             head = worker._global_node
-            found = [LocalNode(head.node_id, reaped(head), cpus, head=True)]
+            found = [LocalNode(head.node_id, reap_raylet(head), cpus, head=True)]
             for _ in range(count - 1):
-                started.append(raylet(head.gcs_address, cpus, store_bytes, folder))
-                found.append(LocalNode(started[-1].node_id, reaped(started[-1]), cpus))
+                started.append(start_raylet(head.gcs_address, cpus, store_bytes, folder))
+                found.append(LocalNode(started[-1].node_id, reap_raylet(started[-1]), cpus))
         except (ImportError, AttributeError, TypeError, KeyError) as error:
             raise ClusterError(
                 f"this version of Ray does not start several nodes as raypar knows it: {error}",
@@ -61,7 +61,7 @@ def local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> Iterat
                 f"local node {len(started) + 2} of {count} did not start: {first_line(error)}",
                 cure="ask for fewer with --local-nodes, or look at what else this machine is doing",
             ) from error
-        joined(tuple(found))
+        wait_for_nodes(tuple(found))
         yield tuple(found)
     finally:
         for node in started:
@@ -69,7 +69,7 @@ def local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> Iterat
                 node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
 
 
-def raylet(address: str, cpus: int, store_bytes: int, folder: Path) -> Any:
+def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path) -> Any:
     """A raylet that joins the Ray at `address`; returns Ray's private `Node`."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -88,14 +88,14 @@ def raylet(address: str, cpus: int, store_bytes: int, folder: Path) -> Any:
     return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
 
 
-def reaped(node: Any) -> int:
+def reap_raylet(node: Any) -> int:
     """The pid of a node's raylet. A thread waits for its end: workers do not see a raylet die that stays a zombie."""
     process = node.all_processes["raylet"][0].process
     threading.Thread(target=process.wait, name=f"raypar-reaper-{process.pid}", daemon=True).start()
     return int(process.pid)
 
 
-def raylet_of(pid: int) -> tuple[str, str] | None:
+def parse_raylet_command(pid: int) -> tuple[str, str] | None:
     """(Ray's id of the node, address of its cluster) of a raylet of this machine, from its command line; None if it is none."""
     try:
         words = (Path("/proc") / str(pid) / "cmdline").read_text().split("\0")
@@ -107,7 +107,7 @@ def raylet_of(pid: int) -> tuple[str, str] | None:
     return found["node_id"], found["gcs-address"]
 
 
-def joined(nodes: tuple[LocalNode, ...]) -> None:
+def wait_for_nodes(nodes: tuple[LocalNode, ...]) -> None:
     """Wait until Ray counts on all of them. Raises `ClusterError`."""
     import ray
 

@@ -1,7 +1,7 @@
-"""One worker as a Ray actor: a thin shell around `elastic.member.Member` and `WorkerBody`, which decide and do.
+"""One worker as a Ray actor: a thin shell around `elastic.member.Member` and `ElasticWorker`, which decide and do.
 
 Methods of the group `step` run one after the other in one thread, in the order they were called; those of `ctl` answer while a
-step runs. Failures travel as values (`Failed`), so that they arrive whole and of their own class.
+step runs. Failures travel as values (`CallFailure`), so that they arrive whole and of their own class.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 
 import ray
 
-from raypar.actors.footing import Footing
 from raypar.actors.lifeline import LifelineListener
-from raypar.actors.messages import Failed, Hello
 from raypar.actors.processor_wait import processor_wait_s
-from raypar.comm.handshake import Credential
-from raypar.comm.tcp_accept import THREAD as ACCEPT_THREAD
-from raypar.elastic.member import Fenced, Member
+from raypar.actors.worker_messages import CallFailure, WorkerHello
+from raypar.actors.working_dir import WorkingDir
+from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.elastic.member import Member, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
 from raypar.user_code import USER_CODE_ERRORS, error_text
 
 ORPHAN_THREAD = "raypar-orphan"
 STEP_TIMEOUT_S = 900.0
-"""Longer than the driver of a run that is not elastic waits for a silent worker (`Course.last_copy_wait_s`), for whom its peers
-wait in communication."""
+"""Longer than the driver of a run that is not elastic waits for a silent worker (`RunPolicy.last_copy_wait_s`), for whom its
+peers wait in communication."""
 LEAVE_S = 5.0
 LOADING, LOADING_S = "loading its code", 600.0
 """Nobody pings a worker meanwhile. A cold disk may take minutes for torch and the model's imports."""
@@ -44,10 +44,10 @@ ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
 class WorkerActor:
     """Created in a placement group of its own; gets everything else by calls. `number` is never given to another worker."""
 
-    def __init__(self, credential: Credential, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
+    def __init__(self, credential: RunCredential, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
         self.credential, self.number, self.pickled_spec = credential, number, spec
         self.coordinate = f"worker {number}"
-        self.footing = Footing()
+        self.footing = WorkingDir()
         self.spec: Any = None
         self.host = host
         self.core: Any = None
@@ -59,7 +59,7 @@ class WorkerActor:
         self.heard_s = time.monotonic()
         self.orphan_timeout_s = orphan_timeout_s
         self.doing = "starting"
-        self.said: Hello | None = None
+        self.said: WorkerHello | None = None
         self.lifeline: LifelineListener | None = None
         self.computes = 0
         """Native id of the thread that executes steps; 0 before the first."""
@@ -71,27 +71,27 @@ class WorkerActor:
     # -- step: one after the other -------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def hello(self, joining: bool = False) -> Hello | Failed:
+    def hello(self, joining: bool = False) -> WorkerHello | CallFailure:
         """Load torch, listen for the other workers; all that can be done before there is a plan. `joining`: in the middle of a
         run, where the others will have to wait for what is left to do."""
         return self._guard(LOADING, lambda: self._hello(joining))
 
-    def _hello(self, joining: bool) -> Hello:
+    def _hello(self, joining: bool) -> WorkerHello:
         if self.said is not None:
             return self.said  # to a new driver
         with self.footing.elsewhere():
             import torch
 
         from raypar.actors.fingerprint import fingerprint
-        from raypar.comm.cpu import CpuMesh
-        from raypar.comm.memory import CPU
+        from raypar.comm.buffer_pool import CPU
+        from raypar.comm.tcp.transport import TcpMesh
         from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
-        from raypar.worker.body import WorkerBody
         from raypar.worker.compute_state import StateGuard
-        from raypar.worker.core import WorkerCore
-        from raypar.worker.device import settle
-        from raypar.worker.state import Writer
+        from raypar.worker.elastic_worker import ElasticWorker
+        from raypar.worker.gpu_process import configure_process
+        from raypar.worker.state_snapshot import CheckpointWriter
         from raypar.worker.warm_up import warm_up
+        from raypar.worker.worker_core import WorkerCore
 
         keep_freed_memory()
         self.guard = guard = StateGuard(threads=1)
@@ -100,38 +100,38 @@ class WorkerActor:
         torch.set_num_threads(self.spec.threads)
         host, device = self.host or ray.util.get_node_ip_address(), CPU
         if self.spec.device == "gpu":
-            from raypar.comm.nccl_device import CudaDevice
-            from raypar.comm.nccl_mesh import NcclMesh
+            from raypar.comm.nccl.device import CudaDevice
+            from raypar.comm.nccl.mesh import NcclMesh
 
             gpu = CudaDevice()
             device = gpu.device
-            settle(device, exact=self.spec.reduction == "canonical")
+            configure_process(device, exact=self.spec.reduction == "canonical")
             self.mesh = NcclMesh.listen(host, gpu, credential=self.credential)
         else:
-            self.mesh = CpuMesh.listen(host, credential=self.credential)
+            self.mesh = TcpMesh.listen(host, credential=self.credential)
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
-        self.body = WorkerBody(self.core, self.number)
+        self.body = ElasticWorker(self.core, self.number)
         self.member = Member(self.number, self.body)
-        self.writer = Writer()
+        self.writer = CheckpointWriter()
         warm_up(self.core, data=joining)
         freeze_what_stays(collect=True)
         node = ray.get_runtime_context().get_node_id()
         self.lifeline = LifelineListener(host)
         says = fingerprint(self.spec.threads, device)
-        self.said = Hello(self.mesh.address, node, os.getpid(), says, self.lifeline.address)
+        self.said = WorkerHello(self.mesh.address, node, os.getpid(), says, self.lifeline.address)
         return self.said
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def adopt(
         self, generation: int, part: bytes, coordinate: str, addresses: Sequence[str], deadline_s: float
-    ) -> dict[str, Any] | Failed | None:
+    ) -> dict[str, Any] | CallFailure | None:
         """Connect to the other workers of `generation`, hand over and take over state, build this worker's stages."""
 
         def build() -> dict[str, Any] | None:
-            from raypar.comm.transport import drive
+            from raypar.comm.transport import run_routine
             from raypar.worker.allocator import freeze_what_stays, return_unused_memory
-            from raypar.worker.wires import wires_of
+            from raypar.worker.communicators import communicators_of
 
             self.member.hear(generation, f"generation {generation} begins")
             self._end_if_stuck()
@@ -140,7 +140,7 @@ class WorkerActor:
             def connect() -> Any:
                 rank, wires = made.ranks[self.number], {}
                 if self.spec.device == "gpu":
-                    wires["wires"] = wires_of(made, rank, self.spec, self.core.layout)
+                    wires["wires"] = communicators_of(made, rank, self.spec, self.core.layout)
                 return self.mesh.connect(
                     rank=rank,
                     size=len(addresses),
@@ -150,7 +150,7 @@ class WorkerActor:
                     **wires,
                 )
 
-            drive(self.member.adopt(generation, (made, connect)), deadline_s)
+            run_routine(self.member.adopt(generation, (made, connect)), deadline_s)
             freeze_what_stays(collect=False)
             if made.fresh or made.load:  # built from whole layers or files; in between nobody shall wait for this
                 return_unused_memory()
@@ -162,33 +162,33 @@ class WorkerActor:
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def step(self, generation: int, step: int, trace: bool, cut: bool) -> Any:
-        """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `Failed`.
+        """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `CallFailure`.
 
         After a failure every later step of the generation fails too.
         """
-        from raypar.comm.transport import drive
+        from raypar.comm.transport import run_routine
 
         self.body.trace, self.computes = trace, threading.get_native_id()
         routine = self.member.step(generation, step, cut)
-        report = self._guard(f"in step {step + 1}", lambda: drive(routine, self.core.step_timeout_s))
-        if isinstance(report, Failed):
+        report = self._guard(f"in step {step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
+        if isinstance(report, CallFailure):
             self._free_peers()
             return report
         return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def validate(self, generation: int, done: int) -> Any:
-        """One validation pass: a `ValidationReport` as a dict, or `Failed`."""
-        from raypar.comm.transport import drive
+        """One validation pass: a `ValidationReport` as a dict, or `CallFailure`."""
+        from raypar.comm.transport import run_routine
 
         return self._guard(
             f"in the validation after {done} steps",
-            lambda: vars(drive(self.member.validate(generation), self.core.step_timeout_s)),
+            lambda: vars(run_routine(self.member.validate(generation), self.core.step_timeout_s)),
         )
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def stand(self, generation: int) -> Any:
-        """Where this worker stands (`elastic.member.Stand`), once what it was doing has ended."""
+        """Where this worker stands (`elastic.member.WorkerStatus`), once what it was doing has ended."""
         return self._guard("saying where it stands", lambda: self.member.stand(generation))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
@@ -202,18 +202,18 @@ class WorkerActor:
         return self._guard("saving", lambda: self.member.save(generation, done, lambda: self._snapshot(Path(folder))))
 
     def _snapshot(self, folder: Path) -> None:
-        from raypar.worker.state import snapshot, written_by
+        from raypar.worker.state_snapshot import take_snapshot, written_state
 
         core = self.core
-        names = written_by(core.assignment.plan, core.assignment.crossing, core.rank, core.stages)
-        state = snapshot(core.stages, core.end.optimizers, names)
+        names = written_state(core.assignment.plan, core.assignment.crossing, core.rank, core.stages)
+        state = take_snapshot(core.stages, core.end.optimizers, names)
         self.writer.start(folder, f"worker_{core.rank:04d}.safetensors", state)
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
-        """Waits for the writer: its record, or `Failed` with the error of the disk."""
+        """Waits for the writer: its record, or `CallFailure` with the error of the disk."""
         return self._guard("writing", self.writer.result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
@@ -239,8 +239,8 @@ class WorkerActor:
         self.heard_s = time.monotonic()
         try:
             self.member.hear(generation, reason)
-        except Fenced as error:
-            return Failed("aborted", error)
+        except StaleGeneration as error:
+            return CallFailure("aborted", error)
         self.mesh.abort_connect(reason)
         self._end_if_stuck()
         return None
@@ -295,27 +295,27 @@ class WorkerActor:
             self.heard_s = time.monotonic()  # whoever waits for this is still there
             self.doing = "idle"
 
-    def _judge(self, doing: str, error: BaseException) -> Failed:
-        if isinstance(error, Fenced):
-            return Failed("aborted", error)
+    def _judge(self, doing: str, error: BaseException) -> CallFailure:
+        if isinstance(error, StaleGeneration):
+            return CallFailure("aborted", error)
         if isinstance(error, CommError):
-            return Failed("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
-        if lacks_memory(error):
+            return CallFailure("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
+        if is_out_of_memory(error):
             text = "".join(traceback.format_exception(error)).rstrip()
             first = str(error.what if isinstance(error, UserCodeError) else error).partition("\n")[0]
             what = f"{self.coordinate}, {doing}: out of memory: {first or type(error).__name__}\n{text}"
-            return Failed("user", OutOfMemory(what, cure="use workers with more memory"))
+            return CallFailure("user", OutOfMemory(what, cure="use workers with more memory"))
         if isinstance(error, UserCodeError):
-            return Failed("user", UserCodeError(f"{self.coordinate}, {doing}: {error.what}", error.cure))
+            return CallFailure("user", UserCodeError(f"{self.coordinate}, {doing}: {error.what}", error.cure))
         if isinstance(error, RayparError) or (isinstance(error, OSError) and doing in ("saving", "writing")):
-            return Failed("error", error)
+            return CallFailure("error", error)
         text = "".join(traceback.format_exception(error)).rstrip()
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
         if Path(innermost).is_relative_to(Path(__file__).parents[1]):
             what = f"{self.coordinate}, {doing}: a mistake of raypar's own\n{text}"
-            return Failed("error", RayparError(what, cure="please report it with the lines above"))
+            return CallFailure("error", RayparError(what, cure="please report it with the lines above"))
         what = f"{self.coordinate}, {doing}: {error_text(error)}\n{text}"
-        return Failed(
+        return CallFailure(
             "user", UserCodeError(what, cure="the last lines of the traceback are where your code, or what it called, raised")
         )
 
@@ -343,13 +343,13 @@ class WorkerActor:
             late_s = time.monotonic() - before_s - turn_s
             if late_s > turn_s:  # this process itself was stopped, and calls that came meanwhile are still waiting
                 self.heard_s += late_s
-        removing = threading.Thread(target=give_back_place, daemon=True)
+        removing = threading.Thread(target=remove_own_placement_group, daemon=True)
         removing.start()
         removing.join(LEAVE_S)
         os._exit(1)
 
 
-def give_back_place() -> None:
+def remove_own_placement_group() -> None:
     """Remove the placement group this process is in; with it goes the process."""
     group = ray.util.get_current_placement_group()
     if group is not None:
@@ -357,7 +357,7 @@ def give_back_place() -> None:
         time.sleep(2.0)
 
 
-def lacks_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from, says that memory could not be had."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:  # two errors may be each other's cause
@@ -370,6 +370,6 @@ def lacks_memory(error: BaseException | None) -> bool:
     return False
 
 
-def worker_class() -> Any:
+def worker_actor_class() -> Any:
     """The actor class. `io` is apart from `ctl`, so that a slow disk does not keep a worker from answering."""
     return ray.remote(concurrency_groups={"step": 1, "ctl": 2, "io": 1}, max_restarts=0)(WorkerActor)

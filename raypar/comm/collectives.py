@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raypar.comm.ledger import Ledger
-from raypar.comm.memory import CPU, Pool
-from raypar.comm.operation import Exchange, Message, Operation, Phases
+from raypar.comm.buffer_pool import CPU, BufferPool
+from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.message_operation import MessageOperation, MessagePhase, OperationMessage, Phases
 from raypar.errors import CommError, GroupAborted
 
 ALIGN = 16
@@ -26,7 +26,7 @@ ONE_PHASE_BYTES = 4096
 """Up to this size an all-reduce sends whole tensors at once: latency counts, not bytes."""
 
 
-def slices(total: int, parts: int, align: int = ALIGN) -> list[tuple[int, int]]:
+def even_slices(total: int, parts: int, align: int = ALIGN) -> list[tuple[int, int]]:
     """Cut `total` elements into `parts` contiguous, nearly equal (start, stop) slices with aligned starts, maybe empty."""
     units = -(-total // align)
     bounds = [min(total, i * units // parts * align) for i in range(parts + 1)]
@@ -66,8 +66,8 @@ class MessageTransport(ABC):
         self.rank = rank
         self.size = size
         self.generation = generation
-        self.ledger = Ledger()
-        self.pool = Pool()
+        self.ledger = CommunicationLedger()
+        self.pool = BufferPool()
         self._aborted: str | None = None
         self._channels: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._calls: Counter[int] = Counter()
@@ -75,19 +75,19 @@ class MessageTransport(ABC):
     # -- what a transport provides
 
     @abstractmethod
-    def post_send(self, message: Message) -> None:
+    def post_send(self, message: OperationMessage) -> None:
         """Start sending; `message.complete()` once the tensor may be changed. Never blocks."""
 
     @abstractmethod
-    def post_recv(self, message: Message) -> None:
+    def post_recv(self, message: OperationMessage) -> None:
         """Start receiving into `message.tensor`, or into a fresh tensor put there. Never blocks."""
 
     @abstractmethod
-    def wait_for(self, operation: Operation, timeout_s: float | None) -> bool:
+    def wait_for(self, operation: MessageOperation, timeout_s: float | None) -> bool:
         """Block until `operation.settled`; False after `timeout_s`."""
 
     @abstractmethod
-    def settled(self, operation: Operation) -> None:
+    def settled(self, operation: MessageOperation) -> None:
         """`operation` has just finished or failed, in some thread: wake whoever waits for it."""
 
     @abstractmethod
@@ -100,48 +100,52 @@ class MessageTransport(ABC):
 
     # -- point to point
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> Operation:
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> MessageOperation:
         """See `Transport.send`."""
         self._check_alive()
         self._check(tensor, to)
-        operation = Operation(self, f"send tag {tag}", (to,))
+        operation = MessageOperation(self, f"send tag {tag}", (to,))
         self.ledger.count("send", sent=tensor.nbytes)
-        operation.post(Exchange(((tensor, to, tag),), ()))
+        operation.post(MessagePhase(((tensor, to, tag),), ()))
         operation.posted()
         return operation
 
-    def recv(self, out: Tensor | None, *, source: int, tag: int) -> Operation:
+    def recv(self, out: Tensor | None, *, source: int, tag: int) -> MessageOperation:
         """See `Transport.recv`. Bytes are counted when they arrive."""
         self._check_alive()
         self._check(out, source)
-        operation = Operation(self, f"recv tag {tag}", (source,))
-        operation.post(Exchange((), ((out, source, tag),)))
+        operation = MessageOperation(self, f"recv tag {tag}", (source,))
+        operation.post(MessagePhase((), ((out, source, tag),)))
         operation.posted()
         return operation
 
-    def batch(self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]) -> Operation:
+    def batch(
+        self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]
+    ) -> MessageOperation:
         """See `Transport.batch`."""
         self._check_alive()
         for tensor, peer, _ in (*sends, *recvs):
             self._check(tensor, peer)
         tags = sorted({tag for _, _, tag in (*sends, *recvs)})
-        operation = Operation(self, f"batch tags {tags}", sorted({peer for _, peer, _ in (*sends, *recvs)}))
+        operation = MessageOperation(self, f"batch tags {tags}", sorted({peer for _, peer, _ in (*sends, *recvs)}))
         for tensor, _, _ in sends:
             self.ledger.count("send", sent=tensor.nbytes)
-        operation.post(Exchange(sends, recvs))
+        operation.post(MessagePhase(sends, recvs))
         operation.posted()
         return operation
 
     # -- collectives
 
-    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> Operation:
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> MessageOperation:
         """See `Transport.all_reduce`. Small: everything to everybody. Large: each rank adds one slice and hands it on."""
         me, key, tag = self._enter("all_reduce", group, channel, flat)
         if flat.nbytes <= ONE_PHASE_BYTES:
             return self._run("all_reduce", group, key, self._all_reduce_whole(flat, group, me, tag))
         return self._run("all_reduce", group, key, self._all_reduce_slices(flat, group, me, tag))
 
-    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Operation:
+    def reduce_scatter(
+        self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0
+    ) -> MessageOperation:
         """See `Transport.reduce_scatter`."""
         me, key, tag = self._enter("reduce_scatter", group, channel, out, *pieces)
         self._check_count("reduce_scatter", group, pieces)
@@ -154,7 +158,7 @@ class MessageTransport(ABC):
 
         return self._run("reduce_scatter", group, key, phases())
 
-    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> Operation:
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> MessageOperation:
         """See `Transport.all_gather`."""
         me, key, tag = self._enter("all_gather", group, channel, mine, *pieces)
         self._check_count("all_gather", group, pieces)
@@ -168,7 +172,7 @@ class MessageTransport(ABC):
 
     def all_to_all(
         self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0
-    ) -> Operation:
+    ) -> MessageOperation:
         """See `Transport.all_to_all`."""
         me, key, tag = self._enter("all_to_all", group, channel, *outs, *pieces)
         self._check_count("all_to_all", group, pieces)
@@ -181,7 +185,7 @@ class MessageTransport(ABC):
 
         return self._run("all_to_all", group, key, phases())
 
-    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> Operation:
+    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> MessageOperation:
         """See `Transport.broadcast`: the root sends to each rank."""
         _, key, tag = self._enter("broadcast", group, channel, tensor)
         if root not in group:
@@ -191,14 +195,14 @@ class MessageTransport(ABC):
             if self.rank == root:
                 others = [r for r in group if r != root]
                 self.ledger.count("broadcast", sent=tensor.nbytes * len(others))
-                yield Exchange([(tensor, r, tag) for r in others], ())
+                yield MessagePhase([(tensor, r, tag) for r in others], ())
             else:
                 self.ledger.count("broadcast", received=tensor.nbytes)
-                yield Exchange((), [(tensor, root, tag)])
+                yield MessagePhase((), [(tensor, root, tag)])
 
         return self._run("broadcast", group, key, phases())
 
-    def barrier(self, *, group: Sequence[int], channel: int = 0) -> Operation:
+    def barrier(self, *, group: Sequence[int], channel: int = 0) -> MessageOperation:
         """See `Transport.barrier`: an empty message from everybody to everybody."""
         me, key, tag = self._enter("barrier", group, channel)
         empty = torch.empty(0, dtype=torch.uint8)
@@ -217,20 +221,20 @@ class MessageTransport(ABC):
 
     def _all_reduce_slices(self, flat: Tensor, group: Sequence[int], me: int, tag: int) -> Phases:
         whole = flat.view(-1)
-        cut = [whole[a:b] for a, b in slices(whole.numel(), len(group))]
+        cut = [whole[a:b] for a, b in even_slices(whole.numel(), len(group))]
         parts = [cut[me] if i == me else self._scratch(cut[me]) for i in range(len(group))]
         first = self._exchange("all_reduce", group, me, tag, cut, parts)
         # A finished slice of a peer can only come after the peer has got our part of it, so its place is free by then.
         finished = [(cut[i], r, tag + 1) for i, r in enumerate(group) if i != me and cut[i].numel()]
-        yield Exchange(first.sends, first.recvs, finished)
+        yield MessagePhase(first.sends, first.recvs, finished)
         add_in_order(parts, me, cut[me])
-        yield Exchange([(cut[me], r, tag + 1) for i, r in enumerate(group) if i != me and cut[me].numel()], ())
+        yield MessagePhase([(cut[me], r, tag + 1) for i, r in enumerate(group) if i != me and cut[me].numel()], ())
         others = len(group) - 1
         self.ledger.count_more("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))
 
     def _exchange(
         self, name: str, group: Sequence[int], me: int, tag: int, pieces: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> Exchange:
+    ) -> MessagePhase:
         """Give `pieces[i]` to the i-th rank and take `outs[i]` from it; counted under `name`.
 
         Empty messages are not sent, except by a barrier: both ends know the sizes.
@@ -238,7 +242,7 @@ class MessageTransport(ABC):
         others = [(i, r) for i, r in enumerate(group) if i != me]
         self.ledger.count(name, sent=sum(pieces[i].nbytes for i, _ in others), received=sum(outs[i].nbytes for i, _ in others))
         keep = name == "barrier"
-        return Exchange(
+        return MessagePhase(
             [(pieces[i], r, tag) for i, r in others if keep or pieces[i].numel()],
             [(outs[i], r, tag) for i, r in others if keep or outs[i].numel()],
         )
@@ -261,8 +265,8 @@ class MessageTransport(ABC):
         self._calls[key] += 1
         return members.index(self.rank), key, self._calls[key] * 2
 
-    def _run(self, name: str, group: Sequence[int], key: int, phases: Phases) -> Operation:
-        return Operation(self, name, [r for r in group if r != self.rank], key, phases).start()
+    def _run(self, name: str, group: Sequence[int], key: int, phases: Phases) -> MessageOperation:
+        return MessageOperation(self, name, [r for r in group if r != self.rank], key, phases).start()
 
     def _check(self, tensor: Tensor | None, peer: int) -> None:
         if not 0 <= peer < self.size:

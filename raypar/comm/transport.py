@@ -5,7 +5,7 @@ until it is done; nothing here makes the host wait for a device except `Handle.w
 
 Code that must run both under real transports and under the cooperative scheduler is written as a *routine*: a generator
 that posts operations by plain calls and yields `Wait` where it cannot go on (and `Compute` around work that takes time).
-`drive` runs a routine on a real transport; `comm.local.Cooperative` interleaves many of them on a virtual clock.
+`run_routine` runs one on a real transport; `comm.local_transport.CooperativeScheduler` interleaves many on a virtual clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from raypar.comm.ledger import Ledger
+from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import CommTimeout
 
 T = TypeVar("T")
@@ -51,12 +51,12 @@ class Transport(Protocol):
     rank: int
     size: int
     generation: int
-    ledger: Ledger
+    ledger: CommunicationLedger
     carries_shapes: bool
     """True when `recv` may be given `out=None` and finds shape and dtype in the message itself (local, cpu)."""
 
     def near(self, rank: int) -> bool:
-        """Whether `rank` is on this machine, so that its memory may be read without a message (`comm.window`)."""
+        """Whether `rank` is on this machine, so that its memory may be read without a message (`comm.shared_memory`)."""
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
         """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake."""
@@ -114,17 +114,17 @@ class Work:
 Routine = Generator[Wait | Work, None, T]
 
 
-def drive(routine: Routine[T], timeout_s: float | None = None) -> T:
+def run_routine(routine: Routine[T], timeout_s: float | None = None) -> T:
     """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`."""
 
     def block(operation: Wait | Work) -> None:
         if isinstance(operation, Wait):
             wait_named(operation.handle, operation.what, timeout_s)
 
-    return carry(routine, block)
+    return run_routine_with(routine, block)
 
 
-def carry(routine: Routine[T], do: Callable[[Wait | Work], None]) -> T:
+def run_routine_with(routine: Routine[T], do: Callable[[Wait | Work], None]) -> T:
     """Run a routine to its end; `do` is called with all that it yields. What that raises is thrown into the routine where it
     stands, so that it may clean up."""
     failed: Exception | None = None

@@ -35,7 +35,7 @@ def unfinished(job: Job) -> tuple[RunFolder | None, str]:
     """The run of this name that was started or resumed last, if it has a checkpoint of this very job from which there are
     steps left; and why there is none to go on with, empty where there has been no run or it has done all of its steps."""
     from raypar.run_folder import RunFolder
-    from raypar.worker.checkpoint import contract_differences, load_manifest, usable
+    from raypar.worker.checkpoint import contract_differences, latest_usable_checkpoint, load_manifest
 
     numbered = re.compile(rf"{re.escape(job.name)}(-\d+)?")
     runs = [path for path in Path(job.run_dir).glob("*/job.yaml") if numbered.fullmatch(path.parent.name)]
@@ -43,7 +43,7 @@ def unfinished(job: Job) -> tuple[RunFolder | None, str]:
         return None, ""
     folder = RunFolder(max(runs, key=lambda path: path.lstat().st_mtime).parent)
     folder.check_files()
-    path, skipped = usable(folder.checkpoints)
+    path, skipped = latest_usable_checkpoint(folder.checkpoints)
     if path is None:
         lacks = f"has no checkpoint that is whole ({'; '.join(skipped)})" if skipped else "has no checkpoint"
         return None, f"run {folder.name} in {folder.path} {lacks}: a new run begins"

@@ -24,19 +24,19 @@ def run(args: argparse.Namespace) -> int:
     import os
     import time
 
-    from raypar.actors.local_nodes import raylet_of
-    from raypar.commands._status import clock
-    from raypar.commands._story import short
+    from raypar.actors.local_nodes import parse_raylet_command
+    from raypar.console.event_lines import short_node_id
+    from raypar.console.run_status import local_time
     from raypar.errors import ClusterError, ConfigError
 
     if not args.deadline_s > 0:
         raise ConfigError(f"--deadline-s {args.deadline_s:g}", cure="give the seconds until the node leaves, more than 0")
     word, address, own, known = args.node, args.address, False, []
-    here = raylet_of(int(word)) if word.isdecimal() else None
+    here = parse_raylet_command(int(word)) if word.isdecimal() else None
     if here is not None:
         word = here[0]
     if address is None and args.run is not None:
-        facts = cluster_of(args.run, args.run_dir)
+        facts = read_cluster_facts(args.run, args.run_dir)
         address, own, known = str(facts["address"]), facts["kind"] == "own", facts["nodes"]
     if address is None:
         address = here[1] if here is not None else os.environ.get("RAY_ADDRESS")
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     if own:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # as we start it; Ray reads this when it is loaded
 
-    from raypar.actors.cluster_watch import drain, leaving_at, named, nodes_at
-    from raypar.actors.local_ray import answers
+    from raypar.actors.cluster_info import drain_node, draining_nodes_at, find_node, nodes_at
+    from raypar.actors.ray_connection import check_address
 
     try:
-        answers(address)
+        check_address(address)
     except ClusterError as error:
         raise ClusterError(
             error.what, cure="the run has ended, or its head is somewhere else: give --address host:port"
@@ -63,22 +63,22 @@ def run(args: argparse.Namespace) -> int:
     left = [one for one in known if str(one["pid"]) == word or one["node"].startswith(word.lower())]
     if len(left) == 1 and all(left[0]["node"] != there.node for there in nodes):
         raise ConfigError(
-            f"node {short(left[0]['node'])} (raylet {left[0]['pid']}) has left already: it was drained, or has died",
+            f"node {short_node_id(left[0]['node'])} (raylet {left[0]['pid']}) has left already: it was drained, or has died",
             cure=f"the nodes are {', '.join(map(str, nodes))}",
         )
-    node = named(word, nodes)
-    leaves_at = leaving_at(address).get(node.node)
+    node = find_node(word, nodes)
+    leaves_at = draining_nodes_at(address).get(node.node)
     if leaves_at is not None:
-        when = "as soon as nothing runs there" if math.isinf(leaves_at) else f"at {clock(leaves_at)}"
+        when = "as soon as nothing runs there" if math.isinf(leaves_at) else f"at {local_time(leaves_at)}"
         print(f"node {node} is being drained already: it leaves {when}; nothing has changed")
         return 0
-    drain(address, node, args.deadline_s, args.reason)
-    until = clock(time.time() + args.deadline_s)
+    drain_node(address, node, args.deadline_s, args.reason)
+    until = local_time(time.time() + args.deadline_s)
     print(f"node {node} is going to leave at {until}, in {args.deadline_s:g} s: it takes nothing new, runs move their work off")
     return 0
 
 
-def cluster_of(run: str, run_dir: str) -> dict[str, Any]:
+def read_cluster_facts(run: str, run_dir: str) -> dict[str, Any]:
     """Facts of a run's cluster: kind, address, nodes. Raises `ConfigError`, also if the run is over."""
     import re
 

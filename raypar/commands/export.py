@@ -32,9 +32,16 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix not in SUFFIXES or not out.parent.is_dir():
         raise ConfigError(f"cannot write --out {args.out}", cure=f"name a {' or '.join(SUFFIXES)} file in a folder that exists")
     path = _checkpoint(args.run, args.run_dir, args.step)
-    from raypar.worker.checkpoint import BUFFER, PARAMETER, Parameters, hash_of, load_manifest, write_safetensors
+    from raypar.worker.checkpoint import (
+        BUFFER,
+        PARAMETER,
+        CheckpointTensors,
+        checkpoint_weights_hash,
+        load_manifest,
+        write_safetensors,
+    )
 
-    ties, tensors = load_manifest(path).ties, Parameters(path, kinds=(PARAMETER, BUFFER))
+    ties, tensors = load_manifest(path).ties, CheckpointTensors(path, kinds=(PARAMETER, BUFFER))
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         if out.suffix == ".pt":
@@ -49,20 +56,20 @@ def run(args: argparse.Namespace) -> int:
     except CheckpointError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        raise cannot_write(out, error.__cause__) from error
+        raise unwritable_out_error(out, error.__cause__) from error
     except Exception as error:
         # torch tells of a full disk in classes of its own.
-        raise cannot_write(out, error) from error
+        raise unwritable_out_error(out, error) from error
     finally:
         with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
             aside.unlink()
     steps, size = load_manifest(path).steps_done, out.stat().st_size / 2**20
     print(f"{len(tensors)} tensors after {steps} steps in {out} ({size:.1f} MiB)")
-    print(f"weights sha256 {hash_of(path)}", flush=True)
+    print(f"weights sha256 {checkpoint_weights_hash(path)}", flush=True)
     return 0
 
 
-def cannot_write(out: Path, error: BaseException) -> CheckpointError:
+def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
     """The error for an --out that cannot be written, with the first line of `error`."""
     why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
     return CheckpointError(f"cannot write {out}: {why}", cure="choose another --out, or free disk space")
@@ -70,18 +77,18 @@ def cannot_write(out: Path, error: BaseException) -> CheckpointError:
 
 def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
     """The checkpoint folder meant; what had to be skipped is said on stderr. Raises `CheckpointError`."""
-    from raypar.worker.checkpoint import MANIFEST, usable, verify
+    from raypar.worker.checkpoint import MANIFEST, latest_usable_checkpoint, verify_checkpoint
 
     if os.path.lexists(local_path(run, "the run") / MANIFEST):
-        return verify(Path(run)).path
+        return verify_checkpoint(Path(run)).path
     folder = RunFolder.find(run, run_dir, with_job=False)
     if step is not None:
         there = sorted(p.name for p in folder.checkpoints.glob("step_*"))
         path = folder.checkpoints / f"step_{step:08d}"
         if not path.is_dir():
             raise CheckpointError(f"run {folder.name} has no checkpoint after {step} steps", cure=f"it has: {', '.join(there)}")
-        return verify(path).path
-    found, skipped = usable(folder.checkpoints)
+        return verify_checkpoint(path).path
+    found, skipped = latest_usable_checkpoint(folder.checkpoints)
     for line in skipped:
         print(f"warning: {line}", file=sys.stderr)
     if found is None:

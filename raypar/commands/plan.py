@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from raypar.config import Job
     from raypar.model.build import LayerSize
     from raypar.model.graph import Graph
-    from raypar.planner.profile import ModelProfile
-    from raypar.planner.search import Choice
+    from raypar.planner.model_profile import ModelProfile
+    from raypar.planner.plan_search import PlanChoice
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
-    from raypar.worker.spec import JobSpec
+    from raypar.worker.job_spec import JobSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
     from raypar.config import load_job
     from raypar.launch import make_importable
-    from raypar.model.build import describe
-    from raypar.planner.search import predict
+    from raypar.model.build import layer_sizes
+    from raypar.planner.plan_search import predict_step
     from raypar.worker.assignment import make_graph
-    from raypar.worker.profile import profile_job
+    from raypar.worker.profiler import profile_job
 
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
@@ -58,12 +58,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("a step cannot be predicted without a profile", cure="leave out --no-profile, or --svg")
     import torch
 
-    sizes = describe(graph, getattr(torch, spec.dtype))
-    choice: Choice | None = None
+    sizes = layer_sizes(graph, getattr(torch, spec.dtype))
+    choice: PlanChoice | None = None
     why = ""
     profile: ModelProfile | None = None
     if choose:
-        from raypar.planner.search import search
+        from raypar.planner.plan_search import search_plans
 
         workers, shards = args.workers or job.workers, _shards_of(job)
         if workers < shards:
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
                 cure=f"give --workers {shards} or more",
             )
         profile = profile_job(spec, workers=workers, graph=graph, shards={shards})
-        choice = search(profile, workers, spec.cut, shards)
+        choice = search_plans(profile, workers, spec.cut, shards)
         plan, name, schedule = choice.plan, choice.schedule, None
     else:
-        plan, name, schedule = job.to_plan(len(graph.layers)), job.schedule_name, orders(job)
+        plan, name, schedule = job.to_plan(len(graph.layers)), job.schedule_name, schedule_origin(job)
         counts = {stage.shards for stage in plan.stages}
         if not args.no_profile:
             if max(counts) > 1 or spec.styles:
@@ -84,19 +84,19 @@ def run(args: argparse.Namespace) -> int:
                 check_shards(spec, preflight(spec), plan)
             profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
     made = schedule(Routing(plan, spec.cut)) if schedule is not None else None
-    found = description(plan, name, spec.cut, sizes, profile, made, held_by_shards(graph, spec, plan, sizes))
-    found["cut"] = cut_layers(graph, spec, plan)
+    found = plan_as_dict(plan, name, spec.cut, sizes, profile, made, elements_by_shard(graph, spec, plan, sizes))
+    found["cut"] = layer_styles(graph, spec, plan)
     if choice is not None:
-        from raypar.planner.report import as_dict, report
+        from raypar.planner.plan_report import plan_report, plan_report_as_dict
 
-        found["choice"] = as_dict(choice)
-        why = report(choice)
-    parts = [text(found)]
+        found["choice"] = plan_report_as_dict(choice)
+        why = plan_report(choice)
+    parts = [plan_as_text(found)]
     if profile is not None:
-        timeline, _ = predict(profile, plan, made or name, spec.cut)
-        parts.append(picture(timeline))
+        timeline, _ = predict_step(profile, plan, made or name, spec.cut)
+        parts.append(predicted_step_text(timeline))
         if args.svg is not None:
-            draw(args.svg, f"{job.name}: {found['plan']}, schedule {name}", timeline, profile.crossing(plan))
+            write_predicted_step(args.svg, f"{job.name}: {found['plan']}, schedule {name}", timeline, profile.crossing(plan))
     if args.json:
         print(json.dumps(found), flush=True)
         return 0
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def orders(job: Job) -> Callable[[Routing], Schedule] | None:
+def schedule_origin(job: Job) -> Callable[[Routing], Schedule] | None:
     """What makes the schedule, where its name alone does not say it (a file, a warmup)."""
     from raypar.config import PlanConfig
     from raypar.launch import orders_of
@@ -123,25 +123,25 @@ def _shards_of(job: Job) -> int:
     return max(job.plan.shards_per_stage) if isinstance(job.plan, PlanConfig) else 1
 
 
-def picture(timeline: Timeline) -> str:
+def predicted_step_text(timeline: Timeline) -> str:
     """The predicted step as text, a row for every worker; empty where the terminal is too narrow for it."""
     import shutil
 
-    from raypar.commands.simulate import fitting_grid
+    from raypar.commands.simulate import grid_for_width
 
-    return fitting_grid(timeline, shutil.get_terminal_size((120, 24)).columns) or ""
+    return grid_for_width(timeline, shutil.get_terminal_size((120, 24)).columns) or ""
 
 
-def draw(file: Path, title: str, timeline: Timeline, crossing: Crossing) -> None:
+def write_predicted_step(file: Path, title: str, timeline: Timeline, crossing: Crossing) -> None:
     """Write the predicted step, a lane for every worker. Raises `ConfigError`."""
     from raypar.run_folder import write_whole
-    from raypar.schedule.svg import swimlane
+    from raypar.schedule.swimlane_svg import swimlane_svg
 
     edges = [(edge.src, edge.dst) for edge in crossing.edges]
-    write_whole(file, swimlane(timeline, title=title, subtitle="predicted", edges=edges))
+    write_whole(file, swimlane_svg(timeline, title=title, subtitle="predicted", edges=edges))
 
 
-def cut_layers(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
+def layer_styles(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
     """Layer name -> style, of layers in stages with shards."""
     from raypar.model.tensor_parallel.styles import layout_of
 
@@ -153,7 +153,7 @@ def cut_layers(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str
     return {name: str(style) for name, style in styles.items() if any(name == o or name.startswith(f"{o}.") for o in sharded)}
 
 
-def held_by_shards(
+def elements_by_shard(
     graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
 ) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
     """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""
@@ -171,7 +171,7 @@ def held_by_shards(
     return found
 
 
-def description(
+def plan_as_dict(
     plan: ParallelPlan,
     name: str,
     cut: Microbatches,
@@ -220,9 +220,9 @@ def description(
         "imbalance": max(w["share"] for w in workers) - 1,
     }
     if profile is not None:
-        from raypar.planner.search import predict
+        from raypar.planner.plan_search import predict_step
 
-        timeline, memory = predict(profile, plan, schedule or name, cut)
+        timeline, memory = predict_step(profile, plan, schedule or name, cut)
         found |= {
             "predicted_ms": timeline.makespan_ms,
             "bubble_of_ideal": timeline.bubble_of_ideal,
@@ -234,7 +234,7 @@ def description(
     return found
 
 
-def alike(styles: Mapping[str, str]) -> list[str]:
+def group_similar_layers(styles: Mapping[str, str]) -> list[str]:
     """`block*.up column (4)`: layers whose names differ in a number are named once."""
     counts: dict[str, int] = {}
     for name, style in styles.items():
@@ -244,7 +244,7 @@ def alike(styles: Mapping[str, str]) -> list[str]:
     return [f"{what} ({count})" if count > 1 else names[what] for what, count in counts.items()]
 
 
-def text(found: dict[str, Any]) -> str:
+def plan_as_text(found: dict[str, Any]) -> str:
     """For people."""
     workers = found["workers"]
     lines = [
@@ -273,7 +273,7 @@ def text(found: dict[str, Any]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     if found.get("cut"):
-        lines.append(f"cut over shards: {', '.join(alike(found['cut']))}")
+        lines.append(f"cut over shards: {', '.join(group_similar_layers(found['cut']))}")
     if found["imbalance"] > 0.005:
         lines.append(
             f"the busiest worker has {100 * found['imbalance']:.0f} % more microbatches than its replicas have on average: "

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def _tokenizer(name: str) -> Callable[[str], Sequence[int]] | None:
     if name == "bytes":
         return None
-    from raypar.worker.spec import Ref
+    from raypar.worker.job_spec import Ref
 
     return Ref(name).resolve()
 

@@ -27,10 +27,10 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     start = time.monotonic()
-    from raypar.commands._console import Console
     from raypar.commands._submitted import lasting
-    from raypar.commands._toll import COUNTED
     from raypar.config import load_job
+    from raypar.console.fault_summary import COUNTED
+    from raypar.console.terminal import Console
     from raypar.launch import raise_failure, resume_job
     from raypar.run_folder import RunFolder
 

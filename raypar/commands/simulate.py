@@ -89,15 +89,15 @@ def _built(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
     name = args.schedule or "1f1b"
     chunks = registry.default_chunks(name, args.chunks)
     replicas = _per_stage("--replicas", args.replicas, args.stages, 1)
-    plan = ParallelPlan.of(replicas, chunks=chunks, placement=registry.placement(name))
+    plan = ParallelPlan.of(replicas, chunks=chunks, placement=registry.placement_of(name))
     routing = Routing(plan, Microbatches(args.microbatches, blocks=args.microbatches))
     warmup = _per_stage("--warmup", args.warmup, args.stages, 1) if args.warmup else None
-    return name, registry.build(name, routing, warmup=warmup), routing
+    return name, registry.build_schedule(name, routing, warmup=warmup), routing
 
 
 def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
     """A user's schedule; who hosts which stage is read off it."""
-    from raypar.schedule.file import read_csv
+    from raypar.schedule.schedule_csv import read_csv
     from raypar.schedule.validate import validate
 
     for option in ("schedule", "chunks", "warmup"):
@@ -234,17 +234,17 @@ def _write(
         if path is None:
             continue
         if option == "csv":
-            from raypar.schedule.file import write_csv
+            from raypar.schedule.schedule_csv import write_csv
 
             write_whole(path, write_csv(schedule))
         elif option == "svg":
-            from raypar.schedule.svg import swimlane
+            from raypar.schedule.swimlane_svg import swimlane_svg
 
             timed_links = costs.latency_ms or costs.bandwidth_bytes_per_ms < math.inf
             edges = [(e.src, e.dst) for e in crossing.edges] if timed_links else []
-            write_whole(path, swimlane(timeline, title=title, edges=edges))
+            write_whole(path, swimlane_svg(timeline, title=title, edges=edges))
         else:
-            from raypar.schedule.trace import chrome_trace
+            from raypar.schedule.chrome_trace import chrome_trace
 
             write_whole(path, json.dumps(chrome_trace(timeline)))
         yield path
@@ -282,10 +282,10 @@ def _tidy(value: float) -> float:
 
 def _report(title: str, timeline: Timeline, columns: int) -> str:
     """Title, grid if it fits, table."""
-    from raypar.schedule.picture import milliseconds
+    from raypar.schedule.text_grid import milliseconds
 
     lines = [title, ""]
-    grid = fitting_grid(timeline, columns)
+    grid = grid_for_width(timeline, columns)
     lines += [grid, ""] if grid else []
     rows = [
         ("makespan", milliseconds(timeline.makespan_ms)),
@@ -304,9 +304,9 @@ def _report(title: str, timeline: Timeline, columns: int) -> str:
     return "\n".join(lines)
 
 
-def fitting_grid(timeline: Timeline, columns: int) -> str | None:
+def grid_for_width(timeline: Timeline, columns: int) -> str | None:
     """The exact grid if it fits, else one squeezed to the terminal if every instruction still has a column or two."""
-    from raypar.schedule.picture import text_grid
+    from raypar.schedule.text_grid import text_grid
 
     if len(timeline.spans) > MOST_ROWS or max(map(len, timeline.spans)) > columns:
         return None

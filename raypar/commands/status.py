@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raypar.commands._status import Status
+    from raypar.console.run_status import RunStatus
     from raypar.run_folder import RunFolder
 
 
@@ -29,16 +29,16 @@ def run(args: argparse.Namespace) -> int:
     import json
     import time
 
-    from raypar.commands._status import text
+    from raypar.console.run_status import format_status
     from raypar.run_folder import RunFolder
 
     folder = RunFolder.latest(args.run_dir) if args.run is None else RunFolder.find(args.run, args.run_dir, with_job=False)
-    found = read(folder, time.time())
+    found = read_status(folder, time.time())
     if args.svg is not None:
-        draw(folder, args.svg, found.steps)
+        write_throughput_chart(folder, args.svg, found.steps)
     if args.trace is not None:
-        trace(folder, args.trace)
-    print(json.dumps(found.facts()) if args.json else text(found))
+        write_run_trace(folder, args.trace)
+    print(json.dumps(found.facts()) if args.json else format_status(found))
     if not args.json:
         for what, file in (("picture", args.svg), ("trace", args.trace)):
             if file is not None:
@@ -46,32 +46,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(folder: RunFolder, file: str, steps: int | None) -> None:
+def write_throughput_chart(folder: RunFolder, file: str, steps: int | None) -> None:
     """Write the picture of the run's throughput. Raises `ConfigError`."""
-    from raypar.commands._history import history
-    from raypar.schedule.throughput import throughput
+    from raypar.console.run_history import run_history
+    from raypar.schedule.throughput_chart import throughput_svg
 
     metrics = list(folder.read(folder.metrics))
-    seen = history(metrics, list(folder.read(folder.events)))
+    seen = run_history(metrics, list(folder.read(folder.events)))
     done = max((line["step"] for line in metrics if "samples_per_s" in line), default=0)
     of = f" of {steps}" if steps is not None else ""
-    write(file, throughput(seen, title=f"{folder.name}: {done}{of} steps"), "--svg")
+    write_text_file(file, throughput_svg(seen, title=f"{folder.name}: {done}{of} steps"), "--svg")
 
 
-def trace(folder: RunFolder, file: str) -> None:
+def write_run_trace(folder: RunFolder, file: str) -> None:
     """Write the run as a Chrome trace. Raises `ConfigError`."""
     import json
 
-    from raypar.commands._history import history
-    from raypar.schedule.trace import run_trace
+    from raypar.console.run_history import run_history
+    from raypar.schedule.chrome_trace import run_trace
 
     metrics = list(folder.read(folder.metrics))
-    seen = history(metrics, list(folder.read(folder.events)))
+    seen = run_history(metrics, list(folder.read(folder.events)))
     steps = [line["step"] for line in metrics if "samples_per_s" in line]
-    write(file, json.dumps(run_trace(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace")
+    write_text_file(file, json.dumps(run_trace(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace")
 
 
-def write(file: str, text: str, option: str) -> None:
+def write_text_file(file: str, text: str, option: str) -> None:
     """Write `text` into the file that `option` names. Raises `ConfigError`."""
     from pathlib import Path
 
@@ -80,27 +80,27 @@ def write(file: str, text: str, option: str) -> None:
     write_whole(Path(file), text, cure=f"give {option} a file you may write")
 
 
-def read(folder: RunFolder, now: float) -> Status:
+def read_status(folder: RunFolder, now: float) -> RunStatus:
     """The status of the run in a folder."""
-    from raypar.commands._status import status
+    from raypar.console.run_status import run_status
 
     cluster = folder.document(folder.cluster, damaged=True)
-    return status(
+    return run_status(
         folder.name,
         str(folder.path),
-        steps=steps_of(folder),
+        steps=job_steps(folder),
         plan=folder.document(folder.plan, damaged=True),
         members=folder.document(folder.members, damaged=True),
         metrics=list(folder.read(folder.metrics)),
         events=list(folder.read(folder.events)),
         cluster=cluster,
-        gone=gone(cluster or {}),
+        gone=dead_local_nodes(cluster or {}),
         resumable=any(folder.checkpoints.glob("step_*")),
         now=now,
     )
 
 
-def steps_of(folder: RunFolder) -> int | None:
+def job_steps(folder: RunFolder) -> int | None:
     """Steps of the run's job; None if its file is missing or damaged. Raises `ConfigError` for a link, a FIFO, or too much."""
     import os
 
@@ -121,10 +121,12 @@ def steps_of(folder: RunFolder) -> int | None:
     return steps if type(steps) is int else None
 
 
-def gone(cluster: Mapping[str, Any]) -> list[str]:
+def dead_local_nodes(cluster: Mapping[str, Any]) -> list[str]:
     """Nodes of a run's own Ray that have died. None where the head is not seen either: the run is elsewhere, or over."""
-    from raypar.actors.local_nodes import raylet_of
+    from raypar.actors.local_nodes import parse_raylet_command
 
-    there = {node["node"]: (raylet_of(node["pid"]) or ("", ""))[0] == node["node"] for node in cluster.get("nodes", ())}
+    there = {
+        node["node"]: (parse_raylet_command(node["pid"]) or ("", ""))[0] == node["node"] for node in cluster.get("nodes", ())
+    }
     head_there = any(there[node["node"]] for node in cluster.get("nodes", ()) if node["head"])
     return [node for node, alive in there.items() if not alive] if head_there else []

@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raypar.commands._console import Console
     from raypar.config import Job
+    from raypar.console.terminal import Console
     from raypar.launch import Result
     from raypar.run_folder import RunFolder
 
@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     start = time.monotonic()
-    from raypar.commands._console import Console
     from raypar.commands._submitted import lasting, submitted, unfinished
     from raypar.config import load_job
+    from raypar.console.terminal import Console
     from raypar.launch import raise_failure, run_job
 
     job = load_job(args.job, args.overrides)
@@ -63,19 +63,19 @@ def run(args: argparse.Namespace) -> int:
         if why:
             console({"kind": "note", "text": why})
     if former is not None:
-        result = again(job, former, console, args)
+        result = resume_existing_run(job, former, console, args)
     else:
         result = run_job(job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes)
     raise_failure(result)
     return console.finish(result)
 
 
-def again(job: Job, former: RunFolder, console: Console, args: argparse.Namespace) -> Result:
+def resume_existing_run(job: Job, former: RunFolder, console: Console, args: argparse.Namespace) -> Result:
     """Go on with a run of this job. Whoever stopped it may have killed its client before its driver was done: that is waited
     for. Raises `ActiveError` when it has a client that lives."""
     import time
 
-    from raypar.commands._toll import COUNTED
+    from raypar.console.fault_summary import COUNTED
     from raypar.errors import ActiveError, OutlivedError
     from raypar.launch import resume_job
 

@@ -24,15 +24,15 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
-    """Write `step` to the journal by compare-and-set. Answer: `Journalled`."""
+class WriteJournal:
+    """Write `step` to the journal by compare-and-set. Answer: `StepJournalled`."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Write the metrics of `step` and call the callbacks. Answer: `Emitted`."""
+    """Write the metrics of `step` and call the callbacks. Answer: `StepEmitted`."""
 
     step: int
 
@@ -52,10 +52,10 @@ class EmitValidation:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TakeSnapshot:
     """Call every worker to copy its state and write it in the background.
 
-    Answers: `SnapshotTaken`, later `Saved` or `SaveFailed`; or `SaveFailed` alone.
+    Answers: `SnapshotTaken`, later `CheckpointSaved` or `CheckpointFailed`; or `CheckpointFailed` alone.
     """
 
     done: int
@@ -63,14 +63,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class AbortGroups:
-    """Abort every worker's transport, so that no call waits for ever. Answer: `Aborted`."""
+    """Abort every worker's transport, so that no call waits for ever. Answer: `GroupsAborted`."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask these ranks for their stacks. Answer: `Probed`."""
+    """Ask these ranks for their stacks. Answer: `StacksReported`."""
 
     ranks: tuple[int, ...]
 
@@ -83,14 +83,14 @@ class Warn:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Notice:
     """Tell the user what was decided, where nothing is wrong."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Straggles:
+class ReportStraggler:
     """Tell people that `worker` takes `times` as long as its replicas (`alone`: as in its own first steps) for `steps` steps.
 
     `over`: it does no longer. `leaves`: it is going to be drained; the next one should be hired on another node. No answer.
@@ -108,23 +108,25 @@ class Straggles:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """Claim `generation` in the journal by compare-and-set. Answer: `Claimed`."""
+class ClaimGeneration:
+    """Claim `generation` in the journal by compare-and-set. Answer: `GenerationClaimed`."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
-    """Abort what these workers do, make them deaf to older generations, ask where they stand. Answer: `Stood` of each."""
+class FenceWorkers:
+    """Abort what these workers do, make them deaf to older generations, ask where they stand.
+
+    Answer: `WorkerStatusReported` of each."""
 
     generation: int
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
-    """Let these workers apply `step` from the gradients they kept; `outcome` is the vote's. Answer: `SettledLate` of each."""
+class ApplyKeptGradients:
+    """Let these workers apply `step` from the gradients they kept; `outcome` is the vote's. Answer: `WorkerSettled` of each."""
 
     generation: int
     workers: tuple[int, ...]
@@ -144,8 +146,8 @@ class ChoosePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
-    """Connect the workers and give them their parts of `plan`. Answer: `Adopted` of each of `members` and `sources`.
+class AdoptPlan:
+    """Connect the workers and give them their parts of `plan`. Answer: `PlanAdopted` of each of `members` and `sources`.
 
     `members[rank]` takes seat `rank`; `sources` have no seat but hand over what they hold. Everybody starts from the state
     after `done` steps: that in memory, or the mirror's cut of `done` when `cut`, or, when `load`, that of the checkpoint (of
@@ -164,14 +166,16 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
-class Hire:
-    """Start a worker called `worker` in the background, wherever there is room. Answer, some day: `Joined` or `HireFailed`."""
+class StartWorker:
+    """Start a worker called `worker` in the background, wherever there is room.
+
+    Answer, some day: `WorkerJoined` or `WorkerStartFailed`."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class FirstStepAfterRecovery:
     """The first step after a disturbance is committed, `seconds` after the last one before it; `again`: steps that have to be
     executed again because of it. No answer."""
 
@@ -192,7 +196,7 @@ class CheckReplay:
 
 
 @dataclass(frozen=True, slots=True)
-class Evict:
+class KillWorker:
     """Kill this worker and do not wait for it; what it still says is ignored."""
 
     worker: int
@@ -214,25 +218,25 @@ class Teardown:
 
 Action = (
     RunStep
-    | Journal
+    | WriteJournal
     | Emit
     | Validate
     | EmitValidation
-    | Snapshot
+    | TakeSnapshot
     | AbortGroups
     | Probe
     | Warn
-    | Note
-    | Straggles
-    | Claim
-    | Fence
-    | Settle
+    | Notice
+    | ReportStraggler
+    | ClaimGeneration
+    | FenceWorkers
+    | ApplyKeptGradients
     | ChoosePlan
-    | Adopt
-    | Hire
-    | Resumed
+    | AdoptPlan
+    | StartWorker
+    | FirstStepAfterRecovery
     | CheckReplay
-    | Evict
+    | KillWorker
     | Teardown
 )
 

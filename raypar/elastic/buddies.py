@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
-def buddies(nodes: Sequence[Hashable], copies: Sequence[Hashable] = ()) -> dict[int, int]:
+def assign_buddies(nodes: Sequence[Hashable], copies: Sequence[Hashable] = ()) -> dict[int, int]:
     """Rank -> the rank that keeps its copy; `nodes[rank]` is the node it lives on. Empty for a single rank.
 
     `copies[rank]`: of what it is a copy (`ParallelPlan.copies`). A replica of the same has that state anyway: where the nodes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raypar.elastic.holdings import Digest
-from raypar.elastic.member import Stand
+from raypar.elastic.member import WorkerStatus
 from raypar.plan import ParallelPlan
 
 Kind = Literal["user", "lost", "error", "aborted"]
@@ -51,14 +51,14 @@ class CallFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Journalled:
+class StepJournalled:
     """Step `step` is in the journal: whoever takes over knows that it is committed."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
+class StepEmitted:
     """Metrics of `step` are written and its callbacks have returned; `stop` is the reason one of them asked to stop."""
 
     step: int
@@ -90,14 +90,14 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointSaved:
     """The checkpoint after `done` steps is complete under its final name."""
 
     done: int
 
 
 @dataclass(frozen=True, slots=True)
-class SaveFailed:
+class CheckpointFailed:
     """The checkpoint after `done` steps could not be written; earlier ones are untouched."""
 
     done: int
@@ -117,29 +117,29 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class Silent:
-    """A worker has answered no ping for `seconds`, told once; `Heard` follows if it answers again."""
+class WorkerSilent:
+    """A worker has answered no ping for `seconds`, told once; `WorkerAnswered` follows if it answers again."""
 
     worker: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class WorkerAnswered:
     """A worker whose silence was told has answered a ping."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted:
+class GroupsAborted:
     """All groups are aborted; `done`: steps that each worker has applied, None where it did not answer."""
 
     done: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class StacksReported:
     """What the workers that are overdue were doing: text for the error (stacks, or that they do not answer)."""
 
     text: str
@@ -149,7 +149,7 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
+class DriverTakenOver:
     """This driver takes over from one that is gone: `workers` were found, `plan` was that of `generation`.
 
     `seen`: steps that people have seen; `validated`, `saved`: after how many steps that was done last; all from the run folder.
@@ -170,7 +170,7 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class GenerationClaimed:
     """The journal's answer to a claim: `ok` False when another driver was first, which is the end of this one."""
 
     generation: int
@@ -178,19 +178,19 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
-class Stood:
+class WorkerStatusReported:
     """A worker has left what it did, obeys nothing older than `generation`, and says where it stands."""
 
     generation: int
-    stand: Stand
+    stand: WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
-class SettledLate:
+class WorkerSettled:
     """A worker has applied the step whose votes it had missed; where it stands now (what a former plan left there is gone)."""
 
     generation: int
-    stand: Stand
+    stand: WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class PlanChosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class PlanAdopted:
     """A worker holds its part of the new plan and is connected to the others of `generation`."""
 
     worker: int
@@ -216,21 +216,21 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class WorkerPlaced:
     """There is room for one more worker: its process starts, and will be there in seconds."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class WorkerJoined:
     """A new worker has started, loaded torch and the model's code, and waits for a seat."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class HireFailed:
+class WorkerStartFailed:
     """A worker that was to start did not; its number is not used again."""
 
     worker: int
@@ -263,25 +263,25 @@ Event = (
     WorkersReady
     | StepReported
     | CallFailed
-    | Journalled
-    | Emitted
+    | StepJournalled
+    | StepEmitted
     | ValidationReported
     | ValidationEmitted
     | SnapshotTaken
-    | Saved
-    | SaveFailed
+    | CheckpointSaved
+    | CheckpointFailed
     | StopRequested
-    | Aborted
-    | Probed
-    | TakenOver
-    | Claimed
-    | Stood
-    | SettledLate
+    | GroupsAborted
+    | StacksReported
+    | DriverTakenOver
+    | GenerationClaimed
+    | WorkerStatusReported
+    | WorkerSettled
     | PlanChosen
-    | Adopted
-    | Placed
-    | Joined
-    | HireFailed
+    | PlanAdopted
+    | WorkerPlaced
+    | WorkerJoined
+    | WorkerStartFailed
     | DrainAsked
     | Tick
 )

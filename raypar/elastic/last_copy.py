@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from raypar.elastic import sources
-from raypar.elastic.buddies import buddies
+from raypar.elastic import state_sources
+from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.holdings import Piece, missing, overlap, without
-from raypar.elastic.naming import named, verb
+from raypar.elastic.worker_names import name_workers, verb_form
 from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
-    from raypar.elastic.machine import RunMachine
-    from raypar.elastic.member import Stand
+    from raypar.elastic.member import WorkerStatus
+    from raypar.elastic.run_machine import RunMachine
 
 
 def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
@@ -29,11 +29,11 @@ def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
         return ()
     answering = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in silent}
     done = done_by(m, silent)
-    if _needs_no_worker(m, done) and len(answering.keys() - m.leaving) >= m.course.min_workers:
+    if _needs_no_worker(m, done) and len(answering.keys() - m.leaving) >= m.policy.min_workers:
         return ()
     need = dict(enumerate(m.layout(m.plan)))
     lost = missing(_live_pieces(m, answering, done), need)
-    if not lost or sources.newest_cut(m, need, without=silent) is not None:
+    if not lost or state_sources.newest_mirror_cut(m, need, without=silent) is not None:
         return ()
     held = may_hold(m)
     in_snapshots = [piece for stand in answering.values() for pieces in stand.cuts.values() for piece in pieces]
@@ -45,10 +45,10 @@ def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
 
 def _needs_no_worker(m: RunMachine, done: int) -> bool:
     """Whether the state after `done` steps can be had without a worker's memory: it is initial, or in a checkpoint."""
-    return done <= m.course.first or sources.saved(m) == done
+    return done <= m.policy.first or state_sources.last_checkpoint_step(m) == done
 
 
-def _live_pieces(m: RunMachine, stands: Mapping[int, Stand], done: int) -> dict[int, tuple[Piece, ...]]:
+def _live_pieces(m: RunMachine, stands: Mapping[int, WorkerStatus], done: int) -> dict[int, tuple[Piece, ...]]:
     """Worker -> its pieces of the state after `done` steps.
 
     A worker that has not applied the last step, but has kept the gradients for it, counts: it can still apply it.
@@ -80,7 +80,7 @@ def may_hold(m: RunMachine) -> dict[int, list[Piece]]:
         for worker, pieces in zip(members, layout, strict=True):
             found.setdefault(worker, []).extend(pieces)
         if m.clock.first is not None or m.clock.complete:
-            keepers = buddies([m.nodes.get(worker, "") for worker in members], plan.copies)
+            keepers = assign_buddies([m.nodes.get(worker, "") for worker in members], plan.copies)
             for rank, keeper in keepers.items():
                 found[members[keeper]].extend(layout[rank])
     return found
@@ -91,17 +91,18 @@ def waiting_text(m: RunMachine, holders: Collection[int], unheard: Collection[in
     held = may_hold(m)
     pieces = sorted({piece for worker in holders for piece in held[worker]})
     names = ", ".join(map(str, pieces[:2])) + (f" and {len(pieces) - 2} more" if len(pieces) > 2 else "")
-    what = f"{named(holders)}: no other memory has the state after {done_by(m, holders)} steps ({names})"
+    what = f"{name_workers(holders)}: no other memory has the state after {done_by(m, holders)} steps ({names})"
     silent = sorted(set(holders) & set(unheard))
     if not silent:
-        return f"{what}; {verb(holders, 'it answers', 'they answer')} pings, so {verb(holders, 'it lives', 'they live')}"
-    who = f"{named(silent)} {verb(silent, 'answers', 'answer')} no pings"
-    return f"{what}; {who}, but nothing says that {verb(silent, 'its process has', 'their processes have')} ended"
+        answers = verb_form(holders, "it answers", "they answer")
+        return f"{what}; {answers} pings, so {verb_form(holders, 'it lives', 'they live')}"
+    who = f"{name_workers(silent)} {verb_form(silent, 'answers', 'answer')} no pings"
+    return f"{what}; {who}, but nothing says that {verb_form(silent, 'its process has', 'their processes have')} ended"
 
 
 def outcome_text(m: RunMachine, holders: Collection[int]) -> str:
     """The sentence about what happens when the wait for them ends in vain."""
-    saved = sources.saved(m)
+    saved = state_sources.last_checkpoint_step(m)
     if saved is not None:
         return f"then all go back to the checkpoint after {saved} steps"
-    return "then all begin again" if sources.durable(m, done_by(m, holders)) else "then the run is lost"
+    return "then all begin again" if state_sources.has_durable_copy(m, done_by(m, holders)) else "then the run is lost"

@@ -22,7 +22,7 @@ KEPT_OUTCOMES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class WorkerStatus:
     """Where a worker stands.
 
     done: steps applied to the state it holds, None when it holds none (it waits for a seat). votable: it keeps the reduced
@@ -40,7 +40,7 @@ class Stand:
     digests: Mapping[int, Digest] = field(default_factory=dict)
 
 
-class Body(Protocol):
+class MemberBackend(Protocol):
     """What does the work: torch in the product, hashes in the simulation of the protocol."""
 
     def step(self, step: int, cut: bool) -> Routine[Any]:
@@ -77,7 +77,7 @@ class Body(Protocol):
         """From any thread: every pending wait raises."""
 
 
-class Fenced(RayparError):
+class StaleGeneration(RayparError):
     """The call is of a generation that is over: its driver has been replaced, or has moved on."""
 
 
@@ -86,7 +86,7 @@ class Member:
     """One worker. `heard`: the newest generation it knows of; `generation`: the one whose plan its body has."""
 
     worker: int
-    body: Body
+    body: MemberBackend
     heard: int = 0
     generation: int = 0
     seated: bool = False
@@ -94,7 +94,7 @@ class Member:
     outcomes: dict[int, Any] = field(default_factory=dict)
 
     def hear(self, generation: int, reason: str) -> None:
-        """A new generation begins: whatever is done for an older one is aborted. Raises `Fenced`."""
+        """A new generation begins: whatever is done for an older one is aborted. Raises `StaleGeneration`."""
         self._admit(generation)
         if generation > self.heard:
             self.heard = generation
@@ -126,16 +126,16 @@ class Member:
         report = yield from self.body.validate()
         return report
 
-    def stand(self, generation: int) -> Stand:
+    def stand(self, generation: int) -> WorkerStatus:
         """Where this worker stands, after everything before has ended. It may come before `hear`, which comes another way."""
         self.hear(generation, f"generation {generation} begins")
         body = self.body
         if not self.seated:
-            return Stand(self.worker, cuts=dict(body.cuts()), digests=dict(body.digests()))
+            return WorkerStatus(self.worker, cuts=dict(body.cuts()), digests=dict(body.digests()))
         outcomes, cuts, digests = dict(self.outcomes), dict(body.cuts()), dict(body.digests())
-        return Stand(self.worker, body.applied(), body.votable(), outcomes, body.pieces(), cuts, digests)
+        return WorkerStatus(self.worker, body.applied(), body.votable(), outcomes, body.pieces(), cuts, digests)
 
-    def settle(self, generation: int, step: int, outcome: Any) -> Stand:
+    def settle(self, generation: int, step: int, outcome: Any) -> WorkerStatus:
         """Apply a step late, because somebody holds the whole vote; asked twice, it is done once. Where this worker stands
         then."""
         self._admit(generation)
@@ -163,7 +163,9 @@ class Member:
 
     def _admit(self, generation: int) -> None:
         if generation < self.heard:
-            raise Fenced(f"worker {self.worker} obeys generation {self.heard}, not {generation}", cure="end this driver")
+            raise StaleGeneration(
+                f"worker {self.worker} obeys generation {self.heard}, not {generation}", cure="end this driver"
+            )
 
     def _remember(self, step: int, outcome: Any) -> None:
         self.outcomes[step] = outcome

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raypar.elastic.holdings import overlap, seated
-from raypar.elastic.sources import held
+from raypar.elastic.state_sources import live_holders
 from raypar.plan import ParallelPlan
 
 if TYPE_CHECKING:
-    from raypar.elastic.machine import RunMachine
+    from raypar.elastic.run_machine import RunMachine
 
 
-def spread(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
+def spread_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
     """members[rank]: the replicas of a position on different nodes where there are several, so that a node that dies does not
     take every copy of a stage with it; among equals the lowest numbers.
 
@@ -38,7 +38,7 @@ def spread(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
     return tuple(members)
 
 
-def refilled(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
+def refill_seats(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
     """The same stages with who is left: waiting workers in the empty seats, then fewer replicas; None if a stage, or a shard of
     it, has nobody."""
     assert m.plan is not None
@@ -49,22 +49,22 @@ def refilled(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int,
             at[place].append(worker)
     while idle and any(len(at[place]) < full[place] for place in at):
         neediest = max(at, key=lambda place: (full[place] - len(at[place])) / full[place])
-        worker = next_to(m, plan, neediest, at, idle)
+        worker = choose_replacements(m, plan, neediest, at, idle)
         idle.remove(worker)
         at[neediest].append(worker)
     if not all(at.values()):
         return None
-    replicas = [seated_together([at[place] for place in at if place[0] == p], m.nodes) for p in range(plan.positions)]
+    replicas = [seat_whole_replicas([at[place] for place in at if place[0] == p], m.nodes) for p in range(plan.positions)]
     stages = tuple(replace(s, replicas=len(replicas[s.position])) for s in plan.stages)
     return ParallelPlan(stages), tuple(w for here in replicas for replica in here for w in replica)
 
 
-def next_to(
+def choose_replacements(
     m: RunMachine, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
 ) -> int:
     """Which of the idle workers joins those `at` a place (`ParallelPlan.copies`): who lacks least of what they hold; of these
     one on a node where other shards lack it; of these one where there are fewest copies; of these the lowest number."""
-    need, have = m.layout(plan)[plan.copies.index(place)], held(m, m.recovery.done)
+    need, have = m.layout(plan)[plan.copies.index(place)], live_holders(m, m.recovery.done)
     copies = Counter(m.nodes.get(worker) for worker in at[place])
     others = [Counter(m.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
 
@@ -76,7 +76,7 @@ def next_to(
     return min(idle, key=key)
 
 
-def seated_together(shards: Sequence[Sequence[int]], nodes: Mapping[int, str]) -> list[list[int]]:
+def seat_whole_replicas(shards: Sequence[Sequence[int]], nodes: Mapping[int, str]) -> list[list[int]]:
     """As many whole replicas as there can be of the workers that hold each shard; each on one node where that can be."""
     left = [list(workers) for workers in shards]
     found = []
@@ -89,8 +89,8 @@ def seated_together(shards: Sequence[Sequence[int]], nodes: Mapping[int, str]) -
     return found
 
 
-def seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
+def assign_seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
     """Who takes which seat of a new plan: as little as possible moves, the shards of a replica sit on one node, and copies of a
     stage on different ones."""
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
-    return seated(m.layout(plan), held(m, m.recovery.done), usable, m.nodes, plan.copies, replicas)
+    return seated(m.layout(plan), live_holders(m, m.recovery.done), usable, m.nodes, plan.copies, replicas)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raypar.elastic.holdings import Piece, WholeParameters
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
-from raypar.plan.spans import Cut
+from raypar.plan.shard_ranges import Cut
 
 
 @dataclass(frozen=True)

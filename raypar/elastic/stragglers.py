@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raypar.elastic.actions import Straggles
+from raypar.elastic.actions import ReportStraggler
 
 if TYPE_CHECKING:
-    from raypar.elastic.machine import RunMachine
+    from raypar.elastic.run_machine import RunMachine
 
 LEAST_S = 1e-3
 """Per microbatch: what is slower by less costs nobody anything and is noise as often as not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class StragglerFinding:
     """`worker` has taken `times` as long as it should for `steps` steps in a row; or, when `over`, it does no longer.
 
     `alone`: it was compared with its own first steps, because nobody else does what it does.
@@ -68,7 +68,7 @@ class StragglerWatch:
         # Who has nobody to be compared with any more is measured anew.
         self.told = {worker for worker in self.told if worker in self._records and self._records[worker].peers}
 
-    def step(self, busy: Mapping[int, float]) -> list[Finding]:
+    def step(self, busy: Mapping[int, float]) -> list[StragglerFinding]:
         """A step is done. `busy`: seconds that each worker computed for a microbatch. Returns what is new."""
         found = []
         for worker in sorted(busy):
@@ -98,11 +98,11 @@ class StragglerWatch:
             return None
         return statistics.median(record.first)
 
-    def _finding(self, worker: int, over: bool = False) -> Finding:
+    def _finding(self, worker: int, over: bool = False) -> StragglerFinding:
         record = self._records[worker]
-        return Finding(worker, statistics.median(record.ratios), self.steps, not record.peers, over)
+        return StragglerFinding(worker, statistics.median(record.ratios), self.steps, not record.peers, over)
 
-    def now(self) -> list[Finding]:
+    def now(self) -> list[StragglerFinding]:
         """Those that have been too slow in every one of the last steps of this generation, the slowest first."""
         slow = [
             self._finding(worker)
@@ -112,7 +112,7 @@ class StragglerWatch:
         return sorted(slow, key=lambda finding: (-finding.times, finding.worker))
 
 
-def begin(m: RunMachine) -> None:
+def begin_straggler_watch(m: RunMachine) -> None:
     """The workers of a generation are compared with each other."""
     if m.plan is None:
         return
@@ -122,7 +122,7 @@ def begin(m: RunMachine) -> None:
     m.watch.begin(list(places.values()))
 
 
-def look(m: RunMachine, busy: Mapping[int, float]) -> None:
+def check_stragglers(m: RunMachine, busy: Mapping[int, float]) -> None:
     """A step is committed: tell of stragglers, and ask one of them to leave if the job wants that and another can come.
 
     One at a time, and one of a node: a node whose worker was replaced and that got the next one too has no better to offer.
@@ -144,12 +144,12 @@ def look(m: RunMachine, busy: Mapping[int, float]) -> None:
 
 def _replaceable(m: RunMachine) -> bool:
     """Whether one worker may leave now, and another can come."""
-    course = m.course
-    if not course.elastic or not course.replace_stragglers or m.leaving or m.pause_for is not None or m.stop is not None:
+    policy = m.policy
+    if not policy.elastic or not policy.replace_stragglers or m.leaving or m.pause_for is not None or m.stop is not None:
         return False
-    another = bool(m.spares) or course.hires
-    return another and len(m.members) + len(m.spares) - 1 >= course.min_workers and len(m.members) > 1
+    another = bool(m.spares) or policy.hires
+    return another and len(m.members) + len(m.spares) - 1 >= policy.min_workers and len(m.members) > 1
 
 
-def _told(finding: Finding, leaves: bool = False) -> Straggles:
-    return Straggles(finding.worker, finding.times, finding.steps, finding.alone, finding.over, leaves)
+def _told(finding: StragglerFinding, leaves: bool = False) -> ReportStraggler:
+    return ReportStraggler(finding.worker, finding.times, finding.steps, finding.alone, finding.over, leaves)

@@ -43,7 +43,7 @@ def canonical_names(graph: Graph) -> dict[str, str]:
     return {name: names[0] for names in graph.ties for name in names}
 
 
-def on_meta(layer: Layer) -> nn.Module:
+def build_on_meta(layer: Layer) -> nn.Module:
     """The layer's skeleton. Raises `ModelError` for a module that `refuse_unsupported` refuses."""
     with torch.device("meta"):
         module = layer.build()
@@ -52,14 +52,14 @@ def on_meta(layer: Layer) -> nn.Module:
 
 
 def skeleton(layer: Layer) -> nn.Module:
-    """The layer's skeleton, to be looked at and never changed: it is made once. Raises `ModelError` as `on_meta` does."""
+    """The layer's skeleton, to be looked at and never changed: it is made once. Raises `ModelError` as `build_on_meta` does."""
     kept = vars(layer)  # beside the fields, which alone decide whether two layers are equal
     if "_skeleton" not in kept:
-        if isinstance(layer.build, Copies):
+        if isinstance(layer.build, SkeletonCopies):
             refuse_unsupported(layer.name, layer.build.skeleton)
             kept["_skeleton"] = layer.build.skeleton
         else:
-            kept["_skeleton"] = on_meta(layer)
+            kept["_skeleton"] = build_on_meta(layer)
     return cast(nn.Module, kept["_skeleton"])
 
 
@@ -119,12 +119,12 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
-def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def convert_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The module, its floating-point parameters and buffers now in `dtype`. `Module.to` would make complex ones real."""
     return module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def describe(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSize, ...]:
+def layer_sizes(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSize, ...]:
     """The size of every layer; allocates none of them."""
     canonical, counted = canonical_names(graph), set[str]()
     sizes = []
@@ -219,7 +219,7 @@ def materialise(
     taken: set[str] = set()
     modules: dict[str, nn.Module] = {}
     for layer in graph.layers[first:last]:
-        modules[layer.name] = module = on_meta(layer)
+        modules[layer.name] = module = build_on_meta(layer)
         names = put_values(graph, layer.name, module, values)
         for path, parameter in module.named_parameters() if fresh else ():
             if names[path] in taken:
@@ -284,10 +284,10 @@ def _put_attributes(module: nn.Module, made: Mapping[int, Tensor]) -> None:
     for part in module.modules():
         for key, value in vars(part).items():
             if not key.startswith("_"):
-                vars(part)[key] = exchanged(value, put)
+                vars(part)[key] = replace_tensors(value, put)
 
 
-def exchanged(value: Any, change: Callable[[Tensor], Tensor], seen: set[int] | None = None) -> Any:
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[int] | None = None) -> Any:
     """`value` with `change(tensor)` in the place of each tensor in lists, tuples and dicts, which are changed in place: who
     shares a list still does."""
     if isinstance(value, Tensor):
@@ -297,11 +297,11 @@ def exchanged(value: Any, change: Callable[[Tensor], Tensor], seen: set[int] | N
         return value
     seen.add(id(value))
     if type(value) is list:
-        value[:] = [exchanged(item, change, seen) for item in value]
+        value[:] = [replace_tensors(item, change, seen) for item in value]
     elif type(value) is dict:
-        value.update({key: exchanged(item, change, seen) for key, item in value.items()})
+        value.update({key: replace_tensors(item, change, seen) for key, item in value.items()})
     else:
-        items = tuple(exchanged(item, change, seen) for item in value)
+        items = tuple(replace_tensors(item, change, seen) for item in value)
         return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
     return value
 
@@ -358,7 +358,7 @@ def skeletons(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
+class SkeletonCopies:
     """A layer's `build` that returns copies of its skeleton.
 
     Unlike `copy.deepcopy`, keeps attributes that users set on parameters.

@@ -10,12 +10,12 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import Copies, named_state, on_meta, refuse_lazy, refuse_unsupported, skeletons
-from raypar.model.deferred import Recording, settle_attributes, settle_elsewhere
+from raypar.model.build import SkeletonCopies, build_on_meta, named_state, refuse_lazy, refuse_unsupported, skeletons
+from raypar.model.deferred_init import Recording, settle_attributes, settle_elsewhere
 from raypar.model.graph import Graph
 from raypar.model.initial_values import ByNameValues, CallGuard, DeferredValues, LayerBuildValues, WholeModelValues
+from raypar.model.parameter_aliasing import Replaced, refuse_parameter_aliasing, refuse_undeclared_ties, tensors_in_functions
 from raypar.model.random_state import RandomState
-from raypar.model.shared_memory import Replaced, held_by_functions, refuse_shared_memory, refuse_undeclared_ties
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"
 
@@ -44,7 +44,7 @@ def capture(
     for name, module in pairs:
         refuse_unsupported(name, module)
     refuse_lazy(pairs)
-    refuse_shared_memory(pairs, replaced)
+    refuse_parameter_aliasing(pairs, replaced)
     seen: dict[int, list[str]] = {}
     for name, module in pairs:
         for path, parameter in module.named_parameters():
@@ -54,10 +54,10 @@ def capture(
     if recording is not None:
         for _, module in pairs:
             settle_attributes(module, list(state.values()), recording)
-        used = {id(tensor) for tensor in held_by_functions(pairs)}
+        used = {id(tensor) for tensor in tensors_in_functions(pairs)}
         settle_elsewhere([tensor for tensor in state.values() if id(tensor) not in used], recording)
     initial = WholeModelValues(state, again, notes) if recording is None else DeferredValues(state, recording, notes)
-    graph = Graph.sequential([(name, Copies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
+    graph = Graph.sequential([(name, SkeletonCopies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
     return replace(graph, initial_values=initial)
 
 
@@ -119,10 +119,10 @@ def without_values(
     seen: dict[str, ReferenceType[nn.Parameter]] = {}
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
         refuse_unsupported(name, module)
-        refuse_shared_memory([(name, module)], replaced if graph.init is None or replaced == "all" else "parameters")
+        refuse_parameter_aliasing([(name, module)], replaced if graph.init is None or replaced == "all" else "parameters")
         refuse_undeclared_ties(name, module, seen, graph.ties)
         ((_, bare),) = skeletons([(name, module)])
-        layers.append(replace(layer, build=Copies(bare)))
+        layers.append(replace(layer, build=SkeletonCopies(bare)))
     made = replace(graph, layers=tuple(layers))
     _check_ties(made)
     return replace(made, initial_values=built if graph.init is None else ByNameValues(made, seed, built, guard))
@@ -140,7 +140,7 @@ def _check_ties(graph: Graph) -> None:
         for name in names:
             owner = graph.layer_of(name)
             if owner not in modules:
-                modules[owner] = on_meta(layers[owner])
+                modules[owner] = build_on_meta(layers[owner])
             parameters = dict(modules[owner].named_parameters())
             parameter = parameters.get(name[len(owner) + 1 :])
             if parameter is None:

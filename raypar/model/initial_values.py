@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import canonical_names, named_state, on_meta, put_buffers, refuse_lazy, state_shapes
-from raypar.model.deferred import Recording
+from raypar.model.build import build_on_meta, canonical_names, named_state, put_buffers, refuse_lazy, state_shapes
+from raypar.model.deferred_init import Recording
 from raypar.model.graph import Graph
 from raypar.model.model_call import call_watched
 from raypar.model.random_state import RandomState, generators_preserved, seed_all
 from raypar.plan.seeds import seed_of
-from raypar.plan.spans import Spans
+from raypar.plan.shard_ranges import IndexRanges
 
 CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 """guard(caller): a context for one call of the user's code; on exit it restores process state that the call left changed.
@@ -30,7 +30,7 @@ CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 `caller` describes the call in messages. `StateGuard.watching` of `worker.compute_state` is one."""
 
 
-Slice = tuple[int, Spans]
+Slice = tuple[int, IndexRanges]
 """A dim of a tensor, and the indices of it."""
 
 
@@ -145,7 +145,7 @@ class DeferredValues(MadeWhole):
         """Nothing to free: the recording is small."""
 
 
-def by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+def values_by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """Each layer's initial values by name, in layer order. Between layers only tied parameters stay in memory."""
     names = [list(state_shapes(graph, index, index + 1)) for index in range(len(graph.layers))]
     tied = {name for several in graph.ties for name in several}
@@ -221,7 +221,7 @@ class ByNameValues(MadeWhole):
         """See `InitialValues`."""
         canonical, wanted = canonical_names(self.graph), set(names)
         for layer in self.graph.layers:
-            skeleton = on_meta(layer)
+            skeleton = build_on_meta(layer)
             owned = {canonical.get(f"{layer.name}.{p}", f"{layer.name}.{p}") for p, _ in skeleton.named_parameters()}
             buffers = [f"{layer.name}.{path}" for path, _ in skeleton.named_buffers()]
             kept = dict(self.buffers.stream(buffers, dtype)) if wanted & {*owned, *buffers} else {}

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Weighted(Protocol):
+class LinearLike(Protocol):
     """A Linear, or a shard of one."""
 
     weight: Tensor
@@ -35,7 +35,7 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`, for the forward of an autograd function.
 
     `.data`, because for an input of three dims F.linear returns a view, and code after the layer could not write into a view
@@ -73,17 +73,20 @@ def bias_gradient(gradient: Tensor) -> Tensor:
     return gradient.sum(tuple(range(gradient.dim() - 1)), keepdim=True).view(gradient.shape[-1])
 
 
-def summed_for_bias(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
+def bias_gradient_operand(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
     """The gradient that `bias_gradient` sums, in the shape in which F.linear has added the bias: to the product's rows, or, if
     x [..., in] is not contiguous, to the output."""
     return rows if x.dim() == 2 or x.is_contiguous() else gradient
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
-    """What the W instruction needs of one Linear call: grad [rows, out], x [rows, in]; `summed`: see `summed_for_bias`."""
+class DeferredWeightGradient:
+    """What the W instruction needs of one Linear call: grad [rows, out], x [rows, in].
 
-    linear: Weighted
+    `summed`: see `bias_gradient_operand`.
+    """
+
+    linear: LinearLike
     gradient: Tensor
     x: Tensor
     summed: Tensor
@@ -104,7 +107,7 @@ class Deferred:
         return found.clone() if found is self.summed else found
 
 
-Stash = list[Deferred]
+Stash = list[DeferredWeightGradient]
 
 
 def adds_to_weights(ctx: Any) -> bool:
@@ -124,7 +127,7 @@ def adds_to_weights(ctx: Any) -> bool:
 # -- under torch.autocast ----------------------------------------------------------------------------------------------------
 
 
-def autocasts(device: torch.device) -> bool:
+def is_autocast_enabled(device: torch.device) -> bool:
     """Whether this runs inside `torch.autocast` for that kind of device. Of kinds without autocast (meta) PyTorch is not asked:
     it would raise."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
@@ -133,7 +136,7 @@ def autocasts(device: torch.device) -> bool:
 def in_compute_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands of a product, cast as `torch.autocast` would cast them, by operations that autograd records."""
     device = next(t.device for t in tensors if t is not None)
-    if not autocasts(device):
+    if not is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device.type)
     castable = (t is not None and t.is_floating_point() and t.dtype != torch.float64 for t in tensors)
@@ -150,7 +153,7 @@ def cast_of(device: torch.device) -> object:
     Plain autograd adds the gradients of such calls in the compute dtype, and casts the sum. PyTorch does not say whether it
     still has a cast in its cache, so a leaf of our own is cast as weights are: the object is the graph node of that cast.
     """
-    if not autocasts(device):
+    if not is_autocast_enabled(device):
         return None
     if device not in _PROBES:
         _PROBES[device] = torch.ones(1, 1, dtype=torch.float32, device=device, requires_grad=True)
@@ -158,14 +161,14 @@ def cast_of(device: torch.device) -> object:
     return made.grad_fn.next_functions[0][0] if made.grad_fn is not None else None
 
 
-class CastStash(list[Deferred]):
+class CastStash(list[DeferredWeightGradient]):
     """A stash that marks what it gets with `cast` and passes it on to `stash`."""
 
     def __init__(self, stash: Stash, cast: object) -> None:
         super().__init__()
         self._stash, self._cast = stash, cast
 
-    def append(self, deferred: Deferred) -> None:
+    def append(self, deferred: DeferredWeightGradient) -> None:
         """Pass on, marked with `cast`."""
         self._stash.append(replace(deferred, cast=self._cast))
 
@@ -176,7 +179,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.linear, ctx.stash = linear, stash
         ctx.set_materialize_grads(False)
-        return output(x, weight, bias)
+        return linear_forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -185,10 +188,10 @@ class _SplitLinear(torch.autograd.Function):
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
         rows, flat = as_matrix(gradient), as_matrix(x)
-        summed = summed_for_bias(gradient, rows, x)
+        summed = bias_gradient_operand(gradient, rows, x)
         own: tuple[Tensor | None, ...] = (None, None)
         if adds_to_weights(ctx):
-            ctx.stash.append(Deferred(ctx.linear, rows, flat, summed))
+            ctx.stash.append(DeferredWeightGradient(ctx.linear, rows, flat, summed))
         else:
             own = weight_gradient(rows, flat, weight), bias_gradient(summed) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raypar.plan.spans import Cut
+from raypar.plan.shard_ranges import Cut
 
 if TYPE_CHECKING:
     from raypar.plan.parallel_plan import ParallelPlan

@@ -9,12 +9,12 @@ from raypar.errors import PlanError
 DEFAULT_MAX_BLOCKS = 16
 
 
-def part(index: int, parts: int, total: int) -> range:
+def contiguous_part(index: int, parts: int, total: int) -> range:
     """Part `index` of `total` things cut into `parts` contiguous runs: [floor(i t/p), floor((i+1) t/p))."""
     return range(index * total // parts, (index + 1) * total // parts)
 
 
-def part_of(item: int, parts: int, total: int) -> int:
+def part_index(item: int, parts: int, total: int) -> int:
     """The part that holds `item`: the inverse of `part`."""
     return ((item + 1) * parts - 1) // total
 
@@ -45,12 +45,12 @@ class Microbatches:
 
     def samples(self, microbatch: int) -> range:
         """Offsets of the microbatch's samples inside the step's batch."""
-        return part(microbatch, self.count, self.batch_size)
+        return contiguous_part(microbatch, self.count, self.batch_size)
 
     def of_block(self, block: int) -> range:
         """Microbatches of a block, possibly none."""
-        return part(block, self.blocks, self.count)
+        return contiguous_part(block, self.blocks, self.count)
 
     def block(self, microbatch: int) -> int:
         """The block of a microbatch."""
-        return part_of(microbatch, self.blocks, self.count)
+        return part_index(microbatch, self.blocks, self.count)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from raypar.errors import PlanError
-from raypar.plan.microbatches import Microbatches, part
+from raypar.plan.microbatches import Microbatches, contiguous_part
 
 Placement = Literal["loop", "v"]
 
@@ -166,7 +166,7 @@ class ParallelPlan:
 
     def describe(self) -> str:
         """For messages; see `in_words`."""
-        return in_words([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
+        return describe_mesh([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
 
     def coordinate(self, rank: int) -> str:
         """For messages: `worker 3 (stage 1, replica 1)`."""
@@ -176,7 +176,7 @@ class ParallelPlan:
         return f"worker {rank} (stage {stages}, replica {seat.replica}{shard})"
 
 
-def in_words(replicas: Sequence[int], shards: Sequence[int]) -> str:
+def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:
     """By stage: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`, `1 stage x 1 replica x 4 shards`."""
 
     def counted(counts: Sequence[int], what: str) -> str:
@@ -196,7 +196,7 @@ class Routing:
 
     def run(self, stage: int, replica: int) -> range:
         """Blocks of a replica; empty when there are more replicas than blocks."""
-        return part(replica, self.plan.stages[stage].replicas, self.microbatches.blocks)
+        return contiguous_part(replica, self.plan.stages[stage].replicas, self.microbatches.blocks)
 
     @cached_property
     def _replica_of(self) -> tuple[tuple[int, ...], ...]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.plan.microbatches import part
-from raypar.planner.partition import balanced_cuts
-from raypar.planner.profile import ModelProfile
+from raypar.plan.microbatches import contiguous_part
+from raypar.planner.layer_partition import balanced_cuts
+from raypar.planner.model_profile import ModelProfile
 from raypar.schedule import registry
 
 SCHEDULES: dict[str, tuple[int, ...]] = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
@@ -52,13 +52,13 @@ def _candidate(
         tp=shards,
         layers=len(profile.layers),
         chunks=chunks,
-        placement=registry.placement(schedule),
+        placement=registry.placement_of(schedule),
         cuts=cuts,
     )
     busiest = max(
         sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)
     )
-    most = max(sum(len(cut.of_block(b)) for b in part(r, replicas, cut.blocks)) for r in range(replicas))
+    most = max(sum(len(cut.of_block(b)) for b in contiguous_part(r, replicas, cut.blocks)) for r in range(replicas))
     bound = busiest * most / shards
     if profile.processors is not None:
         bound = max(bound, sums[-1] * cut.count / profile.processors)

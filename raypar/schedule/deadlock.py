@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from raypar.schedule.dependences import Bundle, Result, result
+from raypar.schedule.data_flow import Bundle, Result, result_of
 from raypar.schedule.instructions import Compute, Recv, Send
-from raypar.schedule.rules import COMPUTE, Case, Problem, bundle, named
+from raypar.schedule.program_rules import COMPUTE, Problem, RuleCase, bundle_of, describe_bundle
 
 Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
@@ -21,7 +21,7 @@ Awaited = tuple[int, Bundle] | tuple[int, Result]
 """(receiver, bundle) in a program, (worker, result) in a bare schedule."""
 
 
-def deadlock_free(case: Case, communicators: Communicators) -> list[Problem]:
+def deadlock_free(case: RuleCase, communicators: Communicators) -> list[Problem]:
     """Run everything as far as it goes; whoever has not finished waits in a circle."""
     run = _Run(case, communicators)
     run.to_the_end()
@@ -36,7 +36,7 @@ def deadlock_free(case: Case, communicators: Communicators) -> list[Problem]:
     if not found:
         for (rank, _), queue in run.queues.items():
             if queue:
-                text = f"the step cannot end: {named(queue[0][0])} never moves"
+                text = f"the step cannot end: {describe_bundle(queue[0][0])} never moves"
                 found.append(Problem("deadlock-free", rank, text))
     return found
 
@@ -44,14 +44,14 @@ def deadlock_free(case: Case, communicators: Communicators) -> list[Problem]:
 def _words(awaited: Awaited) -> str:
     worker, what = awaited
     if len(what) == 4:
-        return named(what)
+        return describe_bundle(what)
     return f"{what[1]}{what[0]}{what[2]} of worker {worker}"
 
 
 class _Run:
     """Places of all workers, and what waits in which queue."""
 
-    def __init__(self, case: Case, communicators: Communicators) -> None:
+    def __init__(self, case: RuleCase, communicators: Communicators) -> None:
         self.case = case
         self.paired = communicators == "pair"
         self.place = [0] * len(case.lists)
@@ -68,7 +68,7 @@ class _Run:
             for place in range(self.place[rank], len(order)):
                 instruction = order[place]
                 if isinstance(instruction, (Send, Recv)):
-                    post = (bundle(instruction), instruction.peer, isinstance(instruction, Send))
+                    post = (bundle_of(instruction), instruction.peer, isinstance(instruction, Send))
                     self._queue(rank, instruction.peer).append(post)
                     self._move(rank, instruction.peer)
                 elif isinstance(instruction, COMPUTE):
@@ -78,7 +78,7 @@ class _Run:
                         self.place[rank] = place
                         break
                     if not self.case.lowered:
-                        self._now_exists((rank, result(instruction)))
+                        self._now_exists((rank, result_of(instruction)))
             else:
                 self.place[rank] = len(order)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.plan import Routing
-from raypar.plan.microbatches import part
-from raypar.schedule.greedy import Limits, list_schedule, per_replica
+from raypar.plan.microbatches import contiguous_part
 from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
+from raypar.schedule.list_scheduling import OpenLimits, limits_per_replica, list_schedule
 from raypar.schedule.one_f_one_b import replica_counts, warmups
 
 
@@ -24,14 +24,14 @@ def interleaved(routing: Routing, warmup: Sequence[int] | None = None) -> Schedu
     chunks = len(plan.stages) // pp
     ahead = warmups(plan, warmup) if warmup is not None else None
     if len(set(replicas)) > 1:
-        depth = ahead or per_replica(replicas, [2 * (pp - s - 1) + (chunks - 1) * pp + 1 for s in range(pp)])
-        return list_schedule(routing, Limits(depth, depth, group=pp * max(replicas)), split=False)
+        depth = ahead or limits_per_replica(replicas, [2 * (pp - s - 1) + (chunks - 1) * pp + 1 for s in range(pp)])
+        return list_schedule(routing, OpenLimits(depth, depth, group=pp * max(replicas)), split=False)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         stages = plan.stages_of(rank)
         mine = routing.of_replica(stages[0], seat.replica)
         rounds = max(1, len(mine) // pp)
-        groups = [[mine[i] for i in part(n, rounds, len(mine))] for n in range(rounds)]
+        groups = [[mine[i] for i in contiguous_part(n, rounds, len(mine))] for n in range(rounds)]
         size = max(len(group) for group in groups)
         forwards: list[Compute] = [Forward(s, m) for group in groups for s in stages for m in group]
         backwards: list[Compute] = [Backward(s, m) for group in groups for s in reversed(stages) for m in group]

@@ -13,7 +13,7 @@ from collections import Counter
 
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Routing
-from raypar.schedule.dependences import Flow
+from raypar.schedule.data_flow import DataFlow
 from raypar.schedule.instructions import (
     Backward,
     BackwardWeight,
@@ -173,7 +173,7 @@ def _replay(schedule: Schedule, routing: Routing, crossing: Crossing, *, trainin
     if stuck:
         rank = stuck[0]
         instruction = schedule[rank][place[rank]]
-        needs = [need for need, _ in Flow(crossing, len(plan.stages)).needs(instruction)]
+        needs = [need for need, _ in DataFlow(crossing, len(plan.stages)).needs(instruction)]
         missing = [need for need, key in zip(needs, tables.needs(rank, instruction), strict=True) if not done[key]]
         raise ScheduleError(
             f"{len(stuck)} of {len(schedule)} workers cannot finish: {plan.coordinate(rank)} stands at {instruction}, "

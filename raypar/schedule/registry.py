@@ -20,7 +20,7 @@ Builder = Callable[[Routing, Sequence[int] | None], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ScheduleEntry:
     """A schedule's builder, where its stages lie, its chunks (`chunks` by default, only that many if `fixed`), and whether
     forwards before the first backward can be set."""
 
@@ -31,19 +31,19 @@ class Entry:
     takes_warmup: bool = False
 
 
-_ENTRIES: dict[str, Entry] = {
-    "naive": Entry(naive, fixed=False),
-    "gpipe": Entry(gpipe, fixed=False),
-    "1f1b": Entry(one_f_one_b, takes_warmup=True),
-    "interleaved": Entry(interleaved, chunks=2, fixed=False, takes_warmup=True),
-    "zb-h1": Entry(zb_h1, takes_warmup=True),
-    "zb-v": Entry(zb_v, placement="v", chunks=2, takes_warmup=True),
+_ENTRIES: dict[str, ScheduleEntry] = {
+    "naive": ScheduleEntry(naive, fixed=False),
+    "gpipe": ScheduleEntry(gpipe, fixed=False),
+    "1f1b": ScheduleEntry(one_f_one_b, takes_warmup=True),
+    "interleaved": ScheduleEntry(interleaved, chunks=2, fixed=False, takes_warmup=True),
+    "zb-h1": ScheduleEntry(zb_h1, takes_warmup=True),
+    "zb-v": ScheduleEntry(zb_v, placement="v", chunks=2, takes_warmup=True),
 }
 _ALIASES = {"afab": "gpipe"}
 NAMES = tuple(_ENTRIES)
 
 
-def entry(name: str) -> Entry:
+def find_schedule(name: str) -> ScheduleEntry:
     """The entry of a name or alias. Raises `ScheduleError` with the nearest names."""
     found = _ENTRIES.get(_ALIASES.get(name, name))
     if found is None:
@@ -54,14 +54,14 @@ def entry(name: str) -> Entry:
     return found
 
 
-def placement(name: str) -> Placement:
+def placement_of(name: str) -> Placement:
     """Where the schedule wants its stages."""
-    return entry(name).placement
+    return find_schedule(name).placement
 
 
 def default_chunks(name: str, chunks: int | None = None) -> int:
     """Stages per worker: `chunks` if the schedule can have that many, its default for None."""
-    known = entry(name)
+    known = find_schedule(name)
     if chunks is None:
         return known.chunks
     if chunks < 1 or (known.fixed and chunks != known.chunks):
@@ -72,19 +72,19 @@ def default_chunks(name: str, chunks: int | None = None) -> int:
     return chunks
 
 
-def fits(name: str, plan: ParallelPlan) -> bool:
+def can_run(name: str, plan: ParallelPlan) -> bool:
     """Whether the schedule of this name can run the plan; False for a name that is no schedule's (one from a file)."""
     if _ALIASES.get(name, name) not in _ENTRIES:
         return False
-    known = entry(name)
+    known = find_schedule(name)
     chunks = len(plan.stages) // plan.positions
     at = [position_of(i, plan.positions, known.placement) for i in range(len(plan.stages))]
     return (chunks == known.chunks or not known.fixed) and [stage.position for stage in plan.stages] == at
 
 
-def build(name: str, routing: Routing, *, warmup: Sequence[int] | None = None) -> Schedule:
+def build_schedule(name: str, routing: Routing, *, warmup: Sequence[int] | None = None) -> Schedule:
     """The compute-only orders of every worker of the routing's plan."""
-    known = entry(name)
+    known = find_schedule(name)
     plan = routing.plan
     if known.fixed and len(plan.stages) != plan.positions * known.chunks:
         raise ScheduleError(

@@ -26,9 +26,9 @@ from raypar.schedule.instructions import (
     Send,
     Vote,
 )
-from raypar.schedule.timeline import Span, Timeline, peak_activations, peak_bytes
+from raypar.schedule.timeline import Timeline, TimelineSpan, peak_activations, peak_bytes
 
-__all__ = ["Costs", "Span", "Timeline", "simulate"]
+__all__ = ["Costs", "Timeline", "TimelineSpan", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossi
             rows[rank].append(span)
     if costs.step_ms:
         for row in rows.values():
-            row.append(Span(Vote(), max((s.end_ms for s in row), default=0), end + costs.step_ms))
+            row.append(TimelineSpan(Vote(), max((s.end_ms for s in row), default=0), end + costs.step_ms))
     spans = {rank: tuple(row) for rank, row in rows.items()}
     return Timeline(
         spans=tuple(spans[rank] for rank in speaker),
@@ -95,7 +95,7 @@ def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossi
 
 def _compute(
     schedule: Sequence[Sequence[Instruction]], ranks: Sequence[int], routing: Routing, crossing: Crossing, costs: Costs
-) -> dict[int, list[Span]]:
+) -> dict[int, list[TimelineSpan]]:
     """Spans of the compute instructions of `ranks`, which are closed under the crossing.
 
     A bundle has a slot, (2 * edge + (1 for a gradient)) * microbatches + microbatch, and `arrival[slot]` is when its consumer
@@ -123,7 +123,7 @@ def _compute(
     arrival: list[float | None] = [None] * (2 * len(edges) * count)
     link_free: dict[tuple[int, int], float] = {}
     waiting: dict[int, int] = {}
-    rows: dict[int, list[Span]] = {rank: [] for rank in ranks}
+    rows: dict[int, list[TimelineSpan]] = {rank: [] for rank in ranks}
     position: dict[int, int] = dict.fromkeys(ranks, 0)
     now: dict[int, float] = dict.fromkeys(ranks, 0)
     runnable = list(reversed(ranks))
@@ -174,7 +174,7 @@ def _compute(
             else:
                 start = time + overhead_ms
                 time = start + ms
-                row.append(Span(instruction, start, time))
+                row.append(TimelineSpan(instruction, start, time))
                 for slot, consumers, nbytes in makes:
                     target = consumers[microbatch]
                     if target == rank or not lowered:
@@ -195,7 +195,9 @@ def _compute(
     return rows
 
 
-def _reductions(rows: dict[int, list[Span]], plan: ParallelPlan, costs: Costs) -> list[tuple[Span, tuple[int, ...]]]:
+def _reductions(
+    rows: dict[int, list[TimelineSpan]], plan: ParallelPlan, costs: Costs
+) -> list[tuple[TimelineSpan, tuple[int, ...]]]:
     """The reduction of each stage and who takes part; those of one position share its workers' links, one after the other."""
     if not any(costs.reduce_ms):
         return []
@@ -204,11 +206,11 @@ def _reductions(rows: dict[int, list[Span]], plan: ParallelPlan, costs: Costs) -
         if isinstance(span.instruction, (Backward, BackwardWeight)) and costs.reduce_ms[span.instruction.stage]:
             stage = span.instruction.stage
             ready[stage] = max(ready.get(stage, 0), span.end_ms)
-    found: list[tuple[Span, tuple[int, ...]]] = []
+    found: list[tuple[TimelineSpan, tuple[int, ...]]] = []
     link_free: dict[int, float] = {}
     for stage in sorted(ready, key=lambda s: (ready[s], s)):
         place = plan.stages[stage].position
         start = max(ready[stage], link_free.get(place, 0))
         link_free[place] = start + costs.reduce_ms[stage]
-        found.append((Span(Reduce(stage), start, link_free[place]), plan.replica_ranks(stage)))
+        found.append((TimelineSpan(Reduce(stage), start, link_free[place]), plan.replica_ranks(stage)))
     return found

@@ -32,7 +32,7 @@ _WHOLE_STEP: dict[str, Instruction] = {"T": ExchangeTies(), "V": Vote(), "O": Op
 _LABEL = re.compile(r"(\d+)(?:([FBIW])(\d+)|G)")
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """One executed instruction; times in ms since the start of the step. Reductions may overlap compute."""
 
     instruction: Instruction
@@ -49,7 +49,7 @@ class Timeline:
     where activation sizes are unknown.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimelineSpan, ...], ...]
     names: tuple[str, ...]
     makespan_ms: float
     busy_ms: tuple[float, ...]
@@ -66,11 +66,14 @@ class Timeline:
         The earliest start becomes 0. Raises `ScheduleError` for a label that is no instruction.
         """
         rows = [
-            sorted((Span(parse(i) if isinstance(i, str) else i, a, b) for i, a, b in row), key=lambda span: span.start_ms)
+            sorted(
+                (TimelineSpan(parse_instruction(i) if isinstance(i, str) else i, a, b) for i, a, b in row),
+                key=lambda span: span.start_ms,
+            )
             for row in spans_by_rank
         ]
         zero = min((row[0].start_ms for row in rows if row), default=0.0)
-        rows = [[Span(i, a - zero, b - zero) for i, a, b in row] for row in rows]
+        rows = [[TimelineSpan(i, a - zero, b - zero) for i, a, b in row] for row in rows]
         return Timeline(
             spans=tuple(map(tuple, rows)),
             names=tuple(names) or tuple(f"worker {rank}" for rank in range(len(rows))),
@@ -136,7 +139,7 @@ def _peak(order: Sequence[Instruction], size: Sequence[int]) -> int:
     return peak
 
 
-def parse(label: str) -> Instruction:
+def parse_instruction(label: str) -> Instruction:
     """The compute instruction, reduction or whole-step instruction that prints as `label`. Raises `ScheduleError`."""
     if label in _WHOLE_STEP:
         return _WHOLE_STEP[label]

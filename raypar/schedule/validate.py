@@ -6,12 +6,23 @@ from collections.abc import Sequence
 
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Routing
+from raypar.schedule.data_flow import DataFlow
 from raypar.schedule.deadlock import Communicators, deadlock_free
-from raypar.schedule.dependences import Flow
 from raypar.schedule.instructions import Program, Recv, Reduce, Schedule, Send, Vote
-from raypar.schedule.rules import Case, Problem, canonical, causal, complete, ended, freed, paired, together, within_memory
+from raypar.schedule.program_rules import (
+    Problem,
+    RuleCase,
+    check_canonical,
+    check_causal,
+    check_complete,
+    check_ended,
+    check_freed,
+    check_memory,
+    check_paired,
+    check_shards_agree,
+)
 
-__all__ = ["Problem", "problems", "validate"]
+__all__ = ["Problem", "find_problems", "validate"]
 
 Lists = Schedule | tuple[Program, ...]
 
@@ -38,7 +49,7 @@ def validate(
     training: bool = True,
 ) -> None:
     """Raise `ScheduleError` naming the first problem (and how many there are). Arguments as of `problems`."""
-    found = problems(lists, routing, crossing, memory=memory, communicators=communicators, training=training)
+    found = find_problems(lists, routing, crossing, memory=memory, communicators=communicators, training=training)
     if found:
         first = found[0]
         where = f"{routing.plan.coordinate(first.rank)}: " if first.rank < routing.plan.world else ""
@@ -46,7 +57,7 @@ def validate(
         raise ScheduleError(f"{first.rule}: {where}{first.text}{more}", cure=_CURES[first.rule])
 
 
-def problems(
+def find_problems(
     lists: Lists,
     routing: Routing,
     crossing: Crossing,
@@ -65,15 +76,15 @@ def problems(
     if len(lists) != world:
         return [Problem("complete", min(len(lists), world), f"{len(lists)} lists for a plan of {world} workers")]
     lowered = not training or any(isinstance(i, (Send, Recv, Reduce, Vote)) for order in lists for i in order)
-    case = Case(lists, routing, crossing, Flow(crossing, len(routing.plan.stages)), lowered, training)
-    found = complete(case)
+    case = RuleCase(lists, routing, crossing, DataFlow(crossing, len(routing.plan.stages)), lowered, training)
+    found = check_complete(case)
     if found:
         return found
-    found = causal(case) + canonical(case) + together(case)
+    found = check_causal(case) + check_canonical(case) + check_shards_agree(case)
     if lowered:
-        found += paired(case) + freed(case) + ended(case)
+        found += check_paired(case) + check_freed(case) + check_ended(case)
     if not found:
         found += deadlock_free(case, communicators)
     if memory is not None:
-        found += within_memory(case, memory)
+        found += check_memory(case, memory)
     return found

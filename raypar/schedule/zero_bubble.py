@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.plan import Routing
-from raypar.schedule.greedy import Limits, list_schedule, per_replica
 from raypar.schedule.instructions import BackwardInput, BackwardWeight, Compute, Forward, Schedule
+from raypar.schedule.list_scheduling import OpenLimits, limits_per_replica, list_schedule
 from raypar.schedule.one_f_one_b import replica_counts, warmups
 
 
@@ -21,7 +21,7 @@ def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
     depth, replicas = warmups(plan, warmup), replica_counts(plan)
     if len(set(replicas)) > 1:
         alive = tuple(max(own, -(-depth[0] * replicas[0] // r)) for own, r in zip(depth, replicas, strict=True))
-        return list_schedule(routing, Limits(depth, alive, group=1), split=True)
+        return list_schedule(routing, OpenLimits(depth, alive, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         (stage,) = plan.stages_of(rank)
@@ -49,8 +49,8 @@ def zb_v(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
     replicas = replica_counts(plan)
     if warmup is not None or len(set(replicas)) > 1:
         given = warmups(plan, warmup) if warmup is not None else None
-        depth = given or per_replica(replicas, [2 * plan.positions] * plan.positions)
-        return list_schedule(routing, Limits(depth, depth, group=1), split=True)
+        depth = given or limits_per_replica(replicas, [2 * plan.positions] * plan.positions)
+        return list_schedule(routing, OpenLimits(depth, depth, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         down, up = plan.stages_of(rank)

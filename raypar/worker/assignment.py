@@ -13,17 +13,17 @@ from torch import Tensor
 from raypar.errors import ModelError, RayparError, UserCodeError
 from raypar.model.build import named_state
 from raypar.model.capture import capture, layers_in, without_values
-from raypar.model.deferred import Recording, Undeferrable, run_deferred
+from raypar.model.deferred_init import Recording, Undeferrable, run_deferred
 from raypar.model.graph import Graph
 from raypar.model.initial_values import ByNameValues, CallGuard
 from raypar.model.model_call import WHOLE_BYTES, TooLarge, call_watched
+from raypar.model.parameter_aliasing import Replaced
 from raypar.model.random_state import RandomState, generators_preserved, seed_all
-from raypar.model.shared_memory import Replaced
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.spec import JobSpec
+from raypar.worker.job_spec import JobSpec
 from raypar.worker.weights_initial import weights_from_file
 
 __all__ = ["Assignment", "assignments", "make_graph", "validation_cut"]

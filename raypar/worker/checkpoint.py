@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError
 from raypar.input_files import READABLE, open_regular, parse_json, read_bytes, shown
-from raypar.plan.spans import Spans
+from raypar.plan.shard_ranges import IndexRanges
+from raypar.worker.job_spec import JobSpec, Ref, text_of, without_addresses
 from raypar.worker.manifest import (
     BUFFER,
     CACHE,
@@ -32,21 +33,30 @@ from raypar.worker.manifest import (
     MANIFEST,
     PARAMETER,
     TIE,
-    Entry,
     Manifest,
+    ManifestEntry,
     Name,
     Scalar,
     Slice,
     check_header,
-    checksum,
-    parse,
-    to_json,
+    manifest_checksum,
+    manifest_to_json,
+    parse_manifest,
 )
-from raypar.worker.safetensors_header import Header, header_of
-from raypar.worker.spec import JobSpec, Ref, text_of, without_addresses
+from raypar.worker.safetensors_header import SafetensorsHeader, header_of
 
 __all__ = [  # of the manifest, for those who handle checkpoints
-    "BUFFER", "CACHE", "FORMAT", "MANIFEST", "PARAMETER", "TIE", "Entry", "Manifest", "Name", "Scalar", "Slice",
+    "BUFFER",
+    "CACHE",
+    "FORMAT",
+    "MANIFEST",
+    "PARAMETER",
+    "TIE",
+    "Manifest",
+    "ManifestEntry",
+    "Name",
+    "Scalar",
+    "Slice",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -57,12 +67,12 @@ MANIFEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Slices:
+class TensorSlices:
     """Which indices of one dim of an unsharded tensor of `shape` a tensor has; no `spans`: it is the whole."""
 
     shape: tuple[int, ...]
     dim: int
-    spans: Spans
+    spans: IndexRanges
 
     def of(self, tensor: Tensor) -> Iterator[tuple[Slice, Tensor]]:
         """The tensor in blocks, each with its place in the whole."""
@@ -82,13 +92,13 @@ class ShardRecord:
     file: str
     nbytes: int
     sha256: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ManifestEntry, ...]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
 
 
-def begin(root: Path, steps_done: int) -> Path:
+def create_checkpoint(root: Path, steps_done: int) -> Path:
     """A new, empty folder aside, in which workers write. Raises `CheckpointError` when the disk does not let us."""
     folder = root / f".tmp-step_{steps_done:08d}"
     with _disk(folder):
@@ -102,7 +112,7 @@ def write_shard(
     file_name: str,
     tensors: Mapping[Name, Tensor],
     scalars: Mapping[Name, Scalar] | None = None,
-    slices: Mapping[Name, Slices] | None = None,
+    slices: Mapping[Name, TensorSlices] | None = None,
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> ShardRecord:
     """Write CPU tensors as one safetensors file. `slices`: which parts of an unsharded tensor it is, where not the whole.
@@ -110,11 +120,11 @@ def write_shard(
     `ties`: first name of a tied parameter -> its other names. Streams: no second copy in memory, and the checksum is taken
     in the same pass. Raises `CheckpointError` (disk full, ...).
     """
-    entries = [Entry(name, kind, value=value) for (name, kind), value in (scalars or {}).items()]
+    entries = [ManifestEntry(name, kind, value=value) for (name, kind), value in (scalars or {}).items()]
     specs: list[tuple[str, str, Sequence[int]]] = []
     written: list[Tensor] = []
     for (name, kind), tensor in tensors.items():
-        held = (slices or {}).get((name, kind)) or Slices(tuple(tensor.shape), 0, ())
+        held = (slices or {}).get((name, kind)) or TensorSlices(tuple(tensor.shape), 0, ())
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise CheckpointError(f"{name} ({kind}) has dtype {dtype}, which checkpoints do not hold", cure="use a real dtype")
@@ -122,7 +132,7 @@ def write_shard(
             key = (name if kind == PARAMETER else f"{name}#{kind}") + (f"@{number}" if number else "")
             specs.append((key, dtype, piece.shape))
             written.append(piece)
-            entries.append(Entry(name, kind, held.shape, dtype, part, file_name, key))
+            entries.append(ManifestEntry(name, kind, held.shape, dtype, part, file_name, key))
             if kind == PARAMETER:
                 entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
     nbytes, digest = write_safetensors(folder / file_name, specs, written)
@@ -166,7 +176,7 @@ def _raw(tensor: Tensor) -> Any:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
 
 
-def commit(
+def commit_checkpoint(
     folder: Path,
     records: Sequence[ShardRecord],
     *,
@@ -175,7 +185,7 @@ def commit(
     metrics: Mapping[str, Any] | None = None,
 ) -> Path:
     """Add the manifest and give the folder its final name. One that is there already is replaced. Returns the new path."""
-    body = to_json(
+    body = manifest_to_json(
         [entry for record in records for entry in record.entries],
         {record.file: (record.nbytes, record.sha256) for record in records},
         steps_done=steps_done,
@@ -199,12 +209,12 @@ def commit(
     return final
 
 
-def drop(folder: Path) -> None:
+def discard_checkpoint(folder: Path) -> None:
     """Forget a checkpoint that could not be finished; the last good one stays."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def keep_last(root: Path, count: int) -> None:
+def remove_old_checkpoints(root: Path, count: int) -> None:
     """Remove all but the newest `count` checkpoints, and what unfinished ones before them have left."""
     steps = _steps(root)
     for _, path in steps[:-count]:
@@ -229,19 +239,19 @@ def load_manifest(path: Path) -> Manifest:
             raise ValueError("it holds no keys and values")
         if "sha256" not in body:
             raise ValueError("it has no checksum")
-        if body.pop("sha256") != checksum(body):
+        if body.pop("sha256") != manifest_checksum(body):
             raise CheckpointError(f"{shown(file)} was altered: its checksum is another", cure="use another checkpoint")
         if type(body.get("format")) is not int or body["format"] != FORMAT:
             raise CheckpointError(
                 f"{shown(path)} has checkpoint format {shown(body.get('format'))}, this raypar reads {FORMAT}",
                 cure="use the raypar that wrote it",
             )
-        return parse(body, path)
+        return parse_manifest(body, path)
     except ValueError as error:
         raise CheckpointError(f"{shown(file)} is damaged: {shown(str(error), 600)}", cure="use another checkpoint") from error
 
 
-def verify(path: Path) -> Manifest:
+def verify_checkpoint(path: Path) -> Manifest:
     """The manifest, after every file's length, checksum and header were compared with it. Raises `CheckpointError`."""
     manifest = load_manifest(path)
     for name, (_, sha256) in manifest.files.items():
@@ -275,7 +285,7 @@ def _open(manifest: Manifest, name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _header_of(manifest: Manifest, name: str, file: BinaryIO) -> Header:
+def _header_of(manifest: Manifest, name: str, file: BinaryIO) -> SafetensorsHeader:
     """The header of an open file. Raises `CheckpointError` if it and the manifest disagree on the file's tensors."""
     path = manifest.path / name
     header = header_of(file, path)
@@ -299,12 +309,12 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def usable(root: Path) -> tuple[Path | None, list[str]]:
+def latest_usable_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
     """(the newest checkpoint that is whole, why newer ones were skipped)."""
     skipped = []
     for _, path in reversed(_steps(root)):
         try:
-            verify(path)
+            verify_checkpoint(path)
         except CheckpointError as error:
             skipped.append(f"skipped {path.name}: {error.what}")
         else:
@@ -343,9 +353,9 @@ def read_buffers(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 def _read(
     manifest: Manifest,
-    entries: Sequence[Entry],
+    entries: Sequence[ManifestEntry],
     take: Callable[[str, Tensor], Tensor] | None = None,
-    headers: dict[str, tuple[tuple[int, ...], Header]] | None = None,
+    headers: dict[str, tuple[tuple[int, ...], SafetensorsHeader]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
 
@@ -358,9 +368,9 @@ def _read(
 
     found: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
-        files: dict[str, tuple[BinaryIO, Header]] = {}
+        files: dict[str, tuple[BinaryIO, SafetensorsHeader]] = {}
 
-        def header_in(opened: BinaryIO, name: str) -> Header:
+        def header_in(opened: BinaryIO, name: str) -> SafetensorsHeader:
             about = os.fstat(opened.fileno())
             same = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
             if headers is None or headers.get(name, ((), None))[0] != same:
@@ -370,7 +380,7 @@ def _read(
                 return header
             return headers[name][1]
 
-        def tensor_of(entry: Entry) -> Tensor:
+        def tensor_of(entry: ManifestEntry) -> Tensor:
             if entry.file not in files:
                 opened = stack.enter_context(_open(manifest, entry.file))
                 files[entry.file] = opened, header_in(opened, entry.file)
@@ -401,13 +411,13 @@ def _read(
     return found
 
 
-class Parameters(Mapping[str, "Tensor"]):
+class CheckpointTensors(Mapping[str, "Tensor"]):
     """The parameters of a checkpoint (or, with `kinds`, buffers too), each read when it is asked for."""
 
     def __init__(self, path: Path, kinds: Collection[str] = (PARAMETER,)) -> None:
         self._manifest = load_manifest(path)
-        self._headers: dict[str, tuple[tuple[int, ...], Header]] = {}
-        self._entries: dict[str, list[Entry]] = {}
+        self._headers: dict[str, tuple[tuple[int, ...], SafetensorsHeader]] = {}
+        self._entries: dict[str, list[ManifestEntry]] = {}
         for entry in self._manifest.entries:
             if entry.kind in kinds:
                 self._entries.setdefault(entry.name, []).append(entry)
@@ -427,11 +437,11 @@ class Parameters(Mapping[str, "Tensor"]):
         return len(self._entries)
 
 
-def hash_of(path: Path) -> str:
+def checkpoint_weights_hash(path: Path) -> str:
     """The weights hash (raypar/README.md, rule 10) of a checkpoint; neither the model nor its code is needed."""
     from raypar.worker.numerics import weights_hash
 
-    return weights_hash(Parameters(path))
+    return weights_hash(CheckpointTensors(path))
 
 
 # -- belonging together --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Which code ran earlier in a process depends on the plan, so results must not depend on state that an earlier call left changed.
 Every call of users' code therefore begins in the same state: after each call the state is compared and restored, and a line
 tells the user what was left changed, and by what. What cannot be restored (tensors made in inference mode) is an error.
-Generators are not compared: they are seeded before every call (`worker.device.seeder`, `worker.data.Reader`).
+Generators are not compared: they are seeded before every call (`worker.gpu_process.make_seeder`, `worker.data.Reader`).
 """
 
 from __future__ import annotations

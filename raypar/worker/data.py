@@ -30,8 +30,8 @@ from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.compute_state import FRESH, StateGuard
+from raypar.worker.job_spec import DataSpec
 from raypar.worker.process_state import Warnings
-from raypar.worker.spec import DataSpec
 
 FIELD_NAMES = ("x", "y", "z")
 """Names of a tuple sample's fields, unless `data.names` gives others."""
@@ -48,7 +48,7 @@ READ_TIMEOUT_S = 120.0
 AHEAD_BYTES = 32 << 20
 """How much of the next step is read while the votes on this one are waited for."""
 
-Place = tuple[int, int]
+SamplePosition = tuple[int, int]
 """(epoch, sample id)."""
 
 
@@ -64,11 +64,11 @@ def make_dataset(spec: DataSpec) -> Any:
             f"the data set function {spec.dataset.label} raised {error_text(error)}\n{traceback.format_exc()}",
             cure="run it by itself with data.args",
         ) from error
-    size_of(dataset, spec.dataset.label)
+    dataset_size(dataset, spec.dataset.label)
     return dataset
 
 
-def size_of(dataset: Any, label: str = "") -> int:
+def dataset_size(dataset: Any, label: str = "") -> int:
     """Number of samples. Raises `DataError` for an empty data set and for one without `__len__` and `__getitem__`."""
     name = label or type(dataset).__name__
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
@@ -105,9 +105,9 @@ class SampleOrder:
         if self.size < 1:
             raise DataError(f"a data set of {self.size} samples", cure="give it at least one")
 
-    def ids(self, start: int, stop: int) -> list[Place]:
+    def ids(self, start: int, stop: int) -> list[SamplePosition]:
         """(epoch, id) of stream positions [start, stop)."""
-        found: list[Place] = []
+        found: list[SamplePosition] = []
         while start < stop:
             epoch, first = divmod(start, self.size)
             last = min(self.size, first + stop - start)
@@ -139,7 +139,7 @@ class Reader:
     seed: int
     guard: StateGuard | None = None
 
-    def read(self, places: Sequence[Place]) -> dict[str, Tensor]:
+    def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
         """field -> [samples, ...], fresh memory. Leaves python, numpy and torch seeded by the last sample."""
         columns: list[list[Tensor]] = [[] for _ in self.fields]
         # Who promises to draw no random numbers need not have them seeded; it does not change a bit.
@@ -194,7 +194,7 @@ class Reader:
             ) from error
 
     @staticmethod
-    def _stack(name: str, column: list[Tensor], places: Sequence[Place]) -> Tensor:
+    def _stack(name: str, column: list[Tensor], places: Sequence[SamplePosition]) -> Tensor:
         kinds = [(tuple(value.shape), value.dtype) for value in column]
         if kinds.count(kinds[0]) != len(kinds):
             usual = Counter(kinds).most_common(1)[0][0]
@@ -229,7 +229,7 @@ class Loader:
         timeout_s: float = READ_TIMEOUT_S,
         guard: StateGuard | None = None,
     ) -> None:
-        size_of(dataset, spec.dataset.label)
+        dataset_size(dataset, spec.dataset.label)
         self._spec, self._order, self._cut = spec, order, cut
         self._seed, self._fields, self._readers, self._timeout_s = seed, tuple(fields), readers, timeout_s
         self._guard = guard
@@ -238,7 +238,7 @@ class Loader:
         self._pending: dict[tuple[int, int], Future[_Answer]] = {}
         self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]] = {}
 
-    def places(self, step: int, microbatch: int) -> list[Place]:
+    def places(self, step: int, microbatch: int) -> list[SamplePosition]:
         """(epoch, id) of the samples of a microbatch."""
         samples = self._cut.samples(microbatch)
         start = step * self._cut.batch_size
@@ -293,7 +293,7 @@ class Loader:
             for process in processes:
                 process.terminate()
 
-    def _submit(self, places: list[Place]) -> Future[_Answer]:
+    def _submit(self, places: list[SamplePosition]) -> Future[_Answer]:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self._spec.processes,
@@ -306,7 +306,7 @@ class Loader:
         except BrokenProcessPool as error:
             raise self._died(error) from error
 
-    def _wait(self, key: tuple[int, int], places: list[Place]) -> dict[str, Tensor]:
+    def _wait(self, key: tuple[int, int], places: list[SamplePosition]) -> dict[str, Tensor]:
         future = self._pending.pop(key, None) or self._submit(places)
         where = f"step {key[0] + 1}, microbatch {key[1]} (samples {_ids(places)})"
         try:
@@ -340,7 +340,7 @@ class Loader:
         )
 
 
-def _ids(places: Sequence[Place]) -> str:
+def _ids(places: Sequence[SamplePosition]) -> str:
     shown = ", ".join(str(index) for _, index in places[:8])
     return shown + (f", ... {len(places)} in all" if len(places) > 8 else "")
 
@@ -378,7 +378,7 @@ def _follow(sentinel: int) -> None:
     os._exit(1)
 
 
-def _read(places: list[Place]) -> _Answer:
+def _read(places: list[SamplePosition]) -> _Answer:
     if isinstance(_reader, RayparError):
         raise _reader
     assert _reader is not None and _reader.guard is not None, "_start runs first"

@@ -12,9 +12,9 @@ from raypar.model.build import state_on_meta, state_shapes
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.build import slice_of
-from raypar.model.tensor_parallel.styles import elements
-from raypar.worker.shard import Shard
-from raypar.worker.spec import JobSpec
+from raypar.model.tensor_parallel.styles import elements_on_shard
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.stage_shard import StageShard
 
 
 @dataclass
@@ -27,7 +27,7 @@ class InitialState:
     """Name -> crc32 of the whole tensor's bytes; where only a slice was read, name and indices -> crc32 of the slice's."""
 
 
-def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Shard | None = None) -> InitialState:
+def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None) -> InitialState:
     """The initial state of layers [first, last). Raises `ModelError`.
 
     A shard reads its slices alone where they come from a file. Other tensors are made whole, each cut before the next.
@@ -47,12 +47,12 @@ def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Sha
     return made
 
 
-def unfilled_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Shard | None = None) -> dict[str, Tensor]:
+def unfilled_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None) -> dict[str, Tensor]:
     """Name -> uninitialised tensor for the state of layers [first, last), as `Stage` takes it; the caller fills them."""
     found = {}
     for name, whole in state_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
         cut = shard.layout.cuts.get(name) if shard is not None else None
-        local = whole.shape if shard is None or cut is None else elements(cut, whole.shape, shard.group.shard)
+        local = whole.shape if shard is None or cut is None else elements_on_shard(cut, whole.shape, shard.group.shard)
         found[name] = torch.empty(local, dtype=whole.dtype)
     return found
 

@@ -1,8 +1,9 @@
 """The only engine: runs one worker's program for one step as a routine (a generator that yields transport waits).
 
-The same code runs under every transport: `comm.transport.drive` blocks on each wait, `comm.local.Cooperative` interleaves
-all workers of a plan in one thread on a virtual clock. Posts are plain calls; only waits (and the start of work) are yielded,
-so sends never block compute, receives are posted as early as the program says, and a buffer lives until its handle is done.
+The same code runs under every transport: `comm.transport.run_routine` blocks on each wait, and
+`comm.local_transport.CooperativeScheduler` interleaves all workers of a plan in one thread on a virtual clock. Posts are
+plain calls; only waits (and the start of work) are yielded, so sends never block compute, receives are posted as early as
+the program says, and a buffer lives until its handle is done.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from raypar.schedule.instructions import (
     Vote,
 )
 from raypar.worker.stage import Stage, gradient_counts
-from raypar.worker.step import Span, StepEnd
+from raypar.worker.step_commit import InstructionSpan, StepCommit
 from raypar.worker.tags import bundle_tag
 
 Batch = Mapping[str, Tensor]
@@ -52,7 +53,7 @@ class BatchSource(Protocol):
 
 
 @dataclass
-class Links:
+class StageLinks:
     """What the program's sends and receives carry, worked out once per plan."""
 
     into: dict[int, tuple[Edge, ...]]
@@ -63,11 +64,11 @@ class Links:
     """(maker's stage, user's stage) -> how many of the user's shards get a bundle from this worker's."""
 
     @staticmethod
-    def of(graph: Graph, plan: ParallelPlan, crossing: Crossing, *, shard: int = 0) -> Links:
+    def of(graph: Graph, plan: ParallelPlan, crossing: Crossing, *, shard: int = 0) -> StageLinks:
         """Links of all stages, for a worker with this shard of its stages. What crosses is whole on every shard of its maker:
         shard t of S serves the shards t, t + S, ... of the user."""
         stages = range(len(plan.stages))
-        return Links(
+        return StageLinks(
             {s: crossing.into(s) for s in stages},
             {s: crossing.out_of(s) for s in stages},
             {
@@ -93,10 +94,10 @@ class Interpreter:
 
     rank: int
     routing: Routing
-    links: Links
+    links: StageLinks
     stages: Mapping[int, Stage]
     transport: Transport
-    end: StepEnd
+    end: StepCommit
     feeds: Mapping[int, BatchSource | None]
     cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0
     before: Callable[[int, Instruction], None] | None = None
@@ -107,7 +108,7 @@ class Interpreter:
     """bundle -> (its tensors, to how many it is still to be sent)"""
     _incoming: dict[Key, list[Handle]] = field(default_factory=dict)
     _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[InstructionSpan] = field(default_factory=list)
     busy_ns: int = 0
     """Computing in the last step; layers' waiting for other shards does not count."""
 
@@ -156,7 +157,7 @@ class Interpreter:
                     raise TypeError(f"{self.rank}: the interpreter has no rule for {instruction!r}")
                 end = clock()
             if trace:
-                self.spans.append(Span(str(instruction), start, end))
+                self.spans.append(InstructionSpan(str(instruction), start, end))
         self.busy_ns -= sum(stage.waited_ns for stage in self.stages.values())
         yield from self._drain()
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from raypar.comm import blocking
-from raypar.comm.blocking import as_routine
-from raypar.comm.local import Cooperative, LocalMesh
-from raypar.comm.memory import CPU
+from raypar.comm import blocking_routines
+from raypar.comm.blocking_routines import as_routine
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.comm.transport import Routine
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan, Routing
@@ -24,9 +24,9 @@ from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.compute_state import StateGuard
-from raypar.worker.core import StepReport, ValidationReport, WorkerCore, whole_loss
-from raypar.worker.optimizer import state_of
-from raypar.worker.spec import JobSpec
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.optimizer import optimizer_state
+from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, whole_loss
 
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ class LocalJob:
             self.guard.establish("the process that made this run")
             graph = make_graph(spec, self.guard.watching)
         self.graph = graph
-        order = registry.build(schedule, Routing(plan, spec.cut)) if isinstance(schedule, str) else schedule
+        order = registry.build_schedule(schedule, Routing(plan, spec.cut)) if isinstance(schedule, str) else schedule
         self.warnings: list[str] = []
         """Lines about process state that users' code has left changed so far (see `StateGuard`)."""
         self.mesh = LocalMesh(plan.world)
-        self.scheduler = Cooperative(seed)
+        self.scheduler = CooperativeScheduler(seed)
         samples = 0
         if spec.validation is not None:
             samples = spec.validation.samples or len(spec.validation.data.dataset.call())
@@ -88,7 +88,7 @@ class LocalJob:
         """One routine a worker. Layers on shards wait in the middle: their workers run in threads that take turns."""
         return self.scheduler.run(
             [
-                as_routine(partial(blocking.run, routine)) if core.blocks else routine
+                as_routine(partial(blocking_routines.run_or_yield, routine)) if core.blocks else routine
                 for core, routine in zip(self.cores, routines, strict=True)
             ],
             self.mesh,
@@ -115,7 +115,7 @@ class LocalJob:
         found: dict[str, list[dict[str, Any]]] = {}
         for core in self.cores:
             for optimizer in core.end.optimizers.values():
-                for name, state in state_of(optimizer).items():
+                for name, state in optimizer_state(optimizer).items():
                     found.setdefault(name, []).append(state)
         return found
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.comm.memory import CPU
+from raypar.comm.buffer_pool import CPU
 from raypar.errors import ConfigError, UserCodeError
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.spec import Ref
+from raypar.worker.job_spec import Ref
 
 
 def loss_function(ref: Ref, device: torch.device = CPU) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.input_files import shown
-from raypar.worker.safetensors_header import ITEM_BYTES, MAX_ELEMENTS, Header, elements, is_count, shape_of
+from raypar.worker.safetensors_header import ITEM_BYTES, MAX_ELEMENTS, SafetensorsHeader, element_count, is_count, shape_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -45,7 +45,7 @@ NOT_FINITE = {repr(value): value for value in (math.inf, -math.inf, math.nan)}
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """One tensor in a file, or one number. `shape`: of the unsharded tensor; `slice`: the part that the file has."""
 
     name: str
@@ -71,7 +71,7 @@ class Manifest:
     path: Path
     steps_done: int
     contract: Mapping[str, Any]
-    entries: tuple[Entry, ...]
+    entries: tuple[ManifestEntry, ...]
     files: Mapping[str, tuple[int, str]]
     metrics: Mapping[str, Any]
 
@@ -82,9 +82,9 @@ class Manifest:
         return {e.name: first[e.file, e.key] for e in self.entries if e.kind == TIE}
 
     @cached_property
-    def tensors(self) -> Mapping[str, Mapping[str, Entry]]:
+    def tensors(self) -> Mapping[str, Mapping[str, ManifestEntry]]:
         """File -> key -> what lies there; ties left out."""
-        found: dict[str, dict[str, Entry]] = {file: {} for file in self.files}
+        found: dict[str, dict[str, ManifestEntry]] = {file: {} for file in self.files}
         for entry in self.entries:
             if entry.file and entry.kind != TIE:
                 found[entry.file][entry.key] = entry
@@ -96,8 +96,8 @@ class Manifest:
         return {e.name: e.shape for e in self.entries if e.kind == PARAMETER}
 
 
-def to_json(
-    entries: Collection[Entry],
+def manifest_to_json(
+    entries: Collection[ManifestEntry],
     files: Mapping[str, tuple[int, str]],
     *,
     steps_done: int,
@@ -114,15 +114,15 @@ def to_json(
         "files": {name: {"bytes": nbytes, "sha256": sha256} for name, (nbytes, sha256) in files.items()},
         "entries": [_entry_to_json(e) for e in sorted(entries, key=_place)],
     }
-    return {**body, "sha256": checksum(body)}
+    return {**body, "sha256": manifest_checksum(body)}
 
 
-def checksum(body: Mapping[str, Any]) -> str:
+def manifest_checksum(body: Mapping[str, Any]) -> str:
     """The checksum of everything in a manifest but the checksum."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def parse(body: Mapping[str, Any], path: Path) -> Manifest:
+def parse_manifest(body: Mapping[str, Any], path: Path) -> Manifest:
     """The manifest of the checkpoint at `path` from JSON values. Raises `ValueError` for whatever a checkpoint cannot have."""
     _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries"})
     steps_done, contract, metrics = body["steps_done"], body["contract"], body["metrics"]
@@ -146,7 +146,7 @@ def parse(body: Mapping[str, Any], path: Path) -> Manifest:
     return Manifest(path, steps_done, contract, entries, files, metrics)
 
 
-def check_header(manifest: Manifest, file: str, header: Header) -> None:
+def check_header(manifest: Manifest, file: str, header: SafetensorsHeader) -> None:
     """Raises `ValueError` where a file's header and the manifest do not say the same of its tensors."""
     named = manifest.tensors[file]
     absent, unknown = sorted(named.keys() - header.tensors.keys()), sorted(header.tensors.keys() - named.keys())
@@ -165,11 +165,11 @@ def check_header(manifest: Manifest, file: str, header: Header) -> None:
 # -- parts -------------------------------------------------------------------------------------------------------------------
 
 
-def _place(entry: Entry) -> tuple[str, str, Slice]:
+def _place(entry: ManifestEntry) -> tuple[str, str, Slice]:
     return entry.name, entry.kind, entry.slice
 
 
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
+def _entry_to_json(entry: ManifestEntry) -> dict[str, Any]:
     named = {"name": entry.name, "kind": entry.kind}
     if not entry.file:
         value = entry.value
@@ -212,12 +212,12 @@ def _file(name: str, found: Any) -> tuple[int, str]:
     return nbytes, sha256
 
 
-def _entry(number: int, found: Any) -> Entry:
+def _entry(number: int, found: Any) -> ManifestEntry:
     """The `number`th entry, from its JSON value. Raises `ValueError`."""
     what = f"entry {number}"
     if isinstance(found, dict) and "file" not in found:
         _keys(found, what, {"name", "kind", "value"})
-        return Entry(
+        return ManifestEntry(
             _text(found["name"], f"{what}: name"), _text(found["kind"], f"{what}: kind"), value=_value(found["value"], what)
         )
     _keys(found, what, {"name", "kind", "shape", "dtype", "slice", "file", "key"})
@@ -228,7 +228,7 @@ def _entry(number: int, found: Any) -> Entry:
     shape = shape_of(found["shape"])
     if not isinstance(file, str):
         raise ValueError(f"{what} ({shown(name)}): file is {shown(file)}, not a text")
-    return Entry(name, kind, shape, dtype, _slice(found["slice"], shape, f"{what} ({shown(name)})"), file, key)
+    return ManifestEntry(name, kind, shape, dtype, _slice(found["slice"], shape, f"{what} ({shown(name)})"), file, key)
 
 
 def _value(value: Any, what: str) -> Scalar:
@@ -254,7 +254,7 @@ def _slice(found: Any, shape: tuple[int, ...], what: str) -> Slice:
     return part
 
 
-def _check_files(entries: Sequence[Entry], files: Mapping[str, tuple[int, str]]) -> None:
+def _check_files(entries: Sequence[ManifestEntry], files: Mapping[str, tuple[int, str]]) -> None:
     """Raises `ValueError` unless every tensor lies under a key of its own in a listed file that has bytes for it."""
     taken: dict[str, int] = dict.fromkeys(files, 0)
     keys: set[tuple[str, str]] = set()
@@ -267,7 +267,7 @@ def _check_files(entries: Sequence[Entry], files: Mapping[str, tuple[int, str]])
             if (entry.file, entry.key) in keys:
                 raise ValueError(f"two entries lead to the tensor {shown(entry.key)!r} of {shown(entry.file)!r}")
             keys.add((entry.file, entry.key))
-            taken[entry.file] += elements(entry.part) * ITEM_BYTES[DTYPES[entry.dtype]]
+            taken[entry.file] += element_count(entry.part) * ITEM_BYTES[DTYPES[entry.dtype]]
             if taken[entry.file] > files[entry.file][0]:
                 raise ValueError(
                     f"the tensors of {shown(entry.file)!r} up to {shown(entry.name)} have {taken[entry.file]:,} bytes or more, "
@@ -275,7 +275,7 @@ def _check_files(entries: Sequence[Entry], files: Mapping[str, tuple[int, str]])
                 )
 
 
-def _check_whole(what: str, parts: Sequence[Entry]) -> None:
+def _check_whole(what: str, parts: Sequence[ManifestEntry]) -> None:
     """Raises `ValueError` unless the ascending slices of a tensor make it whole without overlap, or a number is there once."""
     first = parts[0]
     if any((bool(e.file), e.shape, e.dtype) != (bool(first.file), first.shape, first.dtype) for e in parts):
@@ -288,7 +288,7 @@ def _check_whole(what: str, parts: Sequence[Entry]) -> None:
     cut = sorted({dim for e in parts for dim, span in enumerate(e.slice) if span != whole[dim]})
     if len(cut) > 1:
         raise ValueError(f"{what} is cut along dims {shown(cut)}, not along one")
-    have, total = sum(elements(e.part) for e in parts), elements(first.shape)
+    have, total = sum(element_count(e.part) for e in parts), element_count(first.shape)
     overlap = len(parts) > 1 and not cut
     for one, other in itertools.pairwise(parts if cut else ()):
         overlap |= other.slice[cut[0]][0] < one.slice[cut[0]][1]
@@ -298,7 +298,7 @@ def _check_whole(what: str, parts: Sequence[Entry]) -> None:
         raise ValueError(f"it has {have:,} of {total:,} elements of {what}")
 
 
-def _check_kinds(entries: Sequence[Entry]) -> None:
+def _check_kinds(entries: Sequence[ManifestEntry]) -> None:
     """Raises `ValueError` for a name of several kinds (parameter, buffer, tie), and for one of these that is a number."""
     known: dict[str, str] = {}
     for entry in entries:
@@ -309,7 +309,7 @@ def _check_kinds(entries: Sequence[Entry]) -> None:
                 raise ValueError(f"{shown(entry.name)} is both {known[entry.name]} and {entry.kind}")
 
 
-def _check_ties(entries: Sequence[Entry]) -> None:
+def _check_ties(entries: Sequence[ManifestEntry]) -> None:
     """Raises `ValueError` for a tie that does not lead to the slices of one parameter."""
     parameters = {(e.file, e.key): e for e in entries if e.kind == PARAMETER}
     first: dict[str, str] = {}

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.comm.memory import Pool
+from raypar.comm.buffer_pool import BufferPool
 from raypar.comm.transport import Handle, Routine, Transport, Wait
 from raypar.elastic.holdings import Digest, Piece
 from raypar.errors import CommError
 from raypar.worker.checkpoint import PARAMETER
-from raypar.worker.holding import Holding, Kept, Place
+from raypar.worker.parameter_state import Kept, ParameterSlice, ParameterState
 from raypar.worker.tags import mirror_tag
 
 CHUNKS = 64
@@ -33,13 +33,13 @@ CHUNK_BYTES = (256 << 10, 8 << 20)
 """Least and most."""
 WINDOW = 2
 """Chunks on their way at once."""
-WHOLE = Place()
+WHOLE = ParameterSlice()
 OWN = -1
 """Whose copy it is: this worker's, or that of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TensorRegion:
     """Where a tensor lies in a copy's memory: `shape`, and bytes from `start`."""
 
     dtype: torch.dtype
@@ -48,27 +48,27 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Copy:
+class StateCopy:
     """Some parameters and their optimizer state in one block of memory [bytes], without gaps; numbers lie in the list."""
 
     lines: tuple[tuple[str, str, Any], ...]
-    """(parameter, key, `Room` or number)"""
+    """(parameter, key, `TensorRegion` or number)"""
     memory: Tensor
-    slices: Mapping[str, Place] = field(default_factory=dict)
+    slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
     """Which part it is of parameters that are cut over shards."""
 
     @staticmethod
-    def of(state: Mapping[str, Kept], pool: Pool, slices: Mapping[str, Place] | None = None) -> Copy:
+    def of(state: Mapping[str, Kept], pool: BufferPool, slices: Mapping[str, ParameterSlice] | None = None) -> StateCopy:
         """A copy in memory of `pool`. Wide elements come first, so that all are aligned; the order is that of names."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
         lines: list[tuple[str, str, Any]] = []
         at = 0
         for name, key, tensor in tensors:
-            lines.append((name, key, Room(tensor.dtype, tuple(tensor.shape), at)))
+            lines.append((name, key, TensorRegion(tensor.dtype, tuple(tensor.shape), at)))
             at += tensor.nbytes
         lines += [(n, k, v) for n, kept in state.items() for k, v in kept.items() if not isinstance(v, Tensor)]
-        copy = Copy(tuple(lines), pool.empty((at,), torch.uint8), slices or {})
+        copy = StateCopy(tuple(lines), pool.empty((at,), torch.uint8), slices or {})
         with torch.no_grad():
             for (_, _, tensor), (_, _, view) in zip(tensors, copy.values(), strict=False):
                 view.copy_(tensor)
@@ -77,7 +77,7 @@ class Copy:
     def values(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter, key, tensor that lies in the memory, or number)"""
         for name, key, value in self.lines:
-            if isinstance(value, Room):
+            if isinstance(value, TensorRegion):
                 stop = value.start + math.prod(value.shape) * value.dtype.itemsize
                 yield name, key, self.memory[value.start : stop].view(value.dtype).view(value.shape)
             else:
@@ -91,16 +91,16 @@ class Copy:
                 for start, stop in place.spans(place.size(value.shape)):
                     yield Piece(name, start, stop)
 
-    def holdings(self) -> dict[str, Holding]:
+    def holdings(self) -> dict[str, ParameterState]:
         """By parameter; the tensors lie in the memory."""
         found: dict[str, Kept] = {}
         for name, key, value in self.values():
             found.setdefault(name, {})[key] = value
-        return {name: Holding(kept, self.slices.get(name, WHOLE), lent=True) for name, kept in found.items()}
+        return {name: ParameterState(kept, self.slices.get(name, WHOLE), lent=True) for name, kept in found.items()}
 
     def digest(self) -> Digest:
         """32 bits each; the second depend on every bit and its place."""
-        rooms = [line for line in self.lines if isinstance(line[2], Room)]
+        rooms = [line for line in self.lines if isinstance(line[2], TensorRegion)]
         numbers = self.lines[len(rooms) :]
         bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
         return zlib.crc32(repr((rooms, sorted(self.slices.items()))).encode()), bits
@@ -111,13 +111,13 @@ class Copy:
         return torch.frombuffer(bytearray(pickle.dumps((self.lines, self.memory.nbytes, self.slices))), dtype=torch.uint8)
 
 
-def chunks(memory: Tensor) -> list[Tensor]:
+def memory_chunks(memory: Tensor) -> list[Tensor]:
     """The memory [bytes] in the pieces in which it travels; the same at both ends."""
     least, most = CHUNK_BYTES
     return list(memory.split(min(max(memory.nbytes // CHUNKS, least), most))) if memory.nbytes else []
 
 
-class Beside:
+class BackgroundRoutine:
     """A routine that goes on whenever it is polled, beside other work."""
 
     def __init__(self, routine: Routine[None]) -> None:
@@ -152,19 +152,23 @@ class Mirror:
     digests: dict[int, Digest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._pool = Pool()
-        self._cuts: dict[int, dict[int, Copy]] = {}
+        self._pool = BufferPool()
+        self._cuts: dict[int, dict[int, StateCopy]] = {}
         """Steps done -> whose -> copy."""
         self._complete: int | None = None
         """The last cut that is known to be complete everywhere."""
         self._open: int | None = None
-        self._exchange: list[Beside] = []
+        self._exchange: list[BackgroundRoutine] = []
         self._seconds = 0.0
 
     # -- while a generation runs ---------------------------------------------------------------------------------------------
 
     def take(
-        self, done: int, state: Mapping[str, Kept], transport: Transport | None, slices: Mapping[str, Place] | None = None
+        self,
+        done: int,
+        state: Mapping[str, Kept],
+        transport: Transport | None,
+        slices: Mapping[str, ParameterSlice] | None = None,
     ) -> None:
         """Copy `state`, that after `done` steps, and begin to exchange copies; without a transport there is only the own one.
         `slices`: which part it is of parameters that are cut over shards.
@@ -174,7 +178,7 @@ class Mirror:
         start = time.perf_counter()
         self._exchange = []
         self._cuts = {step: copies for step, copies in self._cuts.items() if step == self._complete}
-        own = Copy.of(state, self._pool, slices)
+        own = StateCopy.of(state, self._pool, slices)
         self.digests = {step: digest for step, digest in self.digests.items() if step in self._cuts}
         if self.compared:
             self.digests[done] = own.digest()
@@ -183,8 +187,8 @@ class Mirror:
             wards = [ward for ward, keeper in self.buddies.items() if keeper == self.rank]
             try:
                 if self.rank in self.buddies:
-                    self._exchange.append(Beside(self._give(own, done, self.buddies[self.rank], transport)))
-                self._exchange += [Beside(self._keep(done, ward, transport)) for ward in wards]
+                    self._exchange.append(BackgroundRoutine(self._give(own, done, self.buddies[self.rank], transport)))
+                self._exchange += [BackgroundRoutine(self._keep(done, ward, transport)) for ward in wards]
             except CommError:
                 self._open = None  # aborted just now: the next generation takes a cut at once
         self._seconds += time.perf_counter() - start
@@ -227,9 +231,9 @@ class Mirror:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _give(self, own: Copy, done: int, keeper: int, transport: Transport) -> Routine[None]:
+    def _give(self, own: StateCopy, done: int, keeper: int, transport: Transport) -> Routine[None]:
         window: deque[Handle] = deque()
-        for index, tensor in enumerate([own.header, *chunks(own.memory)]):
+        for index, tensor in enumerate([own.header, *memory_chunks(own.memory)]):
             if len(window) == WINDOW:
                 yield Wait(window.popleft(), "the mirror's copy to be taken by its keeper")
             window.append(transport.send(tensor, to=keeper, tag=mirror_tag(done, index)))
@@ -240,8 +244,8 @@ class Mirror:
         header = transport.recv(None, source=ward, tag=mirror_tag(done, 0))
         yield Wait(header, f"the list of the mirror's copy of rank {ward}")
         lines, nbytes, slices = pickle.loads(header.tensor().numpy().tobytes())
-        copy = Copy(lines, self._pool.empty((nbytes,), torch.uint8), slices)
-        parts = enumerate(chunks(copy.memory), 1)
+        copy = StateCopy(lines, self._pool.empty((nbytes,), torch.uint8), slices)
+        parts = enumerate(memory_chunks(copy.memory), 1)
         for handle in [transport.recv(out, source=ward, tag=mirror_tag(done, index)) for index, out in parts]:
             yield Wait(handle, f"the mirror's copy of rank {ward}")
         self._cuts[done][ward] = copy
@@ -261,10 +265,10 @@ class Mirror:
             for step, copies in self._cuts.items()
         }
 
-    def at(self, done: int) -> dict[str, list[Holding]]:
+    def at(self, done: int) -> dict[str, list[ParameterState]]:
         """All that is held of one cut, by parameter; the tensors lie in the copies."""
         self.poll()
-        found: dict[str, list[Holding]] = {}
+        found: dict[str, list[ParameterState]] = {}
         for copy in self._cuts.get(done, {}).values():
             for name, holding in copy.holdings().items():
                 found.setdefault(name, []).append(holding)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from raypar.comm.memory import aligned
+from raypar.comm.buffer_pool import as_aligned
 
 PIECE = 32768
 """Elements of a parameter whose squares are summed in its own dtype before float64 takes over."""
@@ -23,7 +23,7 @@ def parameter_squares(gradients: Sequence[Tensor]) -> list[float]:
     if not gradients:
         return []
     with torch.no_grad():
-        flat = [aligned(gradient).view(-1) for gradient in gradients]
+        flat = [as_aligned(gradient).view(-1) for gradient in gradients]
         pieces = [one.split(PIECE) if len(one) > PIECE else (one,) for one in flat]
         found = iter(torch.stack([piece.dot(piece) for parts in pieces for piece in parts]).tolist())
     squares = []

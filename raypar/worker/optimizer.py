@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raypar.errors import ConfigError, UserCodeError
 from raypar.model.without_dynamo import without_dynamo
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.spec import OptimizerSpec
+from raypar.worker.job_spec import OptimizerSpec
 
 
 def _group_of(spec: OptimizerSpec, name: str) -> int:
@@ -140,13 +140,13 @@ def _needs_closure(made: Any) -> bool:
     return issubclass(made, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Learning rate of every group = its base lr * factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["raypar_base_lr"] * factor
 
 
-def named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The optimizer's parameters by qualified name."""
     return {
         name: parameter
@@ -155,14 +155,18 @@ def named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     }
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor | float | int | bool]]:
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor | float | int | bool]]:
     """Optimizer state by qualified parameter name: key -> tensor (not a copy) or number."""
-    return {name: dict(optimizer.state[parameter]) for name, parameter in named(optimizer).items()}
+    return {name: dict(optimizer.state[parameter]) for name, parameter in named_optimizer_parameters(optimizer).items()}
 
 
-def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Tensor | float | int | bool]]) -> None:
-    """Put back what `state_of` gave; tensors are copied, to where the optimizer would have them. A parameter that is missing
-    starts without state."""
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Tensor | float | int | bool]]
+) -> None:
+    """Put back what `optimizer_state` gave; tensors are copied, to where the optimizer would have them.
+
+    A parameter that is missing starts without state.
+    """
     for group in optimizer.param_groups:
         counts_on_host = not (group.get("fused") or group.get("capturable"))  # as `Optimizer.load_state_dict` has it
         for name, parameter in zip(group["raypar_names"], group["params"], strict=True):

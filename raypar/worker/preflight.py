@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError
-from raypar.model.build import in_dtype, on_meta, parameter_shapes
+from raypar.model.build import build_on_meta, convert_dtype, parameter_shapes
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.by_shape import check_by_shape
+from raypar.model.tensor_parallel.meta_check import check_by_shape
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.assignment import make_graph
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import WHERE_FIELDS_ARE_NAMED, make_dataset
+from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import check_elementwise, check_groups
-from raypar.worker.profile import first_batch
-from raypar.worker.spec import JobSpec, Ref
+from raypar.worker.profiler import first_batch
 from raypar.worker.stage import inputs_unwritten
 
 
 @dataclass(frozen=True)
-class Checked:
+class PreflightResult:
     """What the check has found out about a job. Numbers of samples; `validation_samples` 0 without validation."""
 
     graph: Graph
@@ -40,7 +40,7 @@ class Checked:
     """Lines for the user: what the initial values cost."""
 
 
-def preflight(spec: JobSpec) -> Checked:
+def preflight(spec: JobSpec) -> PreflightResult:
     """Import every function, call the model function, read one microbatch and send it through the layers by shape.
 
     Raises the `RayparError` that says what is wrong and how to cure it.
@@ -60,16 +60,18 @@ def preflight(spec: JobSpec) -> Checked:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
     batch = first_batch(spec, graph)
     with guard.watching("the job's layers"):
-        by_shape(spec, graph, batch)
+        check_shapes(spec, graph, batch)
     validation = 0
     if spec.validation is not None:
         with guard.watching("the job's data"):
             size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
-    return Checked(graph, samples, validation, batch, graph.initial_values.notes if graph.initial_values is not None else ())
+    return PreflightResult(
+        graph, samples, validation, batch, graph.initial_values.notes if graph.initial_values is not None else ()
+    )
 
 
-def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
+def check_shards(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:
     """Whether the model can be cut over the plan's shards as `spec.styles` say, and run so; also that the optimizer can.
 
     Raises `PlanError` for styles and numbers that do not fit, `ModelError` for layers that need other shards' parts,
@@ -92,7 +94,7 @@ def check_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan) -> None:
             check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
 
 
-def check_fewer_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan, possible: Iterable[int]) -> None:
+def check_fewer_shards(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:
     """Whether the model can be run on the other numbers of shards too (`possible`) that an elastic run may come to have.
 
     Raises as `check_shards` does.
@@ -105,7 +107,7 @@ def check_fewer_shards(spec: JobSpec, checked: Checked, plan: ParallelPlan, poss
             raise type(error)(what, error.cure) from error
 
 
-def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
+def check_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
     """Send a microbatch through all layers and the loss on the meta device: shapes and dtypes without numbers.
 
     Code that reads numbers (`.item()`, branches on data) cannot be checked this way and is left to the first step.
@@ -121,7 +123,7 @@ def by_shape(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
         try:
             inputs = [values[name] for name in layer.inputs]
             with torch.no_grad(), inputs_unwritten(layer, inputs):
-                out = in_dtype(on_meta(layer), _dtype(spec))(*inputs)
+                out = convert_dtype(build_on_meta(layer), _dtype(spec))(*inputs)
         except NotImplementedError:
             return
         except RayparError:
@@ -192,7 +194,7 @@ def _dtype(spec: JobSpec) -> torch.dtype:
     return torch.float64 if spec.dtype == "float64" else torch.float32
 
 
-def function_beside(ref: Ref, name: str) -> Any:
+def sibling_function(ref: Ref, name: str) -> Any:
     """The function `name` of the module that `ref` comes from, or None: `generate` beside the model's function."""
     module = sys.modules.get(getattr(ref.resolve(), "__module__", ""))
     found = getattr(module, name, None)

@@ -42,7 +42,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """What a file says of itself. `tensors`: by name, in the order of their bytes; `nbytes`: of the whole file."""
 
     tensors: Mapping[str, TensorInfo]
@@ -56,7 +56,7 @@ def read_header(path: Path, *, follow: bool = True) -> Mapping[str, TensorInfo]:
         return header_of(file, path).tensors
 
 
-def header_of(file: BinaryIO, path: Path) -> Header:
+def header_of(file: BinaryIO, path: Path) -> SafetensorsHeader:
     """The header of an open file, so that tensors are read from the very file that was checked. Raises `CheckpointError`.
 
     `path`: for messages.
@@ -73,7 +73,7 @@ def header_of(file: BinaryIO, path: Path) -> Header:
         ) from error
 
 
-def elements(shape: tuple[int, ...]) -> int:
+def element_count(shape: tuple[int, ...]) -> int:
     """Number of elements. Raises `ValueError` where that is more than a tensor can have, however many dims are 0."""
     total, none = 1, False
     for size in shape:
@@ -89,7 +89,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_DIMS or not all(is_count(size) for size in value):
         raise ValueError(f"shape {shown(value)} is not a list of at most {MAX_DIMS} whole numbers >= 0")
     shape = tuple(value)
-    elements(shape)
+    element_count(shape)
     return shape
 
 
@@ -98,7 +98,7 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_ELEMENTS
 
 
-def _header(file: BinaryIO, nbytes: int) -> Header:
+def _header(file: BinaryIO, nbytes: int) -> SafetensorsHeader:
     """The header of a file of `nbytes`. Raises `ValueError` for one that is damaged."""
     file.seek(0)
     prefix = file.read(8)
@@ -129,7 +129,7 @@ def _header(file: BinaryIO, nbytes: int) -> Header:
         at, before = info.stop, f"tensor {shown(name)!r}"
     if at != nbytes:
         raise ValueError(f"its tensors end at byte {at:,}, the file has {nbytes:,}")
-    return Header(in_order, metadata, nbytes)
+    return SafetensorsHeader(in_order, metadata, nbytes)
 
 
 def _tensor(name: str, value: Any, begin: int, nbytes: int) -> TensorInfo:
@@ -146,7 +146,7 @@ def _tensor(name: str, value: Any, begin: int, nbytes: int) -> TensorInfo:
     start, stop = begin + offsets[0], begin + offsets[1]
     if not start <= stop <= nbytes:
         raise ValueError(f"{what} has the data_offsets {offsets} in a file with {nbytes - begin:,} bytes of tensors")
-    needed = elements(shape) * ITEM_BYTES[dtype]
+    needed = element_count(shape) * ITEM_BYTES[dtype]
     if stop - start != needed:
         raise ValueError(f"{what} has {stop - start:,} bytes, {dtype} of shape {shown(list(shape))} needs {needed:,}")
     return TensorInfo(dtype, shape, start, stop)

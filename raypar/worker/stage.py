@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.comm.memory import CPU, aligned
+from raypar.comm.buffer_pool import CPU, as_aligned
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear import Stash, split_linears
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.gradient_place import Places
+from raypar.model.tensor_parallel.gradient_reuse import GradientBuffers
 from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.seeds import seed_of
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.accumulate import Accumulator, Ready
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import WHERE_FIELDS_ARE_NAMED
-from raypar.worker.device import seeder
-from raypar.worker.shard import Shard
-from raypar.worker.spec import JobSpec
+from raypar.worker.gpu_process import make_seeder
+from raypar.worker.gradient_accumulator import GradientAccumulator, Ready
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.stage_shard import StageShard
 
 Batch = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ _WRITTEN_IN_PLACE = (
 
 def _contiguous(gradient: Tensor | None) -> Tensor | None:
     """A hook: the gradient, contiguous and aligned, as one from another stage is."""
-    return None if gradient is None else aligned(gradient)
+    return None if gradient is None else as_aligned(gradient)
 
 
 Hook = Callable[[Tensor | None], Tensor | None]
@@ -57,7 +57,7 @@ def _alias(x: Tensor, hooks: OrderedDict[int, Hook]) -> Tensor:
     in `hooks` when a gradient comes. What follows is what `Tensor.register_hook` does, less the handle to remove the hook: its
     Python is a third of a percent of a small GPT's step.
     """
-    lying = aligned(x)
+    lying = as_aligned(x)
     alias = x.view_as(x) if lying is x else lying
     alias._backward_hooks = hooks
     alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]
@@ -201,7 +201,7 @@ class Stage:
         loss_fn: Callable[..., Any],
         split: bool = False,
         values: Mapping[str, Tensor] | None = None,
-        shard: Shard | None = None,
+        shard: StageShard | None = None,
         device: torch.device = CPU,
         guard: StateGuard | None = None,
     ) -> None:
@@ -230,7 +230,7 @@ class Stage:
         if device != CPU:
             for module in self.modules.values():
                 module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
-        self._seed = seeder(device)
+        self._seed = make_seeder(device)
         self._on_cpu = device == CPU
         self._in_backward = False
         """Whether the backward pass of a microbatch is under way."""
@@ -260,7 +260,7 @@ class Stage:
                         put_off |= {id(p) for p in linear.parameters(recurse=False)}
         self._splits = bool(put_off)
         parts = (part for module in self.modules.values() for part in module.modules())
-        self._places = Places([part for part in parts if isinstance(part, ShardedLinear)])
+        self._places = GradientBuffers([part for part in parts if isinstance(part, ShardedLinear)])
         self._complete_at: list[list[int]] = [[] for _ in self.layers]
         """By layer, last first: uses whose gradient autograd itself completes (it is not put off) in a whole backward."""
         place = {layer.name: i for i, layer in enumerate(self.layers)}
@@ -279,7 +279,7 @@ class Stage:
         run = routing.run(index, replica)
         sizes = {block: len(routing.microbatches.of_block(block)) for block in run}
         names = [name for name, _, _ in self.uses]
-        self.gradients = Accumulator(leaves, names, run, routing.microbatches.blocks, sizes)
+        self.gradients = GradientAccumulator(leaves, names, run, routing.microbatches.blocks, sizes)
 
         consumed_here = {v: [i for i in graph.consumers(v) if here.first <= i < here.last] for v in graph.values}
         written = {v for layer in self.layers for v in layer.outputs}
@@ -314,7 +314,7 @@ class Stage:
             return ()
         return tuple(self._use_of[leaf] for leaf in self.shard.group.partial if leaf in self._use_of)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing of this is used any more: breaks the circles in which its modules, their forwards and their hooks hold each
         other."""
         for module in self.modules.values():
@@ -378,7 +378,7 @@ class Stage:
                     if value.requires_grad:
                         value = _alias(value, call.hooks)
                     else:
-                        value = aligned(value)
+                        value = as_aligned(value)
                 elif source == "elsewhere" and (value.is_floating_point() or value.is_complex()):
                     value = value.detach().requires_grad_()
                     live.received.setdefault(name, []).append(value)
@@ -395,7 +395,7 @@ class Stage:
             total, count = self._loss(values[self.graph.output], values, microbatch)
             self.losses[microbatch] = (total.detach(), count)
             live.loss = total
-        return {name: aligned(value.detach()) for name, value in live.produced.items()}
+        return {name: as_aligned(value.detach()) for name, value in live.produced.items()}
 
     def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """As `forward`, in evaluation mode, keeping nothing but the losses."""
@@ -405,11 +405,11 @@ class Stage:
             for call in self._calls:
                 layer = call.layer
                 self._seed(seed_of(self.spec.seed, "validation", microbatch, layer.name))
-                inputs = [aligned(self._field(values, name, layer)) for name in layer.inputs]
+                inputs = [as_aligned(self._field(values, name, layer)) for name in layer.inputs]
                 values.update(zip(layer.outputs, self._run(call, microbatch, inputs), strict=True))
             if self.computes_loss:
                 self.losses[microbatch] = self._loss(values[self.graph.output], values, microbatch)
-        return {name: aligned(values[name]) for name in self._outgoing}
+        return {name: as_aligned(values[name]) for name in self._outgoing}
 
     def _field(self, values: Mapping[str, Tensor], name: str, layer: Layer | None) -> Tensor:
         if name not in values:
@@ -568,7 +568,7 @@ class Stage:
             self._weights(microbatch, block)
         returned: dict[str, tuple[Tensor | None, ...]] = {}
         for name, leaves in live.received.items():
-            found = [None if leaf.grad is None else aligned(leaf.grad) for leaf in reversed(leaves)]
+            found = [None if leaf.grad is None else as_aligned(leaf.grad) for leaf in reversed(leaves)]
             returned[name] = (fold_gradients(found),) if self._gradient_counts[name] == 1 else tuple(found)
         for name, count in self._gradient_counts.items():
             returned.setdefault(name, (None,) * count)

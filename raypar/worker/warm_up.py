@@ -7,8 +7,8 @@ import contextlib
 import torch
 from torch import nn
 
-from raypar.worker.core import WorkerCore
 from raypar.worker.optimizer import build_optimizer
+from raypar.worker.worker_core import WorkerCore
 
 
 def warm_up(core: WorkerCore, *, data: bool) -> None:

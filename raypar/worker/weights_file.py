@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError, first_line
 from raypar.input_files import READABLE, denied, open_regular, parse_json, read_bytes, shown
-from raypar.plan.spans import Spans, common, count, places
-from raypar.worker.checkpoint import load_manifest, usable, verify
-from raypar.worker.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Entry, check_header
-from raypar.worker.safetensors_header import Header, header_of
+from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of
+from raypar.worker.checkpoint import latest_usable_checkpoint, load_manifest, verify_checkpoint
+from raypar.worker.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, ManifestEntry, check_header
+from raypar.worker.safetensors_header import SafetensorsHeader, header_of
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class WeightsFile:
         self.names = {**names, **{other: names[first] for other, first in aliases.items()}}
         self.aliases = dict(aliases)
 
-    def read(self, name: str, dtype: torch.dtype | None = None, slices: tuple[int, Spans] | None = None) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype | None = None, slices: tuple[int, IndexRanges] | None = None) -> Tensor:
         """A tensor in memory of its own, as `dtype` (None: as stored). `slices`: (dim, its indices); None: the whole tensor.
 
         Raises as `read_into` does.
@@ -85,12 +85,12 @@ class WeightsFile:
         stored = self._stored(name)
         shape = list(stored.shape)
         if slices is not None:
-            shape[slices[0]] = count(slices[1])
+            shape[slices[0]] = count_indices(slices[1])
         out = torch.empty(shape, dtype=getattr(torch, stored.dtype) if dtype is None else dtype)
         self.read_into(out, name, slices)
         return out
 
-    def read_into(self, out: Tensor, name: str, slices: tuple[int, Spans] | None = None) -> None:
+    def read_into(self, out: Tensor, name: str, slices: tuple[int, IndexRanges] | None = None) -> None:
         """Read a tensor, or slices of it, into `out`: contiguous, on the CPU; values are cast to its dtype.
 
         Needs 4 MiB of memory. A checkpoint's tensor that was stored in parts along another dim needs its largest part more.
@@ -104,7 +104,7 @@ class WeightsFile:
             )
         shape = stored.shape or (1,)  # a number is read as a list of one
         dim, spans = slices or (0, ((0, shape[0]),))
-        expected = (*shape[:dim], count(spans), *shape[dim + 1 :]) if stored.shape else ()
+        expected = (*shape[:dim], count_indices(spans), *shape[dim + 1 :]) if stored.shape else ()
         assert out.shape == expected and out.is_contiguous() and out.device.type == "cpu", (name, out.shape, slices)
         assert not out.numel() or all(0 <= start < stop <= shape[dim] for start, stop in spans), (name, slices)
         if out.numel():
@@ -144,7 +144,7 @@ class WeightsFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _fill(self, name: str, out: Tensor, slices: tuple[int, Spans]) -> None:
+    def _fill(self, name: str, out: Tensor, slices: tuple[int, IndexRanges]) -> None:
         """Read into `out`, which is contiguous, has elements and at least one dim."""
         raise NotImplementedError
 
@@ -181,7 +181,7 @@ def resolve(path: str | Path) -> tuple[Path, tuple[str, ...]]:
     with _as_checkpoint_errors(found):
         is_checkpoint = found.is_dir() and (found / MANIFEST).exists()
     if is_checkpoint:
-        return verify(found).path, ()
+        return verify_checkpoint(found).path, ()
     if not _is_run(found):
         return found, ()
     with _as_checkpoint_errors(found):
@@ -191,7 +191,7 @@ def resolve(path: str | Path) -> tuple[Path, tuple[str, ...]]:
                 f"{found} holds checkpoints and {_listed(besides)}: either may be meant",
                 cure=f"give {found / besides[0]}, or one of the checkpoints",
             )
-        last, skipped = usable(found / "checkpoints")
+        last, skipped = latest_usable_checkpoint(found / "checkpoints")
     if last is None:
         raise CheckpointError(
             f"run {found} has no checkpoint that is whole" + "".join(f"; {line}" for line in skipped),
@@ -260,7 +260,7 @@ class _OpenFiles:
         self._open: dict[str, tuple[BinaryIO, Path, tuple[int, int]]] = {}
         """Name -> file, its path, its size and modification time when its header was checked."""
 
-    def add(self, name: str, path: Path, *, follow: bool) -> Header:
+    def add(self, name: str, path: Path, *, follow: bool) -> SafetensorsHeader:
         """Open a file and check its header. Raises `CheckpointError`."""
         file = self._stack.enter_context(open_regular(path, follow=follow, error=CheckpointError, cure="give another file"))
         self._open[name] = (file, path, _size_and_time(file))
@@ -304,7 +304,7 @@ class _SafetensorsWeights(WeightsFile):
         self._files.read_into(memoryview(content), first.file, first.offset)
         return bytes(content)
 
-    def _fill(self, name: str, out: Tensor, slices: tuple[int, Spans]) -> None:
+    def _fill(self, name: str, out: Tensor, slices: tuple[int, IndexRanges]) -> None:
         tensor = self._tensors[name]
         shape, (dim, spans) = tensor.stored.shape or (1,), slices
         whole = len(tensor.blocks) == 1
@@ -312,8 +312,8 @@ class _SafetensorsWeights(WeightsFile):
             if whole or dim == tensor.dim:
                 start, stop = (0, shape[dim]) if whole else (block.start, block.stop)
                 rows = _rows(out, dim)
-                for first, last in common(spans, ((start, stop),)):
-                    at = places(spans, ((first, last),))[0][0]
+                for first, last in intersect_ranges(spans, ((start, stop),)):
+                    at = positions_of(spans, ((first, last),))[0][0]
                     self._read(block, tensor, stop - start, first - start, rows.narrow(1, at, last - first))
             else:
                 extents = [*out.shape]
@@ -387,7 +387,7 @@ def _open_safetensors(path: Path, file: Path) -> WeightsFile:
         return _SafetensorsWeights(path, _single_blocks(header, ""), aliases, files)
 
 
-def _single_blocks(header: Header, file: str) -> dict[str, _Blocks]:
+def _single_blocks(header: SafetensorsHeader, file: str) -> dict[str, _Blocks]:
     """The tensors of a file that holds whole tensors."""
     return {
         name: _Blocks(
@@ -495,7 +495,7 @@ def _open_checkpoint(path: Path) -> WeightsFile:
         return _SafetensorsWeights(path, tensors, manifest.ties, files)
 
 
-def _joined(entries: Sequence[Entry], headers: Mapping[str, Header]) -> _Blocks:
+def _joined(entries: Sequence[ManifestEntry], headers: Mapping[str, SafetensorsHeader]) -> _Blocks:
     """One tensor of a checkpoint, from its manifest entries."""
     shape = entries[0].shape
     cut = next((dim for entry in entries for dim, span in enumerate(entry.slice) if span != (0, shape[dim])), 0)
@@ -538,7 +538,7 @@ class _StateDictWeights(WeightsFile):
         few = tensor.reshape(-1)[: max(1, _FIRST_BYTES // tensor.element_size())].contiguous()
         return bytes(few.view(torch.uint8).numpy().data)
 
-    def _fill(self, name: str, out: Tensor, slices: tuple[int, Spans]) -> None:
+    def _fill(self, name: str, out: Tensor, slices: tuple[int, IndexRanges]) -> None:
         tensor = self._tensors[name].detach()
         tensor = tensor if tensor.dim() else tensor.view(1)
         dim, spans = slices

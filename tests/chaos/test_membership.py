@@ -70,7 +70,7 @@ def test_eight_workers_in_one_shape_after_the_other(spec: int):
     def next_shape(generation: int, workers: int) -> ParallelPlan:
         return next(shapes) if workers == 8 else ParallelPlan.mesh(dp=workers, layers=8)
 
-    case = Case(spec, SHAPES["2 stages x 4"], tuple(moving), course=(("grow_after_s", 0.0),), steps=44)
+    case = Case(spec, SHAPES["2 stages x 4"], tuple(moving), policy=(("grow_after_s", 0.0),), steps=44)
     world, found, _ = run(case, next_shape)
     assert found == undisturbed(spec, 44)
     assert {plan for plan, _ in world.records.values()} >= set(SHAPES.values()), world.tell("not every shape had its turn")
@@ -90,15 +90,15 @@ def test_a_parameter_tied_across_two_chunks_of_a_worker_is_updated_once_after_a_
 def test_without_growth_new_workers_wait_until_a_seat_is_empty():
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=8)
     changes = (Change(1, 0.0, "join", 2), Change(6, 0.0, "kill"))
-    world, found, _ = run(Case(PLAIN, plan, changes, course=(("grow", False), ("max_workers", 8))))
+    world, found, _ = run(Case(PLAIN, plan, changes, policy=(("grow", False), ("max_workers", 8))))
     assert found == undisturbed(PLAIN)
     assert world.flesh.sizes == [4, 4] and 4 in world.driver.machine.members
 
 
 def test_no_more_workers_get_a_seat_than_max_workers():
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=8)
-    course = (("max_workers", 6), ("grow_after_s", 5.0))
-    world, found, _ = run(Case(PLAIN, plan, (Change(1, 0.0, "join", 5),), course=course))
+    policy = (("max_workers", 6), ("grow_after_s", 5.0))
+    world, found, _ = run(Case(PLAIN, plan, (Change(1, 0.0, "join", 5),), policy=policy))
     assert found == undisturbed(PLAIN)
     assert world.flesh.sizes == [4, 6] and len(world.driver.machine.spares) == 3
 
@@ -106,7 +106,7 @@ def test_no_more_workers_get_a_seat_than_max_workers():
 def test_below_min_workers_the_run_waits_until_somebody_joins():
     plan = ParallelPlan.mesh(dp=4, layers=8)
     changes = (Change(3, 0.0, "kill", 2), Change(3, 900.0, "join", 1))
-    world, found, _ = run(Case(PLAIN, plan, changes, course=(("min_workers", 3),)))
+    world, found, _ = run(Case(PLAIN, plan, changes, policy=(("min_workers", 3),)))
     assert found == undisturbed(PLAIN)
     assert any("waiting for 1 more worker of 1 CPU each (2 workers are left" in line for line in world.story)
     assert world.now > 900.0 and world.flesh.sizes[:2] == [4, 3]

@@ -39,12 +39,12 @@ def job(**more):
     return Job(**({"steps": 5} | more))
 
 
-def try_all(cases: Sequence[Sequence[Fault]], plan: ParallelPlan, work, *, losable: bool = False, **course) -> Counter[str]:
+def try_all(cases: Sequence[Sequence[Fault]], plan: ParallelPlan, work, *, losable: bool = False, **policy) -> Counter[str]:
     """Runs all; returns how they ended. `losable`: the only copy of something may die."""
     reference = simulate(work, plan, **QUICK)[1]
     ends: Counter[str] = Counter()
     for faults in cases:
-        world, found = simulate(work, plan, faults, **(QUICK | course))
+        world, found = simulate(work, plan, faults, **(QUICK | policy))
         assert world.over is not None
         ends[world.over.end] += 1
         if world.over.end == "done":
@@ -120,8 +120,8 @@ BASES: dict[str, tuple] = {
 @pytest.mark.parametrize("base", BASES)
 def test_another_fault_at_every_place_after_the_first(base: str, whole: bool):
     """Places of the recovery or rescaling itself, and of what follows it."""
-    plan, more, first, *course = BASES[base]
-    work, quick = job(**more), QUICK | (course[0] if course else {})
+    plan, more, first, *policy = BASES[base]
+    work, quick = job(**more), QUICK | (policy[0] if policy else {})
     once = World(work, plan, [first], **quick)
     once.run()
     kinds: tuple[Kind, ...] = ("kill", "zombie", "delay", "duplicate", "late_answer", "kill_driver", "stop_driver")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from raypar.comm.local import Cooperative, LocalMesh, Span
-from raypar.comm.transport import Wait, Work, drive
+from raypar.comm.local_transport import CooperativeScheduler, LocalMesh, RoutineSpan
+from raypar.comm.transport import Wait, Work, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
@@ -21,14 +21,14 @@ def pipeline(t, costs, microbatches):
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_the_virtual_clock_gives_the_makespan_of_a_pipeline(seed):
     mesh = LocalMesh(3)
-    scheduler = Cooperative(seed, trace=True)
+    scheduler = CooperativeScheduler(seed, trace=True)
     scheduler.run([pipeline(t, [1.0, 3.0, 2.0], 4) for t in mesh.transports], mesh)
     assert scheduler.makespan_ms == 1 + 4 * 3 + 2
     last = [s for s in scheduler.spans if s.routine == 2]
     assert last[:3] == [
-        Span(2, "microbatch 0", 0.0, 4.0, "wait"),
-        Span(2, "2F0", 4.0, 6.0, "work"),
-        Span(2, "microbatch 1", 6.0, 7.0, "wait"),
+        RoutineSpan(2, "microbatch 0", 0.0, 4.0, "wait"),
+        RoutineSpan(2, "2F0", 4.0, 6.0, "work"),
+        RoutineSpan(2, "microbatch 1", 6.0, 7.0, "wait"),
     ]
 
 
@@ -41,7 +41,7 @@ def test_a_seed_gives_the_same_interleaving_and_seeds_differ():
                 seen.append((index, step))
                 yield Work("x", 1.0)
 
-        Cooperative(seed).run([routine(i) for i in range(4)])
+        CooperativeScheduler(seed).run([routine(i) for i in range(4)])
         return seen
 
     assert order(3) == order(3)
@@ -61,7 +61,7 @@ def test_a_deadlock_says_who_waits_for_what():
         t.send(torch.ones(1), to=1 - t.rank, tag=0)
 
     with pytest.raises(CommError) as caught:
-        Cooperative().run([routine(t) for t in mesh.transports], mesh)
+        CooperativeScheduler().run([routine(t) for t in mesh.transports], mesh)
     assert "routine 0 at 0 ms waits for the gradient of worker 1" in str(caught.value)
     assert "routine 1 at 1 ms waits for the gradient of worker 0" in str(caught.value)
     assert "routine 2" not in str(caught.value)
@@ -83,7 +83,7 @@ def test_the_first_error_stops_all_and_is_raised_itself():
         raise ZeroDivisionError("user code")
 
     with pytest.raises(ZeroDivisionError, match="user code"):
-        Cooperative().run([good(mesh.transports[0]), bad(mesh.transports[1])], mesh)
+        CooperativeScheduler().run([good(mesh.transports[0]), bad(mesh.transports[1])], mesh)
     assert isinstance(seen[0], GroupAborted) and "ZeroDivisionError: user code" in str(seen[0])
     with pytest.raises(GroupAborted):
         mesh.transports[0].barrier(group=[0, 1])
@@ -101,7 +101,7 @@ def test_a_routine_may_handle_the_failure_of_a_wait():
             yield Work("clean up", 5.0)
             return "cleaned up"
 
-    scheduler = Cooperative()
+    scheduler = CooperativeScheduler()
     assert scheduler.run([routine(t) for t in LocalMesh(2).transports]) == ["cleaned up", "left"]
     assert scheduler.makespan_ms == 6.0
 
@@ -121,7 +121,7 @@ def test_drive_throws_what_a_wait_failed_with_into_the_routine_and_names_timeout
         yield Wait(second, "another")
         return text, second.tensor().item()
 
-    text, value = drive(routine(mesh.transports[0]), 0.02)
+    text, value = run_routine(routine(mesh.transports[0]), 0.02)
     assert text.startswith("activation of microbatch 3: recv tag 4 of rank 0 with 1") and value == 8
 
 

@@ -32,9 +32,11 @@ from helpers.strangers import (
 )
 from helpers.transport_cases import CREDENTIAL, LIMIT_S
 
-from raypar.comm import nccl_connect, nccl_messages, tcp_accept, tcp_mesh, tcp_wire, window
-from raypar.comm.cpu import CpuMesh, CpuTransport
-from raypar.comm.handshake import (
+from raypar.comm import shared_memory
+from raypar.comm.nccl import connect, messages
+from raypar.comm.tcp import acceptor as tcp_accept
+from raypar.comm.tcp import message_header, rendezvous
+from raypar.comm.tcp.handshake import (
     ACCEPTOR,
     ANSWER,
     CHALLENGE,
@@ -45,11 +47,12 @@ from raypar.comm.handshake import (
     PROOF_BYTES,
     VERSION,
     AcceptorHandshake,
-    Claim,
-    Credential,
     DialerHandshake,
+    RankClaim,
+    RunCredential,
     pack_answer,
 )
+from raypar.comm.tcp.transport import TcpMesh, TcpTransport
 from raypar.errors import CommError, CommTimeout
 
 HANDSHAKE_S = 0.12
@@ -88,10 +91,10 @@ class Peers:
     """Two real workers, and the doors of the first: its TCP port and its Unix name."""
 
     def __init__(self) -> None:
-        self.meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(2)]
+        self.meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(2)]
         self.addresses = [mesh.address for mesh in self.meshes]
         host, _, port = self.addresses[0].rpartition(":")
-        self.doors = [(host, int(port)), tcp_mesh.near_name(self.addresses[0], CREDENTIAL)]
+        self.doors = [(host, int(port)), rendezvous.unix_socket_name(self.addresses[0], CREDENTIAL)]
         self.generation = 100
 
     def __enter__(self):
@@ -149,7 +152,7 @@ def test_a_damaged_hello_or_proof_is_closed_and_the_worker_serves_its_peers(said
     cases = some([(what, mutate, hangs_up) for what, mutate in kinds for hangs_up in (False, True)], share)
 
     def saying(mutate, hangs_up):
-        hello, answer = hello_of(CREDENTIAL, Claim(peers.generation + 1, 7, 0, 9))
+        hello, answer = hello_of(CREDENTIAL, RankClaim(peers.generation + 1, 7, 0, 9))
         if said == "HELLO":
             return mutate(hello), answer, hangs_up
         return hello, lambda challenge: mutate(answer(challenge)), hangs_up
@@ -180,7 +183,7 @@ def test_noise_is_closed(peers):
 
 def dialed(play, hangs_up, deadline_s):
     """What `connect` of rank 1 raises when rank 0 plays so, or the first receive."""
-    false, mesh = FalseAcceptor(play, hangs_up), CpuMesh.listen(credential=CREDENTIAL)
+    false, mesh = FalseAcceptor(play, hangs_up), TcpMesh.listen(credential=CREDENTIAL)
     try:
         end = mesh.connect(rank=1, size=2, addresses=[false.address, mesh.address], generation=1, deadline_s=deadline_s)
         try:
@@ -198,12 +201,12 @@ def dialed(play, hangs_up, deadline_s):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("said", ["CHALLENGE", "welcome", "refusal"])
 def test_a_damaged_challenge_or_answer_is_an_error_that_names_the_rank(said, share, monkeypatch):
-    monkeypatch.setattr(tcp_mesh, "MAX_DIALS", 2)
+    monkeypatch.setattr(rendezvous, "MAX_DIALS", 2)
     if said == "CHALLENGE":
-        monkeypatch.setattr(tcp_mesh, "CHALLENGE_S", HANDSHAKE_S)
+        monkeypatch.setattr(rendezvous, "CHALLENGE_S", HANDSHAKE_S)
     answer = pack_answer("generation 3 is over, this is 4" if said == "refusal" else "")
     cases = some(mutations(CHALLENGE.size if said == "CHALLENGE" else len(answer)), share)
-    header = tcp_wire.pack_header(torch.zeros(4), 1, 0, 1)
+    header = message_header.pack_header(torch.zeros(4), 1, 0, 1)
 
     def case(what, mutate, hangs_up):
         def play(sock, hello):
@@ -237,7 +240,7 @@ def test_a_damaged_challenge_or_answer_is_an_error_that_names_the_rank(said, sha
 
 
 def test_only_who_has_the_secret_is_let_in_and_only_for_the_place_it_has_asked_for():
-    claim = Claim(4, 2, 0, 3)
+    claim = RankClaim(4, 2, 0, 3)
     hello, answer = hello_of(CREDENTIAL, claim)
 
     def let_in(say, answer):
@@ -251,10 +254,10 @@ def test_only_who_has_the_secret_is_let_in_and_only_for_the_place_it_has_asked_f
         return side.claim
 
     assert let_in(hello, answer) == claim
-    others = [Credential.fresh("test"), Credential("another run", CREDENTIAL.secret)]
+    others = [RunCredential.fresh("test"), RunCredential("another run", CREDENTIAL.secret)]
     for other in others:
         assert let_in(*hello_of(other, claim)) is None, "another secret, or another run's name"
-    for place in (Claim(5, 2, 0, 3), Claim(4, 1, 0, 3), Claim(4, 2, 1, 3), Claim(4, 2, 0, 4)):
+    for place in (RankClaim(5, 2, 0, 3), RankClaim(4, 1, 0, 3), RankClaim(4, 2, 1, 3), RankClaim(4, 2, 0, 4)):
         assert let_in(hello_of(CREDENTIAL, place)[0], answer) is None, "the proof is for one place"
     recorded = []
     assert let_in(hello, lambda challenge: recorded.append(answer(challenge)) or recorded[0]) == claim
@@ -263,11 +266,11 @@ def test_only_who_has_the_secret_is_let_in_and_only_for_the_place_it_has_asked_f
 
 
 def test_an_acceptor_proves_itself_too_and_for_this_dialer_only():
-    dial = DialerHandshake(CREDENTIAL, Claim(4, 2, 0, 3))
+    dial = DialerHandshake(CREDENTIAL, RankClaim(4, 2, 0, 3))
     right = challenge_to(CREDENTIAL, dial.hello)
     wrong = [
-        challenge_to(Credential.fresh("test"), dial.hello),
-        challenge_to(CREDENTIAL, DialerHandshake(CREDENTIAL, Claim(4, 2, 0, 3)).hello),
+        challenge_to(RunCredential.fresh("test"), dial.hello),
+        challenge_to(CREDENTIAL, DialerHandshake(CREDENTIAL, RankClaim(4, 2, 0, 3)).hello),
         right[:-PROOF_BYTES] + CREDENTIAL.proof(DIALER, dial.hello, right[8 : 8 + 32]),
     ]
     for challenge in wrong:
@@ -280,23 +283,23 @@ def test_an_acceptor_proves_itself_too_and_for_this_dialer_only():
 
 def same(dial):
     """A dialer that has said the same."""
-    twin = DialerHandshake(CREDENTIAL, Claim(0, 0, 0, 0))
+    twin = DialerHandshake(CREDENTIAL, RankClaim(0, 0, 0, 0))
     twin.hello = dial.hello
     return twin
 
 
 def test_the_secret_is_shown_nowhere_and_is_long_enough():
-    credential = Credential.fresh("nightly")
+    credential = RunCredential.fresh("nightly")
     for text in (repr(credential), str(credential), f"{[credential]}"):
         assert text.strip("[]") == "Credential(run='nightly')"
-    assert credential.secret != Credential.fresh("nightly").secret and len(credential.secret) == 32
+    assert credential.secret != RunCredential.fresh("nightly").secret and len(credential.secret) == 32
     with pytest.raises(CommError, match="the secret of run 'nightly' has 31 bytes, 32 are needed"):
-        Credential("nightly", bytes(31))
+        RunCredential("nightly", bytes(31))
 
 
 def test_an_answer_has_a_longest_reason_whatever_is_refused():
     for reason in ("no", "\ufffd" * 30_000):
-        dial = DialerHandshake(CREDENTIAL, Claim(1, 1, 0, 2))
+        dial = DialerHandshake(CREDENTIAL, RankClaim(1, 1, 0, 2))
         dial.feed(challenge_to(CREDENTIAL, dial.hello))
         packed = pack_answer(reason)
         while dial.answer is None:
@@ -308,7 +311,7 @@ def test_an_answer_has_a_longest_reason_whatever_is_refused():
 def test_a_stranger_on_the_port_of_a_dead_worker_is_named_at_once():
     false, mesh = (
         FalseAcceptor(lambda sock, hello: sock.sendall(os.urandom(1000)), False),
-        CpuMesh.listen(credential=CREDENTIAL),
+        TcpMesh.listen(credential=CREDENTIAL),
     )
     start = time.monotonic()
     with pytest.raises(CommError, match=f"rank 1 cannot reach rank 0 at {false.address}: it does not prove that it belongs"):
@@ -333,7 +336,7 @@ def test_a_peer_that_waits_for_a_generation_to_come_and_gives_up_is_forgotten(pe
     assert not acceptor._proven and not acceptor._by_fd
     peers.work()
 
-    hello, answer = hello_of(CREDENTIAL, Claim(500, 1, 0, 2))
+    hello, answer = hello_of(CREDENTIAL, RankClaim(500, 1, 0, 2))
     lost = [socket.create_connection(peers.doors[0], timeout=LIMIT_S) for _ in range(3)]
     for one in lost:
         one.sendall(hello)
@@ -421,7 +424,7 @@ class Line:
     def __init__(self) -> None:
         mine, self.peer = socket.socketpair()
         mine.setblocking(False)
-        self.end = CpuTransport(0, 2, 1, {1: mine})
+        self.end = TcpTransport(0, 2, 1, {1: mine})
 
     def __enter__(self):
         return self
@@ -443,7 +446,7 @@ HEADED = {
 def test_a_damaged_header_is_an_error_that_names_the_peer_before_anything_is_allocated(posted, share, monkeypatch):
     count = 0
     for tensor in HEADED.values():
-        header = tcp_wire.pack_header(tensor, 1, 0, 7)
+        header = message_header.pack_header(tensor, 1, 0, 7)
         for what, mutate in some(mutations(len(header)), share):
             with Line() as line:
                 allocated = []
@@ -467,8 +470,8 @@ def lying(dtype_code=0, dims=(3, 5), nbytes=60, generation=1, tag=7, count=None)
     """A header that is whole, and wrong."""
     packed = struct.pack(f"<{len(dims)}Q", *dims)
     count = len(dims) if count is None else count
-    head = tcp_wire.HEADER.pack(tcp_wire.MAGIC, dtype_code, count, generation, 0, tag, nbytes, zlib.crc32(packed))
-    return head + tcp_wire.CHECK.pack(zlib.crc32(head)) + packed
+    head = message_header.HEADER.pack(message_header.MAGIC, dtype_code, count, generation, 0, tag, nbytes, zlib.crc32(packed))
+    return head + message_header.CHECK.pack(zlib.crc32(head)) + packed
 
 
 LIES = {
@@ -480,7 +483,7 @@ LIES = {
     "a shape that wraps round to its bytes": lying(dims=(1 << 32, 1 << 32, 15), nbytes=60),
     "fewer bytes than the shape has": lying(nbytes=56),
     "more bytes than the shape has": lying(nbytes=64),
-    "an unknown dtype": lying(dtype_code=len(tcp_wire.DTYPES)),
+    "an unknown dtype": lying(dtype_code=len(message_header.DTYPES)),
     "255 dims": lying(dims=(1,) * 255, nbytes=4),
     "another generation": lying(generation=2),
 }
@@ -509,9 +512,9 @@ def test_a_message_that_does_not_fit_what_was_posted_is_read_over_without_room_f
         sending = threading.Thread(
             target=line.peer.sendall,
             args=(
-                tcp_wire.pack_header(large, 1, 0, 7)
+                message_header.pack_header(large, 1, 0, 7)
                 + bytes(large.nbytes)
-                + tcp_wire.pack_header(torch.ones(2), 1, 0, 8)
+                + message_header.pack_header(torch.ones(2), 1, 0, 8)
                 + torch.ones(2).numpy().tobytes(),
             ),
         )
@@ -531,7 +534,7 @@ def test_a_message_for_which_there_is_no_memory_is_an_error_that_names_the_peer(
     with Line() as line:
         monkeypatch.setattr(line.end.pool, "empty", full)
         handle = line.end.recv(None, source=1, tag=7)
-        line.peer.sendall(tcp_wire.pack_header(torch.zeros(8), 1, 0, 7) + bytes(32))
+        line.peer.sendall(message_header.pack_header(torch.zeros(8), 1, 0, 7) + bytes(32))
         with pytest.raises(CommError, match=r"lost rank 1: it sent torch.float32 .* for which there is no memory here"):
             handle.wait(LIMIT_S)
 
@@ -563,10 +566,10 @@ def test_a_mistake_of_our_own_in_the_handshake_costs_one_connection_and_is_told_
 
 
 def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
-    offered = window.Window(8192)
+    offered = shared_memory.SharedMemoryBlock(8192)
     pid, fd, _, token = offered.card.tolist()
-    assert window.opened(offered.card, 8192).numel() == 8192
-    loose = os.memfd_create(window.PREFIX + format(5, "x"))
+    assert shared_memory.open_shared_memory(offered.card, 8192).numel() == 8192
+    loose = os.memfd_create(shared_memory.PREFIX + format(5, "x"))
     os.ftruncate(loose, 8192)  # its owner could cut it off under its reader
     fifo, _ = pipe = os.pipe()
     for card in (
@@ -582,9 +585,9 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
         (0, 0, 0, 0),
     ):
         with pytest.raises(OSError):
-            window.opened(torch.tensor(card, dtype=torch.int64), 8192)
+            shared_memory.open_shared_memory(torch.tensor(card, dtype=torch.int64), 8192)
     with pytest.raises(OSError):
-        window.opened(torch.tensor((pid, fd, 16384, token)), 16384)
+        shared_memory.open_shared_memory(torch.tensor((pid, fd, 16384, token)), 16384)
     with pytest.raises(OSError):
         os.ftruncate(fd, 4096)
     for one in (loose, *pipe):
@@ -596,7 +599,7 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     "frame",
     [
         (3, 0, 1, 0, 7, 4),
-        (0, len(tcp_wire.DTYPES), 1, 0, 7, 4),
+        (0, len(message_header.DTYPES), 1, 0, 7, 4),
         (0, 0, 17, 0, 7, 4),
         (0, 0, 1, 0, 7, 4, 4),
         (0, 0, 1, 0, 7, 1 << 62),
@@ -606,17 +609,17 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     ],
 )
 def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_message(frame):
-    packed = nccl_messages.FRAME.pack(*frame, *[0] * (5 + nccl_messages.MAX_DIMS - len(frame)))
+    packed = messages.FRAME.pack(*frame, *[0] * (5 + messages.MAX_DIMS - len(frame)))
     with pytest.raises(CommError, match=r"damaged|more than this machine has memory"):
-        nccl_messages.unpack(packed)
+        messages.unpack_announcement(packed)
 
 
 def test_an_announcement_over_nccl_says_what_was_sent():
-    frame = nccl_messages.pack(nccl_messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
-    assert nccl_messages.unpack(bytes(frame)) == (nccl_messages.ON_HOST, torch.int32, (2, 3), 0, 9)
+    frame = messages.pack_announcement(messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
+    assert messages.unpack_announcement(bytes(frame)) == (messages.ON_HOST, torch.int32, (2, 3), 0, 9)
     for text in (b"", b"[1]", b'{"lane": "many"}', b'{"lane": true}', b"\xff"):
         with pytest.raises(CommError, match="a goodbye is damaged"):
-            nccl_messages.unpack_counts(text)
+            messages.unpack_goodbye(text)
 
 
 class Said:
@@ -638,7 +641,7 @@ def test_what_a_rank_says_of_its_nccl_is_checked_and_only_its_own_ids_are_believ
         "wires": [mine, theirs],
         "ids": {"all_reduce of 2,3 channel 0": "00" * 128},
     }
-    assert nccl_connect.heard_hello(Said(json.dumps(good).encode()), 2) == good
+    assert connect.receive_hello(Said(json.dumps(good).encode()), 2) == good
     bad = [
         *({key: value for key, value in good.items() if key != left_out} for left_out in good),
         good | {"version": "22907"},
@@ -651,8 +654,8 @@ def test_what_a_rank_says_of_its_nccl_is_checked_and_only_its_own_ids_are_believ
         good | {"ids": good["ids"] | {"messages 0 -> 2": "00" * 128}},
     ]
     words = [json.dumps(one).encode() for one in bad]
-    words += [b"[]", b"{", b"\xff", torch.zeros(4), torch.zeros(nccl_connect.MAX_WORDS_BYTES + 1, dtype=torch.uint8)]
+    words += [b"[]", b"{", b"\xff", torch.zeros(4), torch.zeros(connect.MAX_WORDS_BYTES + 1, dtype=torch.uint8)]
     for said in words:
         with pytest.raises(CommError, match=r"what rank 2 (says of itself|tells) is damaged"):
-            nccl_connect.heard_hello(Said(said), 2)
+            connect.receive_hello(Said(said), 2)
     CASES["words of a rank"] += len(words)

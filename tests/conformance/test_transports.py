@@ -16,17 +16,17 @@ from helpers.processes import Workers
 from helpers.standin import needs_cupy
 from helpers.transport_cases import CASES, CREDENTIAL, LIMIT_S
 
-from raypar.comm import tcp_mesh
-from raypar.comm.cpu import CpuMesh
-from raypar.comm.handshake import Credential
-from raypar.comm.local import Cooperative, LocalMesh
-from raypar.comm.transport import Transport, drive
+from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
+from raypar.comm.tcp import rendezvous
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.transport import Transport, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
 def connected(size, generation=1, near=True):
     """`size` ends in this process, over TCP or Unix sockets, and their listeners."""
-    meshes = [CpuMesh.listen(credential=CREDENTIAL, near=near) for _ in range(size)]
+    meshes = [TcpMesh.listen(credential=CREDENTIAL, near=near) for _ in range(size)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):
@@ -106,13 +106,13 @@ LARGE = ("big_both_ways", "unexpected_then_posted", "batches", "sends_do_not_wai
 @pytest.mark.parametrize("name, seed", [(n, s) for n in CASES for s in (None, 1, 2) if n not in LARGE or s is None])
 def test_on_the_virtual_clock(name, size, seed):
     mesh = LocalMesh(size)
-    Cooperative(seed).run([CASES[name](t) for t in mesh.transports], mesh)
+    CooperativeScheduler(seed).run([CASES[name](t) for t in mesh.transports], mesh)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_local_in_threads(name):
     mesh = LocalMesh(3)
-    in_threads(3, lambda rank: drive(CASES[name](mesh.transports[rank]), LIMIT_S))
+    in_threads(3, lambda rank: run_routine(CASES[name](mesh.transports[rank]), LIMIT_S))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,7 +120,7 @@ def test_in_threads(name, three_ends):
     for end in three_ends:
         for counter in (end.ledger.sent, end.ledger.received, end.ledger.messages):
             counter.clear()
-    in_threads(3, lambda rank: drive(CASES[name](three_ends[rank]), LIMIT_S))
+    in_threads(3, lambda rank: run_routine(CASES[name](three_ends[rank]), LIMIT_S))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,7 +131,7 @@ def test_in_four_processes_with_the_ledger_of_local(name, workers):
     ledgers = workers.each(transport_cases.run_case, name)
     workers.each(transport_cases.close)
     mesh = LocalMesh(4)
-    Cooperative().run([CASES[name](t) for t in mesh.transports], mesh)
+    CooperativeScheduler().run([CASES[name](t) for t in mesh.transports], mesh)
     assert ledgers == [t.ledger.as_dict() for t in mesh.transports]
 
 
@@ -144,7 +144,7 @@ def test_tcp_in_threads_again_and_again(size):
             for end in ends:
                 for counter in (end.ledger.sent, end.ledger.received, end.ledger.messages):
                     counter.clear()
-            in_threads(size, lambda rank, name=name: drive(CASES[name](ends[rank]), LIMIT_S))
+            in_threads(size, lambda rank, name=name: run_routine(CASES[name](ends[rank]), LIMIT_S))
     for end in (*ends, *meshes):
         end.close()
 
@@ -155,7 +155,7 @@ def test_tcp_in_threads_again_and_again(size):
 def test_many_interleavings_on_the_virtual_clock(size, seed):
     for name in (n for n in CASES if n not in LARGE):
         mesh = LocalMesh(size)
-        Cooperative(seed).run([CASES[name](t) for t in mesh.transports], mesh)
+        CooperativeScheduler(seed).run([CASES[name](t) for t in mesh.transports], mesh)
 
 
 def test_every_transport_has_the_protocol(pair):
@@ -319,7 +319,7 @@ def test_buffers_are_used_again_without_the_help_of_the_garbage_collector():
 
 
 def test_another_run_is_refused():
-    meshes = [CpuMesh.listen(credential=Credential.fresh(f"run {rank}"), near=False) for rank in range(2)]
+    meshes = [TcpMesh.listen(credential=RunCredential.fresh(f"run {rank}"), near=False) for rank in range(2)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):
@@ -335,7 +335,7 @@ def test_another_run_is_refused():
 
 
 def test_an_old_generation_is_refused_and_a_newer_one_waits():
-    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(3)]
+    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(3)]
     addresses = [mesh.address for mesh in meshes]
     seen = {}
 
@@ -359,7 +359,7 @@ def test_an_old_generation_is_refused_and_a_newer_one_waits():
 
 
 def test_connecting_can_be_aborted_and_has_a_deadline():
-    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(2)]
+    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     timer = threading.Timer(0.05, meshes[0].abort_connect, ("a newer plan",))
     timer.start()
@@ -380,7 +380,7 @@ def test_workers_of_one_machine_meet_over_unix_sockets_or_tcp_where_the_name_is_
     squatter = socket.socket(socket.AF_UNIX)
     if taken:  # by one that does not answer
         squatter.bind(b"\0raypar-test")
-        monkeypatch.setattr(tcp_mesh, "near_name", lambda address, credential: b"\0raypar-test")
+        monkeypatch.setattr(rendezvous, "unix_socket_name", lambda address, credential: b"\0raypar-test")
     meshes, ends = connected(2)
     families = {c.socket.family for end in ends for c in end._connections.values()}
     assert families == {socket.AF_INET if taken else socket.AF_UNIX}
@@ -390,7 +390,7 @@ def test_workers_of_one_machine_meet_over_unix_sockets_or_tcp_where_the_name_is_
 
 
 def test_garbage_on_the_port_is_ignored():
-    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(2)]
+    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     noise = []
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x00" * 10):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.tiny_job import write_job
 
-from raypar.actors.cluster_watch import Capacity
-from raypar.actors.local_ray import Connection
+from raypar.actors.cluster_info import ClusterCapacity
+from raypar.actors.ray_connection import RayConnection
 from raypar.cli import main
 
 SIZE = "{vocab: 256, width: 24, depth: 2, heads: 6, context: 8}"
@@ -82,9 +82,9 @@ def test_bad_input_is_one_message_with_a_cure_and_starts_nothing(case, tmp_path,
 def test_more_workers_than_the_cluster_has_processors(tmp_path, monkeypatch, capfd):
     """Stages, replicas and shards multiply; what they come to is said with the numbers."""
     monkeypatch.chdir(Path(__file__).parents[1])
-    joined = contextlib.nullcontext(Connection("joined", "joined", "nowhere:0"))
-    monkeypatch.setattr("raypar.actors.local_ray.connected", lambda *given: joined)
-    monkeypatch.setattr("raypar.actors.cluster_watch.capacity", lambda: Capacity(1, 4, 4, None))
+    joined = contextlib.nullcontext(RayConnection("joined", "joined", "nowhere:0"))
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", lambda *given: joined)
+    monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 4, 4, None))
     sets = [*GPT, "plan.replicas=2", "plan.shards=2"]
     assert main(["train", str(write_job(tmp_path)), *(word for s in sets for word in ("--set", s))]) == 1
     err = capfd.readouterr().err

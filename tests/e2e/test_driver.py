@@ -9,10 +9,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from raypar.actors import driver_actor as module
-from raypar.actors import ending
+from raypar.actors import driver_shutdown
 from raypar.actors.driver_actor import DriverActor
-from raypar.actors.news import News
-from raypar.elastic.crowding import Crowding
+from raypar.actors.event_feed import EventFeed
+from raypar.elastic.cpu_contention import CpuContention
 from raypar.elastic.events import StopRequested
 
 
@@ -39,7 +39,7 @@ def test_what_the_client_has_is_forgotten_and_what_it_may_have_missed_is_not():
     """A driver kept every step of a run of days."""
 
     async def scene():
-        news = News()
+        news = EventFeed()
         for step in range(3):
             news.tell("step", step=step)
         asked = [await news.after(0, 0, 0.01)]  # of a client that knew another driver
@@ -62,16 +62,16 @@ def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch
         if len(killed) == 2:
             raise asyncio.CancelledError  # the process is gone
 
-    monkeypatch.setattr(ending, "CLIENT_GONE_S", 0.0)
-    monkeypatch.setattr(ending.ray, "kill", kill)
-    monkeypatch.setattr(ending.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="itself"))
+    monkeypatch.setattr(driver_shutdown, "CLIENT_GONE_S", 0.0)
+    monkeypatch.setattr(driver_shutdown.ray, "kill", kill)
+    monkeypatch.setattr(driver_shutdown.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="itself"))
     erased = []
     journal = SimpleNamespace(erase=lambda: erased.append(1))
 
     async def scene():
-        news = News()
+        news = EventFeed()
         with contextlib.suppress(asyncio.CancelledError):
-            await ending.Ending(journal, None, None, None, news, None)._leave({"end": "done"})
+            await driver_shutdown.DriverShutdown(journal, None, None, None, news, None)._leave({"end": "done"})
         return [event["kind"] for event in news._kept]
 
     assert asyncio.run(scene()) == ["end"]
@@ -82,10 +82,10 @@ def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch
 def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, stops):
     """Each new driver gave it the whole time again."""
     driver = DriverActor.__new__(DriverActor)
-    driver.news, driver.queue = News(), asyncio.Queue()
+    driver.news, driver.queue = EventFeed(), asyncio.Queue()
     driver.request = SimpleNamespace(max_time_s=3600.0)
     driver.recorder = SimpleNamespace(age_s=age_s)
-    driver.staff = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=Crowding())
+    driver.staff = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=CpuContention())
     driver.machine = SimpleNamespace(phase=module.Phase.RUNNING)
 
     async def scene():

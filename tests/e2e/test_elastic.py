@@ -21,8 +21,8 @@ from helpers.trainee import Trainee, Undisturbed, as_soon_as, kill
 
 import raypar
 from raypar.actors.client import ALONE_S
-from raypar.actors.local_ray import connected
-from raypar.actors.pool import named_workers, namespace
+from raypar.actors.ray_connection import connect_ray
+from raypar.actors.worker_pool import named_workers, run_namespace
 from raypar.config import load_job
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.launch import resume_job
@@ -31,7 +31,7 @@ from raypar.run_folder import RunFolder
 
 @pytest.fixture(scope="module", autouse=True)
 def own_ray():
-    with connected(None, 4, Path(__file__).parents[1]):
+    with connect_ray(None, 4, Path(__file__).parents[1]):
         yield
 
 
@@ -265,7 +265,7 @@ SLOW_BUILD = "model.args={sleep_s: 0.01, build_s: 4.0}", "optimizer.function=hel
 
 def asked(number: int, method: str) -> Any:
     """What a worker of the run answers."""
-    worker = ray.get_actor(f"worker-{number}", namespace=namespace("tiny"))
+    worker = ray.get_actor(f"worker-{number}", namespace=run_namespace("tiny"))
     return ray.get(getattr(worker, method).remote(), timeout=30)
 
 

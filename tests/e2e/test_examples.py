@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from raypar.actors.local_ray import connected
+from raypar.actors.ray_connection import connect_ray
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -34,7 +34,7 @@ def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weigh
 
 @pytest.mark.chaos
 def test_a_ray_program_trains_on_its_own_cluster_with_stages_replicas_and_shards(tmp_path):
-    with connected(None, 8, EXAMPLES.parent):
+    with connect_ray(None, 8, EXAMPLES.parent):
         address = ray.get_runtime_context().gcs_address
         command = [sys.executable, str(EXAMPLES / "drive_a_cluster.py"), "--address", address, "--run-dir", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)

@@ -9,37 +9,37 @@ from helpers.shard_grid import Cell
 from helpers.trainee import Trainee, kill
 
 from examples import gpt
-from raypar.actors.generations import Generations
-from raypar.actors.local_ray import connected
-from raypar.actors.plans import Plans
-from raypar.commands._story import in_words
+from raypar.actors.generation_change import GenerationChange
+from raypar.actors.plan_cache import PlanCache
+from raypar.actors.ray_connection import connect_ray
+from raypar.console.event_lines import event_line
 from raypar.elastic import actions as do
 from raypar.errors import ModelError
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
-from raypar.planner.report import fewer_shards
-from raypar.planner.search import possible_shards
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.plan_report import fewer_shards
+from raypar.planner.plan_search import possible_shards
+from raypar.worker.job_spec import Ref
 from raypar.worker.preflight import check_fewer_shards, preflight
-from raypar.worker.spec import Ref
 
 FOUR = ParallelPlan.mesh(pp=2, tp=2, layers=4)
 PROFILE = ModelProfile(tuple(LayerProfile(f"block{i}", 1.0, 2.0, 1.0, 1.0) for i in range(4)), LinkProfile(0.0))
 
 
-def plans_of(plan: ParallelPlan) -> Plans:
-    return Plans(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=PROFILE, cut=Microbatches(8)))
+def plans_of(plan: ParallelPlan) -> PlanCache:
+    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=PROFILE, cut=Microbatches(8)))
 
 
 def told(now: ParallelPlan, then: ParallelPlan) -> dict:
     """The event of the generation that goes from one plan to another."""
     events: list[dict] = []
-    made = Generations.__new__(Generations)
+    made = GenerationChange.__new__(GenerationChange)
     made.plans, made.schedule, made.plan = plans_of(FOUR), "1f1b", now
     made.effects = SimpleNamespace(note=lambda kind, **facts: events.append({"kind": kind, **facts}), aside=lambda *given: None)
     made.recorder = SimpleNamespace(plan_changed=None)
     made.tasks = SimpleNamespace(spawn=lambda routine: routine.close())
-    made.order = do.Adopt(2, then, tuple(range(then.world)), (), 7, ())
-    made.resumed(do.Resumed(7, 0.5, 0))
+    made.order = do.AdoptPlan(2, then, tuple(range(then.world)), (), 7, ())
+    made.resumed(do.FirstStepAfterRecovery(7, 0.5, 0))
     assert made.plan == then
     return events[0]
 
@@ -52,9 +52,9 @@ def test_a_plan_for_fewer_workers_keeps_the_shards_as_long_as_there_are_workers_
 
 def test_other_shards_than_before_are_told_with_the_generation():
     alone, two = ParallelPlan.mesh(layers=4), ParallelPlan.mesh(tp=2, layers=4)
-    line = in_words(told(FOUR, alone))
+    line = event_line(told(FOUR, alone))
     assert line is not None and "layers cut over 1 shard instead of 2, which changes the bits from here on" in line
-    line = in_words(told(alone, FOUR))
+    line = event_line(told(alone, FOUR))
     assert line is not None and "layers cut over 2 shards instead of 1" in line
     uneven = ParallelPlan.of((1, 1), (2, 1), layers=4)
     assert told(uneven, two)["shards_was"] == "2/1"
@@ -93,7 +93,7 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
 @pytest.mark.chaos
 def test_a_run_that_loses_one_of_two_shards_goes_on_with_one_and_says_so(tmp_path):
     sets = ["plan.stages=1", "plan.replicas=1", "plan.shards=2", "plan.styles={'*': gathered}", "elastic.min_workers=1"]
-    with connected(None, 2, Path(__file__).parents[1]):
+    with connect_ray(None, 2, Path(__file__).parents[1]):
         trainee = Trainee(tmp_path, *sets, "steps=60")
         result = trainee.run(kill(1))
     assert result.end == "done", result.why

@@ -13,14 +13,14 @@ import torch
 from helpers.tiny_job import write_job
 
 from raypar import launch
-from raypar.actors import pictures
-from raypar.actors.cluster_watch import Capacity
-from raypar.actors.local_ray import Connection
-from raypar.actors.recorder import Recorder
+from raypar.actors import step_charts
+from raypar.actors.cluster_info import ClusterCapacity
+from raypar.actors.ray_connection import RayConnection
+from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
-from raypar.commands._console import Console
+from raypar.console.terminal import Console
 from raypar.elastic.actions import Teardown
-from raypar.elastic.machine import Course
+from raypar.elastic.run_machine import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
 from raypar.run_folder import RunFolder, write_whole
 from raypar.worker import checkpoint
@@ -53,9 +53,9 @@ def run(tmp_path) -> Path:
     folder.job.write_text("steps: 200\n")
     folder.plan.write_text('{"schedule": "1f1b", "stages": [{"replicas": 1}]}\n')
     folder.append(folder.metrics, LINE)
-    aside = checkpoint.begin(folder.checkpoints, 1)
+    aside = checkpoint.create_checkpoint(folder.checkpoints, 1)
     record = checkpoint.write_shard(aside, "worker_0000.safetensors", {("weight", checkpoint.PARAMETER): torch.zeros(500)})
-    checkpoint.commit(aside, [record], steps_done=1, contract={})
+    checkpoint.commit_checkpoint(aside, [record], steps_done=1, contract={})
     return folder.path
 
 
@@ -117,11 +117,11 @@ def test_a_read_only_disk_is_two_lines(tmp_path, monkeypatch, capsys):
 def test_a_job_that_cannot_be_kept_is_not_started_and_leaves_no_run_folder(tmp_path, monkeypatch, capsys):
     @contextmanager
     def connected(*given):
-        yield Connection("joined", "joined", "nowhere:0")
+        yield RayConnection("joined", "joined", "nowhere:0")
 
     monkeypatch.chdir(Path(__file__).parents[1])
-    monkeypatch.setattr("raypar.actors.local_ray.connected", connected)
-    monkeypatch.setattr("raypar.actors.cluster_watch.capacity", lambda: Capacity(1, 5, 5, None))
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
+    monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
     job = str(write_job(tmp_path))
     monkeypatch.setattr(launch, "plan_json", lambda planned: "p" * 5000)
     for nbytes in (0, 32, 3000):  # job.yaml, the same, plan.json
@@ -136,7 +136,7 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     folder = RunFolder(run)
     folder.append(folder.metrics, {**LINE, "step": 2})
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
-    monkeypatch.setattr("raypar.actors.client.unclaimed", lambda name: None)
+    monkeypatch.setattr("raypar.actors.client.refuse_active_run", lambda name: None)
     monkeypatch.setattr(launch, "resumed", lambda options, path, spec, plan, tell: (options, plan))
     monkeypatch.setattr(launch, "options_of", lambda job, found, *given: SimpleNamespace(folder=found, first=1))
     monkeypatch.setattr(launch, "launch", lambda spec, plan, options, tell: options.folder(None))
@@ -159,16 +159,16 @@ def test_a_run_folder_without_metrics_is_not_removed_when_steps_were_seen(tmp_pa
 
     @contextmanager
     def connected(*given):
-        yield Connection("joined", "joined", "nowhere:0")
+        yield RayConnection("joined", "joined", "nowhere:0")
 
     def follow(request, tell):
         tell({"kind": "step", **LINE, "count_per_s": 1.0, "bubble": 0.0, "eta_s": 1.0})
         raise WorkerLost("the driver was lost")
 
     monkeypatch.chdir(Path(__file__).parents[1])
-    monkeypatch.setattr("raypar.actors.local_ray.connected", connected)
-    monkeypatch.setattr("raypar.actors.cluster_watch.capacity", lambda: Capacity(1, 5, 5, None))
-    monkeypatch.setattr("raypar.actors.client.follow", follow)
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
+    monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
+    monkeypatch.setattr("raypar.actors.client.follow_run", follow)
     assert main(["train", str(write_job(tmp_path))]) == 1
     assert (tmp_path / "runs/tiny/job.yaml").is_file()
 
@@ -210,19 +210,21 @@ def test_output_that_does_not_fit_is_told_on_stderr(monkeypatch, capsys):
 
 def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path, monkeypatch):
     (tmp_path / "swimlane.svg").write_text("of an earlier part of the run")
-    monkeypatch.setattr(pictures, "swimlanes", lambda *given, **more: "x" * 5000)
-    monkeypatch.setattr(pictures, "chrome_trace", lambda *given, **more: {})
-    monkeypatch.setattr(pictures, "Timeline", SimpleNamespace(from_spans=lambda *given: None))
-    monkeypatch.setattr(pictures, "replace", lambda *given, **more: None)
+    monkeypatch.setattr(step_charts, "swimlanes_svg", lambda *given, **more: "x" * 5000)
+    monkeypatch.setattr(step_charts, "chrome_trace", lambda *given, **more: {})
+    monkeypatch.setattr(step_charts, "Timeline", SimpleNamespace(from_spans=lambda *given: None))
+    monkeypatch.setattr(step_charts, "replace", lambda *given, **more: None)
     plan = SimpleNamespace(world=1, coordinate=str, describe=lambda: "1 worker")
     more = SimpleNamespace(edges=(), count=4, batch_size=8)
-    request = SimpleNamespace(folder=tmp_path, run="tiny", course=Course(workers=1, last=3), plan=plan, cut=more, crossing=more)
+    request = SimpleNamespace(
+        folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, last=3), plan=plan, cut=more, crossing=more
+    )
     request.predicted, request.schedule_name = None, "1f1b"
-    recorder = Recorder(request)
+    recorder = RunRecorder(request)
     recorder.traced = {"step": 1, "spans": [[("V", 0.0, 1.0)]], "nodes": ["n"]}
     with room(2000):
         recorder.end(Teardown("done", "all steps are done", 3, None), None)
-    told = [event for event in recorder.news() if "picture" in event.get("text", "")]
+    told = [event for event in recorder.new_events() if "picture" in event.get("text", "")]
     assert [event["kind"] for event in told] == ["warning"] and "cure: free disk space" in told[0]["text"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "swimlane.svg"]
     assert (tmp_path / "swimlane.svg").read_text() == "of an earlier part of the run"
@@ -231,11 +233,11 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
 def test_a_checkpoint_that_does_not_fit_is_an_error_with_a_cure_and_the_last_one_stays(run):
     root = run / "checkpoints"
     with room(1000), pytest.raises(CheckpointError, match="File too large") as caught:
-        aside = checkpoint.begin(root, 2)
+        aside = checkpoint.create_checkpoint(root, 2)
         checkpoint.write_shard(aside, "worker_0000.safetensors", {("weight", checkpoint.PARAMETER): torch.zeros(500)})
     assert "free disk space" in caught.value.cure
-    checkpoint.drop(aside)
-    assert checkpoint.usable(root) == (root / "step_00000001", [])
+    checkpoint.discard_checkpoint(aside)
+    assert checkpoint.latest_usable_checkpoint(root) == (root / "step_00000001", [])
 
 
 def test_a_checkpoint_that_cannot_be_read_is_skipped_and_said(run, monkeypatch):
@@ -248,7 +250,7 @@ def test_a_checkpoint_that_cannot_be_read_is_skipped_and_said(run, monkeypatch):
             yield SimpleNamespace(fileno=file.fileno, read=fails)
 
     monkeypatch.setattr(checkpoint, "open_regular", broken)
-    path, skipped = checkpoint.usable(run / "checkpoints")
+    path, skipped = checkpoint.latest_usable_checkpoint(run / "checkpoints")
     assert path is None and len(skipped) == 1 and "Input/output error" in skipped[0]
 
 

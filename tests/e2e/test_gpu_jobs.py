@@ -11,13 +11,13 @@ import torch
 from helpers import ugly_models
 from helpers.tiny_job import write_job
 
-from raypar.actors import pool as pool_module
-from raypar.actors.cluster_watch import Capacity
-from raypar.actors.fingerprint import differences, fingerprint
-from raypar.actors.local_ray import Connection, connected
-from raypar.actors.pool import Pool
+from raypar.actors import worker_pool as pool_module
+from raypar.actors.cluster_info import ClusterCapacity
+from raypar.actors.fingerprint import fingerprint, fingerprint_differences
+from raypar.actors.ray_connection import RayConnection, connect_ray
+from raypar.actors.worker_pool import WorkerPool
 from raypar.cli import main
-from raypar.comm.handshake import Credential
+from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.launch import GPU_COURSE
 from raypar.plan import ParallelPlan
@@ -31,10 +31,10 @@ def joined(monkeypatch, cluster):
     @contextlib.contextmanager
     def connected(address, workers, folder, nodes, gpus):
         asked.append(gpus)
-        yield Connection("joined", "joined", "nowhere:0")
+        yield RayConnection("joined", "joined", "nowhere:0")
 
-    monkeypatch.setattr("raypar.actors.local_ray.connected", connected)
-    monkeypatch.setattr("raypar.actors.cluster_watch.capacity", lambda: cluster)
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
+    monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: cluster)
     monkeypatch.chdir(Path(__file__).parents[1])
     return asked
 
@@ -42,9 +42,9 @@ def joined(monkeypatch, cluster):
 @pytest.mark.parametrize(
     "cluster, said",
     [
-        (Capacity(1, 8, 8, None), "the plan has 2 GPU workers, and there is no GPU"),
-        (Capacity(1, 8, 8, None, gpus=1), "the plan has 2 GPU workers, and there is 1 GPU"),
-        (Capacity(1, 8, 8, 8, gpus=0, gpus_ever=1), "the plan has 2 GPU workers, and there is 1 GPU"),
+        (ClusterCapacity(1, 8, 8, None), "the plan has 2 GPU workers, and there is no GPU"),
+        (ClusterCapacity(1, 8, 8, None, gpus=1), "the plan has 2 GPU workers, and there is 1 GPU"),
+        (ClusterCapacity(1, 8, 8, 8, gpus=0, gpus_ever=1), "the plan has 2 GPU workers, and there is 1 GPU"),
     ],
 )
 def test_a_plan_for_more_gpus_than_there_can_be_ends_before_anything_is_started(cluster, said, tmp_path, monkeypatch, capfd):
@@ -68,7 +68,7 @@ def test_a_plan_for_more_gpus_than_there_can_be_ends_before_anything_is_started(
 def test_a_plan_with_more_communicators_than_a_gpu_works_on_ends_before_a_cluster_is_looked_for(
     replicas, elastic, said, tmp_path, monkeypatch, capfd
 ):
-    asked = joined(monkeypatch, Capacity(1, 64, 64, None, gpus=4))
+    asked = joined(monkeypatch, ClusterCapacity(1, 64, 64, None, gpus=4))
     sets = ["device=gpu", "plan.stages=2", f"plan.replicas=[1,{replicas}]", "microbatches=16", "batch_size=16"]
     sets += ["elastic=true"] * elastic
     assert main(["train", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) != 0
@@ -85,9 +85,9 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
         seen.append(request)
         raise ClusterError("enough")
 
-    monkeypatch.setattr("raypar.actors.client.follow", follow)
+    monkeypatch.setattr("raypar.actors.client.follow_run", follow)
     for device, gpus in (("gpu", 2), ("cpu", 0)):
-        joined(monkeypatch, Capacity(1, 8, 8, None, gpus=gpus))
+        joined(monkeypatch, ClusterCapacity(1, 8, 8, None, gpus=gpus))
         sets = [f"device={device}", "plan.replicas=1", "elastic=true"]
         assert main(["train", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) == 1
     on_gpu, on_cpu = seen
@@ -95,12 +95,12 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
     assert on_gpu.environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert on_gpu.environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "0", "each sees its own GPU only"
     assert on_gpu.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and on_gpu.contract["device"] == "gpu"
-    assert {key: getattr(on_gpu.course, key) for key in GPU_COURSE} == GPU_COURSE
-    assert on_cpu.gpus == 0 and not on_cpu.environment and on_cpu.course.adopt_s < GPU_COURSE["adopt_s"]
+    assert {key: getattr(on_gpu.policy, key) for key in GPU_COURSE} == GPU_COURSE
+    assert on_cpu.gpus == 0 and not on_cpu.environment and on_cpu.policy.adopt_s < GPU_COURSE["adopt_s"]
 
 
 def test_several_local_nodes_cannot_share_the_gpus_of_a_machine(tmp_path):
-    with pytest.raises(ConfigError, match="would each offer all GPUs"), connected(None, 4, tmp_path, nodes=2, gpus=True):
+    with pytest.raises(ConfigError, match="would each offer all GPUs"), connect_ray(None, 4, tmp_path, nodes=2, gpus=True):
         pass
 
 
@@ -116,8 +116,8 @@ def placed(monkeypatch):
     made = SimpleNamespace(options=lambda **options: asked.append(options) or SimpleNamespace(remote=lambda *args: "worker"))
     context = SimpleNamespace(runtime_env={"env_vars": {"NCCL_MAX_CTAS": "16"}})
     monkeypatch.setattr(pool_module, "placement_group", group)
-    monkeypatch.setattr(pool_module, "worker_class", lambda: made)
-    monkeypatch.setattr(pool_module, "most_on_a_node", lambda gpus: 8)
+    monkeypatch.setattr(pool_module, "worker_actor_class", lambda: made)
+    monkeypatch.setattr(pool_module, "max_workers_per_node", lambda gpus: 8)
     monkeypatch.setattr(pool_module, "PlacementGroupSchedulingStrategy", lambda *args, **more: "there")
     monkeypatch.setattr(pool_module, "placement_group_table", lambda: {str(n): {"state": "CREATED"} for n in range(99)})
     monkeypatch.setattr(pool_module.ray, "get_runtime_context", lambda: context)
@@ -125,7 +125,7 @@ def placed(monkeypatch):
 
 
 def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed):
-    pool = Pool(Credential.fresh("run"), 1, {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    pool = WorkerPool(RunCredential.fresh("run"), 1, {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     asyncio.run(pool.reserve(ParallelPlan.of((1,), shards=(2,), layers=2), 1.0, print))
     assert placed == [[{"CPU": 1, "GPU": 1}] * 2], "the shards of a seat together"
     pool.hire(0, b"", None, 60.0)
@@ -135,7 +135,7 @@ def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed
 
 
 def test_a_worker_on_a_cpu_asks_for_nothing_more(placed):
-    pool = Pool(Credential.fresh("run"))
+    pool = WorkerPool(RunCredential.fresh("run"))
     asyncio.run(pool.reserve(ParallelPlan.mesh(layers=2), 1.0, print))
     pool.hire(0, b"", None, 60.0)
     assert placed[0] == [{"CPU": 1}] and not {"num_gpus", "runtime_env"} & set(placed[1])
@@ -154,6 +154,6 @@ def test_a_checkpoint_of_another_kind_of_device_is_refused():
 
 def test_a_gpu_is_part_of_what_a_worker_computes_with():
     here = fingerprint(1, torch.device("cpu"))
-    assert "gpu" not in here and not differences([here, here])
+    assert "gpu" not in here and not fingerprint_differences([here, here])
     there = here | {"gpu": "NVIDIA A", "kernels": "1"}
-    assert differences([there, there | {"gpu": "NVIDIA B"}]) == ["gpu: worker 0 NVIDIA A, worker 1 NVIDIA B"]
+    assert fingerprint_differences([there, there | {"gpu": "NVIDIA B"}]) == ["gpu: worker 0 NVIDIA A, worker 1 NVIDIA B"]

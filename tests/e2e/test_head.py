@@ -14,7 +14,7 @@ import psutil
 import pytest
 from helpers.trainee import Trainee
 
-from raypar.actors.local_ray import import_path, short_folder
+from raypar.actors.ray_connection import make_short_temp_dir, worker_python_path
 
 REDIS = shutil.which("redis-server")
 
@@ -38,7 +38,7 @@ class Head:
         self.address = f"127.0.0.1:{self.port}"
         self.environment = {
             **os.environ,
-            "PYTHONPATH": import_path(Path(__file__).parents[1]),
+            "PYTHONPATH": worker_python_path(Path(__file__).parents[1]),
             "RAY_REDIS_ADDRESS": f"127.0.0.1:{redis}",
             "RAY_USAGE_STATS_ENABLED": "0",
         }
@@ -88,7 +88,7 @@ class Head:
 
 @pytest.fixture
 def head() -> Iterator[Head]:
-    folder = short_folder()
+    folder = make_short_temp_dir()
     made = Head(folder)
     try:
         yield made

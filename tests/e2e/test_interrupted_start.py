@@ -7,7 +7,7 @@ import time
 import pytest
 import ray
 
-from raypar.actors.local_ray import own
+from raypar.actors.ray_connection import start_local_ray
 
 
 def test_a_ctrl_c_that_ray_swallows_still_ends_the_start(monkeypatch, tmp_path):
@@ -23,7 +23,7 @@ def test_a_ctrl_c_that_ray_swallows_still_ends_the_start(monkeypatch, tmp_path):
     # A background job of a shell script ignores SIGINT, and so would these tests in one.
     outside = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), own(1):
+        with pytest.raises(KeyboardInterrupt), start_local_ray(1):
             pytest.fail("the run went on")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

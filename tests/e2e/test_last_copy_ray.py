@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from helpers.trainee import Trainee, Undisturbed
 
-from raypar.actors.local_ray import connected
+from raypar.actors.ray_connection import connect_ray
 
 ALONE = ("plan.stages=1", "plan.replicas=1", "elastic.min_workers=1")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def own_ray():
-    with connected(None, 2, Path(__file__).parents[1]):
+    with connect_ray(None, 2, Path(__file__).parents[1]):
         yield
 
 

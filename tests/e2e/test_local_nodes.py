@@ -17,8 +17,8 @@ from helpers.tiny_job import write_job
 from ray._private import worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypar.actors.cluster_watch import draining_nodes
-from raypar.actors.local_ray import connected, without_obituaries
+from raypar.actors.cluster_info import draining_nodes
+from raypar.actors.ray_connection import connect_ray, without_death_notices
 from raypar.cli import main
 from raypar.run_folder import RunFolder
 
@@ -106,7 +106,7 @@ def test_killing_the_command_leaves_no_process_and_no_file(training):
 def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(tmp_path, capsys):
     folder = RunFolder.create(tmp_path, "run")
     folder.job.write_text("")
-    with connected(None, 2, ROOT, nodes=3) as connection:
+    with connect_ray(None, 2, ROOT, nodes=3) as connection:
         head, one, other = connection.nodes
         folder.cluster.write_text(json.dumps(connection.facts))
         run = ["--run", str(folder.path)]
@@ -152,7 +152,7 @@ def test_rays_notices_of_dead_nodes_are_not_printed_and_what_workers_print_is(mo
     seen = []
     monkeypatch.setattr(worker, "print_to_stdstream", lambda data, ignore_prefix: seen.extend(data["lines"]))
     log = "[2026-11-21 17:05:12,680 E 456 456] (gcs_server) scheduler.cc:273: Failed to remove 1 bundle(s)"
-    with without_obituaries():
+    with without_death_notices():
         for pid, line in [
             ("raylet", "Raylet is terminated. Termination is unexpected. Last 20 lines:\n    ..."),
             ("gcs_server", log),

@@ -9,15 +9,15 @@ import pytest
 import ray
 from helpers.trainee import Trainee, Undisturbed
 
-from raypar.actors.cluster_watch import drain, nodes_at
-from raypar.actors.local_ray import connected
+from raypar.actors.cluster_info import drain_node, nodes_at
+from raypar.actors.ray_connection import connect_ray
 
 LONG = ("steps=250", "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
 
 
 @pytest.fixture
 def cluster():
-    with connected(None, 4, Path(__file__).parents[1], nodes=3) as connection:
+    with connect_ray(None, 4, Path(__file__).parents[1], nodes=3) as connection:
         yield connection
 
 
@@ -84,7 +84,7 @@ def test_a_drained_node_is_left_without_a_step_done_again(cluster, undisturbed, 
         node, workers = victim(trainee, cluster)
         trainee.hit = {m["worker"] for m in workers}
         named = next(n for n in nodes_at(cluster.address) if n.node == node.node)
-        drain(cluster.address, named, 60.0, "maintenance")
+        drain_node(cluster.address, named, 60.0, "maintenance")
 
     trainee.result = trainee.run(act, at=20)
     same(trainee, undisturbed)
@@ -106,8 +106,8 @@ def test_a_worker_that_gets_sigterm_hands_over_and_leaves(cluster, undisturbed, 
 @pytest.mark.chaos
 def test_a_node_that_joins_gets_the_workers_that_are_wanted(tmp_path):
     """Two nodes for four workers, one of them lost: the run waits for nobody, and grows when another node comes."""
-    with connected(None, 4, Path(__file__).parents[1], nodes=2) as cluster:
-        from raypar.actors.local_nodes import raylet
+    with connect_ray(None, 4, Path(__file__).parents[1], nodes=2) as cluster:
+        from raypar.actors.local_nodes import start_raylet
 
         trainee = Trainee(tmp_path, *LONG, "steps=500")
         late = []
@@ -117,7 +117,9 @@ def test_a_node_that_joins_gets_the_workers_that_are_wanted(tmp_path):
             os.kill(node.pid, signal.SIGKILL)
 
         def grow():
-            late.append(raylet(cluster.address, 3, 150 * 2**20, Path(ray._private.worker._global_node.get_temp_dir_path())))
+            late.append(
+                start_raylet(cluster.address, 3, 150 * 2**20, Path(ray._private.worker._global_node.get_temp_dir_path()))
+            )
 
         try:
             trainee.result = trainee.run(act, at=20, then={60: grow})

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.actors import worker_actor as module
-from raypar.actors.beginning import Beginning
-from raypar.actors.footing import Footing
+from raypar.actors.driver_start import DriverStart
 from raypar.actors.worker_actor import WorkerActor
+from raypar.actors.working_dir import WorkingDir
 
 
 @pytest.mark.parametrize("store", ["raises", "does not answer"])
@@ -37,11 +37,11 @@ def test_an_orphan_ends_also_where_ray_cannot_remove_its_place(store, monkeypatc
 def test_a_worker_that_loads_its_code_for_long_is_no_orphan(monkeypatch):
     """Nobody asks it anything meanwhile: it ended itself after a minute of imports, and so did the next one."""
     ended = []
-    monkeypatch.setattr(module, "give_back_place", lambda: None)
+    monkeypatch.setattr(module, "remove_own_placement_group", lambda: None)
     monkeypatch.setattr(module, "LOADING_S", 1.0)
     monkeypatch.setattr(os, "_exit", ended.append)
     worker = WorkerActor.__new__(WorkerActor)
-    worker.footing, worker.guard = Footing(), None
+    worker.footing, worker.guard = WorkingDir(), None
     worker.heard_s = start_s = time.monotonic()
     worker.orphan_timeout_s, worker.doing = 0.2, module.LOADING
     worker._leave_when_orphaned()
@@ -60,7 +60,7 @@ def test_a_worker_that_was_stopped_is_no_orphan(monkeypatch):
         slept.append(seconds)
         sleep(seconds)
 
-    monkeypatch.setattr(module, "give_back_place", lambda: None)
+    monkeypatch.setattr(module, "remove_own_placement_group", lambda: None)
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(module.time, "sleep", stopped_once)
     monkeypatch.setattr(module.time, "monotonic", lambda: clock() + 100.0 * bool(slept))
@@ -81,8 +81,8 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
     async def ask(number, ref):
         return await ref
 
-    begins = Beginning.__new__(Beginning)
-    begins.request = SimpleNamespace(course=SimpleNamespace(elastic=True), start_deadline_s=10.0)
+    begins = DriverStart.__new__(DriverStart)
+    begins.request = SimpleNamespace(policy=SimpleNamespace(elastic=True), start_deadline_s=10.0)
     begins.pool = SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)})
     begins.calls = SimpleNamespace(ask=ask)
     begins.tasks = begins.machine = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.parity import STEPS, Layout, expected
 
-from raypar.actors.local_ray import connected
+from raypar.actors.ray_connection import connect_ray
 from raypar.launch import Options, choose, launch
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import PARAMETER, read_tensors
@@ -23,7 +23,7 @@ LAYOUTS = [
 @pytest.fixture(scope="module", autouse=True)
 def own_ray():
     """One local Ray for all layouts."""
-    with connected(None, 4, Path(__file__).parents[1]):
+    with connect_ray(None, 4, Path(__file__).parents[1]):
         yield
 
 

@@ -14,7 +14,7 @@ import ray
 from helpers.trainee import Trainee, kill
 
 from raypar.actors.journal import Journal
-from raypar.actors.local_ray import connected
+from raypar.actors.ray_connection import connect_ray
 
 MAGIC = 0x72617970
 
@@ -32,7 +32,7 @@ GREETINGS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def own_ray():
-    with connected(None, 4, Path(__file__).parents[1]):
+    with connect_ray(None, 4, Path(__file__).parents[1]):
         yield
 
 

@@ -11,16 +11,16 @@ import pytest
 from helpers.tiny_job import Diary, write_job
 
 from raypar import Trainer
-from raypar.actors.local_ray import connected
+from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
 from raypar.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, OutOfMemory, UserCodeError, WorkerLost
-from raypar.worker.checkpoint import Parameters
+from raypar.worker.checkpoint import CheckpointTensors
 
 
 @pytest.fixture(scope="module", autouse=True)
 def own_ray():
     """raypar uses the Ray that a process has joined, and leaves it alone."""
-    with connected(None, 4, Path(__file__).parents[1]):
+    with connect_ray(None, 4, Path(__file__).parents[1]):
         yield
 
 
@@ -70,7 +70,7 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     assert [m["step"] for m in metrics if "validation_loss" in m] == [6, 12]
     assert "predicted" in (folder / "swimlane.svg").read_text() and "measured" in (folder / "swimlane.svg").read_text()
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
-    there = Parameters(folder / "checkpoints/step_00000012")
+    there = CheckpointTensors(folder / "checkpoints/step_00000012")
     named = b"".join(name.encode() + b"\0" + there[name].numpy().tobytes() for name in sorted(there))
     assert hashlib.sha256(named).hexdigest() == first
     assert nothing_left()
@@ -192,17 +192,17 @@ def test_a_damaged_checkpoint_is_skipped_and_one_that_cannot_be_written_does_not
 def test_a_run_that_is_active_cannot_be_started_twice(tmp_path):
     import ray
 
-    from raypar.actors.client import follow
-    from raypar.actors.pool import namespace
+    from raypar.actors.client import follow_run
+    from raypar.actors.worker_pool import run_namespace
 
     @ray.remote(num_cpus=0)
     class Other:
         pass
 
-    other = Other.options(name="driver", namespace=namespace("taken")).remote()
-    request = SimpleNamespace(run="taken", course=SimpleNamespace(elastic=False))
+    other = Other.options(name="driver", namespace=run_namespace("taken")).remote()
+    request = SimpleNamespace(run="taken", policy=SimpleNamespace(elastic=False))
     with pytest.raises(ClusterError, match="'taken' is active"):
-        follow(request, print)
+        follow_run(request, print)
     ray.kill(other)
 
 

@@ -14,18 +14,18 @@ from helpers.tiny_job import Samples, ends, loss, model, write_job
 from torch import nn
 
 import raypar
-from raypar.actors.effects import Effects
-from raypar.actors.messages import Failed
-from raypar.actors.tasks import Tasks
+from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.worker_actor import WorkerActor
+from raypar.actors.worker_messages import CallFailure
 from raypar.callbacks import Callback, Callbacks
 from raypar.cli import main
 from raypar.errors import UserCodeError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.user_code import recording_ctrl_c
 from raypar.worker.data import Loader, SampleOrder
+from raypar.worker.job_spec import DataSpec, Ref
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import DataSpec, Ref
 
 HOW = {"exit": "SystemExit: 3 .*sys.exit", "ctrl-c": "KeyboardInterrupt .*nobody has pressed Ctrl-C"}
 
@@ -114,7 +114,7 @@ def test_a_worker_answers_with_what_its_code_ended_in(how):
     call.start()
     call.join(10)
     (answer,) = answers
-    assert isinstance(answer, Failed) and answer.kind == "user" and worker.doing == "idle"
+    assert isinstance(answer, CallFailure) and answer.kind == "user" and worker.doing == "idle"
     with pytest.raises(UserCodeError, match=f"(?s)worker 7, building its stages: {HOW[how]}"):
         raise answer.error
 
@@ -141,7 +141,7 @@ def test_a_callback_that_ends_is_an_error_after_all_others_were_called(how):
 def test_a_callbacks_module_that_ends_does_not_end_the_driver(how):
     """Callbacks are unpickled, so imported, in the driver. Its event loop would end with it."""
     told = []
-    effects = Effects(None, None, None, Tasks(told.append))
+    effects = SideEffectThread(None, None, None, BackgroundTasks(told.append))
 
     async def begins() -> None:
         effects.perform(lambda: ends(how=how), lambda found: found)

@@ -1,4 +1,4 @@
-"""What a process with the pretended device runs for `tests/parity/test_device.py`: checks that fail with an assertion.
+"""What a process with the pretended device runs for `tests/parity/test_gpu_process.py`: checks that fail with an assertion.
 
 A process of its own, because autograd counts the devices when it is first used.
 """
@@ -16,16 +16,16 @@ from helpers.parity import STEPS, Layout, expected
 from helpers.shard_grid import Cell, different, graph
 from helpers.shard_grid import run as run_cell
 
+from raypar.elastic.adopt_order import AdoptOrder
 from raypar.elastic.holdings import Move
-from raypar.elastic.part import Part
 from raypar.plan import ParallelPlan
 from raypar.worker import checkpoint
 from raypar.worker.assignment import make_graph
-from raypar.worker.body import WorkerBody
+from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.local_run import LocalJob
 from raypar.worker.numerics import weights_hash
-from raypar.worker.optimizer import build_optimizer, load_state, state_of
-from raypar.worker.spec import OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.optimizer import build_optimizer, load_optimizer_state, optimizer_state
 
 State = dict[str, Any]
 KINDS = ("kill", "zombie", "late_answer", "join", "drain")
@@ -94,11 +94,11 @@ def resumes(state: State, folder: str) -> None:
         for second in places:
             with LocalJob(spec, plan, "1f1b", device=first) as run:
                 run.step(0), run.step(1)
-                part = checkpoint.begin(Path(folder), 2)
+                part = checkpoint.create_checkpoint(Path(folder), 2)
                 for core in run.cores:
                     core.save(part, 2)
                 records = [core.save_result() for core in run.cores]
-                path = checkpoint.commit(part, records, steps_done=2, contract=checkpoint.contract_of(spec))
+                path = checkpoint.commit_checkpoint(part, records, steps_done=2, contract=checkpoint.contract_of(spec))
             with LocalJob(spec, plan, "zb-h1", device=second) as run:
                 for core in run.cores:
                     core.load(path)
@@ -119,10 +119,10 @@ def keeps(state: State, fused: bool) -> None:
         optimizer.step()
         made.append(optimizer)
     for source in made:
-        kept = {name: dict(kinds) for name, kinds in state_of(source).items()}
+        kept = {name: dict(kinds) for name, kinds in optimizer_state(source).items()}
         for target in made:
-            load_state(target, kept)
-            found = state_of(target)["a"]
+            load_optimizer_state(target, kept)
+            found = optimizer_state(target)["a"]
             there = target is made[1]
             assert on_device(found["exp_avg"]) == there and on_device(found["step"]) == (there and fused)
             target.step()
@@ -144,9 +144,9 @@ def hands_over(state: State, dests: int) -> set[str]:
 
     with LocalJob(spec, ParallelPlan.mesh(layers=len(make_graph(spec).layers)), "1f1b", device=pretend.device()) as run:
         run.step(0)
-        body = WorkerBody(run.cores[0], 0)
+        body = ElasticWorker(run.cores[0], 0)
         ways = tuple(Move(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
-        part = Part(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
+        part = AdoptOrder(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
         next(body._exchange(part, Post(), body._standing()), None)  # type: ignore[arg-type]
     return left
 
@@ -206,11 +206,11 @@ def changes_shards(state: State, model: str, path: list[tuple[int, int, int]], f
             for core in local.cores:
                 core.load(path_saved)
             local.step(2 * len(path))
-            part = checkpoint.begin(Path(folder) / f"last-{device.type}", 1)
+            part = checkpoint.create_checkpoint(Path(folder) / f"last-{device.type}", 1)
             for core in local.cores:
                 core.save(part, 1)
             records = [core.save_result() for core in local.cores]
-            last.append(checkpoint.commit(part, records, steps_done=1, contract={}))
+            last.append(checkpoint.commit_checkpoint(part, records, steps_done=1, contract={}))
     same_tensors(*last)
 
 
@@ -236,9 +236,9 @@ def survives_on_shards(state: State, replicas: int, shards: int, whole: bool) ->
         seats = max(1, workers // shards)
         return mesh("llama", 1 if seats > 1 else seats, 2 if seats > 1 else 1, shards)
 
-    course = LIMITS | {"capacity_s": 5.0, "validates": False, "plans": plans, "hires": True, "min_workers": shards}
+    policy = LIMITS | {"capacity_s": 5.0, "validates": False, "plans": plans, "hires": True, "min_workers": shards}
     plan = mesh("llama", replicas, 1, shards)
-    plain, reference = torch_flesh.simulate(replace(there, device=torch.device("cpu")), plan, **course)
+    plain, reference = torch_flesh.simulate(replace(there, device=torch.device("cpu")), plan, **policy)
     assert reference is not None
     ways: set[str] = set()
     at = range(plain.points // 3, plain.points, plain.points // 12) if whole else [plain.points // 2]
@@ -246,7 +246,7 @@ def survives_on_shards(state: State, replicas: int, shards: int, whole: bool) ->
     if whole and replicas > 1:
         histories += [random_faults(seed, 2, plain, workers=4, kinds=KINDS) for seed in range(10)]
     for faults in histories:
-        world, found = torch_flesh.simulate(there, plan, faults, **course)
+        world, found = torch_flesh.simulate(there, plan, faults, **policy)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
         ways |= {way for line in world.story if "Adopt(" in line for way in ("cut=True", "Move(") if way in line}

@@ -9,17 +9,17 @@ from helpers import torch_flesh
 from helpers.kernel_calls import parameters_lie_as_new_ones
 from helpers.shard_grid import graph
 
-from raypar.comm import blocking
-from raypar.comm.blocking import as_routine
-from raypar.comm.local import Cooperative, LocalMesh
+from raypar.comm import blocking_routines
+from raypar.comm.blocking_routines import as_routine
+from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
+from raypar.elastic.adopt_order import AdoptOrder
 from raypar.elastic.holdings import moves, without
-from raypar.elastic.part import Part
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker import checkpoint
 from raypar.worker.assignment import assignments
-from raypar.worker.body import WorkerBody
-from raypar.worker.core import WorkerCore
+from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.worker_core import WorkerCore
 
 SHARDS = (2, 3, 4)
 
@@ -33,13 +33,13 @@ class Generations:
     """Bodies 0, 1, ... that go from one plan to the next over the local transport."""
 
     def __init__(self, job: torch_flesh.TorchJob) -> None:
-        self.job, self.number, self.bodies = job, 0, dict[int, WorkerBody]()
+        self.job, self.number, self.bodies = job, 0, dict[int, ElasticWorker]()
 
     def adopt(self, plan: ParallelPlan, members: list[int], done: int) -> int:
         """Everybody takes over what the plan asks for. Returns how many elements moved."""
         for worker in members:
             if worker not in self.bodies:
-                self.bodies[worker] = WorkerBody(
+                self.bodies[worker] = ElasticWorker(
                     WorkerCore(self.job.spec, graph=self.job.graph, device=self.job.device), worker
                 )
         layout = self.job.layout
@@ -50,12 +50,15 @@ class Generations:
         workers = [*members, *sources]
         mesh, ranks = LocalMesh(len(workers), self.number), {w: rank for rank, w in enumerate(workers)}
         self.number += 1
-        parts = assignments(self.job.spec, self.job.graph, plan, registry.build("1f1b", Routing(plan, self.job.cut)))
+        parts = assignments(self.job.spec, self.job.graph, plan, registry.build_schedule("1f1b", Routing(plan, self.job.cut)))
         orders = [
-            (Part(parts[i] if i < len(members) else None, ranks, done, moved, fresh=not done), lambda i=i: mesh.transports[i])
+            (
+                AdoptOrder(parts[i] if i < len(members) else None, ranks, done, moved, fresh=not done),
+                lambda i=i: mesh.transports[i],
+            )
             for i in range(len(workers))
         ]
-        Cooperative().run([self.bodies[w].adopt(order) for w, order in zip(workers, orders, strict=True)], mesh)
+        CooperativeScheduler().run([self.bodies[w].adopt(order) for w, order in zip(workers, orders, strict=True)], mesh)
         if done:
             lacking = sum(p.size for w in members for p in without(need[w], have.get(w, ())))
             assert sum(move.piece.size for move in moved) == lacking
@@ -66,12 +69,12 @@ class Generations:
         return sum(move.piece.size for move in moved)
 
     def step(self, step: int) -> None:
-        routines = [as_routine(partial(blocking.run, self.bodies[w].step(step))) for w in self.members]
-        Cooperative().run(routines, self.mesh)
+        routines = [as_routine(partial(blocking_routines.run_or_yield, self.bodies[w].step(step))) for w in self.members]
+        CooperativeScheduler().run(routines, self.mesh)
 
     def save(self, root: Path, done: int) -> Path:
-        folder = checkpoint.begin(root, done)
+        folder = checkpoint.create_checkpoint(root, done)
         for worker in self.members:
             self.bodies[worker].core.save(folder, done)
         records = [self.bodies[worker].core.save_result() for worker in self.members]
-        return checkpoint.commit(folder, records, steps_done=done, contract={})
+        return checkpoint.commit_checkpoint(folder, records, steps_done=done, contract={})

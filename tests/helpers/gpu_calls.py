@@ -29,7 +29,7 @@ def host_device() -> standin.HostDevice:
 
 def start(state: State, index: int, run: str, spec: bytes, gpu: str = "") -> Any:
     """As the actor is created and asked for its first call; its address. `gpu`: the one it has, if not one of its own."""
-    from raypar.comm import nccl_device
+    from raypar.comm.nccl import device as nccl_device
 
     standin.load()
     device = standin.HostDevice(gpu or f"GPU {index}", only=ON_DEVICE)
@@ -41,7 +41,7 @@ def start(state: State, index: int, run: str, spec: bytes, gpu: str = "") -> Any
 
 def start_without(state: State, index: int, run: str, spec: bytes, there: dict[str, Any]) -> Any:
     """The same on the machine as it is, but for what `there` says; what it failed with."""
-    from raypar.comm import nccl
+    from raypar.comm.nccl import bindings
 
     os.environ.update(there.get("environment", {}))
     if there.get("cupy", True):
@@ -51,7 +51,7 @@ def start_without(state: State, index: int, run: str, spec: bytes, there: dict[s
     else:
         sys.modules["cupy"] = None  # type: ignore[assignment]
     if "torch_cuda" in there:
-        nccl.cuda_of_torch = lambda: there["torch_cuda"]
+        bindings.cuda_of_torch = lambda: there["torch_cuda"]
     hello(state, index, run, spec)
     return call(state, index, "hello")
 
@@ -61,23 +61,23 @@ def hello(state: State, index: int, run: str, spec: bytes) -> Any:
     import ray
 
     from raypar.actors.worker_actor import WorkerActor
-    from raypar.comm.handshake import Credential
+    from raypar.comm.tcp.handshake import RunCredential
 
     class Context:
         def get_node_id(self) -> str:
             return f"node {index}"
 
     ray.get_runtime_context = Context
-    state["actor"] = WorkerActor(Credential(run, CREDENTIAL.secret), index, spec, "127.0.0.1", 3600.0)
+    state["actor"] = WorkerActor(RunCredential(run, CREDENTIAL.secret), index, spec, "127.0.0.1", 3600.0)
     return state["actor"].hello()
 
 
 def call(state: State, index: int, method: str, *args: Any) -> Any:
     """Any method; a failure is returned as (kind, class, text)."""
-    from raypar.actors.messages import Failed
+    from raypar.actors.worker_messages import CallFailure
 
     answer = getattr(state["actor"], method)(*args)
-    return (answer.kind, type(answer.error).__name__, str(answer.error)) if isinstance(answer, Failed) else answer
+    return (answer.kind, type(answer.error).__name__, str(answer.error)) if isinstance(answer, CallFailure) else answer
 
 
 def ctl(state: State, method: str, *args: Any) -> Any:
@@ -109,7 +109,7 @@ def fault(state: State, index: int, setting: Setting, value: int) -> None:
 
 def patience(state: State, index: int, seconds: float) -> None:
     """How long an abort waits for NCCL."""
-    from raypar.comm import nccl_transport
+    from raypar.comm.nccl import transport as nccl_transport
 
     nccl_transport.ABORT_S = seconds
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from raypar.elastic.actions import Adopt
+from raypar.elastic.actions import AdoptPlan
 from raypar.elastic.holdings import Piece, union
 from raypar.errors import CommError, GroupAborted
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
-from raypar.plan.microbatches import part
-from raypar.plan.tree import cover, fold
+from raypar.plan.addition_tree import covering_nodes, fold_tree
+from raypar.plan.microbatches import contiguous_part
 from raypar.schedule.instructions import Backward, Forward, OptimizerStep, Program, Recv, Reduce, Send, Vote
 from raypar.schedule.lower import lower
-from raypar.schedule.registry import build
+from raypar.schedule.registry import build_schedule
 
 ELEMENTS = 4
 Element = tuple[str, int, int]
@@ -59,7 +59,7 @@ def layout(plan: ParallelPlan, zero: bool, holders: int) -> tuple[tuple[Piece, .
         for stage in plan.stages:
             if stage.position != seat.position:
                 continue
-            slices = {part((seat.replica + i) % stage.replicas, stage.replicas, ELEMENTS) for i in range(holders)}
+            slices = {contiguous_part((seat.replica + i) % stage.replicas, stage.replicas, ELEMENTS) for i in range(holders)}
             for run in slices if zero else {range(ELEMENTS)}:
                 if len(run):
                     pieces += [Piece(f"{k}{n}", run.start, run.stop) for k in "wo" for n in range(stage.first, stage.last)]
@@ -76,7 +76,7 @@ def elements(pieces: tuple[Piece, ...]) -> Iterator[Element]:
 @cache
 def programs(plan: ParallelPlan, cut: Microbatches) -> tuple[Program, ...]:
     routing = Routing(plan, cut)
-    made = lower(build("1f1b", routing), routing, Crossing.chain(len(plan.stages)))
+    made = lower(build_schedule("1f1b", routing), routing, Crossing.chain(len(plan.stages)))
     return tuple(
         tuple(i for i in p if isinstance(i, (Forward, Backward, Send, Recv, Reduce, Vote, OptimizerStep))) for p in made
     )
@@ -195,7 +195,7 @@ class Mesh:
 
 @dataclass
 class HashBody:
-    """See `raypar.elastic.member.Body`."""
+    """See `raypar.elastic.member.MemberBackend`."""
 
     job: Job
     worker: int
@@ -244,7 +244,7 @@ class HashBody:
     def apply_late(self, step: int, outcome: Any) -> None:
         self._apply(step, outcome)
 
-    def adopt(self, order: tuple[Adopt, Mesh]) -> Generator[Any, Any, None]:
+    def adopt(self, order: tuple[AdoptPlan, Mesh]) -> Generator[Any, Any, None]:
         plan_order, mesh = order
         self.mesh = mesh
         self.totals = None
@@ -365,9 +365,10 @@ class HashBody:
                 if stage_index:
                     outgoing["gradient", m] = g
             elif kind is Reduce:
-                nodes = cover(self.routing.run(stage_index, seat.replica), job.cut.blocks)
+                nodes = covering_nodes(self.routing.run(stage_index, seat.replica), job.cut.blocks)
                 rows = {
-                    n: {node: fold({(b, b + 1): s for b, s in sums[n].items()}, node, add) for node in nodes} for n in layers
+                    n: {node: fold_tree({(b, b + 1): s for b, s in sums[n].items()}, node, add) for node in nodes}
+                    for n in layers
                 }
                 for peer in peers:
                     mesh.send(rank, peer, ("g", step), rows)
@@ -377,7 +378,7 @@ class HashBody:
                     yield Wait(handle, "gradients")
                     for n, row in handle.value.items():
                         rows[n] = rows[n] | row
-                self.totals = {n: fold(rows[n], (0, job.cut.blocks), add) or 0 for n in layers}
+                self.totals = {n: fold_tree(rows[n], (0, job.cut.blocks), add) or 0 for n in layers}
                 if cut:
                     yield from self._finish_cut()
                 ballots = {rank: losses}

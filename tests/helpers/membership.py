@@ -18,7 +18,7 @@ from helpers.watched import Record, WatchedFlesh
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.assignment import make_graph
-from raypar.worker.spec import OptimizerSpec, Ref
+from raypar.worker.job_spec import OptimizerSpec, Ref
 
 STEPS = 12
 TICK_MS = 5.0
@@ -58,7 +58,7 @@ def undisturbed(index: int, steps: int = STEPS) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """One run: what is trained, where it begins, what happens, and what the course says besides `QUICK`."""
+    """One run: what is trained, where it begins, what happens, and what the policy says besides `QUICK`."""
 
     spec: int
     plan: ParallelPlan
@@ -66,7 +66,7 @@ class Case:
     seed: int = 0
     replicas: int = 1
     """Of each stage at least, as long as there are workers for it."""
-    course: tuple[tuple[str, Any], ...] = ()
+    policy: tuple[tuple[str, Any], ...] = ()
     steps: int = STEPS
 
 
@@ -78,8 +78,8 @@ def run(case: Case, plans: Callable[[int, int], ParallelPlan] | None = None) -> 
         dice = random.Random(f"{case.seed}/{generation}/{workers}")
         return any_plan(dice, workers, work.layers, case.replicas)
 
-    course = QUICK | dict(case.course)
-    world = World(work, case.plan, changes=case.changes, plans=plans or seeded, flesh=WatchedFlesh, tick_ms=TICK_MS, **course)
+    policy = QUICK | dict(case.policy)
+    world = World(work, case.plan, changes=case.changes, plans=plans or seeded, flesh=WatchedFlesh, tick_ms=TICK_MS, **policy)
     try:
         over = world.run()
         assert over.end == "done", world.tell(f"{case}: {over.why}")
@@ -120,13 +120,13 @@ def history(seed: int) -> Case:
     """The case of a seed."""
     dice = random.Random(seed)
     spec = seed % len(SPECS)
-    course: dict[str, Any] = {"max_workers": 8, "grow_after_s": dice.choice([0.0, 0.002, 0.02])}
+    policy: dict[str, Any] = {"max_workers": 8, "grow_after_s": dice.choice([0.0, 0.002, 0.02])}
     saves = dice.random() < 0.5
     if saves:
-        course["save_every"] = dice.choice([1, 2, 3, 5])
-    course["min_workers"] = dice.choice([1, 1, 2, 3])
+        policy["save_every"] = dice.choice([1, 2, 3, 5])
+    policy["min_workers"] = dice.choice([1, 1, 2, 3])
     if dice.random() < 0.15:
-        course |= {"hires": True, "retry_s": 0.05}
+        policy |= {"hires": True, "retry_s": 0.05}
     replicas = 1 if saves or dice.random() < 0.3 else 2
     sizes = walk(dice)
     plan = any_plan(dice, sizes[0], job(spec).layers, replicas)
@@ -139,7 +139,7 @@ def history(seed: int) -> Case:
 
     def later(size: int) -> int:
         """No step passes while the run waits for workers."""
-        return at if size < course["min_workers"] else min(STEPS - 1, at + dice.choice([0, 0, 1, 1, 1, 2]))
+        return at if size < policy["min_workers"] else min(STEPS - 1, at + dice.choice([0, 0, 1, 1, 1, 2]))
 
     size = sizes[0]
     for target in sizes[1:]:
@@ -158,9 +158,9 @@ def history(seed: int) -> Case:
             at = later(size)
         if dice.random() < 0.3:
             happens(dice.choice(["kill_driver", "stop_driver", "stop"]))
-    if size < course["min_workers"]:
+    if size < policy["min_workers"]:
         happens("join", 3)
-    return Case(spec, plan, tuple(found), seed, replicas, tuple(course.items()))
+    return Case(spec, plan, tuple(found), seed, replicas, tuple(policy.items()))
 
 
 @dataclass

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.comm.blocking import as_routine
-from raypar.comm.ledger import Ledger
-from raypar.comm.local import Cooperative, LocalMesh
+from raypar.comm.blocking_routines import as_routine
+from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.model.build import canonical_names, materialise
 from raypar.model.capture import capture
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
 from raypar.model.tensor_parallel.gradients import complete
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.styles import Layout, layout_of
+from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
 
 TOLERANCE = 1e-12
 """max error / max value of a tensor, float64."""
@@ -37,12 +37,12 @@ def graph_of(make: Callable[[], Any], *, ties: tuple[tuple[str, ...], ...] = ())
 
 def on_shards(
     shards: int, work: Callable[[ShardGroup], Any], *, sequence: bool = False, seed: int | None = None
-) -> tuple[list[Any], list[Ledger]]:
+) -> tuple[list[Any], list[CommunicationLedger]]:
     """`work(group)` on every shard, interleaved in one thread at a time; results and ledgers by shard."""
     torch.set_num_threads(1)
     mesh = LocalMesh(shards)
     groups = [ShardGroup(transport, range(shards), sequence=sequence) for transport in mesh.transports]
-    results = Cooperative(seed).run([as_routine(partial(work, group)) for group in groups], mesh)
+    results = CooperativeScheduler(seed).run([as_routine(partial(work, group)) for group in groups], mesh)
     return results, [transport.ledger for transport in mesh.transports]
 
 
@@ -101,7 +101,7 @@ def whole(graph: Graph, loss: Callable[..., Any], x: Tensor, y: Tensor, *, dtype
 
 def sharded(
     graph: Graph,
-    layout: Layout,
+    layout: ShardLayout,
     loss: Callable[..., Any],
     x: Tensor,
     y: Tensor,
@@ -109,7 +109,7 @@ def sharded(
     sequence: bool = False,
     dtype: torch.dtype = torch.float64,
     seed: int | None = None,
-) -> tuple[list[Run], list[Ledger]]:
+) -> tuple[list[Run], list[CommunicationLedger]]:
     """On every shard; partial gradients completed."""
 
     def work(group: ShardGroup) -> Run:
@@ -122,7 +122,7 @@ def sharded(
     mesh = LocalMesh(layout.shards)
     groups = [ShardGroup(t, range(layout.shards), sequence=sequence) for t in mesh.transports]
     jobs = [complete(r.gradients, partial=r.partial, cuts=layout.cuts, group=g) for r, g in zip(found, groups, strict=True)]
-    Cooperative().run(jobs, mesh)
+    CooperativeScheduler().run(jobs, mesh)
     return found, ledgers
 
 
@@ -149,7 +149,7 @@ def summed_in_layers(gradients: Mapping[str, Tensor | None]) -> dict[str, float]
     return {name: layers[name.partition(".")[0]] for name in tops}
 
 
-def errors(runs: list[Run], want: Run, layout: Layout) -> dict[str, float]:
+def errors(runs: list[Run], want: Run, layout: ShardLayout) -> dict[str, float]:
     """The largest error of every tensor over shards; parameters must be slices of the whole ones, bit for bit."""
     worst: dict[str, float] = {}
     summed = summed_in_layers(want.gradients)
@@ -179,7 +179,7 @@ def check(
     styles: Mapping[str, str] | None = None,
     sequence: bool = False,
     ties: tuple[tuple[str, ...], ...] = (),
-) -> tuple[list[Run], list[Ledger]]:
+) -> tuple[list[Run], list[CommunicationLedger]]:
     """Whole against sharded within `TOLERANCE`; all shards agree on what they hold together."""
     graph = graph_of(make, ties=ties)
     layout = layout_of(graph, shards, styles)

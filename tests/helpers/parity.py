@@ -14,8 +14,8 @@ from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
 from raypar.worker.assignment import make_graph
+from raypar.worker.job_spec import JobSpec
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import JobSpec
 
 STEPS = 5
 
@@ -53,7 +53,7 @@ class Layout:
             self.replicas,
             layers=len(self.graph.layers),
             chunks=registry.default_chunks(self.schedule, self.chunks),
-            placement=registry.placement(self.schedule),
+            placement=registry.placement_of(self.schedule),
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "raypar.comm.cpu", "raypar.comm.reduction"])
+_context.set_forkserver_preload(["torch", "pytest", "raypar.comm.tcp.transport", "raypar.comm.gradient_reduction"])
 
 
 class Failed(Exception):
@@ -60,7 +60,7 @@ class Worker:
         self._calls.send((function, args))
 
     def result(self, timeout_s: float = 20.0) -> Any:
-        """What the call returned; raises `Failed` with what it raised, or `TimeoutError`."""
+        """What the call returned; raises `CallFailure` with what it raised, or `TimeoutError`."""
         return self._answer(self._calls, timeout_s)
 
     def control(self, function: Callable[..., Any], *args: Any, timeout_s: float = 20.0) -> Any:

@@ -21,9 +21,9 @@ from helpers.hash_body import Handle, HashBody, Mesh, h
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.holdings import without
-from raypar.elastic.machine import Course, RunMachine
-from raypar.elastic.member import Fenced, Member
+from raypar.elastic.member import Member, StaleGeneration
 from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.errors import CommError, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -196,14 +196,14 @@ class Hashes:
     def layout(self, plan: ParallelPlan) -> Any:
         return self.job.layout(plan)
 
-    def connect(self, order: do.Adopt, dead: set[int]) -> Mesh:
+    def connect(self, order: do.AdoptPlan, dead: set[int]) -> Mesh:
         mesh = Mesh(self, order.generation, (*order.members, *order.sources))
         self.meshes.append(mesh)
         for worker in dead & set(mesh.workers):
             mesh.close(worker, "killed")
         return mesh
 
-    def part(self, order: do.Adopt, mesh: Mesh, worker: int) -> Any:
+    def part(self, order: do.AdoptPlan, mesh: Mesh, worker: int) -> Any:
         return order, mesh
 
     def outcome(self, answer: Any) -> Any:
@@ -258,7 +258,7 @@ class World:
         tick_ms: float = TICK_MS,
         slow: Mapping[int, float] | None = None,
         nodes: Mapping[int, str] | None = None,
-        **course: Any,
+        **policy: Any,
     ) -> None:
         """`slow`: workers that say that they compute so many times as long as the others; `nodes`: where workers are."""
         self.slow, self.nodes = slow or {}, nodes or {}
@@ -288,7 +288,7 @@ class World:
                 table = self.action_faults
             table.setdefault(fault.at, []).append(fault)
         fixed = {"workers": plan.world, "last": job.steps, "elastic": True, "save_at_end": False}
-        self.course = Course(**(fixed | {"mirror_every": job.mirror_every} | course))
+        self.policy = RunPolicy(**(fixed | {"mirror_every": job.mirror_every} | policy))
         self.processes = [Process(n, self) for n in range(plan.world)]
         self.claims: dict[int, int] = {1: 0}
         self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (plan, tuple(range(plan.world)))}
@@ -472,12 +472,12 @@ class World:
         """A new process, which says that it is there when it has started, to whichever driver there is then."""
         process = Process(len(self.processes), self, ready=False)
         self.processes.append(process)
-        self.driver.post(on.Placed(process.number))
+        self.driver.post(on.WorkerPlaced(process.number))
 
         def started() -> None:
             if process.alive:
                 process.ready = True
-                self.driver.post(on.Joined(process.number))
+                self.driver.post(on.WorkerJoined(process.number))
 
         self.at(delay_ms, started, process)
 
@@ -518,8 +518,8 @@ class World:
     def final_hash(self) -> int:
         """Of the state that the last members hold, and of the losses that people saw."""
         assert self.seen == list(range(self.job.steps)), self.tell(f"seen {self.seen}")
-        if self.course.validates:
-            due = [n for n in range(1, self.job.steps + 1) if n % self.course.validate_every == 0 or n == self.job.steps]
+        if self.policy.validates:
+            due = [n for n in range(1, self.job.steps + 1) if n % self.policy.validate_every == 0 or n == self.job.steps]
             assert self.validations == due, self.tell(f"validations {self.validations}")
         bodies = [self.processes[worker].body for worker in self.driver.machine.members]
         return h(self.flesh.final(bodies), *(h(self.journal[s]) for s in range(self.job.steps)))
@@ -536,7 +536,7 @@ class Driver:
         self.world, self.number = world, number
         self.alive, self.stopped_until = True, 0.0
         self.stall_told = False
-        self.machine = RunMachine(world.course, plan=world.plan, layout=world.flesh.layout)
+        self.machine = RunMachine(world.policy, plan=world.plan, layout=world.flesh.layout)
         self.machine.nodes = dict(world.nodes)
         self.outcomes: dict[int, Any] = {}
         self.inbox: deque[Any] = deque()
@@ -546,7 +546,7 @@ class Driver:
     def begin(self) -> None:
         self._tick()
         world, members = self.world, tuple(range(self.world.plan.world))
-        order = do.Adopt(1, world.plan, members, (), 0, (), load=True)
+        order = do.AdoptPlan(1, world.plan, members, (), 0, (), load=True)
         mesh = world.flesh.connect(order, set())
         waiting = set(members)
 
@@ -574,7 +574,7 @@ class Driver:
         validated = world.validations[-1] if world.validations else None
         saved = max(world.flesh.checkpoints) or None
         hired = len(world.processes)
-        self.post(on.TakenOver(alive, generation, len(world.seen), plan, members, validated, saved, starting, hired))
+        self.post(on.DriverTakenOver(alive, generation, len(world.seen), plan, members, validated, saved, starting, hired))
 
     def _tick(self) -> None:
         if self.alive and self.machine.phase is not Phase.OVER:
@@ -616,9 +616,9 @@ class Driver:
         done, waiting = self.copying
         if worker in waiting:
             self.copying = (0, set())
-            self.post(on.SaveFailed(done, WorkerLost(f"worker {worker} died")))
+            self.post(on.CheckpointFailed(done, WorkerLost(f"worker {worker} died")))
         if worker in self.machine.hiring:
-            self.post(on.HireFailed(worker, WorkerLost(f"worker {worker} died")))
+            self.post(on.WorkerStartFailed(worker, WorkerLost(f"worker {worker} died")))
         self.post(on.CallFailed("lost", WorkerLost(f"worker {worker} died"), worker))
 
     def ask(self, worker: int, work: Callable[[Process], Any], reply: Callable[[Any], None]) -> None:
@@ -661,7 +661,7 @@ class Driver:
                         lambda p: p.member.step(generation, step, cut),
                         lambda a, w=worker: self.stepped(w, step, generation, a),
                     )
-            case do.Journal(step):
+            case do.WriteJournal(step):
                 self.effect(lambda: self.journal(step))
             case do.Emit(step):
                 self.effect(lambda: self.emit(step))
@@ -671,7 +671,7 @@ class Driver:
                 if self.outcomes[step] != world.journal[step]:
                     self.post(on.CallFailed("error", RayparError(f"step {step} was executed again and gave something else")))
                 world.replayed += 1
-            case do.Snapshot(done):
+            case do.TakeSnapshot(done):
                 self.snapshot(done)
             case do.Validate(done):
                 for worker in machine.members:
@@ -682,29 +682,29 @@ class Driver:
                     )
             case do.EmitValidation(done):
                 self.effect(lambda: self.emit_validation(done))
-            case do.Claim(number):
-                self.effect(lambda: on.Claimed(number, world.claims.setdefault(number, self.number) == self.number))
-            case do.Fence(number, workers):
+            case do.ClaimGeneration(number):
+                self.effect(lambda: on.GenerationClaimed(number, world.claims.setdefault(number, self.number) == self.number))
+            case do.FenceWorkers(number, workers):
                 for worker in workers:
                     self.fence(number, worker)
-            case do.Settle(number, workers, step, outcome):
+            case do.ApplyKeptGradients(number, workers, step, outcome):
                 for worker in workers:
                     self.ask(
                         worker,
                         lambda p: p.member.settle(number, step, outcome),
-                        lambda a, w=worker: self.answered(a, number, w, on.SettledLate(number, a)),
+                        lambda a, w=worker: self.answered(a, number, w, on.WorkerSettled(number, a)),
                     )
             case do.ChoosePlan(number, workers):
                 self.effect(lambda: on.PlanChosen(number, world.chosen(number, workers)))
-            case do.Adopt():
+            case do.AdoptPlan():
                 self.adopt(action)
-            case do.Hire(worker):
+            case do.StartWorker(worker):
                 if worker < len(world.processes):  # another driver has given that name
-                    self.post(on.HireFailed(worker, WorkerLost(f"there is a worker {worker} already")))
+                    self.post(on.WorkerStartFailed(worker, WorkerLost(f"there is a worker {worker} already")))
                 else:
                     assert worker == len(world.processes), world.tell(f"worker {worker} is hired")
                     world.join(HIRE_MS)
-            case do.Evict(worker, _):
+            case do.KillWorker(worker, _):
                 process = world.processes[worker]
                 late = max(0.0, process.stopped_until - world.now)  # a stopped process may go on before the kill gets through
                 world.at(late + 20.0, lambda: world.kill(process))
@@ -714,13 +714,13 @@ class Driver:
                 else:
                     world.over, world.driver = action, self
             case do.Probe(workers):
-                self.effect(lambda: on.Probed(f"workers {workers} do not answer"))
+                self.effect(lambda: on.StacksReported(f"workers {workers} do not answer"))
             case do.Warn():
                 if machine.phase is Phase.WAITING and world.changed:
                     world.at(STARVED_MS, world.starve)
             case do.AbortGroups(why):
                 self.abort(why)
-            case do.Note() | do.Resumed() | do.Straggles():
+            case do.Notice() | do.FirstStepAfterRecovery() | do.ReportStraggler():
                 pass
             case _:
                 raise AssertionError(action)
@@ -735,7 +735,7 @@ class Driver:
             self.post(on.StepReported(worker, step, 0.01, generation, digest=digest, busy_s=busy_s))
 
     def answered(self, answer: Any, generation: int, worker: int, event: Any) -> None:
-        if isinstance(answer, (CommError, Fenced)):
+        if isinstance(answer, (CommError, StaleGeneration)):
             self.post(on.CallFailed("aborted", answer, worker, generation))
         elif isinstance(answer, RayparError):
             self.post(on.CallFailed("error", answer, worker, generation))
@@ -753,7 +753,7 @@ class Driver:
                 return
             try:
                 process.member.hear(number, f"generation {number} begins")
-            except Fenced as error:
+            except StaleGeneration as error:
                 self.world.at(CALL_MS, lambda e=error: self.answered(e, number, worker, None))
 
         late = 2.0 * (worker % 2)  # beside the queue of calls nothing is ordered
@@ -763,7 +763,7 @@ class Driver:
     def stood(self, number: int, worker: int, answer: Any) -> None:
         if not isinstance(answer, Exception):
             self.outcomes.update({step: self.world.flesh.outcome(o) for step, o in answer.outcomes.items()})
-            answer = on.Stood(number, answer)
+            answer = on.WorkerStatusReported(number, answer)
         self.answered(answer, number, worker, answer)
 
     def abort(self, why: str) -> None:
@@ -775,7 +775,7 @@ class Driver:
             if worker not in stand:
                 stand[worker] = done if isinstance(done, int) else None
                 if len(stand) == len(members):
-                    self.post(on.Aborted(tuple(stand[w] for w in members)))
+                    self.post(on.GroupsAborted(tuple(stand[w] for w in members)))
 
         for worker in members:
             process = world.processes[worker]
@@ -783,7 +783,7 @@ class Driver:
             self.ask(worker, lambda p: p.body.applied(), lambda a, w=worker: stands(w, a))
             world.at(ABORTED_MS, lambda w=worker: stands(w, None))
 
-    def adopt(self, order: do.Adopt) -> None:
+    def adopt(self, order: do.AdoptPlan) -> None:
         world = self.world
         world.records[order.generation] = (order.plan, order.members)
         mesh = world.flesh.connect(order, {p.number for p in world.processes if not p.alive})
@@ -793,21 +793,21 @@ class Driver:
             self.ask(
                 worker,
                 lambda p, part=part: p.member.adopt(order.generation, part),
-                lambda a, w=worker: self.answered(a, order.generation, w, on.Adopted(w, order.generation)),
+                lambda a, w=worker: self.answered(a, order.generation, w, on.PlanAdopted(w, order.generation)),
             )
 
     def journal(self, step: int) -> Any:
         """Compare and set: what is there already is the same, or the protocol is wrong."""
         world = self.world
         assert world.journal.setdefault(step, self.outcomes[step]) == self.outcomes[step], world.tell(f"two journals of {step}")
-        return on.Journalled(step)
+        return on.StepJournalled(step)
 
     def emit(self, step: int) -> Any:
         if self.world.seen and self.world.seen[-1] >= step:
-            return on.Emitted(step)  # another driver was first
+            return on.StepEmitted(step)  # another driver was first
         self.world.seen.append(step)
         self.world.await_changes(len(self.world.seen))
-        return on.Emitted(step)
+        return on.StepEmitted(step)
 
     def emit_validation(self, done: int) -> Any:
         if done not in self.world.validations:
@@ -825,7 +825,7 @@ class Driver:
                 return
             if isinstance(answer, RayparError):
                 self.copying = (0, set())
-                self.post(on.SaveFailed(done, answer))
+                self.post(on.CheckpointFailed(done, answer))
                 return
             copies.update(answer)
             waiting.discard(worker)
@@ -842,12 +842,12 @@ class Driver:
 
     def saved(self, done: int, place: Any, copies: dict[Any, Any]) -> Any:
         self.world.flesh.save(done, place, copies)
-        return on.Saved(done)
+        return on.CheckpointSaved(done)
 
 
-def simulate(job: Any, plan: ParallelPlan, faults: Sequence[Fault] = (), **course: Any) -> tuple[World, int | None]:
+def simulate(job: Any, plan: ParallelPlan, faults: Sequence[Fault] = (), **policy: Any) -> tuple[World, int | None]:
     """Runs a job to its end; (the world, the final hash or None when it ended with an error)."""
-    world = World(job, plan, faults, **course)
+    world = World(job, plan, faults, **policy)
     over = world.run()
     return world, world.final_hash() if over.end == "done" else None
 

@@ -19,9 +19,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from raypar.model.build import in_dtype, materialise
+from raypar.model.build import convert_dtype, materialise
 from raypar.model.graph import Graph
-from raypar.worker.spec import JobSpec
+from raypar.worker.job_spec import JobSpec
 
 
 def seed_of(*place: object) -> int:
@@ -85,7 +85,7 @@ def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Modul
         layers = [item if isinstance(item, tuple) else (str(place), item) for place, item in enumerate(made)]
     shared = Counter(id(p) for _, module in layers for p in module.parameters())
     apart = {name for name, module in layers if any(shared[id(p)] > 1 for p in module.parameters())}
-    return {name: in_dtype(copy.deepcopy(module) if name in apart else module, dtype) for name, module in layers}
+    return {name: convert_dtype(copy.deepcopy(module) if name in apart else module, dtype) for name, module in layers}
 
 
 def train(graph: Graph, spec: JobSpec) -> Result:

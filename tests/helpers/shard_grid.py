@@ -15,15 +15,15 @@ from helpers.on_shards import SEED, error, graph_of
 from torch import Tensor, nn
 
 from examples import gpt
-from raypar.comm.memory import CPU
+from raypar.comm.buffer_pool import CPU
 from raypar.model.build import materialise
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build import slice_of
-from raypar.model.tensor_parallel.styles import Layout, layout_of
+from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 STEPS, BATCH, VOCAB, SEQ = 3, 10, 23, 7
 DEPTH, HEADS, WIDTH = 6, 5, 20
@@ -119,7 +119,7 @@ class Cell:
             self.shards,
             layers=len(self.graph.layers),
             chunks=registry.default_chunks(self.schedule, None),
-            placement=registry.placement(self.schedule),
+            placement=registry.placement_of(self.schedule),
         )
 
 
@@ -308,7 +308,7 @@ def different(got: Run, want: Run) -> Iterator[str]:
 
 
 @functools.cache
-def layout_for(model: str, shards: int) -> Layout:
+def layout_for(model: str, shards: int) -> ShardLayout:
     return layout_of(graph(model), shards)
 
 

@@ -1,6 +1,6 @@
 """The stand-in `libnccl.so.2` (tests/standin/nccl.c): built when it is first needed, loaded before CuPy looks for the real one.
 
-Raypar has no way to it: whoever wants it calls `load` in the process, before the first use of `raypar.comm.nccl`.
+Raypar has no way to it: whoever wants it calls `load` in the process, before the first use of `raypar.comm.nccl.bindings`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from raypar.comm.wire import COLLECTIVES, Wire
+from raypar.comm.communicator_key import COLLECTIVES, CommunicatorKey
 
 SOURCE = Path(__file__).parents[1] / "standin" / "nccl.c"
 BUILD_S = 120
@@ -107,14 +107,14 @@ def load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = rest
         function.restype = ctypes.c_long
-    from raypar.comm import nccl
+    from raypar.comm.nccl import bindings
 
     try:
-        found = nccl.library()
+        found = bindings.nccl_library()
     except Exception as error:
         raise RuntimeError(f"the tests of the nccl transport need CuPy: pip install -e '.[test]' ({error})") from error
     library.standin_set(Setting.VERSION, 29901)
-    if nccl.library().version != 29901:
+    if bindings.nccl_library().version != 29901:
         raise RuntimeError(f"CuPy uses another libnccl than the stand-in: {found}")
     library.standin_set(Setting.VERSION, found.version)
     return library
@@ -252,11 +252,11 @@ class HostDevice:
         """See `Device.hand_over`."""
 
 
-def all_wires(size: int) -> list[Wire]:
+def all_wires(size: int) -> list[CommunicatorKey]:
     """Everything that the cases of the conformance suite do together."""
     everybody = tuple(range(size))
     groups = {everybody, (0, size - 1), everybody[1:]}
-    wires = [Wire((a, b), "message") for a in everybody for b in everybody if a != b]
-    wires += [Wire(group, name) for group in groups if len(group) > 1 for name in COLLECTIVES]
-    wires += [Wire(everybody, "all_reduce", channel) for channel in (1, 2)]
+    wires = [CommunicatorKey((a, b), "message") for a in everybody for b in everybody if a != b]
+    wires += [CommunicatorKey(group, name) for group in groups if len(group) > 1 for name in COLLECTIVES]
+    wires += [CommunicatorKey(everybody, "all_reduce", channel) for channel in (1, 2)]
     return wires

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from raypar.comm.handshake import (
+from raypar.comm.tcp.handshake import (
     ACCEPTOR,
     CHALLENGE,
     DIALER,
@@ -22,9 +22,9 @@ from raypar.comm.handshake import (
     MAGIC,
     NONCE_BYTES,
     VERSION,
-    Claim,
-    Credential,
     DialerHandshake,
+    RankClaim,
+    RunCredential,
 )
 
 CASES: Counter[str] = Counter()
@@ -122,7 +122,7 @@ def knock(doors: Sequence[Any], sayings: Sequence[tuple[bytes, Any, bool]], limi
     return knocks
 
 
-def hello_of(credential: Credential, claim: Claim) -> tuple[bytes, Callable[[bytes], bytes]]:
+def hello_of(credential: RunCredential, claim: RankClaim) -> tuple[bytes, Callable[[bytes], bytes]]:
     """An honest dialer's HELLO, and what it says to a challenge without looking at its proof."""
     hello = DialerHandshake(credential, claim).hello
 
@@ -133,7 +133,7 @@ def hello_of(credential: Credential, claim: Claim) -> tuple[bytes, Callable[[byt
     return hello, answer
 
 
-def challenge_to(credential: Credential, hello: bytes) -> bytes:
+def challenge_to(credential: RunCredential, hello: bytes) -> bytes:
     """An honest acceptor's CHALLENGE."""
     nonce = os.urandom(NONCE_BYTES)
     return CHALLENGE.pack(MAGIC, VERSION, nonce, credential.proof(ACCEPTOR, hello, nonce))

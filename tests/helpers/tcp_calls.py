@@ -10,13 +10,13 @@ from helpers.parity import Layout
 from helpers.shard_grid import Cell
 from helpers.transport_cases import CREDENTIAL
 
-from raypar.comm.cpu import CpuMesh
-from raypar.comm.nccl_mesh import NcclMesh
-from raypar.elastic.part import Part
+from raypar.comm.nccl.mesh import NcclMesh
+from raypar.comm.tcp.transport import TcpMesh
+from raypar.elastic.adopt_order import AdoptOrder
 from raypar.worker.assignment import assignments
-from raypar.worker.core import WorkerCore
-from raypar.worker.optimizer import state_of
-from raypar.worker.wires import wires_of
+from raypar.worker.communicators import communicators_of
+from raypar.worker.optimizer import optimizer_state
+from raypar.worker.worker_core import WorkerCore
 
 
 def listen(state: dict[str, Any], index: int, kind: str) -> str:
@@ -27,7 +27,7 @@ def listen(state: dict[str, Any], index: int, kind: str) -> str:
         device = standin.HostDevice(f"worker {index}", only=frozenset({torch.float32}))
         state["mesh"] = NcclMesh.listen("127.0.0.1", device, credential=CREDENTIAL, near=False)
     else:
-        state["mesh"] = CpuMesh.listen("127.0.0.1", credential=CREDENTIAL, near=False)
+        state["mesh"] = TcpMesh.listen("127.0.0.1", credential=CREDENTIAL, near=False)
     return state["mesh"].address
 
 
@@ -37,9 +37,9 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
     from raypar.schedule import registry
 
     job, plan, graph = layout.job, layout.plan, layout.graph
-    part = assignments(job, graph, plan, registry.build(layout.schedule, Routing(plan, job.cut)))[index]
+    part = assignments(job, graph, plan, registry.build_schedule(layout.schedule, Routing(plan, job.cut)))[index]
     core = WorkerCore(job, graph=graph, step_timeout_s=30.0)
-    wires = {"wires": wires_of(Part(part, {}, 0), index, job, core.layout)} if state["nccl"] else {}
+    wires = {"wires": communicators_of(AdoptOrder(part, {}, 0), index, job, core.layout)} if state["nccl"] else {}
     transport = state["mesh"].connect(rank=index, size=plan.world, addresses=addresses, generation=0, deadline_s=20.0, **wires)
     try:
         core.adopt(part, transport)
@@ -63,7 +63,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
             "state": {
                 n: {k: getattr(v, "numpy", lambda v=v: v)() for k, v in kinds.items()}
                 for optimizer in core.end.optimizers.values()
-                for n, kinds in state_of(optimizer).items()
+                for n, kinds in optimizer_state(optimizer).items()
             },
         }
     finally:

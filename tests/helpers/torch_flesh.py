@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from helpers.kernel_calls import parameters_lie_as_new_ones
 
-from raypar.comm import blocking
-from raypar.comm.blocking import as_routine
-from raypar.comm.local import LocalMesh
-from raypar.comm.memory import CPU
+from raypar.comm import blocking_routines
+from raypar.comm.blocking_routines import as_routine
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.local_transport import LocalMesh
 from raypar.elastic import actions as do
-from raypar.elastic.buddies import buddies
-from raypar.elastic.part import Part
+from raypar.elastic.adopt_order import AdoptOrder
+from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.sliced import SlicedParameters
 from raypar.model.build import elements_by_layer, parameter_shapes
 from raypar.model.graph import Graph
@@ -28,11 +28,11 @@ from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker import checkpoint
 from raypar.worker.assignment import Assignment, assignments
-from raypar.worker.body import WorkerBody
 from raypar.worker.checkpoint import PARAMETER
-from raypar.worker.core import WorkerCore
-from raypar.worker.holding import Holding, Kept, Place, run_of
-from raypar.worker.spec import JobSpec
+from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.parameter_state import Kept, ParameterSlice, ParameterState, extract_run
+from raypar.worker.worker_core import WorkerCore
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class TorchJob:
         return self.spec.cut
 
 
-class InTurns(WorkerBody):
+class InTurns(ElasticWorker):
     """Layers on shards wait in the middle: the body's steps run in a thread that takes turns with all others."""
 
     def step(self, step: int, cut: bool = False) -> Any:
-        return as_routine(partial(blocking.run, super().step(step, cut)))
+        return as_routine(partial(blocking_routines.run_or_yield, super().step(step, cut)))
 
     def adopt(self, order: Any) -> Any:
         yield from super().adopt(order)
         parameters_lie_as_new_ones(self.core.stages)
 
     def validate(self) -> Any:
-        return as_routine(partial(blocking.run, super().validate()))
+        return as_routine(partial(blocking_routines.run_or_yield, super().validate()))
 
 
 class TorchFlesh:
@@ -89,21 +89,21 @@ class TorchFlesh:
         self.world, self.job = world, world.job
         self.layout = self.job.layout
         self.meshes: list[tuple[LocalMesh, tuple[int, ...]]] = []
-        self.bodies: list[WorkerBody] = []
+        self.bodies: list[ElasticWorker] = []
         self.folder = tempfile.TemporaryDirectory(prefix="raypar-")
         self.checkpoints: dict[int, Path | None] = {0: None}
         """The beginning has none: everything is initialised by name."""
 
-    def body(self, number: int) -> WorkerBody:
+    def body(self, number: int) -> ElasticWorker:
         body = self.make_body(number)
         self.bodies.append(body)
         return body
 
-    def make_body(self, number: int) -> WorkerBody:
-        kind = InTurns if self.job.shards else WorkerBody
+    def make_body(self, number: int) -> ElasticWorker:
+        kind = InTurns if self.job.shards else ElasticWorker
         return kind(WorkerCore(self.job.spec, graph=self.job.graph, device=self.job.device), number)
 
-    def connect(self, order: do.Adopt, dead: set[int]) -> tuple[LocalMesh, tuple[int, ...]]:
+    def connect(self, order: do.AdoptPlan, dead: set[int]) -> tuple[LocalMesh, tuple[int, ...]]:
         workers = (*order.members, *order.sources)
         mesh = (LocalMesh(len(workers), order.generation), workers)
         self.meshes.append(mesh)
@@ -111,10 +111,10 @@ class TorchFlesh:
             mesh[0].transports[workers.index(worker)].abort("killed")
         return mesh
 
-    def part(self, order: do.Adopt, mesh: tuple[LocalMesh, tuple[int, ...]], worker: int) -> Any:
+    def part(self, order: do.AdoptPlan, mesh: tuple[LocalMesh, tuple[int, ...]], worker: int) -> Any:
         key = (order.plan, self.schedule(order))
         if key not in self.job.lowered:
-            made = registry.build(key[1], Routing(order.plan, self.job.cut))
+            made = registry.build_schedule(key[1], Routing(order.plan, self.job.cut))
             self.job.lowered[key] = assignments(self.job.spec, self.job.graph, order.plan, made)
         seat = order.members.index(worker) if worker in order.members else None
         ranks = {w: rank for rank, w in enumerate(mesh[1])}
@@ -122,37 +122,37 @@ class TorchFlesh:
         path = self.checkpoints[order.done] if order.load else None
         transport = mesh[0].transports[ranks[worker]]
         load = None if path is None else str(path)
-        keepers = buddies(order.members)  # every worker is a node of its own
+        keepers = assign_buddies(order.members)  # every worker is a node of its own
         fresh = order.load and not path
-        part = Part(assignment, ranks, order.done, order.moves, load, fresh=fresh, cut=order.cut, buddies=keepers)
+        part = AdoptOrder(assignment, ranks, order.done, order.moves, load, fresh=fresh, cut=order.cut, buddies=keepers)
         return part, lambda: transport
 
-    def schedule(self, order: do.Adopt) -> str:
-        fitting = [name for name in self.job.schedules if registry.fits(name, order.plan)]
+    def schedule(self, order: do.AdoptPlan) -> str:
+        fitting = [name for name in self.job.schedules if registry.can_run(name, order.plan)]
         if not fitting:  # the plan has been changed by a loss
-            fitting = [name for name in ("1f1b", "interleaved") if registry.fits(name, order.plan)]
+            fitting = [name for name in ("1f1b", "interleaved") if registry.can_run(name, order.plan)]
         return fitting[order.generation % len(fitting)]
 
     def begin_save(self, done: int) -> Path:
-        return checkpoint.begin(Path(self.folder.name), done)
+        return checkpoint.create_checkpoint(Path(self.folder.name), done)
 
-    def copy(self, body: WorkerBody, place: Path) -> dict[int, Any]:
+    def copy(self, body: ElasticWorker, place: Path) -> dict[int, Any]:
         body.core.save(place, body.applied())
         return {body.core.rank: body.core.save_result()}
 
     def save(self, done: int, place: Path, copies: dict[int, Any]) -> None:
         spec = self.job.spec
-        self.checkpoints[done] = checkpoint.commit(
+        self.checkpoints[done] = checkpoint.commit_checkpoint(
             place, list(copies.values()), steps_done=done, contract=checkpoint.contract_of(spec)
         )
 
     def outcome(self, answer: Any) -> Any:
         return answer.loss, answer.count, answer.norm
 
-    def digest(self, answer: Any, body: WorkerBody, step: int) -> Any:
+    def digest(self, answer: Any, body: ElasticWorker, step: int) -> Any:
         return answer.digest
 
-    def corrupt(self, body: WorkerBody) -> None:
+    def corrupt(self, body: ElasticWorker) -> None:
         """A bit of a weight changes by itself."""
         for stage in body.core.stages.values():
             for parameter in stage.parameters.values():
@@ -164,12 +164,12 @@ class TorchFlesh:
             if worker in workers:
                 mesh.transports[workers.index(worker)].abort("killed")
 
-    def final(self, bodies: Sequence[WorkerBody]) -> int:
+    def final(self, bodies: Sequence[ElasticWorker]) -> int:
         """Of parameters and optimizer state; every holder must have the same."""
-        slices: dict[str, dict[Any, Holding]] = {}
+        slices: dict[str, dict[Any, ParameterState]] = {}
         for body in bodies:
             for name, kept in body._held().items():
-                holding = Holding(kept, body._slices().get(name, Place()))
+                holding = ParameterState(kept, body._slices().get(name, ParameterSlice()))
                 same = slices.setdefault(name, {}).setdefault(holding.spans, holding)
                 assert PARAMETER in kept
                 assert _digest(same.kept) == _digest(kept), self.world.tell(f"holders of {name} differ")
@@ -177,7 +177,7 @@ class TorchFlesh:
         cuts = layout_of(self.job.graph, 1, dict(self.job.spec.styles)).cuts if self.job.shards else {}
         for name, shape in parameter_shapes(self.job.graph).items():
             parts = list(slices[name].values())
-            whole = run_of(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].kept
+            whole = extract_run(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].kept
             found[name] = _digest(whole)
         total = hashlib.sha256(b"".join(name.encode() + found[name] for name in sorted(found))).digest()
         return int.from_bytes(total[:8], "little") >> 1
@@ -197,12 +197,12 @@ def _digest(kept: Kept) -> bytes:
 
 
 def simulate(
-    job: TorchJob, plan: ParallelPlan, faults: Sequence[Any] = (), plans: Any = None, **course: Any
+    job: TorchJob, plan: ParallelPlan, faults: Sequence[Any] = (), plans: Any = None, **policy: Any
 ) -> tuple[Any, int | None]:
     """As `helpers.protocol.simulate`."""
     from helpers.protocol import World
 
-    world = World(job, plan, faults, flesh=TorchFlesh, plans=plans, **course)
+    world = World(job, plan, faults, flesh=TorchFlesh, plans=plans, **policy)
     try:
         over = world.run()
         return world, world.final_hash() if over.end == "done" else None

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from helpers import standin
 
-from raypar.comm.cpu import CpuMesh
-from raypar.comm.handshake import Credential
-from raypar.comm.nccl_connect import connect as connect_nccl
-from raypar.comm.transport import Routine, Transport, Wait, Work, drive
+from raypar.comm.nccl.connect import connect_nccl as connect_nccl
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.transport import Routine, Transport, Wait, Work, run_routine
 from raypar.errors import CommError, GroupAborted
 
 BIG = 3 << 20
 """Elements (fp32) of a message that no socket buffer can hold."""
 LIMIT_S = 20.0
-CREDENTIAL = Credential("test", b"by which the tests know each other")
+CREDENTIAL = RunCredential("test", b"by which the tests know each other")
 
 DTYPES = [
     torch.float32,
@@ -429,7 +429,7 @@ State = dict[str, Any]
 def listen(state: State, index: int, kind: str) -> str:
     """Listen once per process, for transports of one kind (`tcp`, `unix`, `nccl`); the address."""
     if "mesh" not in state:
-        state["mesh"] = CpuMesh.listen(credential=CREDENTIAL, near=kind != "tcp")
+        state["mesh"] = TcpMesh.listen(credential=CREDENTIAL, near=kind != "tcp")
         state["nccl"] = kind == "nccl"
         if state["nccl"]:
             standin.load()
@@ -438,7 +438,7 @@ def listen(state: State, index: int, kind: str) -> str:
 
 def connect(state: State, index: int, addresses: list[str], members: list[int], generation: int) -> int:
     """Form a generation of the workers `members`."""
-    mesh: CpuMesh = state["mesh"]
+    mesh: TcpMesh = state["mesh"]
     transport: Transport = mesh.connect(
         rank=members.index(index),
         size=len(members),
@@ -460,7 +460,7 @@ def over_nccl(control: Any, name: str, only: frozenset[torch.dtype] | None = Non
 
 def run_case(state: State, index: int, name: str) -> dict[str, dict[str, int]]:
     """One case on the connected transport; its ledger."""
-    drive(CASES[name](state["transport"]), LIMIT_S)
+    run_routine(CASES[name](state["transport"]), LIMIT_S)
     return state["transport"].ledger.as_dict()
 
 
@@ -470,7 +470,7 @@ def run_forever(state: State, index: int, name: str) -> tuple[str, str, float]:
     turn = 0
     try:
         while True:
-            drive(FOREVER[name](transport, turn), LIMIT_S)
+            run_routine(FOREVER[name](transport, turn), LIMIT_S)
             turn += 1
     except CommError as error:
         at = time.monotonic()

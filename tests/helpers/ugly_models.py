@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.model.graph import Graph, Layer
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 WIDTH, VOCAB, SEQ = 8, 11, 6
 

@@ -15,13 +15,13 @@ from typing import Any
 from helpers.torch_flesh import TorchFlesh
 from torch import Tensor
 
-from raypar.comm.local import LocalMesh, LocalTransport
+from raypar.comm.local_transport import LocalMesh, LocalTransport
 from raypar.elastic import actions as do
 from raypar.elastic.holdings import Piece, without
-from raypar.worker.body import WorkerBody
-from raypar.worker.core import WorkerCore
-from raypar.worker.data import Place, Reader, SampleOrder, make_dataset
+from raypar.worker.data import Reader, SampleOrder, SamplePosition, make_dataset
+from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.tags import state_tag
+from raypar.worker.worker_core import WorkerCore
 
 LAST_STATE_TAG = state_tag((1 << 17) - 1)
 
@@ -40,7 +40,7 @@ class Weighed:
 class Batch(dict[str, Tensor]):
     """A microbatch that knows what was read for it."""
 
-    ids: list[Place]
+    ids: list[SamplePosition]
 
 
 class WatchedDataset:
@@ -61,7 +61,7 @@ class WatchedDataset:
 class WatchedReader(Reader):
     """Ties a microbatch to the samples that the data set gave for it."""
 
-    def read(self, places: Sequence[Place]) -> dict[str, Tensor]:
+    def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
         before = len(self.dataset.asked)
         batch = Batch(super().read(places))
         batch.ids = [(epoch, index) for (epoch, _), index in zip(places, self.dataset.asked[before:], strict=True)]
@@ -108,7 +108,7 @@ class Tap:
         return batch
 
 
-class WatchedBody(WorkerBody):
+class WatchedBody(ElasticWorker):
     """Notes in which generation a step was applied."""
 
     def __init__(self, flesh: WatchedFlesh, worker: int) -> None:
@@ -162,7 +162,7 @@ class WatchedFlesh(TorchFlesh):
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
-        self.reads: dict[tuple[int, int, int], list[tuple[int, tuple[Place, ...]]]] = defaultdict(list)
+        self.reads: dict[tuple[int, int, int], list[tuple[int, tuple[SamplePosition, ...]]]] = defaultdict(list)
         self.applied: set[tuple[int, int]] = set()
         self.weighed: dict[int, Weighed] = {}
         self.stages: dict[int, int] = {}
@@ -172,10 +172,10 @@ class WatchedFlesh(TorchFlesh):
         self.loads = 0
         """Generations that began from a checkpoint."""
 
-    def make_body(self, number: int) -> WorkerBody:
+    def make_body(self, number: int) -> ElasticWorker:
         return WatchedBody(self, number)
 
-    def connect(self, order: do.Adopt, dead: set[int]) -> Any:
+    def connect(self, order: do.AdoptPlan, dead: set[int]) -> Any:
         weighed = Weighed()
         if order.generation == max(self.world.claims):  # else its driver has been replaced, and nobody obeys
             self.stages[order.generation] = len(order.plan.stages)
@@ -190,7 +190,7 @@ class WatchedFlesh(TorchFlesh):
             mesh.transports[workers.index(worker)].abort("killed")
         return made
 
-    def lacked(self, order: do.Adopt) -> Weighed:
+    def lacked(self, order: do.AdoptPlan) -> Weighed:
         """The set difference of what the new members need and what they hold, from the bodies themselves."""
         weighed = Weighed()
         if order.load:

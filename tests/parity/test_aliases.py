@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
+from raypar.worker.job_spec import Ref
 from raypar.worker.local_run import LocalJob
-from raypar.worker.preflight import by_shape
-from raypar.worker.spec import Ref
+from raypar.worker.preflight import check_shapes
 
 W = ugly_models.WIDTH
 ONE, CUT = ParallelPlan.of((1,), layers=4), ParallelPlan.of((1, 1, 1, 1), layers=4)
@@ -97,4 +97,4 @@ def test_a_layer_that_writes_into_its_input_is_refused_under_every_plan(plan, th
 def test_a_layer_that_writes_into_its_input_is_found_before_anything_starts(third):
     batch = {"x": torch.randn(2, W), "y": torch.randn(2, W)}
     with pytest.raises(UserCodeError, match=r"layer 'three' writes into its input '[hn]' in place"):
-        by_shape(job(), graph(third), batch)
+        check_shapes(job(), graph(third), batch)

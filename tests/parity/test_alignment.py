@@ -9,17 +9,17 @@ from helpers import reference, ugly_models
 from helpers.kernel_calls import calls_of, elsewhere, products_in
 from torch import Tensor, nn
 
-from raypar.comm.local import LocalMesh
-from raypar.comm.memory import aligned
+from raypar.comm.buffer_pool import as_aligned
+from raypar.comm.local_transport import LocalMesh
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan import ParallelPlan
-from raypar.plan.spans import even
+from raypar.plan.shard_ranges import even_range
 from raypar.worker.compute_state import StateGuard, compute_state
+from raypar.worker.job_spec import JobSpec
 from raypar.worker.local_run import LocalJob
 from raypar.worker.numerics import parameter_squares
-from raypar.worker.spec import JobSpec
 
 S = ugly_models.SEQ
 
@@ -84,9 +84,9 @@ def test_every_plan_makes_the_products_of_one_process(schedule, replicas, chunks
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 0)], ids=str)
 def test_aligned_copies_only_what_lies_elsewhere(shape):
     x = torch.randn(shape)
-    assert aligned(x) is x
+    assert as_aligned(x) is x
     for other in (elsewhere(x), x.expand(2, *shape)[1], torch.stack([x, x], -1)[..., 0]):
-        found = aligned(other)
+        found = as_aligned(other)
         assert found.is_contiguous() and found.data_ptr() % 64 == 0 and torch.equal(found, x)
 
 
@@ -102,8 +102,8 @@ def test_a_shards_part_of_a_value_lies_as_one_that_it_has_made(shard):
     group = ShardGroup(LocalMesh(3).transports[shard], range(3), sequence=True)
     value = torch.randn(1, 7, 5).requires_grad_()
     part = functions.split(value, 1, group)
-    assert aligned(part) is part
-    leaving = SimpleNamespace(dim=1, mine=even(7, 3)[shard])
+    assert as_aligned(part) is part
+    leaving = SimpleNamespace(dim=1, mine=even_range(7, 3)[shard])
     with torch.no_grad():
         gradient, *_ = functions._Join.backward(leaving, torch.randn(1, 7, 5))
-    assert aligned(gradient) is gradient
+    assert as_aligned(gradient) is gradient

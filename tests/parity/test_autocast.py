@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
+from raypar.worker.job_spec import JobSpec
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import JobSpec
 
 S = ugly_models.SEQ
 

@@ -9,12 +9,12 @@ from helpers import ugly_models
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import describe, materialise, on_meta, parameter_shapes
+from raypar.model.build import build_on_meta, layer_sizes, materialise, parameter_shapes
 from raypar.model.capture import capture
 from raypar.model.graph import Graph, Layer
 from raypar.plan.seeds import seed_of
 from raypar.worker.assignment import make_graph
-from raypar.worker.spec import Ref
+from raypar.worker.job_spec import Ref
 
 
 def chain(*builds, **more) -> Graph:
@@ -162,7 +162,7 @@ def test_lazy_modules_are_refused_until_a_batch_has_gone_through():
 
 def test_sizes_are_known_without_values_and_ties_count_once():
     graph = chain(small, lambda: nn.Linear(4, 2), small, ties=(("l0.weight", "l2.weight"),))
-    assert [(s.name, s.parameters, s.nbytes) for s in describe(graph, torch.float64)] == [
+    assert [(s.name, s.parameters, s.nbytes) for s in layer_sizes(graph, torch.float64)] == [
         ("l0", 20, 160),
         ("l1", 10, 80),
         ("l2", 4, 32),
@@ -283,12 +283,12 @@ def test_compiled_modules_are_refused_and_the_cure_works(where, trained):
 )
 def test_layers_that_write_state_in_forward_or_have_sparse_gradients_are_refused(build, words):
     with pytest.raises(ModelError, match=words):
-        on_meta(Layer("l", build))
+        build_on_meta(Layer("l", build))
 
 
 def test_norms_without_running_statistics_are_taken():
     for build in (lambda: nn.BatchNorm1d(4, track_running_stats=False), lambda: nn.InstanceNorm1d(4), lambda: nn.LayerNorm(4)):
-        on_meta(Layer("l", build))
+        build_on_meta(Layer("l", build))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from raypar.callbacks import (
     TensorBoard,
     Tracker,
     WandB,
-    callbacks_of,
-    checked,
+    callbacks_from_job,
+    check_callback,
 )
 from raypar.config import parse_job
 from raypar.errors import ConfigError, InputError, UserCodeError
@@ -198,7 +198,9 @@ def test_a_tracker_of_ones_own_needs_no_package_and_errors_in_a_circle_end():
 
 
 def test_a_job_file_asks_for_callbacks_first_then_trackers():
-    found = callbacks_of(job(f"callbacks: [{{function: '{__name__}:quiet', args: {{patience: 5}}}}], trackers: [tensorboard]"))
+    found = callbacks_from_job(
+        job(f"callbacks: [{{function: '{__name__}:quiet', args: {{patience: 5}}}}], trackers: [tensorboard]")
+    )
     assert [type(callback) for callback in found] == [EarlyStopping, TensorBoard]
     assert found[0].patience == 5
 
@@ -213,7 +215,7 @@ def test_a_job_file_asks_for_callbacks_first_then_trackers():
 )
 def test_what_is_no_callback_is_refused(asked: str, said: str):
     with pytest.raises(InputError, match=said):
-        callbacks_of(job(asked))
+        callbacks_from_job(job(asked))
 
 
 def job(more: str) -> Any:
@@ -226,7 +228,7 @@ def test_a_hook_that_does_not_exist_is_refused_with_the_name_that_was_meant():
             return None
 
     with pytest.raises(ConfigError, match=r"has on_step_end, which is never called\n.*did you mean on_step\?"):
-        checked(Misnamed(), "Misnamed")
+        check_callback(Misnamed(), "Misnamed")
 
 
 # -- trackers that cannot write ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from raypar.errors import ConfigError, DataError, UserCodeError
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
 from raypar.worker.data import Loader, SampleOrder, make_dataset
-from raypar.worker.spec import DataSpec, Ref
+from raypar.worker.job_spec import DataSpec, Ref
 
 ALL = ("x", "noise", "draw", "id")
 CUT = Microbatches(3, 0, 7)
@@ -231,7 +231,7 @@ import sys, time
 from helpers.data_cases import Leaves
 from raypar.plan.microbatches import Microbatches
 from raypar.worker.data import Loader, SampleOrder
-from raypar.worker.spec import DataSpec, Ref
+from raypar.worker.job_spec import DataSpec, Ref
 if __name__ == "__main__":
     folder = sys.argv[1]
     spec = DataSpec(Ref("helpers.data_cases:Leaves", {"folder": folder}), processes=1)

@@ -23,12 +23,12 @@ def run(tmp_path: Path) -> RunFolder:
     folder = RunFolder.create(tmp_path, "mine")
     folder.job.write_text("name: mine\n")
     for done in (5, 10):
-        aside = checkpoint.begin(folder.checkpoints, done)
+        aside = checkpoint.create_checkpoint(folder.checkpoints, done)
         records = [
             checkpoint.write_shard(aside, f"{i}.safetensors", {(name, PARAMETER): w, (name, "exp_avg"): w + 1})
             for i, (name, w) in enumerate(weights(done).items())
         ]
-        checkpoint.commit(aside, records, steps_done=done, contract={})
+        checkpoint.commit_checkpoint(aside, records, steps_done=done, contract={})
     return folder
 
 

@@ -16,9 +16,9 @@ from raypar.cli import main
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.worker import checkpoint
+from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.local_run import LocalJob
 from raypar.worker.numerics import weights_hash
-from raypar.worker.spec import JobSpec, Ref
 
 
 class Positions(nn.Module):
@@ -68,11 +68,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
     with LocalJob(spec(), ParallelPlan.mesh(pp=3, dp=2, layers=len(LAYERS)), "1f1b") as local:
         for step in range(2):
             local.step(step)
-        folder = checkpoint.begin(root, 2)
+        folder = checkpoint.create_checkpoint(root, 2)
         for core in local.cores:
             core.save(folder, 2)
         records = [core.save_result() for core in local.cores]
-        path = checkpoint.commit(folder, records, steps_done=2, contract=checkpoint.contract_of(local.spec))
+        path = checkpoint.commit_checkpoint(folder, records, steps_done=2, contract=checkpoint.contract_of(local.spec))
         return path, {name: copies[0].detach().clone() for name, copies in local.parameters().items()}
 
 
@@ -101,9 +101,9 @@ def test_a_tied_parameter_lies_in_a_file_once_and_its_other_name_is_noted(saved,
 
 def test_ties_and_buffers_are_no_part_of_what_a_run_resumes_from(saved):
     path, parameters = saved
-    manifest = checkpoint.verify(path)
+    manifest = checkpoint.verify_checkpoint(path)
     assert set(manifest.shapes) == set(parameters) == set(checkpoint.read_tensors(path))
-    assert checkpoint.hash_of(path) == weights_hash(parameters)
+    assert checkpoint.checkpoint_weights_hash(path) == weights_hash(parameters)
     assert manifest.ties == {"head.weight": "embed.weight"}
     written = json.loads((path / "manifest.json").read_text())["entries"]
     assert [entry["name"] for entry in written if entry["kind"] == "buffer"] == ["positions.table"]

@@ -18,8 +18,8 @@ from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
+from raypar.elastic.adopt_order import AdoptOrder
 from raypar.elastic.holdings import WholeParameters, moves
-from raypar.elastic.part import Part
 from raypar.elastic.sliced import SlicedParameters
 from raypar.model.build import elements_by_layer
 from raypar.model.graph import Graph
@@ -27,7 +27,7 @@ from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker.assignment import assignments, make_graph
-from raypar.worker.spec import JobSpec, Ref
+from raypar.worker.job_spec import JobSpec, Ref
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
 
@@ -80,14 +80,14 @@ class Run:
     def parts(self, plan, members, stands=None):
         """`stands`: of those that hold state; None at the beginning."""
         spec = self.job.spec
-        made = assignments(spec, self.job.graph, plan, registry.build("1f1b", Routing(plan, spec.cut)))
+        made = assignments(spec, self.job.graph, plan, registry.build_schedule("1f1b", Routing(plan, spec.cut)))
         ways, ranks = (), {worker: rank for rank, worker in enumerate(members)}
         if stands is not None:
             have = {stand.worker: stand.pieces for stand in stands}
             ways = moves(have, dict(zip(members, self.job.layout(plan), strict=True)))
             assert {way.source for way in ways} <= set(members)
         fresh = stands is None
-        return {w: Part(made[rank], ranks, self.done, ways, fresh=fresh) for w, rank in ranks.items()}, ways
+        return {w: AdoptOrder(made[rank], ranks, self.done, ways, fresh=fresh) for w, rank in ranks.items()}, ways
 
     def adopt(self, plan, members, stands=None):
         """A new generation of these workers."""

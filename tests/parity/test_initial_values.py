@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from raypar.cli import main
-from raypar.comm.memory import Pool
-from raypar.elastic.digests import InitialDigests
+from raypar.comm.buffer_pool import BufferPool
+from raypar.elastic.digest_check import InitialDigestCheck
 from raypar.errors import ModelError, UserCodeError
-from raypar.model import deferred
+from raypar.model import deferred_init as deferred
 from raypar.model.build import STATE_DTYPES, state_shapes
 from raypar.model.graph import Graph, Layer
 from raypar.model.tensor_parallel.styles import layout_of
@@ -33,12 +33,12 @@ from raypar.worker.assignment import make_graph
 from raypar.worker.checkpoint import BUFFER, CACHE, PARAMETER
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.initial_state import initial_state
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.local_run import LocalJob
 from raypar.worker.manifest import DTYPES
-from raypar.worker.mirror import Copy
+from raypar.worker.mirror import StateCopy
 from raypar.worker.preflight import preflight
-from raypar.worker.shard import Shard
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.stage_shard import StageShard
 from raypar.worker.weights_initial import with_fingerprint
 from raypar.worker.weights_matching import WeightsSource
 
@@ -227,17 +227,17 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
     plan = ParallelPlan.mesh(pp=2, dp=2, layers=4)
     with LocalJob(spec, plan, "1f1b") as run:
         run.step(0)
-        folder = checkpoint.begin(tmp_path, 1)
+        folder = checkpoint.create_checkpoint(tmp_path, 1)
         for core in run.cores:
             core.save(folder, 1)
         records = [core.save_result() for core in run.cores]
-        path = checkpoint.commit(folder, records, steps_done=1, contract=checkpoint.contract_of(spec))
+        path = checkpoint.commit_checkpoint(folder, records, steps_done=1, contract=checkpoint.contract_of(spec))
     kinds = {(e.name, e.kind) for e in checkpoint.load_manifest(path).entries}
     assert {("0.mask", BUFFER), ("3.shift", CACHE), ("2.count", BUFFER), ("0.up.weight", PARAMETER)} <= kinds
-    older = checkpoint.begin(tmp_path, 2)
+    older = checkpoint.create_checkpoint(tmp_path, 2)
     tensors = {(n, k): v for n, kinds in checkpoint.read_tensors(path).items() for k, v in kinds.items() if torch.is_tensor(v)}
     record = checkpoint.write_shard(older, "worker_0000.safetensors", tensors)
-    lacking = checkpoint.commit(older, [record], steps_done=2, contract=checkpoint.contract_of(spec))
+    lacking = checkpoint.commit_checkpoint(older, [record], steps_done=2, contract=checkpoint.contract_of(spec))
     with LocalJob(spec, ParallelPlan.mesh(layers=4), "1f1b") as run:
         for core in run.cores:
             for stage in core.stages.values():
@@ -298,7 +298,7 @@ def never_the_same() -> nn.Module:
 
 def test_workers_that_begin_with_other_values_are_found():
     spec = replace(job("constructors"), model=Ref(never_the_same))
-    found = InitialDigests()
+    found = InitialDigestCheck()
     errors = [found.add(worker, initial_state(make_graph(spec), 0, 4, spec).digests) for worker in range(2)]
     assert errors[0] is None
     assert isinstance(errors[1], ModelError) and "workers 0 and 1 begin with other values of 1.up.weight" in errors[1].what
@@ -324,14 +324,14 @@ def test_layers_with_complex_buffers_pass_the_check_of_shapes():
 def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     spec, begun = job("complex_buffers"), one_process("complex_buffers", torch.float32)
     phase = begun["1.phase"]
-    copy = Copy.of({"1.phase": {PARAMETER: phase}, "0.ids": {PARAMETER: begun["0.ids"]}}, Pool())
+    copy = StateCopy.of({"1.phase": {PARAMETER: phase}, "0.ids": {PARAMETER: begun["0.ids"]}}, BufferPool())
     assert torch.equal(copy.holdings()["1.phase"].kept[PARAMETER], phase)
     with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
-        folder = checkpoint.begin(tmp_path / "checkpoints", 0)
+        folder = checkpoint.create_checkpoint(tmp_path / "checkpoints", 0)
         for core in run.cores:
             core.save(folder, 0)
         records = [core.save_result() for core in run.cores]
-        path = checkpoint.commit(folder, records, steps_done=0, contract=checkpoint.contract_of(spec))
+        path = checkpoint.commit_checkpoint(folder, records, steps_done=0, contract=checkpoint.contract_of(spec))
     assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0
     exported = load_file(tmp_path / "m.safetensors")
     assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64
@@ -454,7 +454,7 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
     monkeypatch.setattr(weights_file.WeightsFile, "read_into", into)
     layout, names = layout_of(graph, 2, dict(STYLES)), dict(model.named_parameters())
     for rank in range(2):
-        shard = Shard(SimpleNamespace(shard=rank, size=2), layout)
+        shard = StageShard(SimpleNamespace(shard=rank, size=2), layout)
         state = initial_state(graph, 0, 1, spec, shard)
         assert all(torch.equal(state.values[name], shard.part(name, whole)) for name, whole in names.items())
         assert len(state.digests) == len(names) and "0.up.weight" not in state.digests and "0.norm.weight" in state.digests

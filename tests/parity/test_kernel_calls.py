@@ -9,10 +9,10 @@ from helpers.kernel_calls import calls_of, elsewhere, products_in
 from helpers.on_shards import on_shards
 from torch import Tensor, nn
 
-from raypar.model.split_linear import Deferred, split_linears
+from raypar.model.split_linear import DeferredWeightGradient, split_linears
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear, split_sharded_linears
 from raypar.model.tensor_parallel.value import Held, Sharded
-from raypar.plan.spans import even
+from raypar.plan.shard_ranges import even_range
 
 LEADING = [(), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (4, 17), (0, 3), (2, 1, 3, 4)]
 SIZES = [(1, 1), (1, 4), (4, 1), (5, 3)]
@@ -94,7 +94,7 @@ def of_autograd(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -
 
 def of_split(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -> list[Tensor]:
     """The same, the weight gradients after the backward pass."""
-    start, of_input, stash = torch.zeros((), requires_grad=True), [], list[Deferred]()
+    start, of_input, stash = torch.zeros((), requires_grad=True), [], list[DeferredWeightGradient]()
     split_linears(linear, lambda: stash)
     made = linear(Ends.apply(x, start, of_input) if trained else x)
     made.backward(gradient)
@@ -119,17 +119,17 @@ def test_a_split_linear_makes_autograds_calls(inputs, weights, gradients):
 
 def of_shard(kind: str, group, x: Tensor, gradient: Tensor, linear: nn.Linear, put_off: bool):
     """What a shard computes with its slice, which is `linear`, and what it adds to the bits of one process beside that."""
-    stash = list[Deferred]()
+    stash = list[DeferredWeightGradient]()
     fan_out, fan_in = linear.weight.shape
     value: Tensor | Sharded = x.detach().requires_grad_()
     if kind == "row":
         linear.in_features = 2 * fan_in
-        held = even(2 * fan_in, 2)[group.shard]
+        held = even_range(2 * fan_in, 2)[group.shard]
         layer = RowLinear(linear, "row", group, held)
         value = Sharded(value, Held(x.dim() - 1, 2 * fan_in, held), group)
     else:
         linear.out_features = 2 * fan_out
-        layer = ColumnLinear(linear, "column", group, even(2 * fan_out, 2)[group.shard], shares=kind == "shared column")
+        layer = ColumnLinear(linear, "column", group, even_range(2 * fan_out, 2)[group.shard], shares=kind == "shared column")
     if put_off:
         split_sharded_linears(layer, lambda: stash)
     made = layer(value)

@@ -19,8 +19,8 @@ from raypar.callbacks import Callback, Callbacks
 from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 
 WIDTH, STEPS = 8, 3
 IN_TRAINING = 7
@@ -471,7 +471,7 @@ def test_callbacks_do_not_meet_what_others_leave():
 def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
     """In the process of `raypar train`, before there are workers; the profile enters hooks of its own around layers."""
     from raypar.worker.preflight import preflight
-    from raypar.worker.profile import profile_job
+    from raypar.worker.profiler import profile_job
 
     here = os.getcwd()
     for place, leak in (

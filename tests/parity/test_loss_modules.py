@@ -12,7 +12,7 @@ from raypar.errors import ConfigError, UserCodeError
 from raypar.plan import ParallelPlan
 from raypar.worker.local_run import LocalJob
 from raypar.worker.preflight import preflight
-from raypar.worker.profile import profile_job
+from raypar.worker.profiler import profile_job
 
 SAMPLES = [(torch.full((3,), float(i)), i % 4) for i in range(8)]
 GIVEN = {"data": SAMPLES, "steps": 2, "batch_size": 4, "microbatches": 2, "optimizer": ("torch.optim:SGD", {"lr": 0.1})}

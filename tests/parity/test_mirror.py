@@ -2,13 +2,13 @@
 
 import torch
 
-from raypar.comm.local import LocalMesh
-from raypar.comm.memory import Pool
-from raypar.comm.transport import drive
+from raypar.comm.buffer_pool import BufferPool
+from raypar.comm.local_transport import LocalMesh
+from raypar.comm.transport import run_routine
 from raypar.worker import mirror
 from raypar.worker.checkpoint import PARAMETER
-from raypar.worker.holding import Kept
-from raypar.worker.mirror import Copy, Mirror, chunks
+from raypar.worker.mirror import Mirror, StateCopy, memory_chunks
+from raypar.worker.parameter_state import Kept
 
 
 def state(seed: int) -> dict[str, Kept]:
@@ -41,12 +41,12 @@ def test_the_buddy_holds_the_same_bits_and_the_last_complete_cut_stays_until_the
     mirrors, mesh = pair()
     for done in (1, 2, 3):
         for one in mirrors:
-            drive(one.finish(), 1.0)
+            run_routine(one.finish(), 1.0)
         exchange(mirrors, mesh, done)
         kept = mirrors[1].pieces()
         assert set(kept) == {step for step in (done - 1, done) if step}
         for step in kept:
-            own = Copy.of(state(10 * step + 1), Pool())
+            own = StateCopy.of(state(10 * step + 1), BufferPool())
             assert set(mirrors[1]._cuts[step]) == {mirror.OWN, 0}
             assert same({n: h.kept for n, h in mirrors[1]._cuts[step][0].holdings().items()}, state(10 * step))
             assert mirrors[1]._cuts[step][mirror.OWN].digest() == own.digest()
@@ -57,7 +57,7 @@ def test_memory_is_used_again():
     held = []
     for done in range(1, 7):
         for one in mirrors:
-            drive(one.finish(), 1.0)
+            run_routine(one.finish(), 1.0)
         exchange(mirrors, mesh, done)
         held.append(mirrors[0]._pool.held_bytes)
     assert held[1] == held[-1], held
@@ -67,7 +67,7 @@ def test_a_cut_that_is_broken_off_is_not_held_and_the_one_before_it_is():
     mirrors, mesh = pair()
     exchange(mirrors, mesh, 1)
     for one in mirrors:
-        drive(one.finish(), 1.0)
+        run_routine(one.finish(), 1.0)
     for rank, one in enumerate(mirrors):
         one.take(2, state(rank), mesh.transports[rank])
     mesh.abort("a worker died")
@@ -79,20 +79,20 @@ def test_a_cut_that_is_broken_off_is_not_held_and_the_one_before_it_is():
 def test_both_ends_cut_the_memory_into_the_same_chunks():
     for size in (0, 1, 1 << 18, 40 << 20, (600 << 20) + 1):
         memory = torch.empty(size, dtype=torch.uint8)
-        assert sum(len(part) for part in chunks(memory)) == size
-        assert len(chunks(memory)) <= 2 * mirror.CHUNKS
+        assert sum(len(part) for part in memory_chunks(memory)) == size
+        assert len(memory_chunks(memory)) <= 2 * mirror.CHUNKS
 
 
 def test_a_digest_depends_on_every_bit_and_its_place():
     kept = state(1)
-    before = Copy.of(kept, Pool()).digest()
-    assert before == Copy.of({name: kept[name] for name in "cba"}, Pool()).digest(), "not on the order of names"
+    before = StateCopy.of(kept, BufferPool()).digest()
+    assert before == StateCopy.of({name: kept[name] for name in "cba"}, BufferPool()).digest(), "not on the order of names"
     kept["a"][PARAMETER].view(torch.int32)[7, 9] ^= 1
-    flipped = Copy.of(kept, Pool()).digest()
+    flipped = StateCopy.of(kept, BufferPool()).digest()
     assert flipped[0] == before[0] and flipped[1] != before[1]
     kept["a"][PARAMETER].view(torch.int32)[7, 9] ^= 1
     kept["a"][PARAMETER][[0, 1]] = kept["a"][PARAMETER][[1, 0]]
-    assert Copy.of(kept, Pool()).digest()[1] != before[1], "two rows are exchanged"
+    assert StateCopy.of(kept, BufferPool()).digest()[1] != before[1], "two rows are exchanged"
     kept["a"][PARAMETER][[0, 1]] = kept["a"][PARAMETER][[1, 0]]
     kept["a"]["step"] = 4
-    assert Copy.of(kept, Pool()).digest()[1] != before[1], "a number is another one"
+    assert StateCopy.of(kept, BufferPool()).digest()[1] != before[1], "a number is another one"

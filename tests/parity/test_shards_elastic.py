@@ -13,14 +13,14 @@ from helpers.generations import SHARDS, Generations, mesh
 from helpers.protocol import Fault
 from helpers.shard_grid import Cell, graph
 
-from raypar.comm.local import LocalMesh
+from raypar.comm.local_transport import LocalMesh
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker import checkpoint
 from raypar.worker.assignment import assignments
 from raypar.worker.local_run import LocalJob
-from raypar.worker.mirror import Copy
+from raypar.worker.mirror import StateCopy
 
 PATHS = [
     [(1, 1, 2), (1, 2, 2), (2, 1, 2)],
@@ -55,11 +55,11 @@ def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path
             for step in (done, done + 1):
                 live.step(step)
                 local.step(step)
-            folder = checkpoint.begin(tmp_path / "local", done + 2)
+            folder = checkpoint.create_checkpoint(tmp_path / "local", done + 2)
             for core in local.cores:
                 core.save(folder, done + 2)
             records = [core.save_result() for core in local.cores]
-            there = checkpoint.commit(folder, records, steps_done=done + 2, contract={})
+            there = checkpoint.commit_checkpoint(folder, records, steps_done=done + 2, contract={})
         found, want = checkpoint.read_tensors(live.save(tmp_path / "live", done + 2)), checkpoint.read_tensors(there)
         assert found.keys() == want.keys()
         for name, kinds in want.items():
@@ -123,11 +123,11 @@ def test_the_only_copy_of_a_slice_comes_back_from_the_mirror():
     spec = Cell("llama", "1f1b", (1,), (1,), 4).job
     job = torch_flesh.TorchJob(spec, graph("llama"), shards=SHARDS, mirror_every=1)
     plan = mesh("llama", 1, 1, 4)
-    course = QUICK | {"hires": True, "min_workers": 4}
-    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of("llama", 4), **course)
+    policy = QUICK | {"hires": True, "min_workers": 4}
+    plain, reference = torch_flesh.simulate(job, plan, plans=plans_of("llama", 4), **policy)
     cured = 0
     for at in range(plain.points // 3, plain.points, plain.points // 4):
-        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans_of("llama", 4), **course)
+        world, found = torch_flesh.simulate(job, plan, [Fault(at, "kill")], plans=plans_of("llama", 4), **policy)
         assert found in (reference, None), world.tell(f"{at}: other bits")
         cured += found == reference
     assert cured
@@ -160,7 +160,7 @@ def test_the_stages_of_a_former_plan_are_freed_without_pythons_collector(schedul
         gc.freeze()
         gc.disable()
         try:
-            parts = assignments(job, graph("gpt"), plan, registry.build("1f1b", Routing(plan, job.cut)))
+            parts = assignments(job, graph("gpt"), plan, registry.build_schedule("1f1b", Routing(plan, job.cut)))
             for core, part, transport in zip(local.cores, parts, LocalMesh(plan.world).transports, strict=True):
                 core.adopt(part, transport)
             assert [reference() for reference in former] == [None] * len(former)
@@ -192,7 +192,9 @@ def test_training_goes_on_beside_the_mirrors_cut_and_not_in_it(shards):
     live.step(0)
     body = live.bodies[0]
     copies = {
-        worker: Copy.of(other._held(), body.mirror._pool, other._slices()) for worker, other in live.bodies.items() if worker
+        worker: StateCopy.of(other._held(), body.mirror._pool, other._slices())
+        for worker, other in live.bodies.items()
+        if worker
     }
     body._take_cut(None)
     body.mirror._cuts[1] |= copies

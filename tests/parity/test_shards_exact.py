@@ -114,7 +114,7 @@ def test_partial_gradients_are_completed_in_one_message_a_step():
     x, y = ids(V, B, S), ids(V, B, S)
 
     def work(group):
-        from raypar.comm import blocking
+        from raypar.comm import blocking_routines
 
         modules = materialise_shard(graph, 0, DEPTH + 2, layout=layout, group=group, seed=1, dtype=torch.float64)
         run = train_once(graph, modules, sharded_loss(gpt.loss, group), x, y)
@@ -124,7 +124,7 @@ def test_partial_gradients_are_completed_in_one_message_a_step():
         }
         before = group.transport.ledger.as_dict()["all_reduce"]
         for wait in complete(run.gradients, partial=partial, cuts=layout.cuts, group=group):
-            blocking.wait(wait.handle, wait.what)
+            blocking_routines.wait_for(wait.handle, wait.what)
         after = group.transport.ledger.as_dict()["all_reduce"]
         return {key: after[key] - before[key] for key in after}
 

@@ -14,21 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples import gpt
 from examples.gpt import Embedding, Linear
-from raypar.comm.ledger import Ledger
+from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.elastic.holdings import moves
 from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ModelError, PlanError
 from raypar.model.build import canonical_names, elements_by_layer, materialise, parameter_shapes
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
-from raypar.model.tensor_parallel.by_shape import check_by_shape
 from raypar.model.tensor_parallel.functions import select
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.meta_check import check_by_shape
 from raypar.model.tensor_parallel.slices import put, taken
-from raypar.model.tensor_parallel.styles import elements, layout_of, parse
+from raypar.model.tensor_parallel.styles import elements_on_shard, layout_of, parse_style
 from raypar.model.tensor_parallel.value import Held, Sharded
 from raypar.plan import ParallelPlan
-from raypar.plan.spans import Cut, count, even, places
+from raypar.plan.shard_ranges import Cut, count_indices, even_range, positions_of
 
 TIED = (("model.embed_tokens.weight", "head.lm_head.weight"),)
 
@@ -84,7 +84,7 @@ def test_every_parameter_is_a_slice_of_what_one_process_makes(make, shards):
         for name, parameter in state.items():
             assert torch.equal(parameter, slice_of(layout, name, want[name], shard))
             if name in layout.cuts:
-                assert tuple(parameter.shape) == elements(layout.cuts[name], want[name].shape, shard)
+                assert tuple(parameter.shape) == elements_on_shard(layout.cuts[name], want[name].shape, shard)
 
 
 @pytest.mark.parametrize("before, after", [(2, 3), (3, 2), (4, 1), (1, 4)])
@@ -98,7 +98,7 @@ def test_what_shards_own_makes_the_state_of_any_other_number_of_shards(before, a
             cut = old.cuts.get(name)
             if cut is not None:
                 own = cut.owned(shard)
-                files.setdefault(name, []).append((cut.dim, own, select(value, cut.dim, places(cut.held[shard], own))))
+                files.setdefault(name, []).append((cut.dim, own, select(value, cut.dim, positions_of(cut.held[shard], own))))
             elif shard == 0:
                 files[name] = [(0, ((0, shapes[name][0]),), value)]
     read = {}
@@ -127,8 +127,8 @@ def test_the_pieces_of_a_parameter_number_every_element_once():
         assert sorted(owned) == list(range(shapes[name].numel())), name
         for shard in range(4):
             assert (
-                count(cut.pieces(cut.held[shard], shapes[name].numel()))
-                == torch.Size(elements(cut, shapes[name], shard)).numel()
+                count_indices(cut.pieces(cut.held[shard], shapes[name].numel()))
+                == torch.Size(elements_on_shard(cut, shapes[name], shard)).numel()
             )
 
 
@@ -251,7 +251,7 @@ def test_the_first_pattern_that_matches_counts_and_the_rest_is_inferred():
 
 @pytest.mark.parametrize("text", ["column", "qkv:8", "qkv:8/2", "kv-heads:8/2", "column/2", "heads-row", "whole", "vocabulary"])
 def test_a_style_is_written_as_it_is_read(text):
-    assert str(parse(text)) == text
+    assert str(parse_style(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_models_that_run_pass_the_check_by_shape(make, sequence):
 
     layout = layout_of(graph, 3)
     assert check_by_shape(graph, layout, loss, {"x": x, "y": x}, "y", sequence=sequence)
-    kinds = {tuple(count(cut.held[t]) for cut in layout.cuts.values()) for t in range(3)}
+    kinds = {tuple(count_indices(cut.held[t]) for cut in layout.cuts.values()) for t in range(3)}
     assert len(ran) in (len(kinds), len(kinds) + 1) and ran[0][:2] == (2, 7), "to the end, on every kind of shard and the first"
 
 
@@ -588,7 +588,7 @@ class Fake:
     """A transport end of two shards whose sums are done at once and whose waits are noted."""
 
     def __init__(self, log):
-        self.rank, self.size, self.generation, self.ledger, self.log = 0, 2, 0, Ledger(), log
+        self.rank, self.size, self.generation, self.ledger, self.log = 0, 2, 0, CommunicationLedger(), log
 
     def all_reduce(self, flat, *, group, channel=0):
         self.log.append("post")
@@ -683,7 +683,7 @@ class Products(TorchDispatchMode):
 def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequence):
     log = []
     group = ShardGroup(Fake(log), (0, 1), sequence=sequence)
-    held = even(8, 2)[0]
+    held = even_range(8, 2)[0]
 
     def value():
         x = numbers(2, 3, 6).requires_grad_()
@@ -707,7 +707,7 @@ def test_a_wrong_number_of_heads_is_told_with_the_right_one():
 
 
 def test_a_graph_of_several_layers_that_read_one_value_may_be_gone_back_twice():
-    group, held = ShardGroup(Fake([]), (0, 1)), even(8, 2)[0]
+    group, held = ShardGroup(Fake([]), (0, 1)), even_range(8, 2)[0]
     three = [ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), name, group, held, shares=True) for name in "qkv"]
     x = numbers(2, 3, 6).requires_grad_()
     out = sum(layer(x).local for layer in three).square().sum()

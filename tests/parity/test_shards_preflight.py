@@ -13,9 +13,9 @@ from raypar.config import parse_job
 from raypar.errors import ConfigError, InputError, ModelError, PlanError
 from raypar.launch import choose
 from raypar.plan import ParallelPlan
+from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
 from raypar.worker.optimizer import check_elementwise
 from raypar.worker.preflight import preflight
-from raypar.worker.spec import JobSpec, OptimizerSpec, Ref
 
 ARGS = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 5, "context": 8}
 
@@ -179,13 +179,13 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
     checked = preflight(spec)
     plans = [ParallelPlan.mesh(tp=shards, layers=4) for shards in (1, 2, 4)]
     planned = [choose(spec, checked, lambda layers, plan=plan: plan, "1f1b", 1) for plan in plans]
-    from raypar.planner.memory import sheet
+    from raypar.planner.memory_sheet import memory_sheet
     from raypar.worker.local_run import LocalJob
 
     for plan, made in zip(plans[1:], planned[1:], strict=True):
         with LocalJob(spec, plan, "1f1b") as local:
             held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
-        assert sheet(made.profile, plan, "1f1b", spec.cut, 0).parameters == max(held)
+        assert memory_sheet(made.profile, plan, "1f1b", spec.cut, 0).parameters == max(held)
         assert made.predicted.makespan_ms > 0 and len(made.orders) == plan.world
 
 
@@ -206,7 +206,7 @@ def test_a_job_file_with_shards_makes_the_plan_and_the_job():
 def test_a_profile_counts_a_tie_in_every_layer_that_has_it():
     """Its layers may be stages of their own."""
     from raypar.worker.local_run import LocalJob
-    from raypar.worker.profile import held_bytes
+    from raypar.worker.profiler import held_bytes
 
     spec, plan = spec_of(Ref(Tied)), ParallelPlan.mesh(pp=4, tp=2, layers=4)
     with LocalJob(spec, plan, "1f1b") as local:

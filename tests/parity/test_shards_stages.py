@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from examples import gpt
-from raypar.comm import blocking
-from raypar.comm.cpu import CpuMesh
-from raypar.comm.local import LocalMesh
+from raypar.comm import blocking_routines
+from raypar.comm.local_transport import LocalMesh
+from raypar.comm.tcp.transport import TcpMesh
 from raypar.errors import GroupAborted, ModelError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer
@@ -57,7 +57,7 @@ def two_stages(graph, layout, cut, loss, *, sequence):
         }
         partial = set().union(*(partial_names(m, g, canonical) for m, g in zip(stages, groups, strict=True)))
         for wait in complete(gradients, partial=partial, cuts=layout.cuts, group=group):
-            blocking.wait(wait.handle, wait.what)
+            blocking_routines.wait_for(wait.handle, wait.what)
         return total.detach(), sent.detach(), received.grad, gradients
 
     return on_shards(layout.shards, work)[0]
@@ -165,7 +165,7 @@ def test_sockets_give_the_bits_of_the_local_transport(sequence):
     graph = graph_of(lambda: models.llama())
     layout = layout_of(graph, 3)
     want, _ = sharded(graph, layout, models.next_token, X[:, :6], X[:, :6], sequence=sequence)
-    meshes = [CpuMesh.listen(credential=CREDENTIAL) for _ in range(3)]
+    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(3)]
     addresses = [mesh.address for mesh in meshes]
     ends: list[Any] = [None] * 3
     stages: list[Any] = [None] * 3

@@ -22,11 +22,11 @@ BEFORE, AFTER = 2, 4
 
 def save(local: LocalJob, root: Path, done: int) -> Path:
     """What the driver does: all workers write, one commits."""
-    folder = checkpoint.begin(root, done)
+    folder = checkpoint.create_checkpoint(root, done)
     for core in local.cores:
         core.save(folder, done)
     records = [core.save_result() for core in local.cores]
-    return checkpoint.commit(folder, records, steps_done=done, contract=checkpoint.contract_of(local.spec))
+    return checkpoint.commit_checkpoint(folder, records, steps_done=done, contract=checkpoint.contract_of(local.spec))
 
 
 def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
@@ -55,13 +55,13 @@ def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_
     """replicas x stages x shards"""
     job = Cell("gpt", "1f1b", (1,), (1,), 5, sequence).job
     path = trained(job, mesh("gpt", *before), range(BEFORE), tmp_path)
-    checkpoint.check_model(checkpoint.verify(path), parameter_shapes(graph("gpt")))
+    checkpoint.check_model(checkpoint.verify_checkpoint(path), parameter_shapes(graph("gpt")))
     last = trained(job, mesh("gpt", *after), range(BEFORE, AFTER), tmp_path, path)
 
     like, (first, second) = initial(job), (before[2], after[2])
     made = steps_of(job, range(BEFORE), first, same_shards.gpt_slices(like, HEADS, first))
     whole = same_shards.gpt_whole(made.slices, like, HEADS)
-    assert checkpoint.hash_of(path) == weights_hash(whole)
+    assert checkpoint.checkpoint_weights_hash(path) == weights_hash(whole)
     kinds = {
         kind: same_shards.gpt_slices(
             same_shards.gpt_whole([{n: s[kind] for n, s in mine.items()} for mine in made.state], like, HEADS), HEADS, second
@@ -73,7 +73,7 @@ def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_
         for i in range(second)
     ]
     end = steps_of(job, range(BEFORE, AFTER), second, same_shards.gpt_slices(whole, HEADS, second), state)
-    assert checkpoint.hash_of(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
+    assert checkpoint.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -83,7 +83,7 @@ def test_every_plan_of_as_many_shards_writes_the_same_weights(shards, tmp_path):
     for number, (replicas, stages) in enumerate([(1, 1), (2, 1), (1, 2), (2, 2)]):
         if replicas * stages * shards <= 8:
             path = trained(job, mesh("llama", replicas, stages, shards), range(2), tmp_path / str(number), model="llama")
-            hashes.add(checkpoint.hash_of(path))
+            hashes.add(checkpoint.checkpoint_weights_hash(path))
     assert len(hashes) == 1
 
 
@@ -99,7 +99,7 @@ def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_p
             for kind, value in {PARAMETER: parameter.detach(), **state}.items():
                 whole = found[name][kind]
                 assert torch.equal(slice_of(layout, name, whole, shard) if value.dim() else whole, value), (name, kind)
-    manifest = checkpoint.verify(path)
+    manifest = checkpoint.verify_checkpoint(path)
     sizes = {name: shape.numel() for name, shape in parameter_shapes(graph("llama")).items()}
     written = dict.fromkeys(sizes, 0)
     files = set()
@@ -148,4 +148,4 @@ def test_sequence_parallelism_that_begins_in_the_middle_has_the_bits_of_a_refere
     like = initial(before)
     made = steps_of(before, range(BEFORE), 2, same_shards.gpt_slices(like, HEADS, 2))
     end = steps_of(after, range(BEFORE, AFTER), 2, made.slices, made.state)
-    assert checkpoint.hash_of(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
+    assert checkpoint.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))

@@ -18,9 +18,9 @@ from raypar.errors import ModelError
 from raypar.model.graph import Graph
 from raypar.model.split_linear import Stash, split_linears
 from raypar.plan import ParallelPlan
-from raypar.schedule.file import read_csv
+from raypar.schedule.schedule_csv import read_csv
+from raypar.worker.job_spec import JobSpec
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import JobSpec
 
 S = ugly_models.SEQ
 LEADING = [(), (1,), (7,), (64,), (1, 1), (4, 17), (8, 128), (2, 1, 3, 4)]

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan, Routing
-from raypar.plan.tree import Node, cover, fold
-from raypar.worker.accumulate import Row
+from raypar.plan.addition_tree import TreeNode, covering_nodes, fold_tree
+from raypar.worker.gradient_accumulator import Row
+from raypar.worker.job_spec import JobSpec, Ref, ValidationSpec
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import JobSpec, Ref, ValidationSpec
 from raypar.worker.stage import Stage, gradient_counts
 
 S = ugly_models.SEQ
-Sums = dict[str, dict[Node, Tensor]]
+Sums = dict[str, dict[TreeNode, Tensor]]
 
 
 class Add(nn.Module):
@@ -99,13 +99,15 @@ def collect(parts: list[Stage]) -> Sums:
     found: Sums = {}
     for part in parts:
 
-        def report(uses: Sequence[int], rows: Mapping[Node, Row], part: Stage = part) -> None:
+        def report(uses: Sequence[int], rows: Mapping[TreeNode, Row], part: Stage = part) -> None:
             run = range(min(part.gradients.sizes), max(part.gradients.sizes) + 1)
             for use in uses:
                 name = part.uses[use][0]
                 assert name not in found, f"{name} reported twice"
                 sums = {node: row[use] for node, row in rows.items()}
-                totals = {node: fold(sums, node, torch.add) for node in cover(run, part._routing.microbatches.blocks)}
+                totals = {
+                    node: fold_tree(sums, node, torch.add) for node in covering_nodes(run, part._routing.microbatches.blocks)
+                }
                 found[name] = {node: total.clone() for node, total in totals.items() if total is not None}
 
         part.on_ready = report
@@ -224,7 +226,7 @@ def test_blocks_may_be_interleaved_and_each_use_is_reported_once(microbatches, b
                 part.backward_weight(m)
         assert equal(got, want)
         full = {b for b in range(blocks) if len(spec.cut.of_block(b))}
-        nodes = {n for n in cover(routing.run(0, replica), blocks) if full & set(range(*n))}
+        nodes = {n for n in covering_nodes(routing.run(0, replica), blocks) if full & set(range(*n))}
         assert all(set(sums) == nodes for sums in got.values()) and (got or not mine)
 
 

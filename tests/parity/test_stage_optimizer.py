@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from raypar.errors import ConfigError
+from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.numerics import norm_and_factor, parameter_squares, weights_hash
-from raypar.worker.optimizer import build_optimizer, check_groups, load_state, set_lr, state_of
-from raypar.worker.spec import OptimizerSpec, Ref
-from raypar.worker.step import _share
+from raypar.worker.optimizer import build_optimizer, check_groups, load_optimizer_state, optimizer_state, set_learning_rate
+from raypar.worker.step_commit import _share
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -35,8 +35,8 @@ def test_the_first_matching_pattern_takes_a_parameter_and_the_rest_form_the_last
     made = build_optimizer(spec(groups=(("*norm*", {"lr": 0.5}), ("*.weight", {"weight_decay": 0.0})), lr=0.1), named)
     assert [g["raypar_names"] for g in made.param_groups] == [["norm.weight"], ["a.weight"], ["a.bias"]]
     assert [g["lr"] for g in made.param_groups] == [0.5, 0.1, 0.1]
-    set_lr(made, 0.5)
-    set_lr(made, 0.25)
+    set_learning_rate(made, 0.5)
+    set_learning_rate(made, 0.25)
     assert [g["lr"] for g in made.param_groups] == [0.125, 0.025, 0.025]
 
 
@@ -44,14 +44,14 @@ def test_state_goes_by_name_and_survives_another_grouping_of_layers():
     named = parameters()
     whole = build_optimizer(spec(lr=0.1), named)
     step(whole, named)
-    saved = {name: {k: torch.as_tensor(v).clone() for k, v in s.items()} for name, s in state_of(whole).items()}
+    saved = {name: {k: torch.as_tensor(v).clone() for k, v in s.items()} for name, s in optimizer_state(whole).items()}
     values = {name: p.detach().clone() for name, p in named.items()}
     step(whole, named)
 
     for names in (["a.weight", "a.bias"], ["norm.weight", "b.weight"]):
         part = {name: nn.Parameter(values[name].clone()) for name in names}
         half = build_optimizer(spec(lr=0.1), part)
-        load_state(half, saved)
+        load_optimizer_state(half, saved)
         for name, parameter in part.items():
             parameter.grad = torch.full((3,), list(named).index(name) + 1.0)
         half.step()

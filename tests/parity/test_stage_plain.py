@@ -5,9 +5,9 @@ import torch
 
 from examples import plain_gpt
 from raypar.plan import ParallelPlan
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.local_run import LocalJob
 from raypar.worker.numerics import weights_hash
-from raypar.worker.spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16}
 

@@ -5,10 +5,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
-from raypar.schedule.file import from_torch_actions
 from raypar.schedule.instructions import Forward
 from raypar.schedule.lower import lower
-from raypar.schedule.validate import problems, validate
+from raypar.schedule.schedule_csv import from_torch_actions
+from raypar.schedule.validate import find_problems, validate
 
 
 def imported(name, pp, microbatches, chunks=1):
@@ -32,7 +32,7 @@ def judged(name, pp, microbatches, chunks=1, placement="loop"):
     schedule = from_torch_actions(imported(name, pp, microbatches, chunks))
     plan = ParallelPlan.mesh(pp=pp, chunks=chunks, placement=placement)
     routing, crossing = Routing(plan, Microbatches(microbatches, 1)), Crossing.chain(pp * chunks)
-    return schedule, problems(schedule, routing, crossing), routing, crossing
+    return schedule, find_problems(schedule, routing, crossing), routing, crossing
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from raypar.cli import main
 from raypar.config import ElasticConfig, parse_init_from
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
 from raypar.launch import resumed
-from raypar.worker import checkpoint, profile
-from raypar.worker.core import WorkerCore
+from raypar.worker import checkpoint, profiler
+from raypar.worker.job_spec import DataSpec, Ref, label_of, text_of
 from raypar.worker.preflight import preflight
-from raypar.worker.spec import DataSpec, Ref, label_of, text_of
+from raypar.worker.worker_core import WorkerCore
 
 GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size": 1, "microbatches": 1}
 
@@ -205,8 +205,8 @@ def test_elastic_is_the_section_of_a_job_file():
 
 
 def test_more_workers_than_fit_here_are_taken_to_be_on_other_machines(monkeypatch):
-    monkeypatch.setattr(profile, "processors", lambda: 2)
-    assert profile.free_memory_bytes(4) > 0.5 * profile.free_memory_bytes(400) > 0
+    monkeypatch.setattr(profiler, "processors", lambda: 2)
+    assert profiler.free_memory_bytes(4) > 0.5 * profiler.free_memory_bytes(400) > 0
 
 
 def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkeypatch: pytest.MonkeyPatch):
@@ -283,7 +283,9 @@ OTHER[1000] += 1e-6  # in no repr
 )
 def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
     before, again, after = (raypar.Trainer(**(GIVEN | {"loss": loss})).spec for loss in (one, one, other))
-    path = checkpoint.commit(checkpoint.begin(tmp_path, 1), [], steps_done=1, contract=checkpoint.contract_of(before))
+    path = checkpoint.commit_checkpoint(
+        checkpoint.create_checkpoint(tmp_path, 1), [], steps_done=1, contract=checkpoint.contract_of(before)
+    )
     manifest = checkpoint.load_manifest(path)
     checkpoint.check_contract(manifest, again)
     with pytest.raises(CheckpointError, match="belongs to another job: loss was"):

@@ -9,8 +9,8 @@ from torch import Tensor
 from raypar.errors import NonFiniteError, UserCodeError
 from raypar.plan import ParallelPlan
 from raypar.worker.assignment import make_graph
+from raypar.worker.job_spec import Ref
 from raypar.worker.local_run import LocalJob
-from raypar.worker.spec import Ref
 
 
 def constant(output: Tensor, target: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from raypar.cli import main
 from raypar.errors import CheckpointError, ConfigError
-from raypar.plan.spans import joined
+from raypar.plan.shard_ranges import merge_ranges
 from raypar.worker import checkpoint
-from raypar.worker.checkpoint import BUFFER, PARAMETER, Slices
-from raypar.worker.manifest import checksum
+from raypar.worker.checkpoint import BUFFER, PARAMETER, TensorSlices
+from raypar.worker.manifest import manifest_checksum
 from raypar.worker.weights_file import StoredTensor, open_weights, resolve
 from raypar.worker.weights_initial import WeightsFromFile
 from raypar.worker.weights_matching import WeightsSource, match_weights
@@ -47,7 +47,7 @@ def sharded(folder: Path, tensors: Mapping[str, Tensor], index: str = "model.saf
 
 def saved(root: Path, done: int, tensors: Mapping[str, Tensor]) -> Path:
     """A checkpoint of two shards: matrices cut along dim 1 in two spans each, `up.bias` a buffer, `embed.weight` tied."""
-    aside = checkpoint.begin(root, done)
+    aside = checkpoint.create_checkpoint(root, done)
     records = []
     for shard in range(2):
         held: dict[tuple[str, str], Tensor] = {("up.weight", "exp_avg"): torch.full((shard + 1,), 9.0)} if shard else {}
@@ -56,13 +56,13 @@ def saved(root: Path, done: int, tensors: Mapping[str, Tensor]) -> Path:
             kind = BUFFER if name == "up.bias" else PARAMETER
             if tensor.dim() == 2:
                 spans = (((0, 1), (2, 3)), ((1, 2), (3, 4)))[shard]
-                slices[name, kind] = Slices(tuple(tensor.shape), 1, spans)
+                slices[name, kind] = TensorSlices(tuple(tensor.shape), 1, spans)
                 held[name, kind] = torch.cat([tensor[:, a:b] for a, b in spans], 1)
             elif shard == 0:
                 held[name, kind] = tensor
         ties = {"embed.weight": ["head.weight"]}
         records.append(checkpoint.write_shard(aside, f"worker_{shard:04d}.safetensors", held, None, slices, ties))
-    return checkpoint.commit(aside, records, steps_done=done, contract={})
+    return checkpoint.commit_checkpoint(aside, records, steps_done=done, contract={})
 
 
 FORMS = ("file", "pt", "index", "index by its name", "folder of one file", "checkpoint", "run", "export", "export.pt")
@@ -116,7 +116,7 @@ def test_a_slice_is_that_slice_of_the_whole(what: str, tmp_path: Path):
     with open_weights(form(what, tmp_path, tensors)) as file:
         for name, tensor in tensors.items():
             for dim, size in enumerate(tensor.shape):
-                for spans in map(joined, [((0, 1),), ((1, size),), ((0, size),), ((0, 1), (2, size)), ()]):
+                for spans in map(merge_ranges, [((0, 1),), ((1, size),), ((0, size),), ((0, 1), (2, size)), ()]):
                     expected = torch.cat([tensor.narrow(dim, a, b - a) for a, b in spans or ((0, 0),)], dim)
                     found = file.read(name, torch.float32, (dim, spans))
                     assert torch.equal(found, expected) and found.is_contiguous(), (name, dim, spans)
@@ -142,7 +142,9 @@ def test_slices_of_tensors_larger_than_one_read_are_right(tmp_path: Path):
         with open_weights(tmp_path / "w.safetensors") as file:
             assert torch.equal(file.read("w", torch.float32), tensor)
             ends = ((5, 7), (shape[-1] - 1, shape[-1]))  # of rows that are longer than what is read at once, too
-            thirds = [(dim, joined([(0, size // 3), (size - size // 3, size)])) for dim, size in enumerate(shape) if size > 2]
+            thirds = [
+                (dim, merge_ranges([(0, size // 3), (size - size // 3, size)])) for dim, size in enumerate(shape) if size > 2
+            ]
             for dim, spans in [*thirds, (len(shape) - 1, ends)]:
                 expected = torch.cat([tensor.narrow(dim, a, b - a) for a, b in spans], dim)
                 assert torch.equal(file.read("w", torch.float32, (dim, spans)), expected)
@@ -439,7 +441,7 @@ def test_a_checkpoint_whose_slices_do_not_make_the_tensor_is_refused(damage: str
         entries[0]["slice"] = []
     elif damage == "a file from elsewhere":
         (path / "worker_0001.safetensors").write_bytes((path / "worker_0000.safetensors").read_bytes())
-    (path / "manifest.json").write_text(json.dumps({**body, "sha256": checksum(body)}))
+    (path / "manifest.json").write_text(json.dumps({**body, "sha256": manifest_checksum(body)}))
     with pytest.raises(CheckpointError, match=r"manifest.json is damaged|is not what manifest.json says"):
         open_weights(path)
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from raypar.model.without_dynamo import without_dynamo
+from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.optimizer import build_optimizer
-from raypar.worker.spec import OptimizerSpec, Ref
 
 NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
@@ -19,7 +19,7 @@ import sys
 import torch
 from torch import nn
 from raypar.worker.optimizer import build_optimizer
-from raypar.worker.spec import OptimizerSpec, Ref
+from raypar.worker.job_spec import OptimizerSpec, Ref
 
 class Own(torch.optim.AdamW):
     def step(self, closure=None):

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from raypar.actors.worker_actor import lacks_memory
+from raypar.actors.worker_actor import is_out_of_memory
 
 BODY = """
 import psutil
@@ -32,6 +32,6 @@ def test_freed_memory_is_kept_until_it_is_given_back():
 def test_errors_that_are_each_others_cause_are_looked_through_once():
     first, second = ValueError("first"), RuntimeError("second")
     first.__cause__, second.__cause__ = second, first
-    assert not lacks_memory(first)
+    assert not is_out_of_memory(first)
     second.args = ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",)
-    assert lacks_memory(first)
+    assert is_out_of_memory(first)

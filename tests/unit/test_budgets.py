@@ -2,24 +2,24 @@
 
 import pytest
 
-from raypar.elastic.actions import Adopt, Claim, Teardown, Warn
+from raypar.elastic.actions import AdoptPlan, ClaimGeneration, Teardown, Warn
 from raypar.elastic.events import (
-    Adopted,
     CallFailed,
-    Claimed,
     DrainAsked,
-    Emitted,
-    Joined,
-    Journalled,
+    GenerationClaimed,
+    PlanAdopted,
+    StepEmitted,
+    StepJournalled,
     StepReported,
-    Stood,
     Tick,
+    WorkerJoined,
     WorkersReady,
+    WorkerStatusReported,
 )
 from raypar.elastic.holdings import Piece
-from raypar.elastic.machine import Course, RunMachine
-from raypar.elastic.member import Stand
+from raypar.elastic.member import WorkerStatus
 from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.errors import GroupAborted, OutOfMemory, WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -29,10 +29,10 @@ STATE = (Piece("w", 0, 4),)
 class Scene:
     """One stage, as many replicas as workers; the machine's decisions are answered as workers would."""
 
-    def __init__(self, workers: int, **course):
+    def __init__(self, workers: int, **policy):
         plan = ParallelPlan.mesh(dp=workers)
         fixed = {"workers": workers, "last": 1000, "elastic": True, "grow": False}
-        self.machine = RunMachine(Course(**(fixed | course)), plan=plan, layout=lambda plan: (STATE,) * plan.world)
+        self.machine = RunMachine(RunPolicy(**(fixed | policy)), plan=plan, layout=lambda plan: (STATE,) * plan.world)
         self.now_s = 0.0
         self.do(WorkersReady())
 
@@ -47,11 +47,13 @@ class Scene:
         """Up to the new generation, if the machine lets us."""
         m = self.machine
         done = m.committed
-        found = self.do(Claimed(m.generation, True)) if m.phase is Phase.CLAIMING else []
+        found = self.do(GenerationClaimed(m.generation, True)) if m.phase is Phase.CLAIMING else []
         for worker in sorted(m.recovery.expected) if m.phase is Phase.STANDING else ():
-            found += self.do(Stood(m.generation, Stand(worker, done if worker in m.members else None, pieces=STATE)))
-        for order in [a for a in found if isinstance(a, Adopt)]:
-            found += self.do(*(Adopted(w, m.generation) for w in order.members))
+            found += self.do(
+                WorkerStatusReported(m.generation, WorkerStatus(worker, done if worker in m.members else None, pieces=STATE))
+            )
+        for order in [a for a in found if isinstance(a, AdoptPlan)]:
+            found += self.do(*(PlanAdopted(w, m.generation) for w in order.members))
         return found
 
     def step(self):
@@ -59,7 +61,7 @@ class Scene:
         step = m.committed
         self.do(*(StepReported(w, step, 0.1, m.generation) for w in m.members))
         if step >= m.emitted:
-            self.do(Journalled(step), Emitted(step))
+            self.do(StepJournalled(step), StepEmitted(step))
 
 
 def test_deaths_in_one_step_end_the_run_and_the_error_says_that_they_were_alike():
@@ -126,7 +128,7 @@ def test_a_replacement_that_dies_in_the_same_step_is_not_tried_for_ever():
         scene.die(worker)
         scene.recover()
         assert scene.machine.phase is Phase.WAITING
-        scene.do(Joined(worker + 1))
+        scene.do(WorkerJoined(worker + 1))
         scene.recover()
         assert scene.machine.phase is Phase.RUNNING
     (end,) = scene.die(3)
@@ -137,9 +139,9 @@ def test_a_place_that_runs_out_of_memory_twice_ends_the_run():
     scene = Scene(1, min_workers=1)
     plan = scene.machine.plan
     (claim,) = scene.do(CallFailed("lost", OutOfMemory("killed: its node ran out of memory"), 0))
-    assert claim == Claim(2), "once may be somebody else's fault"
+    assert claim == ClaimGeneration(2), "once may be somebody else's fault"
     scene.recover()
-    scene.do(Joined(1))
+    scene.do(WorkerJoined(1))
     scene.recover()
     assert scene.machine.phase is Phase.RUNNING and scene.machine.plan == plan
     (end,) = scene.do(CallFailed("lost", OutOfMemory("killed again", "predicted to fit: plan.stages=2"), 1))
@@ -150,12 +152,12 @@ def test_memory_that_is_lacking_while_a_plan_is_taken_over_counts_too():
     scene = Scene(3)
     scene.die(0)
     m = scene.machine
-    scene.do(Claimed(2, True), *(Stood(2, Stand(w, 0, pieces=STATE)) for w in (1, 2)))
+    scene.do(GenerationClaimed(2, True), *(WorkerStatusReported(2, WorkerStatus(w, 0, pieces=STATE)) for w in (1, 2)))
     assert m.phase is Phase.ADOPTING
-    assert scene.do(CallFailed("lost", OutOfMemory("killed"), 1)) == [Claim(3)]
+    assert scene.do(CallFailed("lost", OutOfMemory("killed"), 1)) == [ClaimGeneration(3)]
     scene.recover()
     assert m.members == (2,), "another plan: it has another chance"
-    assert scene.do(CallFailed("lost", OutOfMemory("killed"), 2)) == [Claim(4)]
+    assert scene.do(CallFailed("lost", OutOfMemory("killed"), 2)) == [ClaimGeneration(4)]
 
 
 def test_people_hear_what_is_awaited_and_for_how_long_every_30_s():

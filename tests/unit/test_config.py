@@ -10,7 +10,7 @@ import yaml
 from raypar.config import load_job, parse_job, parse_plan
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
 from raypar.run_folder import RunFolder
-from raypar.worker.spec import Ref
+from raypar.worker.job_spec import Ref
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "jobs" / "quickstart.yaml"

@@ -32,7 +32,7 @@ from raypar.config import load_job
 from raypar.errors import ConfigError
 from raypar.run_folder import RunFolder
 from raypar.worker import checkpoint
-from raypar.worker.checkpoint import BUFFER, PARAMETER, Slices
+from raypar.worker.checkpoint import BUFFER, PARAMETER, TensorSlices
 
 HANGS_S = 30.0
 """Only a case that hangs takes so long, also on a busy machine."""
@@ -53,22 +53,22 @@ def make_good(place: Path) -> None:
     run.mkdir(parents=True)
     shutil.copy(job, run / "job.yaml")
     weight = torch.arange(12.0).view(4, 3)
-    aside = checkpoint.begin(run / "checkpoints", 4)
+    aside = checkpoint.create_checkpoint(run / "checkpoints", 4)
     a = checkpoint.write_shard(
         aside,
         "a.safetensors",
         {("w", PARAMETER): weight[:3], ("w", "exp_avg"): weight[:3] + 1, ("b", PARAMETER): torch.ones(3)},
         {("w", "step"): 4.0, ("w", "inf"): float("inf"), ("w", "none"): None},
-        {("w", PARAMETER): Slices((4, 3), 0, ((0, 3),)), ("w", "exp_avg"): Slices((4, 3), 0, ((0, 3),))},
+        {("w", PARAMETER): TensorSlices((4, 3), 0, ((0, 3),)), ("w", "exp_avg"): TensorSlices((4, 3), 0, ((0, 3),))},
         {"b": ["also_b"]},
     )
     b = checkpoint.write_shard(
         aside,
         "b.safetensors",
         {("w", PARAMETER): weight[3:], ("w", "exp_avg"): weight[3:] + 1, ("mean", BUFFER): torch.zeros(2, dtype=torch.int64)},
-        slices={("w", PARAMETER): Slices((4, 3), 0, ((3, 4),)), ("w", "exp_avg"): Slices((4, 3), 0, ((3, 4),))},
+        slices={("w", PARAMETER): TensorSlices((4, 3), 0, ((3, 4),)), ("w", "exp_avg"): TensorSlices((4, 3), 0, ((3, 4),))},
     )
-    checkpoint.commit(
+    checkpoint.commit_checkpoint(
         aside, [a, b], steps_done=4, contract=checkpoint.contract_of(load_job(job).to_spec()), metrics={"loss": 2.5}
     )
     node = "b09ad58ff304f43b"
@@ -161,7 +161,7 @@ def watched() -> Iterator[list[str]]:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made once; what the commands load is loaded."""
     import raypar.actors.client
-    import raypar.actors.local_ray  # noqa: F401
+    import raypar.actors.ray_connection  # noqa: F401
 
     place = tmp_path_factory.mktemp("good")
     make_good(place)
@@ -176,7 +176,7 @@ def place(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def connected(*_: object, **__: object) -> None:
         raise AssertionError("Ray is started")
 
-    monkeypatch.setattr("raypar.actors.local_ray.connected", connected)
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
     made = tmp_path / "p"
     shutil.copytree(good, made)
     for file in (made / "tiny.yaml", made / "runs/tiny/job.yaml"):
@@ -818,7 +818,7 @@ def test_what_is_allowed_still_works(name: str, place: Path, capsys: pytest.Capt
 def test_a_file_that_is_replaced_after_it_was_verified_is_read_only_if_it_looks_the_same(place: Path):
     """Whoever reads compares length and header again, in the file that it then reads; checksums are compared by `verify`."""
     folder = place / STEP
-    found = checkpoint.verify(folder)
+    found = checkpoint.verify_checkpoint(folder)
     assert found.steps_done == 4
     larger = torch.zeros(10_000)
     checkpoint.write_shard(folder, "a.safetensors", {("w", PARAMETER): larger, ("b", PARAMETER): larger})

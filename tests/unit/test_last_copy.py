@@ -5,29 +5,39 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from test_recovery import WHOLE, do, elastic, lost
+from test_recovery_rules import WHOLE, do, elastic, lost
 
-from raypar.actors.status import Status
+from raypar.actors.members_file import MembersFile
 from raypar.config import parse_elastic
-from raypar.elastic.actions import Adopt, ChoosePlan, Claim, Evict, Fence, Note, Snapshot, Teardown, Warn
+from raypar.elastic.actions import (
+    AdoptPlan,
+    ChoosePlan,
+    ClaimGeneration,
+    FenceWorkers,
+    KillWorker,
+    Notice,
+    TakeSnapshot,
+    Teardown,
+    Warn,
+)
 from raypar.elastic.events import (
-    Adopted,
-    Claimed,
-    Emitted,
-    Joined,
-    Journalled,
+    CheckpointSaved,
+    GenerationClaimed,
+    PlanAdopted,
     PlanChosen,
-    Saved,
     SnapshotTaken,
+    StepEmitted,
+    StepJournalled,
     StepReported,
-    Stood,
     StopRequested,
     Tick,
+    WorkerJoined,
     WorkersReady,
+    WorkerStatusReported,
 )
-from raypar.elastic.machine import Course
-from raypar.elastic.member import Stand
+from raypar.elastic.member import WorkerStatus
 from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunPolicy
 from raypar.errors import ConfigError
 from raypar.launch import elastic_course
 from raypar.plan import ParallelPlan
@@ -36,28 +46,28 @@ LONE, LINE, PAIR = ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, layers=2
 LIMITS = {"step_deadline_s": 3.0, "step_deadline_times": 5.0, "capacity_s": 60.0}
 
 
-def trained(plan, steps=4, **course):
+def trained(plan, steps=4, **policy):
     """A run in the step after `steps`, each of 0.1 s; nobody has reported that one. The time is 0."""
-    machine = elastic(plan, **(LIMITS | course))
-    machine.course = replace(machine.course, last=1000)
+    machine = elastic(plan, **(LIMITS | policy))
+    machine.policy = replace(machine.policy, last=1000)
     do(machine, WorkersReady())
     for step in range(steps):
         reports = [StepReported(worker, step, 0.1) for worker in range(plan.world)]
-        saved = [SnapshotTaken(step + 1), Saved(step + 1)] * bool(course.get("save_every") == step + 1)
-        do(machine, *reports, Journalled(step), Emitted(step), *saved)
+        saved = [SnapshotTaken(step + 1), CheckpointSaved(step + 1)] * bool(policy.get("save_every") == step + 1)
+        do(machine, *reports, StepJournalled(step), StepEmitted(step), *saved)
     return machine
 
 
 def late(machine, unheard=()):
     """The step is overdue: a new generation is claimed, and all are asked where they stand."""
     silent = frozenset(unheard)
-    assert do(machine, Tick(unheard=silent), now_s=3.1) == [Claim(2)]
-    assert do(machine, Claimed(2, True), now_s=3.2) == [Fence(2, machine.members)]
+    assert do(machine, Tick(unheard=silent), now_s=3.1) == [ClaimGeneration(2)]
+    assert do(machine, GenerationClaimed(2, True), now_s=3.2) == [FenceWorkers(2, machine.members)]
 
 
 def stand(machine, worker, done=4, generation=2, **more):
     pieces = machine.layout(machine.plan)[machine.members.index(worker)]
-    return Stood(generation, Stand(worker, done, pieces=pieces, **more))
+    return WorkerStatusReported(generation, WorkerStatus(worker, done, pieces=pieces, **more))
 
 
 def told(actions):
@@ -79,9 +89,9 @@ def test_a_worker_that_is_alone_with_the_state_is_waited_for_and_goes_on(applied
         assert do(machine, silent, now_s=now_s) == []
     assert machine.phase is Phase.STANDING and not machine.gone
     note, *_, order = do(machine, stand(machine, 0, 4 + applied), now_s=27.0)
-    assert note == Note("worker 0 has answered, after a wait of 22.7 s; its state is whole")
-    assert isinstance(order, Adopt) and order.members == (0,) and order.done == 4 + applied and not order.load
-    do(machine, Adopted(0, 2), now_s=27.1)
+    assert note == Notice("worker 0 has answered, after a wait of 22.7 s; its state is whole")
+    assert isinstance(order, AdoptPlan) and order.members == (0,) and order.done == 4 + applied and not order.load
+    do(machine, PlanAdopted(0, 2), now_s=27.1)
     assert machine.phase in (Phase.RUNNING, Phase.FLUSHING) and not machine.gone
 
 
@@ -99,12 +109,12 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
     late(machine)
     (line,) = told(do(machine, Tick(), now_s=4.3))
     assert line.endswith("then all go back to the checkpoint after 3 steps" if checkpoint else "then the run is lost")
-    assert Claim(3) not in do(machine, Tick(), now_s=64.2)
-    assert Claim(3) in do(machine, Tick(), now_s=64.4)
-    actions = do(machine, Joined(1), Claimed(3, True), now_s=64.5)
-    assert Evict(0, "did not answer") in actions
-    actions = do(machine, Stood(3, Stand(1)), now_s=64.6)
-    while not isinstance(actions[-1], (Teardown, Adopt)):
+    assert ClaimGeneration(3) not in do(machine, Tick(), now_s=64.2)
+    assert ClaimGeneration(3) in do(machine, Tick(), now_s=64.4)
+    actions = do(machine, WorkerJoined(1), GenerationClaimed(3, True), now_s=64.5)
+    assert KillWorker(0, "did not answer") in actions
+    actions = do(machine, WorkerStatusReported(3, WorkerStatus(1)), now_s=64.6)
+    while not isinstance(actions[-1], (Teardown, AdoptPlan)):
         assert isinstance(actions[-1], ChoosePlan), actions
         actions = do(machine, PlanChosen(3, LONE), now_s=64.7)
     if checkpoint:
@@ -117,8 +127,8 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
 
 def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
     for elastic_section, wait_s in (({}, 600.0), ({"last_copy_wait_s": 5}, 5.0), ({"last_copy_wait_s": 0}, 0.0)):
-        course = elastic_course(parse_elastic(elastic_section), 300.0)
-        assert Course(workers=1, last=1, **course).last_copy_wait_s == wait_s
+        policy = elastic_course(parse_elastic(elastic_section), 300.0)
+        assert RunPolicy(workers=1, last=1, **policy).last_copy_wait_s == wait_s
     with pytest.raises(ConfigError, match="last_copy_wait_s"):
         parse_elastic({"last_copy_wait_s": -1})
 
@@ -126,7 +136,7 @@ def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
 def test_members_json_says_who_is_waited_for():
     machine = trained(LONE)
     late(machine)
-    status = Status(SimpleNamespace(plan=LONE, course=machine.course))
+    status = MembersFile(SimpleNamespace(plan=LONE, policy=machine.policy))
     seen = [json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b"))]
     do(machine, Tick(), now_s=4.3)
     seen.append(json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b")))
@@ -137,7 +147,7 @@ def test_members_json_says_who_is_waited_for():
 def test_no_wait_is_asked_for():
     machine = trained(LONE, last_copy_wait_s=0.0)
     late(machine)
-    assert Claim(3) in do(machine, Tick(), now_s=4.3)
+    assert ClaimGeneration(3) in do(machine, Tick(), now_s=4.3)
 
 
 @pytest.mark.parametrize("mirror", [0, 1])
@@ -148,12 +158,12 @@ def test_one_of_two_stages_is_waited_for_unless_the_mirror_has_a_copy(mirror):
     assert do(machine, stand(machine, 1, cuts=cuts), now_s=3.3) == []
     actions = do(machine, Tick(), now_s=4.3)
     if mirror:
-        assert actions == [Claim(3)] and machine.silent == {0}, "as fast as ever"
+        assert actions == [ClaimGeneration(3)] and machine.silent == {0}, "as fast as ever"
         return
     (line,) = told(actions)
     assert line.startswith("waiting for worker 0") and "w0[0:4]" in line and "w1" not in line
     (*_, order) = do(machine, stand(machine, 0), now_s=30.0)
-    assert isinstance(order, Adopt) and order.members == (0, 1) and order.done == 4
+    assert isinstance(order, AdoptPlan) and order.members == (0, 1) and order.done == 4
 
 
 def test_a_cut_of_the_mirror_that_only_the_silent_have_is_waited_for():
@@ -162,7 +172,7 @@ def test_a_cut_of_the_mirror_that_only_the_silent_have_is_waited_for():
     machine = trained(plan, mirror_every=1)
     machine.clock.complete = True
     do(machine, lost(1), now_s=1.0)
-    do(machine, Joined(2), Claimed(2, True), Stood(2, Stand(2)), now_s=1.1)
+    do(machine, WorkerJoined(2), GenerationClaimed(2, True), WorkerStatusReported(2, WorkerStatus(2)), now_s=1.1)
     (line,) = told(do(machine, Tick(unheard=frozenset({0})), now_s=2.5))
     assert line.startswith("waiting for worker 0")
 
@@ -175,7 +185,7 @@ def test_of_two_silent_replicas_one_is_enough_and_the_other_is_then_given_up():
     assert line.startswith("waiting for workers 0, 1")
     assert do(machine, both, now_s=20.0) == []
     assert told(do(machine, stand(machine, 1), now_s=21.0)) == []
-    assert do(machine, Tick(unheard=frozenset({0})), now_s=21.2) == [Claim(3)]
+    assert do(machine, Tick(unheard=frozenset({0})), now_s=21.2) == [ClaimGeneration(3)]
     assert machine.silent == {0} and machine.gone == {0}
 
 
@@ -183,7 +193,7 @@ def test_who_has_a_replica_that_answers_is_given_up_as_fast_as_ever():
     machine = trained(PAIR)
     late(machine, (0,))
     do(machine, stand(machine, 1), now_s=3.3)
-    assert do(machine, Tick(unheard=frozenset({0})), now_s=3.5) == [Claim(3)], "hopeless_s"
+    assert do(machine, Tick(unheard=frozenset({0})), now_s=3.5) == [ClaimGeneration(3)], "hopeless_s"
 
 
 @pytest.mark.parametrize("how", ["Ray says it", "its connection is closed"])
@@ -194,8 +204,8 @@ def test_a_death_during_the_wait_ends_it_at_once(how):
     if how == "Ray says it":
         actions = do(machine, lost(0), now_s=9.0)
     else:
-        assert do(machine, Tick(unheard=frozenset({0}), ended=frozenset({0})), now_s=9.0) == [Claim(3)]
-        actions = do(machine, Claimed(3, True), now_s=9.0)
+        assert do(machine, Tick(unheard=frozenset({0}), ended=frozenset({0})), now_s=9.0) == [ClaimGeneration(3)]
+        actions = do(machine, GenerationClaimed(3, True), now_s=9.0)
     assert isinstance(actions[-1], Teardown) and "state after 4 steps is lost" in str(actions[-1].error)
 
 
@@ -203,7 +213,7 @@ def test_nobody_waits_for_a_process_that_has_ended():
     """With its node, which Ray takes 14 s to notice; the checkpoint is read as fast as ever."""
     machine = trained(LONE)
     late(machine, (0,))
-    assert do(machine, Tick(unheard=frozenset({0}), ended=frozenset({0})), now_s=3.5) == [Claim(3)]
+    assert do(machine, Tick(unheard=frozenset({0}), ended=frozenset({0})), now_s=3.5) == [ClaimGeneration(3)]
 
 
 def test_ctrl_c_ends_the_wait():
@@ -222,7 +232,7 @@ def test_who_answers_after_ctrl_c_is_saved():
     do(machine, Tick(), now_s=4.3)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=1.5), now_s=10.0)
     do(machine, stand(machine, 0), now_s=12.0)
-    assert Snapshot(4) in do(machine, Adopted(0, 2), now_s=12.1)
+    assert TakeSnapshot(4) in do(machine, PlanAdopted(0, 2), now_s=12.1)
 
 
 @pytest.mark.parametrize("steps, save_every", [(0, 0), (4, 4)])
@@ -231,7 +241,7 @@ def test_a_state_that_can_be_made_again_or_read_has_another_copy(steps, save_eve
     machine = trained(LINE, steps, save_every=save_every, start_deadline_s=3.0)
     late(machine)
     do(machine, stand(machine, 1, steps), now_s=3.3)
-    assert Claim(3) in do(machine, Tick(), now_s=4.3)
+    assert ClaimGeneration(3) in do(machine, Tick(), now_s=4.3)
     machine = trained(LONE, steps, save_every=save_every, start_deadline_s=3.0)
     late(machine)
     assert told(do(machine, Tick(), now_s=4.3))
@@ -243,28 +253,28 @@ def test_a_step_that_was_waited_for_has_the_time_when_it_is_executed_again():
     late(machine)
     do(machine, Tick(), now_s=4.3)
     do(machine, stand(machine, 0), now_s=28.0)
-    do(machine, Adopted(0, 2), now_s=28.0)
+    do(machine, PlanAdopted(0, 2), now_s=28.0)
     assert do(machine, Tick(), now_s=28.0 + 40.0) == [], "it took 25 s before"
-    do(machine, StepReported(0, 4, 41.0, 2), Journalled(4), Emitted(4), now_s=69.0)
+    do(machine, StepReported(0, 4, 41.0, 2), StepJournalled(4), StepEmitted(4), now_s=69.0)
     assert machine.silent_deadline_s() == 1.5, "who is silent is found as fast as ever"
 
 
 def test_who_answers_while_a_plan_is_adopted_is_not_given_up_with_who_hangs():
     """All that had not adopted in time were given up, also those that waited for the one that hung: two replicas, both lost."""
     machine = trained(PAIR)
-    do(machine, Joined(2), lost(0), now_s=1.0)
-    do(machine, Claimed(2, True), Stood(2, Stand(2)), stand(machine, 1), now_s=1.1)
+    do(machine, WorkerJoined(2), lost(0), now_s=1.0)
+    do(machine, GenerationClaimed(2, True), WorkerStatusReported(2, WorkerStatus(2)), stand(machine, 1), now_s=1.1)
     assert machine.phase is Phase.ADOPTING
-    assert do(machine, Tick(unheard=frozenset({2})), now_s=7.0) == [Claim(3)]
+    assert do(machine, Tick(unheard=frozenset({2})), now_s=7.0) == [ClaimGeneration(3)]
     assert machine.silent == {2}
-    assert do(machine, Claimed(3, True), now_s=7.1) == [Evict(2, "did not answer"), Fence(3, (1,))]
+    assert do(machine, GenerationClaimed(3, True), now_s=7.1) == [KillWorker(2, "did not answer"), FenceWorkers(3, (1,))]
 
 
 def test_time_in_which_workers_got_no_processor_counts_neither_for_a_step_nor_for_an_answer():
     machine = trained(PAIR)
     for now in range(1, 58):  # 14 s, less than 3 of which count
         assert do(machine, Tick(stalled_s=0.2), now_s=now / 4) == []
-    assert Claim(2) in do(machine, Tick(), now_s=14.75)
+    assert ClaimGeneration(2) in do(machine, Tick(), now_s=14.75)
     machine = trained(PAIR)
     silent = frozenset({0})
     for now in range(1, 24):

@@ -14,14 +14,14 @@ from raypar.actors import journal as store
 from raypar.actors import line_file
 from raypar.actors.journal import KEPT_STEPS, Journal
 from raypar.actors.line_file import BLOCK_LINES, MIRRORED_LINES, LineFile
-from raypar.actors.recorder import Recorder, spans_of
-from raypar.actors.reports import Reports
-from raypar.commands._console import Console
+from raypar.actors.run_recorder import RunRecorder, format_step_ranges
+from raypar.actors.step_reports import StepReports
+from raypar.console.terminal import Console
 from raypar.elastic.actions import Teardown
-from raypar.elastic.machine import Course, RunMachine
+from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.errors import ConfigError
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder, content_of, lines_in, place_of
+from raypar.run_folder import RunFolder, line_order, parse_lines, read_lines_file
 
 PLAN = ParallelPlan.mesh(dp=2)
 DONE, END = 40, 60
@@ -72,12 +72,12 @@ class Driver:
 
     def __init__(self, folder, *, first=0, last=END) -> None:
         self.journal = Journal("tiny")
-        course = Course(workers=2, first=first, last=last)
-        request = SimpleNamespace(folder=folder, run="tiny", course=course, plan=PLAN, trace=frozenset())
+        policy = RunPolicy(workers=2, first=first, last=last)
+        request = SimpleNamespace(folder=folder, run="tiny", policy=policy, plan=PLAN, trace=frozenset())
         request.cut = SimpleNamespace(batch_size=8)
-        self.recorder = Recorder(request, self.journal)
+        self.recorder = RunRecorder(request, self.journal)
         self.recorder.clock()
-        self.reports = Reports(RunMachine(course, plan=PLAN), SimpleNamespace(passes=lambda plan: (4, 4)))
+        self.reports = StepReports(RunMachine(policy, plan=PLAN), SimpleNamespace(passes=lambda plan: (4, 4)))
 
     def take_over(self) -> int:
         """The steps that people have seen; those that are committed beyond are seen now."""
@@ -105,7 +105,7 @@ class Driver:
         self.recorder.end(Teardown("done", "all steps are done", END, None), None)
 
     def warnings(self) -> list[str]:
-        return [event["text"] for event in self.recorder.news() if event["kind"] == "warning"]
+        return [event["text"] for event in self.recorder.new_events() if event["kind"] == "warning"]
 
 
 def check(folder, last=END) -> None:
@@ -117,7 +117,7 @@ def check(folder, last=END) -> None:
     assert [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line] == [
         (done, 2.0 + done) for done in range(10, last + 1, 10)
     ]
-    assert lines == sorted(lines, key=place_of)
+    assert lines == sorted(lines, key=line_order)
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
 
 
@@ -239,7 +239,7 @@ def test_a_link_in_the_place_of_the_file_is_neither_read_nor_written_through(ali
     driver.steps(0, DONE)
     link_to_elsewhere(tmp_path / "metrics.jsonl")
     before = (tmp_path / "elsewhere").read_bytes()
-    assert content_of(tmp_path / "metrics.jsonl") is None
+    assert read_lines_file(tmp_path / "metrics.jsonl") is None
     if not alive:
         driver = Driver(tmp_path)
         driver.take_over()
@@ -264,7 +264,7 @@ def test_a_validation_that_was_not_finite_and_steps_that_lack_what_is_printed_ar
     driver.take_over()
     said = StringIO()
     console = Console(steps=4, out=said)
-    for event in driver.recorder.news():
+    for event in driver.recorder.new_events():
         console(event)
     assert "step 1/4" in said.getvalue() and "step 1: validation loss nan" in said.getvalue()
 
@@ -368,7 +368,7 @@ def test_memory_for_lines_is_bounded_and_what_did_not_fit_is_said(full, keys, tm
     assert kept <= 20_000 + BLOCK_LINES * 100, "nor is the journal's memory without bounds"
     full.now = False
     file.append({"step": 501, "validation_loss": 0.5})
-    steps = [line["step"] for line in lines_in("metrics.jsonl", (tmp_path / "metrics.jsonl").read_bytes())]
+    steps = [line["step"] for line in parse_lines("metrics.jsonl", (tmp_path / "metrics.jsonl").read_bytes())]
     assert steps[0] == 1 and steps[1:] == [*range(502 - len(steps[1:]), 502)] and len(steps) + file.lost == 501
     assert len(said) == 3 and "the oldest are dropped" in said[1] and f"{file.lost} lines are lost" in said[2]
 
@@ -431,12 +431,12 @@ def test_readers_take_what_is_whole(damage, tmp_path):
         with pytest.raises(ConfigError, match="more than the 4,294,967,296 that are read"):
             list(folder.read(folder.metrics))
         return
-    places = [place_of(line) for line in folder.read(folder.metrics)]
+    places = [line_order(line) for line in folder.read(folder.metrics)]
     assert places == sorted(set(places))
 
 
 def test_spans_are_short():
-    assert spans_of([4]) == "step 4" and spans_of([1, 2, 3, 7, 9, 10]) == "steps 1-3, 7, 9-10"
+    assert format_step_ranges([4]) == "step 4" and format_step_ranges([1, 2, 3, 7, 9, 10]) == "steps 1-3, 7, 9-10"
 
 
 def test_a_step_whose_loss_was_not_finite_is_told_again_as_it_was(tmp_path):
@@ -452,6 +452,6 @@ def test_a_step_whose_loss_was_not_finite_is_told_again_as_it_was(tmp_path):
     driver.take_over()
     said = StringIO()
     console = Console(steps=4, out=said)
-    for event in driver.recorder.news():
+    for event in driver.recorder.new_events():
         console(event)
     assert "step 4/4  loss nan" in said.getvalue()

@@ -33,7 +33,7 @@ def test_raypar_is_imported_without_cupy_also_where_there_is_none():
         "import sys; sys.modules['cupy'] = None; sys.modules['cupy_backends'] = None\n"
         "import raypar, raypar.cli, raypar.launch\n"
         "for name in raypar.__all__: getattr(raypar, name)\n"
-        "import raypar.worker.core, raypar.actors.worker_actor\n"
+        "import raypar.worker.worker_core, raypar.actors.worker_actor\n"
         "print(sorted(name for name, module in sys.modules.items() if name.startswith('cupy') and module is not None))\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)

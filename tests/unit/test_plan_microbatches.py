@@ -6,18 +6,18 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches
-from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS, part, part_of
-from raypar.plan.tree import children, cover, fold
+from raypar.plan.addition_tree import covering_nodes, fold_tree, tree_children
+from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS, contiguous_part, part_index
 
 SIZES = list(product(range(1, 12), range(25)))
 
 
 @pytest.mark.parametrize("parts, total", SIZES)
 def test_parts_are_contiguous_complete_and_differ_by_one_at_most(parts: int, total: int):
-    runs = [part(i, parts, total) for i in range(parts)]
+    runs = [contiguous_part(i, parts, total) for i in range(parts)]
     assert [x for run in runs for x in run] == list(range(total))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
-    assert [part_of(x, parts, total) for x in range(total)] == [i for i, run in enumerate(runs) for _ in run]
+    assert [part_index(x, parts, total) for x in range(total)] == [i for i, run in enumerate(runs) for _ in run]
 
 
 @pytest.mark.parametrize("count, blocks", [*product(range(1, 20), range(1, 20))])
@@ -44,7 +44,7 @@ def test_a_cut_that_cannot_be_made_is_refused_with_a_cure(arguments: tuple[int, 
 
 @pytest.mark.parametrize("size", range(2, 40))
 def test_the_left_child_is_the_largest_power_of_two_below_the_size(size: int):
-    (lo, middle), (same, hi) = children((3, 3 + size))
+    (lo, middle), (same, hi) = tree_children((3, 3 + size))
     left = middle - lo
     assert (lo, same, hi) == (3, middle, 3 + size)
     assert left & (left - 1) == 0 and left < size <= 2 * left
@@ -58,17 +58,21 @@ def test_any_cut_into_runs_performs_the_additions_of_one_holder(blocks: int):
         return f"({a}+{b})"
 
     leaves = {(b, b + 1): str(b) for b in range(blocks)}
-    whole = fold(leaves, (0, blocks), add)
+    whole = fold_tree(leaves, (0, blocks), add)
     for replicas in range(1, blocks + 3):
-        sums = {node: fold(leaves, node, add) for r in range(replicas) for node in cover(part(r, replicas, blocks), blocks)}
-        assert fold(sums, (0, blocks), add) == whole
+        sums = {
+            node: fold_tree(leaves, node, add)
+            for r in range(replicas)
+            for node in covering_nodes(contiguous_part(r, replicas, blocks), blocks)
+        }
+        assert fold_tree(sums, (0, blocks), add) == whole
 
 
 @pytest.mark.parametrize("blocks", range(1, 34))
 def test_a_run_is_covered_by_few_nodes_left_to_right(blocks: int):
     for lo in range(blocks):
         for hi in range(lo, blocks + 1):
-            nodes = cover(range(lo, hi), blocks)
+            nodes = covering_nodes(range(lo, hi), blocks)
             assert [b for node in nodes for b in range(*node)] == list(range(lo, hi))
             assert len(nodes) <= 2 * blocks.bit_length()
 
@@ -77,5 +81,5 @@ def test_empty_blocks_are_skipped_not_added():
     def add(a: str, b: str) -> str:
         return f"({a}+{b})"
 
-    assert fold({(0, 1): "0", (1, 2): None, (2, 3): "2", (3, 4): None}, (0, 4), add) == "(0+2)"
-    assert fold({}, (0, 4), add) is None
+    assert fold_tree({(0, 1): "0", (1, 2): None, (2, 3): "2", (3, 4): None}, (0, 4), add) == "(0+2)"
+    assert fold_tree({}, (0, 4), add) is None

@@ -3,11 +3,11 @@
 import json
 from typing import NamedTuple
 
-from raypar.commands.plan import alike, description, draw, text
+from raypar.commands.plan import group_similar_layers, plan_as_dict, plan_as_text, write_predicted_step
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
-from raypar.planner.search import predict
-from raypar.schedule.picture import text_grid
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.plan_search import predict_step
+from raypar.schedule.text_grid import text_grid
 
 
 class Size(NamedTuple):
@@ -21,7 +21,7 @@ PROFILE = ModelProfile(tuple(LayerProfile(s.name, 1.0, 2.0, 1.0, 1.0) for s in S
 
 
 def test_every_worker_is_told_with_its_layers_and_bytes():
-    found = description(ParallelPlan.mesh(dp=2, pp=2, layers=4), "1f1b", Microbatches(8), SIZES, None)
+    found = plan_as_dict(ParallelPlan.mesh(dp=2, pp=2, layers=4), "1f1b", Microbatches(8), SIZES, None)
     assert [w["layers"] for w in found["workers"]] == [[["block0", "block1"]]] * 2 + [[["block2", "block3"]]] * 2
     assert [w["parameter_bytes"] for w in found["workers"]] == [12000, 12000, 28000, 28000]
     assert [w["microbatches"] for w in found["workers"]] == [4] * 4
@@ -30,32 +30,32 @@ def test_every_worker_is_told_with_its_layers_and_bytes():
 
 
 def test_uneven_shares_are_said():
-    found = description(ParallelPlan.mesh(dp=3, layers=4), "1f1b", Microbatches(8, 4), SIZES, None)
+    found = plan_as_dict(ParallelPlan.mesh(dp=3, layers=4), "1f1b", Microbatches(8, 4), SIZES, None)
     assert [w["microbatches"] for w in found["workers"]] == [2, 2, 4]
     assert found["imbalance"] == 0.5
-    assert "50 % more microbatches" in text(found)
+    assert "50 % more microbatches" in plan_as_text(found)
 
 
 def test_workers_without_a_block_are_said():
-    found = description(ParallelPlan.mesh(dp=4, layers=4), "1f1b", Microbatches(8, 2), SIZES, None)
-    assert "2 workers have no block" in text(found)
+    found = plan_as_dict(ParallelPlan.mesh(dp=4, layers=4), "1f1b", Microbatches(8, 2), SIZES, None)
+    assert "2 workers have no block" in plan_as_text(found)
 
 
 def test_the_prediction_is_the_simulators():
-    found = description(ParallelPlan.mesh(pp=4, layers=4), "1f1b", Microbatches(8), SIZES, PROFILE)
+    found = plan_as_dict(ParallelPlan.mesh(pp=4, layers=4), "1f1b", Microbatches(8), SIZES, PROFILE)
     assert found["predicted_ms"] == 33
-    assert "predicted step 33.0 ms, bubble 27.3 %" in text(found)
+    assert "predicted step 33.0 ms, bubble 27.3 %" in plan_as_text(found)
 
 
 def test_chunks_of_one_worker_are_listed_apart():
-    found = description(ParallelPlan.mesh(pp=2, chunks=2, layers=4), "gpipe", Microbatches(4), SIZES, None)
-    assert "block0 + block2" in text(found)
+    found = plan_as_dict(ParallelPlan.mesh(pp=2, chunks=2, layers=4), "gpipe", Microbatches(4), SIZES, None)
+    assert "block0 + block2" in plan_as_text(found)
 
 
 def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
     plan = ParallelPlan.of((1, 2, 1), (2, 1, 2), layers=4)
-    found = description(plan, "1f1b", Microbatches(8), SIZES, PROFILE)
-    lines = text(found).splitlines()
+    found = plan_as_dict(plan, "1f1b", Microbatches(8), SIZES, PROFILE)
+    lines = plan_as_text(found).splitlines()
     assert lines[0].startswith("6 workers = 3 stages x 1/2/1 replicas x 2/1/2 shards, schedule 1f1b")
     rows = [line.split("  ") for line in lines[1:8]]
     assert [[cell.strip() for cell in row if cell.strip()][:4] for row in rows] == [
@@ -67,8 +67,8 @@ def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
         ["4", "2", "0", "0 of 2"],
         ["5", "2", "0", "1 of 2"],
     ]
-    timeline, _ = predict(PROFILE, plan, "1f1b", Microbatches(8))
-    draw(tmp_path / "plan.svg", "x", timeline, PROFILE.crossing(plan))
+    timeline, _ = predict_step(PROFILE, plan, "1f1b", Microbatches(8))
+    write_predicted_step(tmp_path / "plan.svg", "x", timeline, PROFILE.crossing(plan))
     drawn = (tmp_path / "plan.svg").read_text()
     for lane in (
         "worker 1 (stage 0, replica 0, shard 1)",
@@ -76,9 +76,9 @@ def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
         "worker 5 (stage 2, replica 0, shard 1)",
     ):
         assert lane in drawn and lane in text_grid(timeline)
-    assert "shard" not in text(description(ParallelPlan.mesh(dp=2, layers=4), "1f1b", Microbatches(8), SIZES, None))
+    assert "shard" not in plan_as_text(plan_as_dict(ParallelPlan.mesh(dp=2, layers=4), "1f1b", Microbatches(8), SIZES, None))
 
 
 def test_layers_that_are_cut_alike_are_named_once():
     styles = {"embed.token": "vocabulary", "block0.up": "column", "block1.up": "column", "block1.down": "row"}
-    assert alike(styles) == ["embed.token vocabulary", "block*.up column (2)", "block1.down row"]
+    assert group_similar_layers(styles) == ["embed.token vocabulary", "block*.up column (2)", "block1.down row"]

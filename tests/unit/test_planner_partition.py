@@ -7,8 +7,8 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
-from raypar.planner.partition import balanced_cuts
-from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.layer_partition import balanced_cuts
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 
 
 def slowest(costs: list[float], cuts: tuple[int, ...]) -> float:

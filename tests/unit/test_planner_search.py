@@ -8,9 +8,9 @@ import pytest
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.candidates import candidates
-from raypar.planner.profile import LayerProfile, LinkProfile, ModelProfile
-from raypar.planner.report import as_dict, report
-from raypar.planner.search import costs, judge, possible_shards, predict, search
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.plan_report import plan_report, plan_report_as_dict
+from raypar.planner.plan_search import evaluate_candidate, possible_shards, predict_step, search_plans, simulation_costs
 
 MIB = 1 << 20
 
@@ -25,7 +25,7 @@ def model(layers: int = 8, *, link: LinkProfile | None = None, memory_bytes: int
 
 
 def test_free_communication_is_spent_on_replicas():
-    choice = search(model(), 4, Microbatches(8))
+    choice = search_plans(model(), 4, Microbatches(8))
     assert (choice.best.candidate.replicas, choice.best.candidate.stages) == (4, 1)
     assert choice.best.predicted_ms == 2 * 8 * 3
     assert choice.best.bubble == 0
@@ -33,27 +33,27 @@ def test_free_communication_is_spent_on_replicas():
 
 def test_heavy_parameters_over_a_slow_link_are_not_reduced_but_piped():
     profile = model(parameter_bytes=100 * MIB, link=LinkProfile(0.1, 0.1 * MIB))
-    choice = search(profile, 4, Microbatches(8))
+    choice = search_plans(profile, 4, Microbatches(8))
     assert choice.best.candidate.replicas == 1 and choice.best.candidate.stages > 1
 
 
 def test_a_model_too_large_for_one_worker_is_cut():
     cut = Microbatches(8)
-    uncut = [judge(model(), c, cut).memory_bytes for c in candidates(model(), 4, cut) if c.stages == 1]
-    choice = search(model(memory_bytes=min(uncut) - 1), 4, cut)
+    uncut = [evaluate_candidate(model(), c, cut).memory_bytes for c in candidates(model(), 4, cut) if c.stages == 1]
+    choice = search_plans(model(memory_bytes=min(uncut) - 1), 4, cut)
     assert choice.best.candidate.stages > 1
     assert any("more than there is" in v.reason for v in choice.verdicts)
 
 
 def test_nothing_fits_is_said_with_numbers():
     with pytest.raises(PlanError, match=r"the smallest needs .* MiB a worker"):
-        search(model(memory_bytes=10), 4, Microbatches(8))
+        search_plans(model(memory_bytes=10), 4, Microbatches(8))
 
 
 def test_the_choice_is_the_best_of_an_exhaustive_search():
     profile, cut = model(7, link=LinkProfile(0.05, 1000.0)), Microbatches(6)
-    choice = search(profile, 5, cut)
-    every = [judge(profile, c, cut).predicted_ms for c in candidates(profile, 5, cut)]
+    choice = search_plans(profile, 5, cut)
+    every = [evaluate_candidate(profile, c, cut).predicted_ms for c in candidates(profile, 5, cut)]
     assert choice.best.predicted_ms == min(every)
     assert len(choice.verdicts) == len(every)
 
@@ -61,7 +61,7 @@ def test_the_choice_is_the_best_of_an_exhaustive_search():
 def test_the_bound_of_every_candidate_is_below_its_simulation():
     profile, cut = model(9, link=LinkProfile(0.05, 1000.0)), Microbatches(7, 4)
     for candidate in candidates(profile, 6, cut):
-        assert judge(profile, candidate, cut).predicted_ms >= candidate.bound_ms - 1e-9
+        assert evaluate_candidate(profile, candidate, cut).predicted_ms >= candidate.bound_ms - 1e-9
 
 
 def test_candidates_give_every_worker_something_to_do():
@@ -74,47 +74,47 @@ def test_candidates_give_every_worker_something_to_do():
 def test_unsplit_schedules_count_the_backward_as_measured_whole():
     profile = ModelProfile((LayerProfile("a", 1.0, 2.0, 1.5, 1.5),))
     plan = ParallelPlan.mesh(layers=1)
-    whole, split = costs(profile, plan, split=False), costs(profile, plan, split=True)
+    whole, split = simulation_costs(profile, plan, split=False), simulation_costs(profile, plan, split=True)
     assert whole.input_ms[0] + whole.weight_ms[0] == 2.0
     assert split.input_ms[0] + split.weight_ms[0] == 3.0
 
 
 def test_the_optimizer_of_the_busiest_worker_is_added_once():
     profile = model(4, optimizer_ms=5.0)
-    one = judge(profile, next(iter(candidates(profile, 1, Microbatches(2)))), Microbatches(2))
+    one = evaluate_candidate(profile, next(iter(candidates(profile, 1, Microbatches(2)))), Microbatches(2))
     assert one.predicted_ms == 2 * 4 * 3 + 4 * 5.0
 
 
 def test_the_report_names_the_choice_first_and_what_the_job_gave():
-    choice = search(model(), 4, Microbatches(8, 4))
-    lines = report(choice, rows=5).splitlines()
+    choice = search_plans(model(), 4, Microbatches(8, 4))
+    lines = plan_report(choice, rows=5).splitlines()
     assert lines[1].startswith("4 x 1") and "chosen: the fastest" in lines[1]
     assert lines[-1] == "given by the job: 8 microbatches in 4 blocks; available: 4 workers"
-    told = json.loads(json.dumps(as_dict(choice)))
+    told = json.loads(json.dumps(plan_report_as_dict(choice)))
     assert told["candidates"][0]["verdict"] == "chosen"
 
 
 def test_microbatches_and_blocks_are_never_chosen():
     cut = Microbatches(5, 3)
-    assert search(replace(model(), step_ms=1.0), 4, cut).microbatches is cut
+    assert search_plans(replace(model(), step_ms=1.0), 4, cut).microbatches is cut
 
 
 def test_workers_that_share_processors_take_turns():
     alone, shared = model(), replace(model(), processors=2)
     cut, plan = Microbatches(8), ParallelPlan.mesh(dp=4, layers=8)
-    assert predict(alone, plan, "1f1b", cut)[0].makespan_ms == 2 * 8 * 3
-    assert predict(shared, plan, "1f1b", cut)[0].makespan_ms == 8 * 8 * 3 / 2
-    choice = search(shared, 4, cut)
+    assert predict_step(alone, plan, "1f1b", cut)[0].makespan_ms == 2 * 8 * 3
+    assert predict_step(shared, plan, "1f1b", cut)[0].makespan_ms == 8 * 8 * 3 / 2
+    choice = search_plans(shared, 4, cut)
     assert (choice.best.candidate.replicas, choice.best.candidate.stages) == (2, 1)
 
 
 def test_every_plan_that_is_considered_has_the_shards_that_were_asked_for():
     profile, cut = model(), Microbatches(8)
     assert {(c.replicas * c.stages, c.plan.world) for c in candidates(profile, 7, cut, 2)} == {(n, 2 * n) for n in (1, 2, 3)}
-    choice = search(profile, 7, cut, 2)
+    choice = search_plans(profile, 7, cut, 2)
     assert choice.plan.world == 6 and {stage.shards for stage in choice.plan.stages} == {2}
     for candidate in candidates(profile, 8, cut, 4):
-        assert candidate.bound_ms <= judge(profile, candidate, cut).predicted_ms
+        assert candidate.bound_ms <= evaluate_candidate(profile, candidate, cut).predicted_ms
 
 
 def test_shards_compute_their_part_hold_their_part_and_sum_four_times_a_layer():
@@ -122,9 +122,9 @@ def test_shards_compute_their_part_hold_their_part_and_sum_four_times_a_layer():
     profile = replace(model(2, link=link, parameter_bytes=800), held={2: (500, 500)})
     plan = ParallelPlan.mesh(tp=2, layers=2)
     sums_ms = 2 * 2 * (0.5 + 2 * 1 / 2 * 100 / 1000)
-    found = costs(profile, plan, split=False)
+    found = simulation_costs(profile, plan, split=False)
     assert found.forward_ms == (2 / 2 + sums_ms,) and found.input_ms == (4 / 2 + sums_ms,)
-    timeline, memory = predict(profile, plan, "1f1b", cut)
+    timeline, memory = predict_step(profile, plan, "1f1b", cut)
     assert timeline.makespan_ms == pytest.approx(4 * (3 + 2 * sums_ms))
     # Parameters, gradients (4 blocks: 3 open sums), and optimizer state as parameters' part of 1600.
     assert memory == (1000 * (1 + 3) + 2500 + 2 * 1000 // 2,) * 2

@@ -15,9 +15,9 @@ from ray.exceptions import AuthenticationError, RayTaskError
 
 from raypar.actors import client
 from raypar.actors import local_nodes as nodes
-from raypar.actors.cluster_watch import Capacity, defines_node_types, require
-from raypar.actors.local_ray import joined
-from raypar.actors.pool import awaited, never_placed
+from raypar.actors.cluster_info import ClusterCapacity, defines_node_types, require_capacity
+from raypar.actors.ray_connection import join_cluster
+from raypar.actors.worker_pool import placement_timeout_error, placement_wait_text
 from raypar.cli import main
 from raypar.errors import ClusterError
 
@@ -40,8 +40,8 @@ def test_a_second_local_node_that_does_not_start_in_time_is_one_clear_error(erro
         return to_start.pop()
 
     monkeypatch.setattr(worker, "_global_node", node)
-    monkeypatch.setattr(nodes, "raylet", raylet)
-    with pytest.raises(ClusterError) as found, nodes.local_nodes(4, 2, 10**8, tmp_path):
+    monkeypatch.setattr(nodes, "start_raylet", raylet)
+    with pytest.raises(ClusterError) as found, nodes.start_local_nodes(4, 2, 10**8, tmp_path):
         pass
     assert found.value.what == f"local node 3 of 4 did not start: {str(error).splitlines()[0]}"
     assert "--local-nodes" in found.value.cure and ended == [node]
@@ -75,30 +75,33 @@ def test_where_there_is_no_status_there_is_no_autoscaler(status):
 
 def test_more_workers_than_there_are_is_refused_only_where_nothing_grows():
     """An autoscaler of Ray 2.60 does not say how far it goes."""
-    has = Capacity(nodes=1, total=1, free=1, ever=None)
+    has = ClusterCapacity(nodes=1, total=1, free=1, ever=None)
     with pytest.raises(ClusterError, match=r"the plan needs 4 workers .* but the cluster has 1 CPUs .* no autoscaler adds any"):
-        require(4, has)
-    require(4, replace(has, grows=True))
-    require(4, replace(has, grows=True), gpus=1)
+        require_capacity(4, has)
+    require_capacity(4, replace(has, grows=True))
+    require_capacity(4, replace(has, grows=True), gpus=1)
     with pytest.raises(ClusterError, match="its autoscaler stops at 3"):
-        require(4, replace(has, grows=True, ever=3))
+        require_capacity(4, replace(has, grows=True, ever=3))
 
 
 def test_what_is_waited_for_is_said_and_at_the_end_why_it_was_in_vain():
-    has = Capacity(nodes=1, total=1, free=0, ever=None, grows=True)
-    assert awaited(1, 4, True) == "waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running"
-    assert awaited(3, 4, False) == "waiting for 1 more worker: the cluster has a place for 3 of 4"
-    error = never_placed(1, 4, 300, has, False)
+    has = ClusterCapacity(nodes=1, total=1, free=0, ever=None, grows=True)
+    assert (
+        placement_wait_text(1, 4, True)
+        == "waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running"
+    )
+    assert placement_wait_text(3, 4, False) == "waiting for 1 more worker: the cluster has a place for 3 of 4"
+    error = placement_timeout_error(1, 4, 300, has, False)
     assert "only 1 of 4 workers could be placed within 300 s" in error.what and "its autoscaler has added no more" in error.what
     assert "`ray status`" in error.cure and "max_workers" in error.cure
-    assert "add nodes" in never_placed(1, 4, 300, replace(has, grows=False), False).cure
+    assert "add nodes" in placement_timeout_error(1, 4, 300, replace(has, grows=False), False).cure
 
 
 def test_a_job_for_gpus_on_a_machine_without_is_bad_input_before_ray_starts(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("raypar.actors.local_ray.own", lambda *given: pytest.fail("a Ray was started"))
+    monkeypatch.setattr("raypar.actors.ray_connection.start_local_ray", lambda *given: pytest.fail("a Ray was started"))
     assert main(["train", str(write_job(tmp_path)), "--set", "device=gpu", "--set", "plan.replicas=1"]) == 2
     err = capfd.readouterr().err
     assert "the job asks for GPUs (device: gpu), and PyTorch finds none on this machine\n  cure: set device: cpu" in err
@@ -130,9 +133,9 @@ def test_a_cluster_that_lets_nobody_in_may_have_a_token(monkeypatch, tmp_path):
     def init(**given):
         raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379")
 
-    monkeypatch.setattr("raypar.actors.local_ray.answers", lambda address: None)
+    monkeypatch.setattr("raypar.actors.ray_connection.check_address", lambda address: None)
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ClusterError) as found, joined("127.0.0.1:6379", tmp_path):
+    with pytest.raises(ClusterError) as found, join_cluster("127.0.0.1:6379", tmp_path):
         pass
     assert found.value.what.endswith("at '127.0.0.1:6379': Failed to connect to Ray cluster at 192.0.2.2:6379")
     assert "if the cluster has a token, set RAY_AUTH_MODE=token" in found.value.cure
@@ -145,7 +148,7 @@ def test_a_driver_of_another_raypar_that_cannot_begin_is_one_clear_error(monkeyp
     monkeypatch.setattr(client.ray, "wait", lambda asked, timeout: (asked, []))
     monkeypatch.setattr(client.ray, "get", get)
     remote = SimpleNamespace(remote=lambda *given: object())
-    request = SimpleNamespace(course=SimpleNamespace(first=0, elastic=True))
+    request = SimpleNamespace(policy=SimpleNamespace(first=0, elastic=True))
     with pytest.raises(
         ClusterError, match=r"the driver could not begin: AttributeError.*'Course' object has no attribute"
     ) as found:
@@ -158,9 +161,9 @@ def test_a_cluster_that_asks_for_a_token_is_one_clear_error(mode, monkeypatch, t
     def init(**given):
         raise AuthenticationError(mode)
 
-    monkeypatch.setattr("raypar.actors.local_ray.answers", lambda address: None)
+    monkeypatch.setattr("raypar.actors.ray_connection.check_address", lambda address: None)
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ClusterError) as found, joined("127.0.0.1:6379", tmp_path):
+    with pytest.raises(ClusterError) as found, join_cluster("127.0.0.1:6379", tmp_path):
         pass
     assert found.value.what == f"the Ray cluster at '127.0.0.1:6379' lets nobody in without its token: {mode}"
     assert "RAY_AUTH_MODE=token" in found.value.cure and "RAY_AUTH_TOKEN" in found.value.cure

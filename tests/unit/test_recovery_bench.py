@@ -20,7 +20,7 @@ class Written(Seen):
     """A run of which only the lines are there."""
 
     def __init__(self, *steps: tuple[float, int, int, int]) -> None:
-        self.workers, self.course = 4, Course(steps=max(step for _, step, _, _ in steps))
+        self.workers, self.policy = 4, Course(steps=max(step for _, step, _, _ in steps))
         self._commits = [Commit(*step) for step in steps]
 
     def commits(self) -> list[Commit]:

@@ -5,15 +5,15 @@ import pytest
 from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.schedule import registry
-from raypar.schedule.file import from_torch_actions, read_csv, write_csv
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from raypar.schedule.schedule_csv import from_torch_actions, read_csv, write_csv
 
 
 @pytest.mark.parametrize("name", registry.NAMES)
 @pytest.mark.parametrize("replicas, microbatches", [([1, 1, 1], 5), ([1, 3, 2], 4), ([2, 2, 4], 2)])
 def test_what_is_written_is_read_back_exactly_idle_workers_included(name, replicas, microbatches):
-    plan = ParallelPlan.of(replicas, chunks=registry.default_chunks(name), placement=registry.placement(name))
-    schedule = registry.build(name, Routing(plan, Microbatches(microbatches)))
+    plan = ParallelPlan.of(replicas, chunks=registry.default_chunks(name), placement=registry.placement_of(name))
+    schedule = registry.build_schedule(name, Routing(plan, Microbatches(microbatches)))
     assert read_csv(write_csv(schedule)) == schedule
     assert () in schedule or microbatches >= max(replicas)
 

@@ -9,15 +9,15 @@ import pytest
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing, Tie
 from raypar.schedule import registry
-from raypar.schedule.file import read_csv
 from raypar.schedule.instructions import ExchangeTies, Free, Recv, Reduce, Send
 from raypar.schedule.lower import lower, lower_forward
+from raypar.schedule.schedule_csv import read_csv
 from raypar.schedule.simulate import Costs, simulate
 from raypar.schedule.validate import validate
 
 
 def case(name="1f1b", replicas=(1, 1), microbatches=2, shards=None, edges=(), ties=()):
-    plan = ParallelPlan.of(list(replicas), shards, chunks=registry.default_chunks(name), placement=registry.placement(name))
+    plan = ParallelPlan.of(list(replicas), shards, chunks=registry.default_chunks(name), placement=registry.placement_of(name))
     crossing = Crossing.chain(len(plan.stages))
     routing = Routing(plan, Microbatches(microbatches))
     return routing, replace(crossing, edges=(*crossing.edges, *edges), ties=tuple(ties))
@@ -29,7 +29,7 @@ def text(programs):
 
 def lowered(name="1f1b", **shape):
     routing, crossing = case(name, **shape)
-    programs = lower(registry.build(name, routing), routing, crossing)
+    programs = lower(registry.build_schedule(name, routing), routing, crossing)
     validate(programs, routing, crossing)
     return programs
 
@@ -78,10 +78,10 @@ def test_a_replica_without_microbatches_takes_part_in_reduction_and_vote():
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-v"])
 def test_replicas_reduce_their_chunks_in_one_order_whatever_they_have_to_do(name):
     for replicas, microbatches in product(([3, 3], [1, 2, 3], [3, 1]), (1, 2, 5, 7)):
-        plan = ParallelPlan.of(replicas, chunks=2, placement=registry.placement(name))
+        plan = ParallelPlan.of(replicas, chunks=2, placement=registry.placement_of(name))
         routing, crossing = Routing(plan, Microbatches(microbatches)), Crossing.chain(len(plan.stages))
         turns = {}
-        for seat, program in zip(plan.seats, lower(registry.build(name, routing), routing, crossing), strict=True):
+        for seat, program in zip(plan.seats, lower(registry.build_schedule(name, routing), routing, crossing), strict=True):
             mine = [i for i in program if isinstance(i, Reduce)]
             assert turns.setdefault(seat.position, mine) == mine
 
@@ -89,7 +89,7 @@ def test_replicas_reduce_their_chunks_in_one_order_whatever_they_have_to_do(name
 @pytest.mark.parametrize("shards", [[2, 2], [1, 2], [2, 1], [4, 2], [2, 3]])
 def test_each_shard_is_served_once_by_a_shard_of_the_neighbour(shards):
     routing, crossing = case(shards=shards, microbatches=1)
-    programs = lower(registry.build("1f1b", routing), routing, crossing)
+    programs = lower(registry.build_schedule("1f1b", routing), routing, crossing)
     validate(programs, routing, crossing)
     seats = routing.plan.seats
     for rank, program in enumerate(programs):

@@ -16,9 +16,9 @@ from raypar.schedule.simulate import Costs, simulate
 
 def built(name, replicas, microbatches, chunks=None, warmup=None):
     chunks = registry.default_chunks(name, chunks)
-    plan = ParallelPlan.of(list(replicas), chunks=chunks, placement=registry.placement(name))
+    plan = ParallelPlan.of(list(replicas), chunks=chunks, placement=registry.placement_of(name))
     routing = Routing(plan, Microbatches(microbatches, blocks=microbatches))
-    return registry.build(name, routing, warmup=warmup), routing
+    return registry.build_schedule(name, routing, warmup=warmup), routing
 
 
 def grid(name, replicas, microbatches, chunks=None, warmup=None):
@@ -120,9 +120,9 @@ def test_replicas_of_a_uniform_plan_run_the_schedule_of_one_pipeline(name):
 
 @pytest.mark.parametrize("name", registry.NAMES)
 def test_all_shards_of_a_seat_have_one_order(name):
-    chunks, placement = registry.default_chunks(name), registry.placement(name)
+    chunks, placement = registry.default_chunks(name), registry.placement_of(name)
     plan = ParallelPlan.of([1, 2], [2, 3], chunks=chunks, placement=placement)
-    schedule = registry.build(name, Routing(plan, Microbatches(6)))
+    schedule = registry.build_schedule(name, Routing(plan, Microbatches(6)))
     orders = {}
     for seat, order in zip(plan.seats, schedule, strict=True):
         assert orders.setdefault((seat.position, seat.replica), order) == order

@@ -12,7 +12,7 @@ def routing(pp=4, microbatches=8, **shape):
 
 
 def test_afab_is_gpipe():
-    assert registry.build("afab", routing()) == registry.build("gpipe", routing())
+    assert registry.build_schedule("afab", routing()) == registry.build_schedule("gpipe", routing())
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_afab_is_gpipe():
 )
 def test_an_unknown_name_gets_the_nearest_one(typo, meant):
     with pytest.raises(ScheduleError, match=f"unknown schedule '{typo}'") as error:
-        registry.build(typo, routing())
+        registry.build_schedule(typo, routing())
     assert f"did you mean {meant}" in error.value.cure
 
 
@@ -41,19 +41,19 @@ def test_chunks_are_two_where_they_matter_and_one_elsewhere():
 
 def test_a_plan_laid_out_for_another_schedule_is_refused():
     with pytest.raises(ScheduleError, match="'v' order"):
-        registry.build("zb-v", routing(chunks=2, placement="loop"))
+        registry.build_schedule("zb-v", routing(chunks=2, placement="loop"))
     with pytest.raises(ScheduleError, match="'loop' order"):
-        registry.build("interleaved", routing(chunks=2, placement="v"))
+        registry.build_schedule("interleaved", routing(chunks=2, placement="v"))
     with pytest.raises(ScheduleError, match="needs 1 stage"):
-        registry.build("1f1b", routing(chunks=2))
+        registry.build_schedule("1f1b", routing(chunks=2))
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe"])
 def test_a_warmup_is_refused_where_it_would_be_ignored(name):
     with pytest.raises(ScheduleError, match="no warmup to set"):
-        registry.build(name, routing(), warmup=[4, 3, 2, 1])
+        registry.build_schedule(name, routing(), warmup=[4, 3, 2, 1])
 
 
 def test_a_warmup_needs_one_number_per_position():
     with pytest.raises(ScheduleError, match=r"warmup \[4, 3\] for 4 stages"):
-        registry.build("1f1b", routing(), warmup=[4, 3])
+        registry.build_schedule("1f1b", routing(), warmup=[4, 3])

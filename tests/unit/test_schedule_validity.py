@@ -10,21 +10,21 @@ from helpers.brute_force import good
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing, Tie
 from raypar.schedule import registry
-from raypar.schedule.file import read_csv
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeTies, Forward, Send
 from raypar.schedule.lower import lower, lower_forward
-from raypar.schedule.validate import problems, validate
+from raypar.schedule.schedule_csv import read_csv
+from raypar.schedule.validate import find_problems, validate
 
 
 def case(name, pp, microbatches, chunks=None, replicas=1, blocks=0, skip=False):
     chunks = registry.default_chunks(name, chunks)
     counts = [replicas] * pp if isinstance(replicas, int) else replicas
-    plan = ParallelPlan.of(counts, chunks=chunks, placement=registry.placement(name))
+    plan = ParallelPlan.of(counts, chunks=chunks, placement=registry.placement_of(name))
     routing = Routing(plan, Microbatches(microbatches, blocks))
     crossing = Crossing.chain(len(plan.stages))
     if skip and len(plan.stages) > 2:
         crossing = replace(crossing, edges=(*crossing.edges, Edge(0, len(plan.stages) - 1, ("skip",))))
-    return registry.build(name, routing), routing, crossing
+    return registry.build_schedule(name, routing), routing, crossing
 
 
 def grid(name, pp, microbatches):
@@ -125,7 +125,7 @@ def test_a_broken_schedule_is_refused_with_the_rule_the_worker_and_a_cure(rule):
 
 def test_shards_of_a_replica_compute_in_one_order():
     routing = Routing(ParallelPlan.of([1, 1], [2, 1]), Microbatches(2))
-    schedule = registry.build("gpipe", routing)
+    schedule = registry.build_schedule("gpipe", routing)
     validate(lower(schedule, routing, Crossing.chain(2)), routing, Crossing.chain(2))
     swapped = (schedule[0], (Forward(0, 1), Forward(0, 0), *schedule[1][2:]), schedule[2])
     with pytest.raises(ScheduleError, match=r"together: worker 1 .*0F1 is instruction 0 here, 0F0 on shard 0"):
@@ -144,15 +144,15 @@ def test_shards_of_a_replica_compute_in_one_order():
 def test_weight_gradients_of_a_block_come_in_index_order_from_b_i_and_w_alike(order, first_wrong):
     _, routing, crossing = case("1f1b", 1, 2, blocks=1)
     text = f"{first_wrong} stands after microbatch 1 of the same block"
-    assert [(p.rule, p.text) for p in problems(read_csv(order), routing, crossing)] == [("canonical", text)]
+    assert [(p.rule, p.text) for p in find_problems(read_csv(order), routing, crossing)] == [("canonical", text)]
     _, routing, crossing = case("1f1b", 1, 2, blocks=2)
-    assert problems(read_csv(order), routing, crossing) == []
+    assert find_problems(read_csv(order), routing, crossing) == []
 
 
 def test_workers_that_wait_for_each_other_in_a_circle_are_named_with_what_they_wait_for():
     _, routing, crossing = case("1f1b", 2, 2)
     orders = read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
-    assert [(p.rule, p.rank, p.text) for p in problems(orders, routing, crossing)] == [
+    assert [(p.rule, p.rank, p.text) for p in find_problems(orders, routing, crossing)] == [
         ("deadlock-free", 0, "waits for ever at 0B0 for 1B0 of worker 1"),
         ("deadlock-free", 1, "waits for ever at 1F1 for 0F1 of worker 0"),
     ]
@@ -166,7 +166,7 @@ def test_a_circle_of_posts_stops_workers_with_a_single_queue_and_only_those():
     third[:2] = reversed(third[:2])
     programs = (tuple(first), tuple(second), tuple(third))
     validate(programs, routing, crossing)
-    found = problems(programs, routing, crossing, communicators="world")
+    found = find_problems(programs, routing, crossing, communicators="world")
     assert [p.text[: p.text.index(" of")] for p in found] == [
         "waits for ever at 0B0 for the gradient",
         "waits for ever at 1F0 for the activation",
@@ -217,7 +217,7 @@ def doubled(programs, rank, text):
 )
 def test_a_broken_program_is_refused_with_the_rule_the_worker_and_the_instruction(change, rule, rank, text):
     schedule, routing, crossing = case("1f1b", 2, 2)
-    found = problems(change(lower(schedule, routing, crossing)), routing, crossing)
+    found = find_problems(change(lower(schedule, routing, crossing)), routing, crossing)
     if text is None:
         assert found == []  # a free may stand anywhere after the last use
     else:
@@ -270,7 +270,7 @@ def compare(mutations, seed):
         programs, routing, crossing = small_programs(rng)
         for _ in range(rng.choice([1, 1, 1, 2])):
             programs = mutate(programs, rng)
-        fine = not problems(programs, routing, crossing)
+        fine = not find_problems(programs, routing, crossing)
         assert fine == good(programs, routing, crossing), [" ".join(map(str, p)) for p in programs]
         verdicts[fine] += 1
     return verdicts

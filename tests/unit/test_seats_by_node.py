@@ -5,11 +5,11 @@ from itertools import combinations, permutations
 
 import pytest
 
-from raypar.elastic.actions import Adopt
-from raypar.elastic.events import CallFailed, Claimed, Joined, Stood, WorkersReady
+from raypar.elastic.actions import AdoptPlan
+from raypar.elastic.events import CallFailed, GenerationClaimed, WorkerJoined, WorkersReady, WorkerStatusReported
 from raypar.elastic.holdings import Piece, overlap, seated
-from raypar.elastic.machine import Course, RunMachine
-from raypar.elastic.member import Stand
+from raypar.elastic.member import WorkerStatus
+from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -65,10 +65,18 @@ def layout(plan):
 
 def test_a_lost_worker_is_replaced_by_one_that_does_not_share_the_node_of_the_copy_that_is_left():
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
-    machine = RunMachine(Course(workers=4, last=9, elastic=True, grow=False), plan=plan, layout=layout)
+    machine = RunMachine(RunPolicy(workers=4, last=9, elastic=True, grow=False), plan=plan, layout=layout)
     machine.nodes = {0: "x", 1: "y", 2: "y", 3: "x", 4: "x", 5: "y"}
-    events = [WorkersReady(), Joined(4), Joined(5), CallFailed("lost", WorkerLost("worker 1 died"), 1), Claimed(2, True)]
-    events += [Stood(2, Stand(w, 0 if w < 4 else None, pieces=(A, A, B, B, (), ())[w])) for w in (0, 2, 3, 4, 5)]
+    events = [
+        WorkersReady(),
+        WorkerJoined(4),
+        WorkerJoined(5),
+        CallFailed("lost", WorkerLost("worker 1 died"), 1),
+        GenerationClaimed(2, True),
+    ]
+    events += [
+        WorkerStatusReported(2, WorkerStatus(w, 0 if w < 4 else None, pieces=(A, A, B, B, (), ())[w])) for w in (0, 2, 3, 4, 5)
+    ]
     actions = [decision.action for event in events for decision in machine.handle(event, 0.0)]
-    (order,) = [a for a in actions if isinstance(a, Adopt)]
+    (order,) = [a for a in actions if isinstance(a, AdoptPlan)]
     assert order.members == (0, 5, 2, 3), "worker 4 is on worker 0's node"

@@ -1,32 +1,48 @@
 """Who takes which seat of a plan with shards after a loss: replicas that are left go on, on one node where that can be."""
 
-from raypar.elastic.actions import Adopt, ChoosePlan
-from raypar.elastic.events import CallFailed, Claimed, Emitted, Joined, Journalled, StepReported, Stood, WorkersReady
+from raypar.elastic.actions import AdoptPlan, ChoosePlan
+from raypar.elastic.events import (
+    CallFailed,
+    GenerationClaimed,
+    StepEmitted,
+    StepJournalled,
+    StepReported,
+    WorkerJoined,
+    WorkersReady,
+    WorkerStatusReported,
+)
 from raypar.elastic.holdings import seated
-from raypar.elastic.machine import Course, RunMachine
-from raypar.elastic.member import Stand
+from raypar.elastic.member import WorkerStatus
+from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.spans import Cut, even
+from raypar.plan.shard_ranges import Cut, even_range
 
-LAYOUT = SlicedParameters(({"a": 8}, {"b": 8}), {2: {"a": Cut(0, 4, even(4, 2)), "b": Cut(0, 4, even(4, 2))}})
+LAYOUT = SlicedParameters(({"a": 8}, {"b": 8}), {2: {"a": Cut(0, 4, even_range(4, 2)), "b": Cut(0, 4, even_range(4, 2))}})
 
 
 def after(plan, dead, nodes=None, new=()):
     """What is decided once all others stand."""
-    machine = RunMachine(Course(workers=plan.world, last=9, elastic=True, grow=False), plan=plan, layout=LAYOUT)
+    machine = RunMachine(RunPolicy(workers=plan.world, last=9, elastic=True, grow=False), plan=plan, layout=LAYOUT)
     machine.nodes = nodes or {}
-    events = [WorkersReady(), *map(Joined, new), *(CallFailed("lost", WorkerLost("died"), w) for w in dead), Claimed(2, True)]
+    events = [
+        WorkersReady(),
+        *map(WorkerJoined, new),
+        *(CallFailed("lost", WorkerLost("died"), w) for w in dead),
+        GenerationClaimed(2, True),
+    ]
     pieces = LAYOUT(plan)
     left = [w for w in range(plan.world) if w not in dead]
-    events += [Stood(2, Stand(w, 0, pieces=pieces[w])) for w in left] + [Stood(2, Stand(w)) for w in new]
+    events += [WorkerStatusReported(2, WorkerStatus(w, 0, pieces=pieces[w])) for w in left] + [
+        WorkerStatusReported(2, WorkerStatus(w)) for w in new
+    ]
     return [decision.action for event in events for decision in machine.handle(event, 0.0)][-1]
 
 
 def test_the_replicas_that_are_left_go_on_and_nothing_moves():
     order = after(ParallelPlan.mesh(dp=2, pp=2, tp=2, layers=2), [5])
-    assert isinstance(order, Adopt) and not order.moves
+    assert isinstance(order, AdoptPlan) and not order.moves
     assert order.plan == ParallelPlan.of([2, 1], [2, 2], layers=2) and order.members[:4] == (0, 1, 2, 3)
     assert order.members[4:] == (4, 7) or order.members[4:] == (6, 7)
 
@@ -70,13 +86,13 @@ def test_a_new_plan_puts_the_shards_of_a_replica_on_one_node_and_replicas_on_sev
 def test_stragglers_are_compared_with_replicas_of_the_same_shard():
     """Shards of a ragged split have unequal work."""
     plan = ParallelPlan.mesh(dp=2, tp=2, layers=2)
-    machine = RunMachine(Course(workers=4, last=9, straggler_steps=3), plan=plan)
+    machine = RunMachine(RunPolicy(workers=4, last=9, straggler_steps=3), plan=plan)
     machine.handle(WorkersReady(), 0.0)
     actions = []
     for step in range(3):
         for worker, busy_s in enumerate((0.01, 0.05, 0.04, 0.05)):
             event = StepReported(worker, step, 0.1, machine.generation, busy_s=busy_s)
             actions += [decision.action for decision in machine.handle(event, 0.1 * step)]
-        for event in (Journalled(step), Emitted(step)):
+        for event in (StepJournalled(step), StepEmitted(step)):
             machine.handle(event, 0.1 * step)
     assert [action.worker for action in actions if hasattr(action, "times")] == [2]

@@ -9,13 +9,13 @@ from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Forward, Reduce, Vote
 from raypar.schedule.lower import lower
-from raypar.schedule.registry import NAMES, build, default_chunks, placement
+from raypar.schedule.registry import NAMES, build_schedule, default_chunks, placement_of
 from raypar.schedule.simulate import Costs, simulate
-from raypar.schedule.timeline import Span, Timeline, parse
+from raypar.schedule.timeline import Timeline, TimelineSpan, parse_instruction
 
 
 def orders(*lines):
-    return tuple(tuple(parse(word) for word in line.split()) for line in lines)
+    return tuple(tuple(parse_instruction(word) for word in line.split()) for line in lines)
 
 
 def routed(replicas, microbatches, shards=None):
@@ -126,7 +126,7 @@ def test_overhead_is_paid_for_each_compute_instruction_after_its_inputs_came():
 def test_shards_of_a_seat_move_in_lockstep():
     plan = ParallelPlan.of([1, 1], [2, 2])
     routing = Routing(plan, Microbatches(3, blocks=3))
-    schedule = build("1f1b", routing)
+    schedule = build_schedule("1f1b", routing)
     crossing = Crossing.chain(2, nbytes=4)
     costs = Costs((1, 1), (1, 1), (1, 1), latency_ms=0.5, bandwidth_bytes_per_ms=8)
     timeline = simulate(schedule, routing, crossing, costs)
@@ -141,14 +141,14 @@ def test_random_costs_give_the_longest_paths(name, seed):
     dice = random.Random(seed)
     chunks = default_chunks(name)
     replicas = [dice.choice([1, 2, 3]) for _ in range(3)] if chunks == 1 else [2, 2, 2]
-    plan = ParallelPlan.of(replicas, chunks=chunks, placement=placement(name))
+    plan = ParallelPlan.of(replicas, chunks=chunks, placement=placement_of(name))
     routing = Routing(plan, Microbatches(6, blocks=6))
     count = len(plan.stages)
     nbytes = [dice.randrange(50) for _ in range(count - 1)]
     crossing = Crossing((*Crossing.chain(count, nbytes).edges, Edge(0, 2, nbytes=9)))
     times_ms = [tuple(dice.uniform(0.5, 3) for _ in range(count)) for _ in range(3)]
     costs = Costs(*times_ms, latency_ms=dice.uniform(0, 1), bandwidth_bytes_per_ms=dice.uniform(10, 100))
-    schedule = build(name, routing)
+    schedule = build_schedule(name, routing)
     timeline = simulate(schedule, routing, crossing, costs)
     expected = longest_paths(schedule, routing, crossing, costs)
     for rank, row in enumerate(timeline.spans):
@@ -159,7 +159,7 @@ def test_random_costs_give_the_longest_paths(name, seed):
 def test_a_program_takes_as_long_as_the_schedule_it_was_lowered_from(name):
     routing = routed([2, 1, 3], 12)
     crossing = Crossing.chain(3, nbytes=10)
-    schedule = build(name, routing)
+    schedule = build_schedule(name, routing)
     costs = Costs((1, 2, 3), (2, 1, 2), (1, 1, 2), 0.25, 16, reduce_ms=(1, 0, 2), step_ms=0.5)
     lowered = simulate(lower(schedule, routing, crossing), routing, crossing, costs)
     assert lowered == simulate(schedule, routing, crossing, costs)
@@ -185,7 +185,7 @@ def test_a_schedule_for_another_number_of_workers_is_refused():
 
 def test_a_replica_without_microbatches_idles():
     routing = routed([2], 1)
-    timeline = simulate(build("1f1b", routing), routing, Crossing.chain(1), Costs.uniform(1))
+    timeline = simulate(build_schedule("1f1b", routing), routing, Crossing.chain(1), Costs.uniform(1))
     assert sorted(timeline.busy_ms) == [0, 3]
     assert timeline.bubble_of_total == 0.5
 
@@ -194,7 +194,7 @@ def test_measured_spans_become_a_timeline_that_starts_at_zero():
     timeline = Timeline.from_spans(
         [[("0F0", 105.0, 106.0), ("0B0", 108.0, 110.0), ("V", 110.0, 112.0)], [("1F0", 106.5, 107.5)]]
     )
-    assert timeline.spans[1] == (Span(Forward(1, 0), 1.5, 2.5),)
+    assert timeline.spans[1] == (TimelineSpan(Forward(1, 0), 1.5, 2.5),)
     assert timeline.makespan_ms == 7
     assert timeline.busy_ms == (3, 1)
     assert timeline.peak_activations == (1, 1)
@@ -203,6 +203,6 @@ def test_measured_spans_become_a_timeline_that_starts_at_zero():
 
 def test_labels_are_read_back_into_the_instructions_that_print_them():
     some = [Forward(1, 2), Backward(0, 11), BackwardInput(3, 0), BackwardWeight(12, 1), Reduce(2), Vote()]
-    assert [parse(str(i)) for i in some] == some
+    assert [parse_instruction(str(i)) for i in some] == some
     with pytest.raises(ScheduleError, match="'1Q0' is no instruction"):
-        parse("1Q0")
+        parse_instruction("1Q0")

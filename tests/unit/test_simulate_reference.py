@@ -11,14 +11,14 @@ def simulated(
     name, stages, microbatches, *, chunks=None, replicas=None, forward_ms=None, backward_ms=None, warmup=None
 ) -> Timeline:
     chunks = registry.default_chunks(name, chunks)
-    plan = ParallelPlan.of(replicas or [1] * stages, chunks=chunks, placement=registry.placement(name))
+    plan = ParallelPlan.of(replicas or [1] * stages, chunks=chunks, placement=registry.placement_of(name))
     routing = Routing(plan, Microbatches(microbatches, blocks=microbatches))
     forward, backward = forward_ms or [1] * stages, backward_ms or [2] * stages
     at = [s.position for s in plan.stages]
     costs = Costs(
         *(tuple(ms[p] / chunks for p in at) for ms in (forward, [b / 2 for b in backward], [b / 2 for b in backward]))
     )
-    return simulate(registry.build(name, routing, warmup=warmup), routing, Crossing.chain(len(at)), costs)
+    return simulate(registry.build_schedule(name, routing, warmup=warmup), routing, Crossing.chain(len(at)), costs)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from raypar.elastic.holdings import Piece, moves, union
 from raypar.elastic.sliced import SlicedParameters
 from raypar.plan import ParallelPlan
-from raypar.plan.spans import Cut, even
+from raypar.plan.shard_ranges import Cut, even_range
 
 SIZES = ({"a.weight": 84, "a.bias": 12}, {"b.weight": 84, "b.norm": 7}, {"k.weight": 8})
 KEYS = {
@@ -18,9 +18,9 @@ KEYS = {
 
 def cuts(shards):
     return {
-        "a.weight": Cut(0, 12, even(12, shards)),
-        "a.bias": Cut(0, 12, even(12, shards)),
-        "b.weight": Cut(1, 12, even(12, shards)),
+        "a.weight": Cut(0, 12, even_range(12, shards)),
+        "a.bias": Cut(0, 12, even_range(12, shards)),
+        "b.weight": Cut(1, 12, even_range(12, shards)),
         "k.weight": Cut(0, 2, KEYS[shards]),
     }
 

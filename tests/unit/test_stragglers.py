@@ -1,8 +1,8 @@
 """Workers that compute slower than those who do the same, for long: told once, and when it is over; replaced if asked for."""
 
-from raypar.elastic.actions import Claim, Straggles
-from raypar.elastic.events import Emitted, Journalled, StepReported, StopRequested, WorkersReady
-from raypar.elastic.machine import Course, RunMachine
+from raypar.elastic.actions import ClaimGeneration, ReportStraggler
+from raypar.elastic.events import StepEmitted, StepJournalled, StepReported, StopRequested, WorkersReady
+from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
 
@@ -83,36 +83,36 @@ def run(machine, count, slow=(3,), first=0):
     found = []
     for step in range(first, first + count):
         events = [StepReported(w, step, 0.1, machine.generation, busy_s=0.02 if w in slow else 0.01) for w in machine.members]
-        for event in (*events, Journalled(step), Emitted(step)):
+        for event in (*events, StepJournalled(step), StepEmitted(step)):
             actions = [decision.action for decision in machine.handle(event, 0.1 * step)]
-            found += [a for a in actions if isinstance(a, (Straggles, Claim))]
+            found += [a for a in actions if isinstance(a, (ReportStraggler, ClaimGeneration))]
     return found
 
 
-def machine(**course):
+def machine(**policy):
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
-    made = RunMachine(Course(workers=4, last=500, **({"elastic": True, "hires": True} | course)), plan=plan)
+    made = RunMachine(RunPolicy(workers=4, last=500, **({"elastic": True, "hires": True} | policy)), plan=plan)
     made.handle(WorkersReady(), 0.0)
     return made
 
 
 def test_a_straggler_is_only_reported_unless_the_job_wants_it_replaced():
     made = machine()
-    assert run(made, 60) == [Straggles(3, 2.0, 20)]
-    assert run(made, 20, slow=(), first=60) == [Straggles(3, 1.0, 20, over=True)]
-    assert run(machine(elastic=False), 60) == [Straggles(3, 2.0, 20)], "also where nobody could be replaced"
+    assert run(made, 60) == [ReportStraggler(3, 2.0, 20)]
+    assert run(made, 20, slow=(), first=60) == [ReportStraggler(3, 1.0, 20, over=True)]
+    assert run(machine(elastic=False), 60) == [ReportStraggler(3, 2.0, 20)], "also where nobody could be replaced"
 
 
 def test_a_straggler_that_is_to_be_replaced_is_drained():
     made = machine(replace_stragglers=True)
     found = run(made, 21)
-    assert found == [Straggles(3, 2.0, 20, leaves=True), Claim(2)]
+    assert found == [ReportStraggler(3, 2.0, 20, leaves=True), ClaimGeneration(2)]
     assert made.leaving == {3} and made.attempts <= 1
 
 
 def test_nobody_leaves_below_min_workers_or_where_nobody_can_come_or_while_the_run_ends():
-    for course in ({"min_workers": 4}, {"hires": False}):
-        assert run(machine(replace_stragglers=True, **course), 60) == [Straggles(3, 2.0, 20)]
+    for policy in ({"min_workers": 4}, {"hires": False}):
+        assert run(machine(replace_stragglers=True, **policy), 60) == [ReportStraggler(3, 2.0, 20)]
     made = machine(replace_stragglers=True)
     run(made, 10)
     made.handle(StopRequested("enough"), 1.0)
@@ -122,7 +122,7 @@ def test_nobody_leaves_below_min_workers_or_where_nobody_can_come_or_while_the_r
 def test_one_straggler_leaves_at_a_time():
     made = machine(replace_stragglers=True)
     found = run(made, 21, slow=(1, 3))
-    assert sorted((f.worker, f.leaves) for f in found if isinstance(f, Straggles)) == [(1, True), (3, False)]
+    assert sorted((f.worker, f.leaves) for f in found if isinstance(f, ReportStraggler)) == [(1, True), (3, False)]
     assert made.leaving == {1}
 
 
@@ -130,4 +130,4 @@ def test_a_node_that_was_found_slow_before_is_not_left_again():
     made = machine(replace_stragglers=True)
     made.nodes = {0: "a", 1: "b", 2: "a", 3: "b"}
     made.slow_nodes = {"b"}
-    assert run(made, 60) == [Straggles(3, 2.0, 20)]
+    assert run(made, 60) == [ReportStraggler(3, 2.0, 20)]

@@ -41,8 +41,8 @@ def stopped(run_dir: Path, done: int, *words: str) -> RunFolder:
     job = load_job("small.yaml", words)
     folder = RunFolder.create(run_dir, job.name)
     folder.job.write_text(job.to_yaml())
-    aside = checkpoint.begin(folder.checkpoints, done)
-    checkpoint.commit(aside, [], steps_done=done, contract=checkpoint.contract_of(job.to_spec()))
+    aside = checkpoint.create_checkpoint(folder.checkpoints, done)
+    checkpoint.commit_checkpoint(aside, [], steps_done=done, contract=checkpoint.contract_of(job.to_spec()))
     return folder
 
 

@@ -17,12 +17,12 @@ from raypar.model.tensor_parallel.embedding import VocabularyEmbedding
 from raypar.model.tensor_parallel.functions import select
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear
-from raypar.model.tensor_parallel.styles import Layout
+from raypar.model.tensor_parallel.styles import ShardLayout
 from raypar.model.tensor_parallel.value import Held, Sharded
-from raypar.plan.spans import even
+from raypar.plan.shard_ranges import even_range
 
 
-def slice_of(layout: Layout, name: str, whole: Tensor, shard: int) -> Tensor:
+def slice_of(layout: ShardLayout, name: str, whole: Tensor, shard: int) -> Tensor:
     """What a shard holds of the whole parameter (or of its gradient, or of optimizer state of its shape); its own memory."""
     cut = layout.cuts.get(name)
     return (whole if cut is None else select(whole, cut.dim, cut.held[shard])).clone(memory_format=torch.contiguous_format)
@@ -33,7 +33,7 @@ def materialise_shard(
     first: int,
     last: int,
     *,
-    layout: Layout,
+    layout: ShardLayout,
     group: ShardGroup,
     seed: int,
     dtype: torch.dtype,
@@ -58,7 +58,14 @@ def materialise_shard(
 
 
 def layers_of_shard(
-    graph: Graph, first: int, last: int, make: Callable[[int], nn.Module], *, layout: Layout, group: ShardGroup, whole: bool
+    graph: Graph,
+    first: int,
+    last: int,
+    make: Callable[[int], nn.Module],
+    *,
+    layout: ShardLayout,
+    group: ShardGroup,
+    whole: bool,
 ) -> dict[str, nn.Module]:
     """Layer name -> what becomes of the layer that `make(index)` gives, whose parameters are `whole` or this shard's slices."""
     canonical = canonical_names(graph)
@@ -76,7 +83,7 @@ def layers_of_shard(
     return modules
 
 
-def _cut(root: nn.Module, layer: str, canonical: Mapping[str, str], layout: Layout, shard: int) -> None:
+def _cut(root: nn.Module, layer: str, canonical: Mapping[str, str], layout: ShardLayout, shard: int) -> None:
     """Whole parameters become slices, one at a time; one that stands at several places stays one."""
     made: dict[int, nn.Parameter] = {}
     for path, part in root.named_modules():
@@ -90,7 +97,7 @@ def _cut(root: nn.Module, layer: str, canonical: Mapping[str, str], layout: Layo
             part._parameters[key] = made.get(id(parameter), parameter)
 
 
-def _rewritten(root: nn.Module, layer: str, layout: Layout, group: ShardGroup) -> nn.Module:
+def _rewritten(root: nn.Module, layer: str, layout: ShardLayout, group: ShardGroup) -> nn.Module:
     """Puts sharded layers in the place of those that have a style. Returns the root, which may be one."""
     for path, part in list(root.named_modules()):
         name = f"{layer}.{path}" if path else layer
@@ -105,7 +112,7 @@ def _rewritten(root: nn.Module, layer: str, layout: Layout, group: ShardGroup) -
     return root
 
 
-def _sharded(module: nn.Module, name: str, layout: Layout, group: ShardGroup) -> nn.Module:
+def _sharded(module: nn.Module, name: str, layout: ShardLayout, group: ShardGroup) -> nn.Module:
     style, held = layout.styles[name], layout.cuts[f"{name}.weight"].held[group.shard]
     if isinstance(module, nn.Embedding):
         return VocabularyEmbedding(module, name, group, held)
@@ -153,7 +160,7 @@ class _Boundary:
             return Sharded(x, held, self._group)
         if self._group.sequence and x.is_floating_point() and x.dim() == 3:
             size = x.shape[1]
-            held = Held(1, size, even(size, self._group.size)[self._group.shard])
+            held = Held(1, size, even_range(size, self._group.size)[self._group.shard])
             return Sharded(functions.split(x, 1, self._group), held, self._group)
         return x
 
@@ -174,7 +181,7 @@ class _Boundary:
                 cure="end what a column layer begins with a row layer, or give it the style gathered (plan.styles)",
             )
         if name in self._edges.leaving:
-            return functions.whole(made.local, 1, even(held.size, group.size), group)
+            return functions.whole(made.local, 1, even_range(held.size, group.size), group)
         self._held[name] = held
         return made.local
 

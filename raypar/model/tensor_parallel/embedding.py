@@ -13,7 +13,7 @@ from raypar.errors import ModelError
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.value import Held, Sharded
-from raypar.plan.spans import Spans, even
+from raypar.plan.shard_ranges import IndexRanges, even_range
 
 
 class VocabularyEmbedding(nn.Module):
@@ -22,7 +22,7 @@ class VocabularyEmbedding(nn.Module):
     With sequence parallelism the result [mb, seq, width] is this shard's part of dim 1.
     """
 
-    def __init__(self, embedding: nn.Embedding, name: str, group: ShardGroup, held: Spans) -> None:
+    def __init__(self, embedding: nn.Embedding, name: str, group: ShardGroup, held: IndexRanges) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.weight = embedding.weight
@@ -54,4 +54,4 @@ class VocabularyEmbedding(nn.Module):
             )
         total = ids.shape[1]
         made = functions.scattered(part, 1, self.group)
-        return Sharded(made, Held(1, total, even(total, self.group.size)[self.group.shard]), self.group)
+        return Sharded(made, Held(1, total, even_range(total, self.group.size)[self.group.shard]), self.group)

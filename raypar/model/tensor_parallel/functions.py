@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.comm.memory import aligned
+from raypar.comm.buffer_pool import as_aligned
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.plan.spans import Spans, even
+from raypar.plan.shard_ranges import IndexRanges, even_range
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ class _Sum(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, held: Sequence[Spans], group: ShardGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
         ctx.dim, ctx.mine = dim, held[group.shard]
         ctx.set_materialize_grads(False)
         return group.join(x, dim, held, "a value's parts")
@@ -76,15 +76,15 @@ class _Join(torch.autograd.Function):
     @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        return (None if gradient is None else aligned(select(gradient, ctx.dim, ctx.mine))), None, None, None
+        return (None if gradient is None else as_aligned(select(gradient, ctx.dim, ctx.mine))), None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
-        ctx.dim, ctx.held, ctx.group = dim, even(x.shape[dim], group.size), group
+        ctx.dim, ctx.held, ctx.group = dim, even_range(x.shape[dim], group.size), group
         ctx.set_materialize_grads(False)
-        return aligned(select(x, dim, ctx.held[group.shard]))
+        return as_aligned(select(x, dim, ctx.held[group.shard]))
 
     @staticmethod
     @once
@@ -98,7 +98,7 @@ class _Split(torch.autograd.Function):
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
-        ctx.dim, ctx.held, ctx.group = dim, even(x.shape[dim], group.size), group
+        ctx.dim, ctx.held, ctx.group = dim, even_range(x.shape[dim], group.size), group
         ctx.set_materialize_grads(False)
         return group.scatter(x, dim, "the sum of a value")
 
@@ -111,7 +111,7 @@ class _Scatter(torch.autograd.Function):
         return ctx.group.join(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
 
 
-def select(x: Tensor, dim: int, spans: Spans) -> Tensor:
+def select(x: Tensor, dim: int, spans: IndexRanges) -> Tensor:
     """The indices `spans` of one dim; a view where they are one run."""
     if len(spans) <= 1:
         start, stop = spans[0] if spans else (0, 0)
@@ -139,6 +139,6 @@ def split(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
     return _Split.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def whole(x: Tensor, dim: int, held: Sequence[Spans], group: ShardGroup) -> Tensor:
+def whole(x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
     """The value of which shard t holds the run `held[t]` along `dim`; all shards use it alike."""
     return _Join.apply(x, dim, held, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raypar.comm.transport import Routine, Wait
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.plan.spans import Cut, Spans, common, count, places
+from raypar.plan.shard_ranges import Cut, IndexRanges, count_indices, intersect_ranges, positions_of
 
 
 def complete(
@@ -27,16 +27,16 @@ def complete(
     """
     if group.size == 1:
         return
-    jobs: dict[torch.dtype, list[tuple[Tensor, Tensor, list[tuple[int, Spans, Spans]]]]] = {}
+    jobs: dict[torch.dtype, list[tuple[Tensor, Tensor, list[tuple[int, IndexRanges, IndexRanges]]]]] = {}
     for name, gradient in gradients.items():
         if gradient is None:
             continue
         if name in cuts and cuts[name].shared:
             cut = cuts[name]
             shape = list(gradient.shape)
-            shape[cut.dim] = count(cut.shared)
-            mine = common(cut.held[group.shard], cut.shared)
-            pairs = [(cut.dim, places(cut.held[group.shard], mine), places(cut.shared, mine))]
+            shape[cut.dim] = count_indices(cut.shared)
+            mine = intersect_ranges(cut.held[group.shard], cut.shared)
+            pairs = [(cut.dim, positions_of(cut.held[group.shard], mine), positions_of(cut.shared, mine))]
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(shape), pairs))
         elif name in partial:
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(gradient.shape), []))
@@ -54,7 +54,7 @@ def complete(
                     gradient.narrow(dim, a, b - a).copy_(total.narrow(dim, c, d - c))
 
 
-def _filled(gradient: Tensor, room: Tensor, pairs: list[tuple[int, Spans, Spans]]) -> Tensor:
+def _filled(gradient: Tensor, room: Tensor, pairs: list[tuple[int, IndexRanges, IndexRanges]]) -> Tensor:
     if not pairs:
         return gradient
     for dim, here, there in pairs:
@@ -63,7 +63,7 @@ def _filled(gradient: Tensor, room: Tensor, pairs: list[tuple[int, Spans, Spans]
     return room
 
 
-def _matched(first: Spans, second: Spans) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def _matched(first: IndexRanges, second: IndexRanges) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Runs of equal length, pairwise: both sides list the same indices in the same order."""
     found = []
     left, right = [list(s) for s in first], [list(s) for s in second]

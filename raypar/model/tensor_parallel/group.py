@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.comm import blocking
+from raypar.comm import blocking_routines
 from raypar.comm.transport import Handle, Transport
-from raypar.plan.spans import Spans, even
+from raypar.plan.shard_ranges import IndexRanges, even_range
 
 
 class ShardGroup:
@@ -44,7 +44,7 @@ class ShardGroup:
         self.recording = False
         """Whether the running layer was called with gradients."""
         self.output: Any = None
-        """How the last forward pass left the model's output cut (`value.Held`); None: not at all."""
+        """How the last forward pass left the model's output cut (`value.DelayedHandle`); None: not at all."""
         self.waited_ns = 0
         """For other shards, in layers, since somebody set it to 0."""
 
@@ -57,7 +57,7 @@ class ShardGroup:
         """Block until done; under the cooperative scheduler others run meanwhile."""
         if not handle.done():
             start = time.perf_counter_ns()
-            blocking.wait(handle, f"{what} of shard {self.shard}", self.timeout_s)
+            blocking_routines.wait_for(handle, f"{what} of shard {self.shard}", self.timeout_s)
             self.waited_ns += time.perf_counter_ns() - start
 
     def post_sum(self, tensor: Tensor) -> Handle:
@@ -77,7 +77,7 @@ class ShardGroup:
         self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
         return pieces
 
-    def join(self, tensor: Tensor, dim: int, held: Sequence[Spans], what: str) -> Tensor:
+    def join(self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str) -> Tensor:
         """The whole of a value of which each shard holds one run of indices along `dim`, in shard order (maybe none)."""
         tensor = tensor.contiguous()
         pieces = []
@@ -92,7 +92,7 @@ class ShardGroup:
         """Start to sum over the shards and keep this one's even part of `dim`: (its place, handle, what must stay alive)."""
         pieces = [
             tensor[(slice(None),) * dim + (slice(*(spans[0] if spans else (0, 0))),)].contiguous()
-            for spans in even(tensor.shape[dim], self.size)
+            for spans in even_range(tensor.shape[dim], self.size)
         ]
         out = torch.empty_like(pieces[self.shard])
         return out, self.transport.reduce_scatter(out, pieces, group=self.ranks, channel=self.channel), pieces

@@ -17,21 +17,21 @@ from raypar.errors import ModelError
 from raypar.model import split_linear
 from raypar.model.split_linear import (
     CastStash,
-    Deferred,
+    DeferredWeightGradient,
     Stash,
     adds_to_weights,
     as_matrix,
-    autocasts,
     bias_gradient,
     in_compute_dtype,
     input_gradient,
+    is_autocast_enabled,
     splittable,
 )
 from raypar.model.tensor_parallel import functions
-from raypar.model.tensor_parallel.gradient_place import Place
+from raypar.model.tensor_parallel.gradient_reuse import GradientBuffer
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.value import Held, Sharded, part_of
-from raypar.plan.spans import Spans, even
+from raypar.plan.shard_ranges import IndexRanges, even_range
 
 
 class ShardedLinear(nn.Module):
@@ -49,11 +49,11 @@ class ShardedLinear(nn.Module):
         self.name = name
         self.group = group
         self.stash: Callable[[], Stash] | None = None
-        self._place = Place()
+        self._place = GradientBuffer()
 
     def _stash(self) -> Stash | None:
         stash = self.stash() if self.stash is not None and torch.is_grad_enabled() else None
-        if stash is not None and autocasts(self.weight.device):
+        if stash is not None and is_autocast_enabled(self.weight.device):
             return CastStash(stash, object())  # a new object: on shards each call casts for itself
         return stash
 
@@ -89,7 +89,7 @@ class ColumnLinear(ShardedLinear):
     """
 
     def __init__(
-        self, linear: nn.Linear, name: str, group: ShardGroup, held: Spans, *, shares: bool = False, gather: bool = False
+        self, linear: nn.Linear, name: str, group: ShardGroup, held: IndexRanges, *, shares: bool = False, gather: bool = False
     ) -> None:
         super().__init__(linear, name, group)
         self.held, self.shares, self.gather = held, shares, gather
@@ -104,7 +104,7 @@ class ColumnLinear(ShardedLinear):
             operands = in_compute_dtype(local, self.weight, self.bias)
             made = _Column.apply(*operands, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if self.gather:
-            return functions.whole(made, made.dim() - 1, even(self.out_features, self.group.size), self.group)
+            return functions.whole(made, made.dim() - 1, even_range(self.out_features, self.group.size), self.group)
         return Sharded(made, Held(made.dim() - 1, self.out_features, self.held), self.group)
 
 
@@ -114,7 +114,7 @@ class RowLinear(ShardedLinear):
     Forward: one sum over the shards; with sequence parallelism one reduce-scatter, y being this shard's part of dim 1.
     """
 
-    def __init__(self, linear: nn.Linear, name: str, group: ShardGroup, held: Spans) -> None:
+    def __init__(self, linear: nn.Linear, name: str, group: ShardGroup, held: IndexRanges) -> None:
         super().__init__(linear, name, group)
         self.held = held
 
@@ -138,7 +138,7 @@ class RowLinear(ShardedLinear):
         if not self.group.sequence:
             return made
         total = local.shape[1]
-        return Sharded(made, Held(1, total, even(total, self.group.size)[self.group.shard]), self.group)
+        return Sharded(made, Held(1, total, even_range(total, self.group.size)[self.group.shard]), self.group)
 
 
 def _check_sequence(name: str, dims: int) -> None:
@@ -169,10 +169,10 @@ def _weight_gradients(
 
     `added_apart`: the bias was added to the layer's output, not by the product.
     """
-    summed = gradient if added_apart else split_linear.summed_for_bias(gradient, rows, x)
+    summed = gradient if added_apart else split_linear.bias_gradient_operand(gradient, rows, x)
     flat = as_matrix(x)
     if stash is not None and ctx.needs_input_grad[1] and adds_to_weights(ctx):
-        stash.append(Deferred(layer, rows, flat, summed, layer.weight_gradient))
+        stash.append(DeferredWeightGradient(layer, rows, flat, summed, layer.weight_gradient))
         return None, None
     weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None
     return weight, bias_gradient(summed) if ctx.needs_input_grad[2] else None
@@ -193,9 +193,9 @@ class _Column(torch.autograd.Function):
         ctx.seq, ctx.group, ctx.layer, ctx.stash = seq, group, layer, stash
         ctx.set_materialize_grads(False)
         if seq is not None:
-            x = group.join(x, 1, even(seq, group.size), "the sequence's parts")
+            x = group.join(x, 1, even_range(seq, group.size), "the sequence's parts")
         ctx.save_for_backward(x, weight)
-        return split_linear.output(x, weight, bias)
+        return split_linear.linear_forward(x, weight, bias)
 
     @staticmethod
     @functions.once
@@ -269,7 +269,7 @@ class _Depart(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if shared.seq is None:
             return x.view_as(x)
-        return shared.group.join(x, 1, even(shared.seq, shared.group.size), "the sequence's parts")
+        return shared.group.join(x, 1, even_range(shared.seq, shared.group.size), "the sequence's parts")
 
     @staticmethod
     @functions.once
@@ -313,7 +313,7 @@ class _Reader(torch.autograd.Function):
         ctx.layer, ctx.stash, ctx.left = layer, stash, left
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return split_linear.output(x, weight, bias)
+        return split_linear.linear_forward(x, weight, bias)
 
     @staticmethod
     @functions.once
@@ -329,7 +329,7 @@ class _Reader(torch.autograd.Function):
         ctx.left[:] = [rows, flat]
         # What `_Late` gets is only a sign that it may begin.
         sign = rows.new_zeros(()).expand(weight.shape)
-        bias = bias_gradient(split_linear.summed_for_bias(gradient, rows, x)) if ctx.needs_input_grad[2] else None
+        bias = bias_gradient(split_linear.bias_gradient_operand(gradient, rows, x)) if ctx.needs_input_grad[2] else None
         return dx, sign, bias, None, None, None
 
 
@@ -358,7 +358,7 @@ class _Row(torch.autograd.Function):
         ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        made = split_linear.output(x, weight, None)
+        made = split_linear.linear_forward(x, weight, None)
         what = "the sum of a layer's outputs"
         made = group.scatter(made, 1, what) if group.sequence else group.sum(made, what)
         return made if bias is None else made.add_(bias)
@@ -371,7 +371,7 @@ class _Row(torch.autograd.Function):
             return (None,) * 6
         x, weight = ctx.saved_tensors
         if ctx.seq is not None:
-            gradient = ctx.group.join(gradient, 1, even(ctx.seq, ctx.group.size), "the parts of a gradient")
+            gradient = ctx.group.join(gradient, 1, even_range(ctx.seq, ctx.group.size), "the parts of a gradient")
         rows = as_matrix(gradient)
         dx = input_gradient(rows, weight, as_matrix(x)).reshape(x.shape) if ctx.needs_input_grad[0] else None
         return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash, added_apart=True), None, None, None)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.functions import select
-from raypar.model.tensor_parallel.value import Held, Sharded, aligned, met, narrowed, part_of, refuse, rule
-from raypar.plan.spans import Spans, count, scaled, within
+from raypar.model.tensor_parallel.value import Held, Sharded, align_parts, met, narrowed, part_of, refuse, rule
+from raypar.plan.shard_ranges import IndexRanges, count_indices, ranges_within, scale_ranges
 
 # -- element by element ------------------------------------------------------------------------------------------------
 
@@ -39,14 +39,14 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Sharded:
         if not isinstance(x, Sharded):
             raise refuse(func.__name__, args[1])
         return x.like(func(x.local, *(a.local if isinstance(a, Sharded) else a for a in args[1:]), **kwargs))
-    tensors, model = aligned(func.__name__, [*args, *kwargs.values()])
+    tensors, model = align_parts(func.__name__, [*args, *kwargs.values()])
     made = func(*tensors[: len(args)], **dict(zip(kwargs, tensors[len(args) :], strict=True)))
     return model.like(made)
 
 
 def _written(func: Callable[..., Any], x: Sharded, other: Any) -> Sharded:
     """`x += other`, into the part itself: a view or another name of `x` sees it, as it does of the whole tensor."""
-    (part, met_by), _ = aligned(func.__name__, (x, other))
+    (part, met_by), _ = align_parts(func.__name__, (x, other))
     if part is not x.local:
         raise refuse(func.__name__, x, "would write into less than is here")
     x.like(func(part, met_by))
@@ -205,7 +205,7 @@ def repeat_interleave(func: Callable[..., Any], x: Sharded, repeats: int, dim: i
         raise refuse("repeat_interleave", x)
     at, held = dim % x.dim(), x.held
     if at == held.dim:
-        held = Held(at, held.size * repeats, scaled(held.spans, repeats))
+        held = Held(at, held.size * repeats, scale_ranges(held.spans, repeats))
     return Sharded(x.local.repeat_interleave(repeats, at), held, x.group)
 
 
@@ -232,9 +232,9 @@ def split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0,
         sizes = [min(step, x.held.size - start) for start in range(0, x.held.size, step)]
     pieces, start, local = [], 0, 0
     for size in sizes:
-        spans = within(x.held.spans, start, start + size)
-        pieces.append(Sharded(x.local.narrow(at, local, count(spans)), Held(at, size, spans), x.group))
-        start, local = start + size, local + count(spans)
+        spans = ranges_within(x.held.spans, start, start + size)
+        pieces.append(Sharded(x.local.narrow(at, local, count_indices(spans)), Held(at, size, spans), x.group))
+        start, local = start + size, local + count_indices(spans)
     return tuple(pieces)
 
 
@@ -275,7 +275,7 @@ def getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharded
 @rule("cat", "concat", "stack", any_place=True)
 def cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Sharded:
     """Along a dim that is not cut."""
-    parts, model = aligned(func.__name__, tensors)
+    parts, model = align_parts(func.__name__, tensors)
     if func.__name__ == "stack":
         at = dim % (model.dim() + 1)
         held = Held(model.held.dim + (at <= model.held.dim), model.held.size, model.held.spans)
@@ -419,7 +419,7 @@ def attention(
 
 
 @lru_cache(maxsize=256)
-def _needed(queries: Spans, group: int, held: Spans) -> tuple[int, list[int]]:
+def _needed(queries: IndexRanges, group: int, held: IndexRanges) -> tuple[int, list[int]]:
     """(n, key heads): every key head serves n query heads here, one after the other; n = 0: it is not so even, and there
     is one entry for each query head. Heads are counted among those held."""
     place = {head: i for i, head in enumerate(h for a, b in held for h in range(a, b))}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raypar.plan.spans import Cut, places
+from raypar.plan.shard_ranges import Cut, positions_of
 
 
 def taken(local: Tensor, cut: Cut | None, shard: int, start: int, stop: int) -> Tensor:
@@ -39,5 +39,5 @@ def _place(local: Tensor, cut: Cut | None, shard: int, start: int, stop: int) ->
         return start, stop
     here = cut.held[shard]
     width = local.numel() // local.shape[cut.dim]
-    (place,) = places(cut.pieces(here, width * cut.size), ((start, stop),))
+    (place,) = positions_of(cut.pieces(here, width * cut.size), ((start, stop),))
     return place

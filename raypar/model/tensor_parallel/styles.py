@@ -15,7 +15,16 @@ from raypar.errors import PlanError
 from raypar.model.build import outline_of, parameter_shapes, skeleton
 from raypar.model.graph import Graph
 from raypar.plan import Outline
-from raypar.plan.spans import Cut, Spans, count, even, joined, repeated, scaled, shifted
+from raypar.plan.shard_ranges import (
+    Cut,
+    IndexRanges,
+    count_indices,
+    even_range,
+    merge_ranges,
+    repeat_ranges,
+    scale_ranges,
+    shift_ranges,
+)
 
 KINDS = {
     "column": "Linear: cut by output features (column/2: two equal parts, as gate and up in one matrix)",
@@ -37,7 +46,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class ShardingStyle:
     """`heads` query heads and `kv_heads` key heads where the kind goes by heads (0: not known yet); `parts` of a column."""
 
     kind: str
@@ -51,18 +60,18 @@ class Style:
         return f"{self.kind}/{self.parts}" if self.parts > 1 else self.kind
 
 
-def parse(text: str) -> Style:
+def parse_style(text: str) -> ShardingStyle:
     """`kind`, `kind:heads`, `kind:heads/key heads` or `column/parts`. Raises `PlanError`."""
     kind, colon, numbers = text.partition(":")
     try:
         if colon:
             heads, _, kv = numbers.partition("/")
             if kind in _BY_HEADS and int(heads) > 0 and (not kv or int(kv) > 0):
-                return Style(kind, int(heads), int(kv) if kv else int(heads))
+                return ShardingStyle(kind, int(heads), int(kv) if kv else int(heads))
         else:
             kind, slash, parts = text.partition("/")
             if (kind in KINDS and not slash) or (kind == "column" and int(parts) > 0):
-                return Style(kind, parts=int(parts) if slash else 1)
+                return ShardingStyle(kind, parts=int(parts) if slash else 1)
     except ValueError:
         pass
     near = difflib.get_close_matches(text.partition(":")[0], KINDS, n=1)
@@ -73,7 +82,7 @@ def parse(text: str) -> Style:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How the model is cut over `shards`: `styles` by module name, `cuts` by parameter name, canonical and others of a tie.
     What is in neither is whole on every shard. `shares`: column layers that read one value together with others.
 
@@ -81,12 +90,12 @@ class Layout:
     """
 
     shards: int
-    styles: Mapping[str, Style]
+    styles: Mapping[str, ShardingStyle]
     cuts: Mapping[str, Cut]
     shares: frozenset[str] = frozenset()
 
 
-def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None, *, infer: bool = True) -> Layout:
+def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None, *, infer: bool = True) -> ShardLayout:
     """`styles`: pattern of module or parameter names (`block*.up`, `*.up.weight`) -> style; the first that matches counts.
 
     What no pattern matches gets what `inferred` finds. Raises `PlanError` for a pattern that matches nothing, a style that
@@ -96,14 +105,14 @@ def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None
     given = _matched(modules, styles or {})
     found = dict(given)
     if infer:
-        guessed = {name: style for name, style in inferred(graph).items() if name not in given}
+        guessed = {name: style for name, style in infer_styles(graph).items() if name not in given}
         found |= _without_unequal_ties(graph, guessed, found)
     found = {name: _with_heads(name, style, *modules[name]) for name, style in found.items() if style.kind != "whole"}
     cuts: dict[str, Cut] = {}
     for name, style in found.items():
         cuts |= cuts_of(name, modules[name][0], style, shards)
     _check_ties(graph, found, cuts)
-    return Layout(shards, found, cuts, _sharing(found))
+    return ShardLayout(shards, found, cuts, _sharing(found))
 
 
 def outline_of_shards(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> Outline:
@@ -122,10 +131,10 @@ def _modules(graph: Graph) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ..
                 yield f"{layer.name}.{path}" if path else layer.name, module, parents
 
 
-def _matched(modules: Mapping[str, tuple[nn.Module, Any]], styles: Mapping[str, str]) -> dict[str, Style]:
-    found: dict[str, Style] = {}
+def _matched(modules: Mapping[str, tuple[nn.Module, Any]], styles: Mapping[str, str]) -> dict[str, ShardingStyle]:
+    found: dict[str, ShardingStyle] = {}
     for pattern, text in styles.items():
-        style = parse(text)
+        style = parse_style(text)
         hits = [
             name
             for name, (module, _) in modules.items()
@@ -168,10 +177,10 @@ def _embedding(module: object) -> bool:
     return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and _plain(module)
 
 
-def inferred(graph: Graph) -> dict[str, Style]:
+def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
     """Styles by common names, where a whole pattern is there: column layers with the row layer that takes their features,
     q, k and v with attention's output and a number of heads, an embedding and an output layer of one vocabulary."""
-    found: dict[str, Style] = {}
+    found: dict[str, ShardingStyle] = {}
     vocabularies: set[int] = set()
     for layer in graph.layers:
         root = skeleton(layer)
@@ -187,27 +196,27 @@ def inferred(graph: Graph) -> dict[str, Style]:
             found |= {prefix + name: style for name, style in taken.items()}
             for name, child in children.items():
                 if name in _TOKENS and _embedding(child) and not child.scale_grad_by_freq:
-                    found[prefix + name] = Style("vocabulary")
+                    found[prefix + name] = ShardingStyle("vocabulary")
                     vocabularies.add(child.num_embeddings)
     layer = graph.layers[-1]
     for path, module in skeleton(layer).named_modules():
         name = f"{layer.name}.{path}" if path else layer.name
         if name.rpartition(".")[2] in _LOGITS and _linear(module) and module.out_features in vocabularies:
-            found[name] = Style("vocabulary")
+            found[name] = ShardingStyle("vocabulary")
     return found
 
 
-def _attention(children: Mapping[str, nn.Module], around: Sequence[nn.Module]) -> dict[str, Style]:
+def _attention(children: Mapping[str, nn.Module], around: Sequence[nn.Module]) -> dict[str, ShardingStyle]:
     heads, kv = _attribute(around, _HEADS), _attribute(around, _KV_HEADS)
     if not heads:
         return {}
     kv = kv or heads
-    found: dict[str, Style] = {}
+    found: dict[str, ShardingStyle] = {}
     for name, kind in _FUSED.items():
         if kind == "qkv-interleaved" and kv != heads:
             continue
         if _linear(children.get(name)) and children[name].out_features % (heads + 2 * kv) == 0:  # type: ignore[operator]
-            found = {name: Style(kind, heads, kv)}
+            found = {name: ShardingStyle(kind, heads, kv)}
             features = children[name].out_features // (heads + 2 * kv) * heads  # type: ignore[operator]
             break
     for q, k, v in _SEPARATE:
@@ -215,27 +224,31 @@ def _attention(children: Mapping[str, nn.Module], around: Sequence[nn.Module]) -
             features = children[q].out_features  # type: ignore[assignment]
             if features % heads or children[k].out_features % kv or children[v].out_features % kv:  # type: ignore[operator]
                 continue
-            found = {q: Style("heads", heads, kv), k: Style("kv-heads", heads, kv), v: Style("kv-heads", heads, kv)}
+            found = {
+                q: ShardingStyle("heads", heads, kv),
+                k: ShardingStyle("kv-heads", heads, kv),
+                v: ShardingStyle("kv-heads", heads, kv),
+            }
     if not found:
         return {}
     for name in _OUTPUTS:
         if name not in found and _linear(children.get(name)) and children[name].in_features == features:
-            return {**found, name: Style("heads-row", heads, kv)}
+            return {**found, name: ShardingStyle("heads-row", heads, kv)}
     return {}
 
 
-def _mlp(children: Mapping[str, nn.Module]) -> dict[str, Style]:
+def _mlp(children: Mapping[str, nn.Module]) -> dict[str, ShardingStyle]:
     columns = {name: child for name, child in children.items() if name in _COLUMNS and _linear(child)}
     rows = {name: child for name, child in children.items() if name in _ROWS and _linear(child)}
     if len(rows) != 1 or not columns:
         fused = children.get("gate_up_proj")
         if len(rows) == 1 and _linear(fused) and fused.out_features == 2 * next(iter(rows.values())).in_features:  # type: ignore[union-attr, operator]
-            return {"gate_up_proj": Style("column", parts=2), next(iter(rows)): Style("row")}
+            return {"gate_up_proj": ShardingStyle("column", parts=2), next(iter(rows)): ShardingStyle("row")}
         return {}
     (row,) = rows
     if any(child.out_features != rows[row].in_features for child in columns.values()):
         return {}
-    return {**{name: Style("column") for name in columns}, row: Style("row")}
+    return {**{name: ShardingStyle("column") for name in columns}, row: ShardingStyle("row")}
 
 
 def _attribute(around: Sequence[nn.Module], names: Sequence[str]) -> int:
@@ -248,7 +261,9 @@ def _attribute(around: Sequence[nn.Module], names: Sequence[str]) -> int:
     return 0
 
 
-def _without_unequal_ties(graph: Graph, guessed: dict[str, Style], given: Mapping[str, Style]) -> dict[str, Style]:
+def _without_unequal_ties(
+    graph: Graph, guessed: dict[str, ShardingStyle], given: Mapping[str, ShardingStyle]
+) -> dict[str, ShardingStyle]:
     """Guesses for a tie hold for all of its names or for none."""
     kept = dict(guessed)
     for names in graph.ties:
@@ -264,7 +279,7 @@ def _without_unequal_ties(graph: Graph, guessed: dict[str, Style], given: Mappin
 # -- cuts --------------------------------------------------------------------------------------------------------------
 
 
-def _with_heads(name: str, style: Style, module: nn.Module, parents: Sequence[nn.Module]) -> Style:
+def _with_heads(name: str, style: ShardingStyle, module: nn.Module, parents: Sequence[nn.Module]) -> ShardingStyle:
     """The style with its numbers of heads. Raises `PlanError` when the kind does not fit the module."""
     fits = _linear(module) or (style.kind == "vocabulary" and _embedding(module))
     if not fits:
@@ -287,10 +302,10 @@ def _with_heads(name: str, style: Style, module: nn.Module, parents: Sequence[nn
             f"(attributes {', '.join(_HEADS)})",
             cure=f"write {style.kind}:8, or {style.kind}:8/2 for 2 key heads",
         )
-    return Style(style.kind, heads, _attribute(parents, _KV_HEADS) or heads)
+    return ShardingStyle(style.kind, heads, _attribute(parents, _KV_HEADS) or heads)
 
 
-def cuts_of(name: str, module: nn.Module, style: Style, shards: int) -> dict[str, Cut]:
+def cuts_of(name: str, module: nn.Module, style: ShardingStyle, shards: int) -> dict[str, Cut]:
     """Parameter name -> cut, of one layer. Raises `PlanError` with the numbers that do not fit."""
     if isinstance(module, nn.Embedding):
         held = _shared_out(name, "rows of vocabulary", module.num_embeddings, shards)
@@ -301,21 +316,21 @@ def cuts_of(name: str, module: nn.Module, style: Style, shards: int) -> dict[str
             held = _shared_out(name, "input features", module.in_features, shards)
         else:
             unit = _unit(name, style, module.in_features, style.heads, "input")
-            held = tuple(scaled(spans, unit) for spans in _heads_of(name, style, shards))
+            held = tuple(scale_ranges(spans, unit) for spans in _heads_of(name, style, shards))
         return {f"{name}.weight": Cut(1, module.in_features, held)}
     out = module.out_features
     if style.kind in ("column", "gathered", "vocabulary"):
         part = _unit(name, style, out, style.parts, "output")
-        held = tuple(repeated(s, part, style.parts) for s in _shared_out(name, "output features", part, shards))
+        held = tuple(repeat_ranges(s, part, style.parts) for s in _shared_out(name, "output features", part, shards))
     else:
         queries = _heads_of(name, style, shards)
         keys = key_heads(queries, style.heads // style.kv_heads)
         if style.kind == "heads":
             unit = _unit(name, style, out, style.heads, "output")
-            held = tuple(scaled(s, unit) for s in queries)
+            held = tuple(scale_ranges(s, unit) for s in queries)
         elif style.kind == "kv-heads":
             unit = _unit(name, style, out, style.kv_heads, "output")
-            held = tuple(scaled(s, unit) for s in keys)
+            held = tuple(scale_ranges(s, unit) for s in keys)
         elif style.kind == "qkv-interleaved":
             if style.kv_heads != style.heads:
                 raise PlanError(
@@ -323,24 +338,24 @@ def cuts_of(name: str, module: nn.Module, style: Style, shards: int) -> dict[str
                     cure="qkv-interleaved needs as many key heads as query heads; give it the style whole",
                 )
             unit = _unit(name, style, out, style.heads, "output")
-            held = tuple(scaled(s, unit) for s in queries)
+            held = tuple(scale_ranges(s, unit) for s in queries)
         else:
             q, kv = style.heads, style.kv_heads
             unit = _unit(name, style, out, q + 2 * kv, "output")
             held = tuple(
-                joined(scaled((*mine, *shifted(own, q), *shifted(own, q + kv)), unit))
+                merge_ranges(scale_ranges((*mine, *shift_ranges(own, q), *shift_ranges(own, q + kv)), unit))
                 for mine, own in zip(queries, keys, strict=True)
             )
     cut = Cut(0, out, held)
     return {f"{name}.{key}": cut for key, p in module._parameters.items() if p is not None}
 
 
-def key_heads(queries: Sequence[Spans], group: int) -> tuple[Spans, ...]:
+def key_heads(queries: Sequence[IndexRanges], group: int) -> tuple[IndexRanges, ...]:
     """Key heads that each shard's query heads need, every key head serving `group` of them; shards may need the same one."""
-    return tuple(joined((a // group, -(-b // group)) for a, b in spans) for spans in queries)
+    return tuple(merge_ranges((a // group, -(-b // group)) for a, b in spans) for spans in queries)
 
 
-def _heads_of(name: str, style: Style, shards: int) -> tuple[Spans, ...]:
+def _heads_of(name: str, style: ShardingStyle, shards: int) -> tuple[IndexRanges, ...]:
     if style.heads % style.kv_heads:
         raise PlanError(
             f"{name}: {style.heads} query heads cannot share {style.kv_heads} key heads evenly",
@@ -349,16 +364,16 @@ def _heads_of(name: str, style: Style, shards: int) -> tuple[Spans, ...]:
     return _shared_out(name, "heads", style.heads, shards)
 
 
-def _shared_out(name: str, what: str, total: int, shards: int) -> tuple[Spans, ...]:
+def _shared_out(name: str, what: str, total: int, shards: int) -> tuple[IndexRanges, ...]:
     if shards > total:
         raise PlanError(
             f"{name} has {total} {what} for {shards} shards: some would have none",
             cure=f"set plan.shards <= {total}, or give it and the layers it works with the style whole (plan.styles)",
         )
-    return even(total, shards)
+    return even_range(total, shards)
 
 
-def _unit(name: str, style: Style, features: int, parts: int, which: str) -> int:
+def _unit(name: str, style: ShardingStyle, features: int, parts: int, which: str) -> int:
     if features % parts:
         raise PlanError(
             f"the style {style} does not fit {name}: {features} {which} features are no multiple of {parts}",
@@ -367,18 +382,18 @@ def _unit(name: str, style: Style, features: int, parts: int, which: str) -> int
     return features // parts
 
 
-def _check_ties(graph: Graph, styles: Mapping[str, Style], cuts: Mapping[str, Cut]) -> None:
+def _check_ties(graph: Graph, styles: Mapping[str, ShardingStyle], cuts: Mapping[str, Cut]) -> None:
     for names in graph.ties:
         for other in names[1:]:
             if cuts.get(other) != cuts.get(names[0]):
-                kinds = [str(styles.get(n.rpartition(".")[0], Style("whole"))) for n in (names[0], other)]
+                kinds = [str(styles.get(n.rpartition(".")[0], ShardingStyle("whole"))) for n in (names[0], other)]
                 raise PlanError(
                     f"the tie {names[0]} = {other} is cut by unequal styles: {kinds[0]} and {kinds[1]}",
                     cure="a tie is one parameter: give both layers the same style (vocabulary, or whole)",
                 )
 
 
-def _sharing(styles: Mapping[str, Style]) -> frozenset[str]:
+def _sharing(styles: Mapping[str, ShardingStyle]) -> frozenset[str]:
     """Column layers that stand beside others in one module: q, k, v; gate and up."""
     groups: dict[tuple[str, bool], list[str]] = {}
     for name, style in styles.items():
@@ -387,7 +402,7 @@ def _sharing(styles: Mapping[str, Style]) -> frozenset[str]:
     return frozenset(name for names in groups.values() if len(names) > 1 for name in names)
 
 
-def held_elements(graph: Graph, layout: Layout, shard: int, *, ties_once: bool = True) -> tuple[int, ...]:
+def held_elements(graph: Graph, layout: ShardLayout, shard: int, *, ties_once: bool = True) -> tuple[int, ...]:
     """By layer: how many elements of its parameters a shard holds. `ties_once`: at their first use; else in every layer."""
     counted: set[str] = set()
     found = []
@@ -395,10 +410,10 @@ def held_elements(graph: Graph, layout: Layout, shard: int, *, ties_once: bool =
         fresh = {name: shape for name, shape in parameter_shapes(graph, index, index + 1).items() if name not in counted}
         counted |= fresh.keys() if ties_once else set()
         cuts = layout.cuts
-        found.append(sum(prod(elements(cuts[n], s, shard)) if n in cuts else s.numel() for n, s in fresh.items()))
+        found.append(sum(prod(elements_on_shard(cuts[n], s, shard)) if n in cuts else s.numel() for n, s in fresh.items()))
     return tuple(found)
 
 
-def elements(cut: Cut, shape: Sequence[int], shard: int) -> tuple[int, ...]:
+def elements_on_shard(cut: Cut, shape: Sequence[int], shard: int) -> tuple[int, ...]:
     """The shape of a shard's slice of a parameter of `shape`."""
-    return tuple(count(cut.held[shard]) if dim == cut.dim else n for dim, n in enumerate(shape))
+    return tuple(count_indices(cut.held[shard]) if dim == cut.dim else n for dim, n in enumerate(shape))

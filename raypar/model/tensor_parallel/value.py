@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.functions import copied, select
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.plan.spans import Spans, common, count, even, factor, places, repeated, scaled
+from raypar.plan.shard_ranges import (
+    IndexRanges,
+    common_factor,
+    count_indices,
+    even_range,
+    intersect_ranges,
+    positions_of,
+    repeat_ranges,
+    scale_ranges,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +37,7 @@ class Held:
 
     dim: int
     size: int
-    spans: Spans
+    spans: IndexRanges
 
 
 Rule = Callable[..., Any]
@@ -126,7 +135,9 @@ class Sharded:
     def by_sequence(self) -> bool:
         """Cut over dim 1 of [batch, sequence, ...] as sequence parallelism does it."""
         held, group = self.held, self.group
-        return group.sequence and held.dim == 1 and self.dim() > 2 and held.spans == even(held.size, group.size)[group.shard]
+        return (
+            group.sequence and held.dim == 1 and self.dim() > 2 and held.spans == even_range(held.size, group.size)[group.shard]
+        )
 
     def size(self, dim: int | None = None) -> Any:
         """As of a tensor."""
@@ -238,18 +249,18 @@ def _viewed(old: tuple[int, ...], new: tuple[int, ...], held: Held) -> tuple[tup
     while j < len(new) and new[j] == 1 and i == len(old):
         j += 1
     inner = prod(old[held.dim + 1 : i])
-    merged = repeated(scaled(held.spans, inner), held.size * inner, prod(old[a : held.dim]))
-    found = factor(merged, new[b:j])
+    merged = repeat_ranges(scale_ranges(held.spans, inner), held.size * inner, prod(old[a : held.dim]))
+    found = common_factor(merged, new[b:j])
     if found is None:
         return None
     place, spans = found
     dim = b + place
     local = list(new)
-    local[dim] = count(spans)
+    local[dim] = count_indices(spans)
     return tuple(local), Held(dim, new[dim], spans)
 
 
-def part_of(x: Tensor, dim: int, spans: Spans, group: ShardGroup) -> Tensor:
+def part_of(x: Tensor, dim: int, spans: IndexRanges, group: ShardGroup) -> Tensor:
     """This shard's part of a value that all shards hold whole.
 
     A parameter is noted as `partial`: its gradients are completed once a step. Those of other values are summed at once.
@@ -262,26 +273,26 @@ def part_of(x: Tensor, dim: int, spans: Spans, group: ShardGroup) -> Tensor:
     return select(x, dim, spans)
 
 
-def narrowed(x: Sharded, spans: Spans) -> Sharded:
+def narrowed(x: Sharded, spans: IndexRanges) -> Sharded:
     """The part of a part."""
     if spans == x.held.spans:
         return x
-    local = select(x.local, x.held.dim, places(x.held.spans, spans))
+    local = select(x.local, x.held.dim, positions_of(x.held.spans, spans))
     return Sharded(local, Held(x.held.dim, x.held.size, spans), x.group)
 
 
-def met(name: str, spans: Spans, other: Sharded) -> Spans:
+def met(name: str, spans: IndexRanges, other: Sharded) -> IndexRanges:
     """What is left when `spans` of a dim meet another value's: one of the two, in which the other is contained.
 
     Only so is everything computed by some shard. A key head serves queries of several shards, so its value may be the larger.
     """
-    both = common(spans, other.held.spans)
+    both = intersect_ranges(spans, other.held.spans)
     if both not in (spans, other.held.spans):
         raise refuse(name, other, f"meets one of which {list(spans)} are here, not {list(other.held.spans)}")
     return both
 
 
-def aligned(name: str, values: Sequence[Any]) -> tuple[list[Any], Sharded]:
+def align_parts(name: str, values: Sequence[Any]) -> tuple[list[Any], Sharded]:
     """Values that are broadcast together, all as tensors of this shard's part; and one of the sharded ones, as a model.
 
     Whole tensors are cut where they have the cut dim. Raises `ModelError` when the parts are not of the same dim.

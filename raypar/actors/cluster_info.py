@@ -1,0 +1,238 @@
+"""What the cluster has, what it can ever have, and which of its nodes are going to leave."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get
+
+from raypar.errors import ClusterError, ConfigError
+
+ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class ClusterCapacity:
+    """Logical CPUs and GPUs of the cluster.
+
+    `ever`, `gpus_ever`: what an autoscaler may bring them to, if it says so; else None. `grows`: whether there is an autoscaler
+    that may add nodes.
+    """
+
+    nodes: int
+    total: int
+    free: int
+    ever: int | None
+    gpus: int = 0
+    gpus_ever: int | None = None
+    grows: bool = False
+
+
+def cluster_capacity() -> ClusterCapacity:
+    """Ask Ray. `free` lags a little behind."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    total = sum(node["Resources"].get("CPU", 0.0) for node in alive)
+    gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive)
+    free = int(ray.available_resources().get("CPU", 0.0))
+    return ClusterCapacity(
+        len(alive), int(total), free, autoscaler_capacity("CPU"), int(gpus), autoscaler_capacity("GPU"), has_autoscaler()
+    )
+
+
+def max_workers_per_node(gpus: int = 0) -> int:
+    """Workers of 1 CPU, and of `gpus` GPUs, for which the node that can take most has the hardware."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    each = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
+    return max((min(int(has.get(kind, 0.0) // needed) for kind, needed in each.items()) for has in alive), default=0)
+
+
+def autoscaler_capacity(resource: str) -> int | None:
+    """What an autoscaler may bring, from the cluster configuration it publishes; Ray offers this in a private place only."""
+    try:
+        from ray._private.state import state
+
+        most = state.get_max_resources_from_cluster_config()
+    except (ImportError, AttributeError):
+        return None
+    return int(most[resource]) if most and resource in most else None
+
+
+AUTOSCALER_STATUS = b"__autoscaling_status"
+"""Key of Ray's key-value store under which the autoscaler (version 1) keeps its status, as JSON."""
+ANONYMOUS = re.compile(r"node_[0-9a-f]{56}")
+"""Node type that Ray makes up where nobody has defined types. The autoscaler, which every head runs, then adds no nodes."""
+
+
+def has_autoscaler() -> bool:
+    """Whether an autoscaler runs that may add nodes.
+
+    Ray 2.60 never publishes how far an autoscaler goes (`autoscaled` is None); both of its autoscalers publish a status. Only
+    private parts of Ray read it, hence the broad `suppress`: with a Ray that lacks them no autoscaler is seen.
+    """
+    with contextlib.suppress(Exception):
+        if defines_node_types(_internal_kv_get(AUTOSCALER_STATUS)):
+            return True
+        reply = ray.core.generated.autoscaler_pb2.GetClusterStatusReply()
+        reply.ParseFromString(
+            ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address).get_cluster_status(timeout_s=ANSWER_S)
+        )
+        types = [node.ray_node_type_name for node in reply.cluster_resource_state.node_states]
+        return reply.autoscaling_state.autoscaler_state_version > 0 and any(map(is_user_defined, types))
+    return False
+
+
+def defines_node_types(status: bytes | None) -> bool:
+    """Whether the status of an autoscaler of version 1 has node types that somebody has defined, so that it can add nodes."""
+    try:
+        report = json.loads(status or b"{}").get("autoscaler_report") or {}
+    except ValueError:
+        return False
+    seen = [*(report.get("active_nodes") or ()), *(report.get("idle_nodes") or ()), *(report.get("pending_launches") or ())]
+    return any(map(is_user_defined, seen))
+
+
+def is_user_defined(node_type: str) -> bool:
+    """Whether somebody has given the node type this name."""
+    return bool(node_type) and ANONYMOUS.fullmatch(node_type) is None
+
+
+def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan: str = "") -> None:
+    """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one.
+
+    `plan`: how it comes to so many, for the message. Where an autoscaler runs that does not say how far it goes, nothing is
+    raised: workers are waited for.
+    """
+    if cluster.grows and cluster.ever is None:
+        return
+    if gpus:
+        from raypar.comm.nccl.bindings import check_gpu_count
+
+        check_gpu_count(workers, max(cluster.gpus, cluster.gpus_ever or 0))
+    most = cluster.total if cluster.ever is None else max(cluster.total, cluster.ever)
+    if workers > most:
+        scaler = "no autoscaler adds any" if cluster.ever is None else f"its autoscaler stops at {cluster.ever}"
+        raise ClusterError(
+            f"the plan needs {workers} workers of 1 CPU each{f' ({plan})' if plan else ''}, but the cluster has "
+            f"{cluster.total} CPUs on {cluster.nodes} node(s) and {scaler}",
+            cure=f"set plan.stages x plan.replicas x plan.shards <= {most}, add nodes, or leave the address out to run on "
+            "this machine",
+        )
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """One that is alive. `node`: Ray's id in hex; `ip`: its address, shared by the nodes of one machine."""
+
+    node: str
+    ip: str
+    cpus: int
+    head: bool
+
+    def __str__(self) -> str:
+        return f"{self.node[:8]} ({self.ip}, {self.cpus} CPUs{', the head' * self.head})"
+
+
+def nodes_at(address: str) -> list[ClusterNode]:
+    """The nodes of the cluster whose control store answers at `host:port`; this process need not have joined it.
+
+    Raises `ClusterError`.
+    """
+    with _private("the nodes of a cluster cannot be asked for"):
+        try:
+            infos: dict[Any, Any] = ray._raylet.GcsClient(address=address).get_all_node_info(timeout=ANSWER_S)
+            alive = ray.core.generated.gcs_pb2.GcsNodeInfo.GcsNodeState.ALIVE
+            return [
+                ClusterNode(id.hex(), info.node_manager_address, int(info.resources_total.get("CPU", 0)), info.is_head_node)
+                for id, info in infos.items()
+                if info.state == alive
+            ]
+        except RayError as error:
+            raise ClusterError(
+                f"the Ray at {address} does not say which nodes it has: {str(error).strip().splitlines()[0]}",
+                cure="check the address; a cluster with tokens (Ray 2.59 and later) asks for RAY_AUTH_MODE=token",
+            ) from error
+
+
+def draining_nodes_at(address: str) -> dict[str, float]:
+    """As `draining_nodes`, of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
+    with _private("draining nodes cannot be seen"):
+        options = ray._raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
+        accessor = ray._raylet.GlobalStateAccessor(options)
+        if not accessor.connect():
+            raise ClusterError(f"the Ray at {address} does not say which nodes leave", cure="check the address")
+        found: dict[str, int] = accessor.get_draining_nodes()
+    return _moments(found)
+
+
+def find_node(word: str, nodes: Sequence[ClusterNode]) -> ClusterNode:
+    """The node whose id begins with `word`, or whose address it is. Raises `ConfigError` unless there is exactly one."""
+    found = [node for node in nodes if node.node.startswith(word.lower())] or [node for node in nodes if node.ip == word]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        what = f"{len(found)} nodes are called {word!r}"
+        raise ConfigError(what, cure=f"give more of the id: {', '.join(map(str, found))}")
+    raise ConfigError(f"no node is called {word!r}", cure=f"the nodes are {', '.join(map(str, nodes))}")
+
+
+def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) -> None:
+    """Tell Ray that a node is going to leave in `deadline_s` seconds, as a cloud does before it takes a machine back.
+
+    The node takes nothing new, and its raylet ends when nothing runs there any more; what runs there Ray leaves alone. Who
+    polls `draining_nodes` moves it off. Raises `ConfigError` for the head, without which there is no cluster.
+    """
+    if node.head:
+        raise ConfigError(
+            f"node {node} holds Ray's control store: a cluster does not outlive it", cure="drain one of the other nodes"
+        )
+    with _private("a node cannot be drained"):
+        why = ray.core.generated.autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        client = ray._raylet.GcsClient(address=address)
+        try:
+            # The id must be one of the cluster: Ray says yes to any other too.
+            accepted, rejection = client.drain_node(node.node, why, reason, int(1000 * (time.time() + deadline_s)))
+        except RayError as error:
+            raise ClusterError(f"the Ray at {address} does not drain node {node}: {error}", cure="try again") from error
+    if not accepted:
+        raise ClusterError(f"Ray refuses to drain node {node}: {rejection}", cure="try again when nothing is in its way")
+
+
+def dead_nodes() -> set[str]:
+    """Ids of those that Ray's node table has as dead."""
+    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+
+
+def draining_nodes() -> dict[str, float]:
+    """Ids in hex of the nodes that are going to leave, and when (Unix time, s; infinite if nobody said). Blocks for a moment.
+
+    Ray offers this in a private place only, which Ray Train polls too. Raises `ClusterError` where it is gone.
+    """
+    with _private("draining nodes cannot be seen"):
+        found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return _moments(found)
+
+
+def _moments(found: dict[str, int]) -> dict[str, float]:
+    """Deadlines of Ray (ms, 0 for none) in seconds."""
+    return {node: at / 1000 if at > 0 else math.inf for node, at in found.items()}
+
+
+@contextlib.contextmanager
+def _private(what: str) -> Iterator[None]:
+    """Names that are private to Ray may be gone in another version."""
+    try:
+        for name in ("_private.state", "_raylet", "core.generated.autoscaler_pb2", "core.generated.gcs_pb2"):
+            importlib.import_module(f"ray.{name}")
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ClusterError(f"{what} with Ray {ray.__version__}: {error}", cure="use ray 2.60") from error

@@ -1,0 +1,77 @@
+"""How a driver ends: everything of the run is removed, the client is told, and only then the actor leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raypar.actors.event_feed import EventFeed
+from raypar.actors.journal import Journal
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.worker_messages import pickle_error
+from raypar.actors.worker_pool import WorkerPool, remove_leftovers
+from raypar.elastic import actions as do
+
+CLIENT_GONE_S = 60.0
+"""How long the end of a run waits to be seen by the client."""
+
+
+@dataclass
+class DriverShutdown:
+    """`keep_status`: writes members.json."""
+
+    journal: Journal
+    pool: WorkerPool
+    recorder: RunRecorder
+    side_effects: SideEffectThread
+    feed: EventFeed
+    keep_status: Callable[[], None]
+
+    async def end(self, teardown: do.Teardown, step_calls: int) -> None:
+        """Remove everything, then tell the client. The actor itself leaves when the client has seen it, or is gone."""
+        facts = {"end": teardown.end, "why": teardown.why, "done": teardown.done, "error": pickle_error(teardown.error)}
+        if teardown.end == "deposed":  # another driver goes on with the workers, the journal and the run folder
+            self.feed.tell("end", **facts)
+            return
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self.journal.end, facts)
+        try:
+            await self.pool.close()
+        except Exception as error:
+            self.feed.tell("warning", text=f"not every worker could be removed: {error}")
+        try:
+            await self.side_effects.awaited(lambda: self.recorder.end(teardown, step_calls))
+        except Exception as error:
+            self.feed.tell("warning", text=f"the end of the run could not be recorded: {error}")
+        self.keep_status()
+        await self.side_effects.awaited(lambda: None)
+        self.feed.pass_on(self.recorder.new_events())
+        await self._leave(facts)
+
+    async def again(self, facts: dict[str, Any]) -> None:
+        """A driver that was killed while it ended the run: what is left to do of that is done, whatever goes wrong in it."""
+        for work in (lambda: remove_leftovers(self.pool.run), lambda: self.recorder.finish(facts)):
+            try:
+                await asyncio.to_thread(work)
+            except Exception as error:
+                self.feed.tell("warning", text=f"the end of the run, which a former driver had begun: {error}")
+        self.feed.pass_on(self.recorder.new_events())
+        await self._leave(facts)
+
+    async def _leave(self, facts: dict[str, Any]) -> None:
+        self.feed.tell("end", **facts)
+        self.feed.heard_s = time.monotonic()
+        while time.monotonic() - self.feed.heard_s < CLIENT_GONE_S:
+            await asyncio.sleep(1.0)
+        while True:  # `exit_actor` ends an actor after a call, and nobody calls this one any more
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(self.journal.erase)
+                await asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor, no_restart=True)
+            await asyncio.sleep(1.0)

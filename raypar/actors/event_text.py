@@ -1,0 +1,80 @@
+"""What happened to workers and generations, as the driver tells it: sentences and facts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from raypar.elastic.actions import AdoptPlan, ReportStraggler
+from raypar.plan import ParallelPlan
+
+
+def describe_generation(order: AdoptPlan) -> str:
+    """A new generation: who is in it, its plan, and where its state comes from."""
+    moved = sum(move.piece.size for move in order.moves)
+    state = f"{moved:,} parameters and their optimizer state move"
+    if order.load:
+        where = f"from the checkpoint after {order.done} steps" if order.done else "from the initial weights"
+        state = f"no copy is left in memory, so all begin again {where}"
+    elif order.cut:
+        state = f"the last copy was lost, so all go back to the mirror's cut after {order.done} steps; {state}"
+    return f"{len(order.members)} workers, {order.plan.describe()}; {state}"
+
+
+def generation_facts(order: AdoptPlan, schedule: str) -> dict[str, Any]:
+    """The same for programs. `state`: beginning, checkpoint, cut or live; `moved_elements`: of parameters."""
+    if order.load:
+        state = "checkpoint" if order.done else "beginning"
+    else:
+        state = "cut" if order.cut else "live"
+    return {
+        "generation": order.generation,
+        "workers": list(order.members),
+        "plan": order.plan.describe(),
+        "shards": format_shards(order.plan),
+        "schedule": schedule,
+        "step": order.done,
+        "moved_elements": sum(move.piece.size for move in order.moves),
+        "state": state,
+    }
+
+
+def format_shards(plan: ParallelPlan) -> str:
+    """Over how many shards its layers are cut: `2`, or `2/1` where stages differ."""
+    return "/".join(str(count) for count, _ in groupby(shards_by_layer(plan)))
+
+
+def shards_by_layer(plan: ParallelPlan) -> tuple[int, ...]:
+    """Number of shards of every layer: the only thing of a plan on which the bits depend."""
+    return tuple(stage.shards for stage in plan.stages for _ in range(stage.first, stage.last))
+
+
+def resumed_text(order: AdoptPlan, seconds: float, again: int) -> str:
+    """The first step of a new generation is committed; `again`: steps that people have seen already."""
+    text = f"training goes on with {len(order.members)} workers, {order.plan.describe()}, after {seconds:.2f} s"
+    return f"{text}; {again} steps are executed again" if again else text
+
+
+def worker_lost_event(coordinate: str, who: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """A worker is gone, in words and facts. `who`: as `WorkerRegistry.who` says it."""
+    where = f", node {who['node']}, pid {who['pid']}" if "pid" in who else ""
+    text = f"{coordinate} (worker {who['worker']}{where}) is lost: {why}"
+    return {"text": text, "coordinate": coordinate, "why": why, **who}
+
+
+def give_up_reason(why: str) -> str:
+    """Why a worker is lost that has not died: it hangs, cannot be reached, or computes wrongly."""
+    cause = "did not answer (it hangs, or cannot be reached)" if why == "did not answer" else why
+    return f"{cause}; its process is killed"
+
+
+def straggler_text(found: ReportStraggler, coordinate: str, who: Mapping[str, Any]) -> str:
+    """A worker is slow, or is not slow any more."""
+    place = coordinate.partition("(")[2].rstrip(")")
+    at = f"worker {found.worker} ({place}, node {who.get('node', 'unknown')})"
+    like = "in its first steps" if found.alone else "its replicas"
+    if found.over:
+        return f"{at} is as fast as {like} again"
+    text = f"{at} takes {found.times:.1f} times as long as {like} for {found.steps} steps"
+    return f"{text}; it is asked to leave" if found.leaves else text

@@ -1,0 +1,65 @@
+"""members.json: who does what in a run right now, for people and for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from raypar.actors.run_request import RunRequest
+from raypar.elastic import silent_worker_rules
+from raypar.elastic.run_machine import Phase, RunMachine
+from raypar.elastic.transition_table import RECOVERING
+from raypar.plan import ParallelPlan
+
+AGAIN_S = 2.0
+
+
+class MembersFile:
+    """Makes the text when something in it has changed."""
+
+    def __init__(self, request: RunRequest) -> None:
+        self.request = request
+        self._last: dict[str, Any] | None = None
+        self._again = False
+        """Whether the last text said that steps were being executed again."""
+        self._at = 0.0
+
+    def changed(
+        self, machine: RunMachine, who: Callable[[int], dict[str, Any]], schedule: Callable[[ParallelPlan], str]
+    ) -> str | None:
+        """None while nothing has changed but the number of steps; while some are executed again, that is told now and then."""
+        plan = machine.plan or self.request.plan
+        recovering = machine.phase in RECOVERING
+        last_copy = recovering and machine.waits and machine.phase is not Phase.WAITING
+        there = [n for n in machine.members if n not in machine.gone]
+        facts = {
+            "phase": "waiting"
+            if last_copy or machine.silence
+            else _PHASES.get(machine.phase, "recovering" if recovering else "running"),
+            "generation": machine.generation,
+            "plan": plan.describe(),
+            "stages": [asdict(stage) for stage in plan.stages],
+            "schedule": schedule(plan),
+            "members": [{"coordinate": plan.coordinate(machine.members.index(n)), **who(n)} for n in there],
+            "spares": [who(n) for n in sorted(machine.spares)],
+            "starting": sorted(machine.hiring),
+            "wanted": machine.wanted,
+            "why": (machine.recovery.awaited if last_copy else machine.recovery.why)
+            if recovering
+            else (silent_worker_rules.reason(machine.silence) if machine.silence else ""),
+        }
+        again = machine.committed < machine.journalled and machine.phase not in _PHASES
+        now = time.time()
+        if facts == self._last and again == self._again and not (again and now - self._at > AGAIN_S):
+            return None
+        self._last, self._at, self._again = facts, now, again
+        more = {"time": now, "step": machine.emitted, "steps": self.request.policy.last, "driver_pid": os.getpid()}
+        replaying = {"step": machine.committed, "until": machine.journalled} if again else None
+        return json.dumps({**more, **facts, "replaying": replaying}, indent=1) + "\n"
+
+
+_PHASES = {Phase.STARTING: "starting", Phase.WAITING: "waiting", Phase.OVER: "ended"}

@@ -1,0 +1,405 @@
+"""The connection to Ray: a cluster that is named, the one this process has already joined, or a Ray of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
+from raypar.actors.ray_cleanup import remove_ray_on_exit
+from raypar.errors import ClusterError, ConfigError, first_line
+
+OBJECT_STORE_BYTES = 150 * 2**20
+"""Modest: no tensor goes through the object store."""
+
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+PATIENT = {
+    "RAY_gcs_server_port_wait_time_s": "180",
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_grpc_client_keepalive_timeout_ms": "3600000",
+}
+"""Longer deadlines for a Ray of our own: for its processes to start, on a busy machine, and for one that is stopped before Ray
+calls it lost (7 minutes otherwise, which are meant for machines that are gone)."""
+
+ATTEMPTS = 3
+"""How often Ray is started before it is an error that it is late: it gives its raylet 30 s, which no setting changes."""
+
+CONNECT_S = 10.0
+"""How long the head of a cluster may take to accept a connection."""
+
+TOKEN = (
+    "RAY_AUTH_MODE=token and give the cluster's token: RAY_AUTH_TOKEN, or a file (RAY_AUTH_TOKEN_PATH; ~/.ray/auth_token "
+    "where that is not set)"
+)
+"""How to join a cluster that has a token (Ray 2.59 and later), for messages."""
+
+DEATH_NOTICE = re.compile(
+    r"\s*(Raylet is terminated|The node with node id|A worker died or was killed|\[.*\] \((raylet|gcs_server)\) )", re.DOTALL
+)
+"""How Ray's messages about dead nodes and workers begin, and the lines of its servers' logs."""
+
+SOCKET_PATH_ROOM = 40
+"""Ray puts about 65 characters of socket path below its folder, and the system allows 107."""
+
+
+@dataclass(frozen=True)
+class RayConnection:
+    """How this process is connected. `host`: what workers should listen on; None means their node's own address.
+
+    `address`: where Ray's control store answers; `nodes`: the raylets of a Ray of our own, where there are several.
+    """
+
+    kind: Literal["own", "joined", "found"]
+    text: str
+    address: str
+    host: str | None = None
+    nodes: tuple[LocalNode, ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the run folder: with it another process of this machine finds the cluster of a run that is under way."""
+        return {"kind": self.kind, "address": self.address, "nodes": [asdict(node) for node in self.nodes]}
+
+
+@contextlib.contextmanager
+def connect_ray(
+    address: str | None, workers: int, working_dir: Path, nodes: int = 1, gpus: bool = False
+) -> Iterator[RayConnection]:
+    """Connect for the length of a run. Raises `ClusterError` when `address` does not answer.
+
+    With an address (or `RAY_ADDRESS`) that cluster is joined. In a process that has called `ray.init` its cluster is used and
+    left alone. Else raypar starts a Ray of its own with `workers` + 1 logical CPUs, which ends with this process, however
+    that ends, and leaves nothing behind. A Ray that happens to run on the machine is never attached to.
+
+    `nodes`: of a Ray of our own; more than one share out the CPUs. Raises `ConfigError` when they are not `possible`.
+    `gpus`: workers need the machine's GPUs, which a Ray of our own offers only then. Raises `ConfigError` where it has none.
+    """
+    check_local_nodes(address, nodes)
+    if gpus and nodes > 1:
+        raise ConfigError(
+            f"{nodes} local nodes would each offer all GPUs of this machine",
+            cure="leave --local-nodes out for workers on GPUs, or set device: cpu",
+        )
+    address = address or os.environ.get("RAY_ADDRESS")
+    # Workers are all that our own Ray is for: other processes of the machine do not come before them, as Ray has it.
+    ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
+    with environment_variables(QUIET if address else {**QUIET, **ours}):
+        import ray
+
+        from raypar.actors.working_dir import wait_until_unpacked
+
+        if ray.is_initialized():
+            if nodes > 1:
+                raise ConfigError(
+                    f"{nodes} local nodes, but this process has joined a Ray already", cure="call ray.shutdown() before"
+                )
+            there = ray.get_runtime_context().gcs_address
+            wait_until_unpacked()
+            yield RayConnection("found", f"using the Ray this process has joined, {there}", there)
+        elif address:
+            with without_death_notices(), join_cluster(address, working_dir) as connection:
+                yield connection
+        else:
+            if gpus:
+                require_gpu_here()
+            with without_death_notices(), start_local_ray(workers, nodes, gpus) as connection:
+                yield connection
+
+
+def require_gpu_here() -> None:
+    """Raise `ConfigError` where a Ray of our own would have no GPU that PyTorch can use."""
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        raise ConfigError(
+            "the job asks for GPUs (device: gpu), and PyTorch finds none on this machine",
+            cure="set device: cpu, join a cluster that has GPUs (--address), or look at nvidia-smi, CUDA_VISIBLE_DEVICES and "
+            "whether this PyTorch is built for CUDA",
+        )
+
+
+def uses_existing_ray(address: str | None) -> bool:
+    """Whether `connected` uses a Ray that is there already."""
+    import ray
+
+    return bool(address or os.environ.get("RAY_ADDRESS")) or ray.is_initialized()
+
+
+def check_local_nodes(address: str | None, nodes: int) -> None:
+    """Raise `ConfigError` when there cannot be so many nodes of a Ray of our own, because there is another Ray to use."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    if nodes < 1:
+        raise ConfigError(f"{nodes} local nodes", cure="ask for 1 or more")
+    if nodes > 1 and address:
+        raise ConfigError(
+            f"{nodes} local nodes, and a cluster to join at {address}",
+            cure="local nodes are those of a Ray of raypar's own: leave out --address and RAY_ADDRESS, or --local-nodes",
+        )
+
+
+@contextlib.contextmanager
+def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
+    """A cluster that runs already. Its workers import from the working directory, which is sent there if it is elsewhere."""
+    import ray
+    from ray.exceptions import AuthenticationError, RayError
+
+    from raypar.actors.working_dir import wait_until_unpacked  # at once: not while Ray unpacks us
+
+    check_address(address)
+    runtime_env = None
+    if not shares_file_system(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
+    try:
+        with delay_ctrl_c(), without_user_seed():
+            ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
+            wait_until_unpacked()
+    except AuthenticationError as error:
+        raise ClusterError(
+            f"the Ray cluster at {address!r} lets nobody in without its token: {error.message}", cure=f"set {TOKEN}"
+        ) from error
+    except ConnectionError as error:  # something listens there: Ray says the same of a head that wants another token
+        raise ClusterError(
+            f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
+            cure=f"look at `ray status --address {address}`; if the cluster has a token, set {TOKEN}",
+        ) from error
+    except (RuntimeError, ValueError, TimeoutError, RayError) as error:
+        raise ClusterError(
+            f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
+            cure="check `ray status --address ...`, or leave the address out: raypar then starts a Ray of its own",
+        ) from error
+    try:
+        yield RayConnection("joined", f"joined the Ray cluster at {address}", ray.get_runtime_context().gcs_address)
+    finally:
+        ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raise `ClusterError` when nothing listens at `host:port`: Ray itself would try for minutes without a word."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"nothing answers at {address!r}: {error}",
+            cure="check the address (`ray status --address ...`), or leave it out: raypar then starts a Ray of its own",
+        ) from error
+
+
+@contextlib.contextmanager
+def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterator[RayConnection]:
+    """A Ray of our own with so many raylets, in a folder of its own.
+
+    Ray's processes die with this one (Ray asks the kernel for that); `cleared` sees to what is left of them, also if we are
+    killed.
+    """
+    import ray
+
+    cpus = cpus_per_node(workers, nodes)
+
+    def start(folder: Path) -> None:
+        with delay_ctrl_c(), without_user_seed():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                num_gpus=None if gpus else 0,  # None: as many as there are
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
+
+    with contextlib.ExitStack() as stack:
+        with in_new_sessions():
+            with _started():
+                folder = start_with_deadline(start, stack)
+            raylets: tuple[LocalNode, ...] = ()
+            if nodes > 1:
+                raylets = stack.enter_context(start_local_nodes(nodes, cpus, OBJECT_STORE_BYTES, folder))
+        address = ray.get_runtime_context().gcs_address
+        yield RayConnection("own", describe_local_ray(nodes * cpus, raylets), address, host="127.0.0.1", nodes=raylets)
+
+
+def start_with_deadline(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
+    """The folder of a Ray that `start(folder)` has started; it ends with `stack`. Raises what Ray raises.
+
+    A Ray that was too late is cleared away and started again: on a busy machine the next attempt may be in time.
+    """
+    import ray
+
+    for left in reversed(range(ATTEMPTS)):
+        with contextlib.ExitStack() as attempt:
+            folder = make_short_temp_dir()
+            attempt.enter_context(remove_ray_on_exit(folder))
+            attempt.callback(ray.shutdown)
+            try:
+                start(folder)
+            except Exception as error:  # Ray raises a bare one when its processes are not up in time
+                if not left or "timed out" not in str(error):
+                    raise
+                continue
+            stack.push(attempt.pop_all())
+            return folder
+    raise AssertionError("the last attempt ends or raises")
+
+
+@contextlib.contextmanager
+def _started() -> Iterator[None]:
+    """Ray raises a bare `Exception` when its processes are not up in time."""
+    try:
+        yield
+    except Exception as error:
+        raise ClusterError(
+            f"Ray did not start on this machine: {first_line(error)}",
+            cure="the machine may be busy or short of memory: try again; or join a running cluster (--address)",
+        ) from error
+
+
+def describe_local_ray(cpus: int, nodes: tuple[LocalNode, ...]) -> str:
+    """`a Ray of our own with 3 nodes (pids of the raylets 7 (the head: the run ends with it), 8, 9), 6 logical CPUs`."""
+    if not nodes:
+        return f"a Ray of our own with {cpus} logical CPUs"
+    pids = ", ".join(f"{node.pid}" + " (the head: the run ends with it)" * node.head for node in nodes)
+    return f"a Ray of our own with {len(nodes)} nodes (pids of the raylets {pids}), {cpus} logical CPUs"
+
+
+@contextlib.contextmanager
+def without_user_seed() -> Iterator[None]:
+    """Python's random numbers are not those that somebody has seeded, and afterwards these go on as if nothing had been.
+
+    Ray 2.60 draws from them the names under which a client listens to the control store. Reading a sample seeds them (as a
+    user's script may): of two clients with the same name each takes the other's calls, 1,800 times a second, and the control
+    store spends half a processor on that.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextlib.contextmanager
+def delay_ctrl_c() -> Iterator[None]:
+    """A Ctrl-C that Ray's start swallows is raised when the start is over."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def in_new_sessions() -> Iterator[None]:
+    """Ray's processes are started outside our process group.
+
+    Slurm, systemd and `timeout` send SIGTERM to the whole group: it would end Ray's control store at once, while this process
+    still wants to finish the step and save. The name is private to Ray; where it is gone, only that protection is.
+    """
+    from ray._private import services
+
+    popen = getattr(services, "ConsolePopen", None)
+    if popen is None:
+        yield
+        return
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+@contextlib.contextmanager
+def without_death_notices() -> Iterator[None]:
+    """Ray does not print that a node or a worker has died: raypar says so itself, in one line instead of twenty of a log.
+
+    Ray prints it to stdout, in the middle of our JSON lines too. The name is private to Ray; where it is gone, the lines are
+    there. What workers print comes through.
+    """
+    from ray._private import worker
+
+    tell = getattr(worker, "print_to_stdstream", None)
+    if tell is None:
+        yield
+        return
+
+    def told(data: dict[str, Any], *args: Any, **rest: Any) -> None:
+        if data.get("pid") in ("raylet", "gcs_server"):
+            data = {**data, "lines": [line for line in data["lines"] if not DEATH_NOTICE.match(str(line))]}
+        if data["lines"]:
+            tell(data, *args, **rest)
+
+    worker.print_to_stdstream = told
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = tell
+
+
+def make_short_temp_dir() -> Path:
+    """A new folder for Ray's files whose path leaves room for its sockets."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="raypar-", dir=base if len(base) + 15 <= SOCKET_PATH_ROOM else "/tmp"))
+
+
+def worker_python_path(working_dir: Path) -> str:
+    """PYTHONPATH for workers on this machine: they import what this process can import."""
+    places = [str(working_dir), *(p for p in sys.path if p and "site-packages" not in p and Path(p).is_dir())]
+    inherited = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join(dict.fromkeys([*places, *inherited.split(os.pathsep)] if inherited else places))
+
+
+def shares_file_system(address: str) -> bool:
+    """Whether the head of the cluster shares our file system: `auto`, `local`, or one of our own addresses."""
+    host = address.removeprefix("ray://").rpartition(":")[0] or address
+    if host in ("auto", "local", "localhost", "127.0.0.1"):
+        return True
+    with contextlib.suppress(OSError):
+        ours = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+        return socket.gethostbyname(host) in ours
+    return False
+
+
+@contextlib.contextmanager
+def environment_variables(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, which Ray's processes inherit, and put the old ones back."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

@@ -1,0 +1,453 @@
+"""What people see of a run: metrics.jsonl, callbacks, checkpoints, the picture. Runs in the driver, off its event loop.
+
+Steps are counted from 1 here: `step` 50 is the fiftieth, and `checkpoint`s and validations carry the number of steps done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pickle
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.fingerprint import fingerprint_differences
+from raypar.actors.journal import Journal
+from raypar.actors.line_file import LineFile
+from raypar.actors.run_request import RunRequest
+from raypar.actors.step_charts import write_step_charts
+from raypar.actors.step_reports import merge_reports
+from raypar.actors.worker_messages import WorkerHello
+from raypar.elastic.actions import Teardown
+from raypar.elastic.run_machine import DEPTH
+from raypar.errors import CheckpointError, RayparError
+from raypar.plan import ParallelPlan
+from raypar.run_folder import Line, RunFolder, line_order, replace_whole
+from raypar.worker import checkpoint
+from raypar.worker.checkpoint import ShardRecord
+from raypar.worker.process_state import EnvironmentGuard
+
+RETOLD = 1000
+"""How many steps a new driver tells the client again: more than it can have missed."""
+
+COMPARED = 3
+"""How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""
+
+
+@dataclass(frozen=True)
+class RecordedProgress:
+    """What people have seen of a run, as its folder and its journal say together."""
+
+    steps: int
+    """Number of steps."""
+    outcomes: Mapping[int, tuple[float, float]]
+    """Step (from 0) -> (loss, norm)."""
+    validated: int | None
+    """Steps done at the last validation."""
+    saved: int | None
+    """Steps done at the last checkpoint."""
+    last_s: float | None
+    """When the last step was written (Unix time)."""
+    lost: frozenset[int] = frozenset()
+    """Workers that people were told to be lost."""
+    unseen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Step (from 0) -> what the journal has of it (`reports.merge_reports`), for steps that people may not have seen."""
+
+
+class RunRecorder:
+    """Side effects of one run, each exactly once and in order; called from one thread at a time."""
+
+    def __init__(self, request: RunRequest, journal: Journal | None = None) -> None:
+        self.request, self.journal = request, journal
+        self.folder = Path(request.folder)
+        run = RunFolder(self.folder)
+        self._new_events: list[dict[str, Any]] = []
+        self.metrics = LineFile(run.metrics, self._say, journal)
+        self.events = LineFile(run.events, self._say, journal, mirrored=True)
+        self._seconds: deque[float] = deque(maxlen=50)
+        self.traced: dict[str, Any] | None = None
+        self.replanned = True
+        """The plan is another one than the picture's, or not known yet: see `seat`."""
+        self.callbacks: Any = None
+        self._guard: EnvironmentGuard | None = None
+        """Of the driver's process, where callbacks run."""
+        self._with_torch = False
+        """Whether `_guard` covers PyTorch's state too."""
+        self.nodes: list[str] = []
+        self._last: dict[str, Any] = {}
+        self.checkpoint_path: Path | None = None
+        self.age_s = 0.0
+        """Seconds that former drivers have worked since the run was last started or resumed."""
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """What the client should hear, since the last call."""
+        events, self._new_events = self._new_events, []
+        return events
+
+    def meet(self, hellos: Sequence[WorkerHello]) -> list[str]:
+        """Compare what the workers compute with; warnings when they differ."""
+        return [
+            f"not bitwise: the workers differ in {line}" for line in fingerprint_differences([h.fingerprint for h in hellos])
+        ]
+
+    def seat(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
+        """From now on steps are those of another generation; `nodes[rank]` is where that seat of its plan is."""
+        self.replanned, self.nodes = plan != self.request.plan, list(nodes)
+
+    def take_over(self) -> RecordedProgress:
+        """Continue the folder that another driver has filled, and somebody may have damaged since; returns what people have
+        seen. The client is told again what it may have missed."""
+        first, journal = self.request.policy.first, self.journal
+        known = [] if journal is None else journal.committed()
+        events = self.events.open()
+        rebuilt: list[int] = []
+        lines = self.metrics.open(lambda found: self._completed(found, known, rebuilt))
+        lines = [line for line in lines if line["step"] > first]
+        steps = [line for line in lines if "loss" in line]
+        seen = self._seen((line["step"] for line in lines), known)
+        began = [event["time"] for event in events if event["kind"] == "started" and "time" in event]
+        since = began[-1] if began else None if journal is None else journal.began()
+        self.age_s = max(0.0, time.time() - since) if since is not None else 0.0
+        validations = [line for line in lines if "validation_loss" in line]
+        path, _ = checkpoint.latest_usable_checkpoint(self.folder / "checkpoints")
+        self.checkpoint_path = path
+        self._seconds.extend(line["seconds"] for line in steps[-50:])
+        for line in lines[-RETOLD:]:
+            facts = {key: value for key, value in line.items() if key != "time"}
+            if "loss" in line:
+                facts |= {key: math.nan for key in ("loss", "norm") if facts.get(key) is None}
+                facts |= {key: 0.0 for key in ("count", "bubble") if facts.get(key) is None}
+                eta_s = (self.request.policy.end - line["step"]) * statistics.median(self._seconds)
+                self._new_events.append({"kind": "step", **facts, "eta_s": eta_s})
+            else:
+                loss = facts["validation_loss"]
+                self._new_events.append({"kind": "validation", **facts, "validation_loss": math.nan if loss is None else loss})
+        if path is not None:
+            self._new_events.append(
+                {"kind": "checkpoint", "step": checkpoint.load_manifest(path).steps_done, "path": str(path)}
+            )
+        if rebuilt:
+            lacking = format_step_ranges(rebuilt)
+            text = f"{self.metrics.path} lacked the lines of {lacking}: they are written again from the journal"
+            self._warn(text, "leave the files of a run alone while it trains")
+        self._tell_gaps(lines, first, seen)
+        unseen = {} if journal is None else {step: journal.facts(step) for step in known if step >= seen}
+        return RecordedProgress(
+            steps=seen,
+            outcomes={
+                s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s.get("norm") is not None
+            },
+            validated=validations[-1]["step"] if validations else None,
+            saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
+            last_s=steps[-1].get("time") if steps else None,
+            lost=lost_workers(events),
+            unseen=unseen,
+        )
+
+    def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
+        """The lines of metrics as people have seen them: those `found`, without another run's, and those that the file lacks.
+
+        `known`: steps (from 0) in the journal, which has the latter; their numbers (from 1) are added to `rebuilt`.
+        """
+        if self.journal is None:
+            return found
+        first, last = self.request.policy.first, known[-1] + 1 if known else self.request.policy.first
+        by_place = {line_order(line): line for line in found if line["step"] <= last}
+        there = {line["step"]: line for line in by_place.values() if "loss" in line}
+        newest = [step for step in known if step + 1 in there][-COMPARED:]
+        wrong = [step for step in newest if not matches_journal(there[step + 1], self.journal.facts(step))]
+        if newest and wrong == newest:  # another run's: nothing in it can be trusted
+            by_place = {place: line for place, line in by_place.items() if line["step"] <= first}
+            there = {}
+        for done in self.journal.validations():
+            if done <= last and (done, True) not in by_place and (line := self.journal.validation(done)) is not None:
+                by_place[done, True] = line
+        seen = self._seen((step for step, _ in by_place), known)
+        for step in known:
+            line = there.get(step + 1)
+            if (line is None and step < seen) or (line is not None and wrong):
+                facts = self.journal.facts(step)
+                if facts is not None and (line is None or not matches_journal(line, facts)):
+                    rebuilt.append(step + 1)
+                    again = {"time": facts["time"], **self._metrics(step, facts, facts["seconds"])}
+                    by_place[step + 1, False] = _finite(again)
+        return [by_place[place] for place in sorted(by_place)]
+
+    def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
+        """How many steps people have seen for certain: those that have lines (`there`, from 1), and those that the journal has
+        (`known`, from 0) but for the last `DEPTH`: a step is issued only when all but so many before it were shown."""
+        return max([self.request.policy.first, *there, *(step + 1 - DEPTH for step in known[-1:])])
+
+    def _tell_gaps(self, lines: Iterable[Line], first: int, seen: int) -> None:
+        """Warn of steps that people have seen and of which the file has no lines."""
+        gaps = sorted(set(range(first + 1, seen + 1)) - {line["step"] for line in lines if "loss" in line})
+        if gaps:
+            text = f"{self.metrics.path} has no lines of {format_step_ranges(gaps)} any more; training is not touched by that"
+            self._warn(text, "take them from what was printed; leave the files of a run alone while it trains")
+
+    def _warn(self, text: str, cure: str) -> None:
+        """Show a warning, and keep it with the events."""
+        event = {"kind": "warning", "text": f"{text}\n  cure: {cure}"}
+        self._new_events.append(event)
+        self.note(event)
+
+    def _say(self, kind: str, text: str) -> None:
+        """Show a line, without keeping it."""
+        self._new_events.append({"kind": kind, "text": text})
+
+    def clock(self) -> None:
+        """The next step's time begins now."""
+        self._last_s = time.monotonic()
+
+    def _lines_of_metrics(self) -> list[Line]:
+        """The lines of metrics.jsonl; none if it cannot be read."""
+        run = RunFolder(self.folder)
+        with contextlib.suppress(RayparError):
+            return list(run.read(run.metrics))
+        return []
+
+    # -- steps -------------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The workers are there."""
+        guard = self._guard_of_callbacks()
+        with guard.watching("a module of the callbacks"):
+            self.callbacks = pickle.loads(self.request.callbacks)
+        self._warn_of_what_is_left(guard)
+        self.clock()
+        self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.first + 1})
+
+    def step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
+        """Metrics and callbacks of a committed step; the reason to stop, if a callback gave one. `fresh`: the first of a new
+        generation, whose time is its own, without the pause before it."""
+        request, brief = self.request, merge_reports(reports)
+        now = time.monotonic()
+        wall, self._last_s = now - self._last_s, now
+        longest = brief["seconds"]
+        if not longest:  # found applied by a new driver, and reported to none
+            wall = statistics.median(self._seconds) if self._seconds else wall
+        elif fresh or wall < longest / 2:  # before it came a pause, or steps that were written late
+            wall = longest
+        self._seconds.append(wall)
+        metrics = self._metrics(step, brief, wall)
+        spans = [reports[rank]["spans"] for rank in sorted(reports)]
+        if step in request.trace and not self.replanned and len(reports) == request.plan.world and all(spans):
+            self.traced = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
+        self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
+        stop, own = self._call("on_step", metrics)
+        metrics |= own
+        self._write(metrics)
+        left = request.policy.end - step - 1
+        self._new_events.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._seconds)})
+        return stop
+
+    def _metrics(self, step: int, brief: Mapping[str, Any], wall: float) -> dict[str, Any]:
+        """Of a step (from 0) that took `wall` seconds; `brief`: see `merge_reports`."""
+        longest = brief["seconds"]
+        metrics = {
+            "step": step + 1,
+            "loss": brief["loss"],
+            "norm": brief["norm"],
+            "count": brief["count"],
+            "seconds": wall,
+            "samples_per_s": self.request.cut.batch_size / wall if wall else 0.0,
+            "count_per_s": brief["count"] / wall if wall else 0.0,
+            "bubble": max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
+            "peak_rss_bytes": brief["peak_rss_bytes"] if longest else [],
+        }
+        return metrics | {"skipped": True} if brief["skipped"] else metrics
+
+    def validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
+        """The validation loss: sums in microbatch order / count."""
+        losses = {m: pair for report in reports for m, pair in report["losses"].items()}
+        total = count = 0.0
+        for microbatch in sorted(losses):
+            total += losses[microbatch][0]
+            count += losses[microbatch][1]
+        seconds = max(r["seconds"] for r in reports)
+        metrics = {"step": done, "validation_loss": total / count, "count": count, "seconds": seconds}
+        stop, own = self._call("on_validation", metrics)
+        metrics |= own
+        if self.journal is not None:
+            self.journal.validated(done, _finite({"time": time.time(), **metrics}))
+        self._write(metrics)
+        self._last_s = time.monotonic()
+        self._new_events.append({"kind": "validation", **metrics})
+        return stop
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """A line in events.jsonl."""
+        self._append(self.events, facts)
+
+    def keep_status(self, text: str) -> None:
+        """members.json, whole or not at all."""
+        self._replace(RunFolder(self.folder).members, text)
+
+    def plan_changed(self, plan: ParallelPlan, schedule: str) -> None:
+        """plan.json is that of the present generation."""
+        run = RunFolder(self.folder)
+        facts = {
+            "schedule": schedule,
+            "stages": [asdict(stage) for stage in plan.stages],
+            "workers": [plan.coordinate(rank) for rank in range(plan.world)],
+        }
+        self._replace(run.plan, json.dumps(facts, indent=1) + "\n")
+
+    def _replace(self, path: Path, text: str) -> None:
+        """Replace a file that `raypar status` reads. A full disk must not end the run: the old content stays."""
+        with contextlib.suppress(OSError):
+            replace_whole(path, text.encode(), lasting=False)
+
+    def _write(self, metrics: Mapping[str, Any]) -> None:
+        self._append(self.metrics, metrics)
+
+    def _append(self, file: LineFile, facts: Mapping[str, Any]) -> None:
+        """Add a line to a file of the run. On a full disk training goes on: lines wait until they can be written."""
+        file.append(_finite({"time": time.time(), **facts}))
+
+    # -- callbacks ---------------------------------------------------------------------------------------------------------
+
+    def _call(self, hook: str, facts: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+        """(reason to stop, metrics they added). Raises `UserCodeError`."""
+        if self.callbacks is None:  # a run that failed before it began has none
+            return None, {}
+        guard = self._guard_of_callbacks()
+        try:
+            stop, metrics = self.callbacks.call(hook, facts, around=guard.watching)
+        finally:
+            self._tell_all(self.callbacks.lines())
+        self._warn_of_what_is_left(guard)
+        return stop, metrics
+
+    def _warn_of_what_is_left(self, guard: EnvironmentGuard) -> None:
+        """Show and keep the guard's lines about process state that callbacks have left changed."""
+        self._tell_all(("warning", text) for _, text in guard.lines())
+
+    def _tell_all(self, lines: Iterable[tuple[str, str]]) -> None:
+        """(kind, text) of lines for people, kept with the events."""
+        for kind, text in lines:
+            self.note({"kind": kind, "text": text})
+            self._say(kind, text)
+
+    def _guard_of_callbacks(self) -> EnvironmentGuard:
+        """The guard of this process. It covers PyTorch's state if a callback has imported torch: raypar itself does not."""
+        loaded = "torch" in sys.modules
+        if self._guard is None or loaded != self._with_torch:
+            if loaded:
+                import torch
+
+                from raypar.worker.compute_state import StateGuard
+
+                self._guard = StateGuard(torch.get_num_threads())
+            else:
+                self._guard = EnvironmentGuard()
+            self._with_torch = loaded
+        return self._guard
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def checkpoint_begin(self, done: int) -> Path:
+        """A new folder aside, in which workers write. Raises `CheckpointError`."""
+        return checkpoint.create_checkpoint(self.folder / "checkpoints", done)
+
+    def checkpoint_drop(self, folder: Path) -> None:
+        """Forget one that could not be finished."""
+        checkpoint.discard_checkpoint(folder)
+
+    def checkpoint_end(self, done: int, folder: Path, records: Sequence[ShardRecord | None]) -> None:
+        """Manifest, final name; the oldest ones beyond `keep` are removed. Raises `CheckpointError`."""
+        written = [record for record in records if record is not None]
+        try:
+            for record in written:
+                if not (folder / record.file).is_file():
+                    raise CheckpointError(
+                        f"{folder / record.file}, written by a worker, cannot be seen by the driver",
+                        cure="set run_dir to storage that all nodes share",
+                    )
+            self.checkpoint_path = checkpoint.commit_checkpoint(
+                folder, written, steps_done=done, contract=self.request.contract, metrics=self._last
+            )
+        except Exception:
+            checkpoint.discard_checkpoint(folder)  # on a full disk the next one needs its room
+            raise
+        checkpoint.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep)
+
+    def checkpoint_seen(self, done: int) -> None:
+        """Tell people."""
+        facts = {"step": done, "path": str(self.checkpoint_path)}
+        self._new_events.append({"kind": "checkpoint", **facts})
+        self._call("on_checkpoint", facts)
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """The end that a former driver had decided on (`WriteJournal.end`), as far as people have not seen it."""
+        self.take_over()
+        events = [json.loads(line) for line in self.events.recent.texts]
+        last = next((e["kind"] for e in reversed(events) if e["kind"] in ("started", "generation", "end")), "")
+        if last != "end":
+            if last:
+                self.begin()
+            error = None if facts["error"] is None else pickle.loads(facts["error"])
+            self.end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
+
+    def end(self, teardown: Teardown, step_calls: int | None) -> None:
+        """The pictures, the end in events.jsonl, and the last callbacks. `step_calls`: None where nobody has counted them."""
+        steps = teardown.done - self.request.policy.first
+        facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
+        calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
+        self.metrics.close()
+        if self.metrics.changed or self.metrics.lost or self.metrics.failing:
+            self._tell_gaps(self._lines_of_metrics(), self.request.policy.first, teardown.done)
+        self._append(self.events, {"kind": "end", **facts, **calls})
+        self.events.close()
+        if self.traced is not None:
+            try:
+                write_step_charts(self.request, self.traced["step"], self.traced["spans"], self.traced["nodes"])
+                self._new_events.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
+            except OSError as error:
+                text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
+                self._say("warning", text)
+        if teardown.error is not None:
+            self._call("on_exception", {"error": teardown.error, "step": teardown.done})
+        self._call("on_end", facts)
+
+
+def lost_workers(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
+    """Workers reported lost since the run was last started or resumed, when their numbers begin again."""
+    lost: set[int] = set()
+    for event in events:
+        if event["kind"] == "started":
+            lost.clear()
+        elif event["kind"] == "lost":
+            lost.add(event["worker"])
+    return frozenset(lost)
+
+
+def matches_journal(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
+    """Whether a line of metrics agrees with what the journal has of its step; True if it has nothing (`facts` None)."""
+    found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
+    return all(line.get(key) == value for key, value in found.items())
+
+
+def format_step_ranges(steps: Sequence[int]) -> str:
+    """Ascending numbers as text: `step 4`, `steps 1-3, 7`."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1][1:] = [step]
+        else:
+            runs.append([step])
+    return f"step{'s' * (len(steps) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _finite(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """With null in place of NaN and infinities, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}

@@ -1,0 +1,101 @@
+"""Calls to workers: each is a task that ends in an event, in words that say who the worker is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Container
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
+
+from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.plan_cache import PlanCache
+from raypar.actors.worker_messages import CallFailure
+from raypar.actors.worker_pool import WorkerPool
+from raypar.actors.worker_registry import answers_within, killed_for_memory
+from raypar.elastic import events as on
+from raypar.elastic.run_machine import RunMachine
+from raypar.errors import ClusterError, OutOfMemory, WorkerLost, first_line
+
+STACKS_S = 5.0
+
+
+class WorkerCalls:
+    """One call per worker and step, whatever the number of microbatches. `met`: workers that have started."""
+
+    def __init__(
+        self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, met: Container[int]
+    ) -> None:
+        self.machine, self.pool, self.plans, self.tasks, self.met = machine, pool, plans, tasks, met
+        self._answered: set[asyncio.Task[None]] = set()
+
+    def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
+        """One call to every member; each answer becomes an event."""
+        for number in self.machine.members:
+            if number in self.pool.workers:  # else the machine has been told that it is lost
+                self.call(number, self.machine.generation, call(self.pool.workers[number]), event)
+
+    def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
+        """`event(number, answer)` once it answers, `CallFailed` of that generation if it fails."""
+        task = self.tasks.spawn(self._answer(number, generation, ref, event))
+        self._answered.add(task)
+        task.add_done_callback(self._answered.discard)
+
+    async def _answer(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
+        answer = await self.ask(number, ref)
+        if not isinstance(answer, CallFailure):
+            self.tasks.post(event(number, answer))
+        else:
+            of = None if answer.kind == "lost" else generation
+            self.tasks.post(on.CallFailed(answer.kind, answer.error, number, of))
+
+    async def ask(self, number: int, ref: Any) -> Any:
+        """The answer of one worker, or `CallFailure`."""
+        who = self.coordinate(number)
+        try:
+            return await ref
+        except (RayActorError, ActorUnavailableError) as error:
+            what = f"{who} was lost: {first_line(error)}"
+            return CallFailure("lost", WorkerLost(what, cure="`raypar resume` goes on from the last checkpoint"))
+        except OutOfMemoryError as error:
+            return CallFailure("lost", killed_for_memory(who, error))
+        except RayError as error:
+            return CallFailure("error", ClusterError(f"{who}: {error}", cure="look at Ray's logs"))
+        except Exception as error:
+            return CallFailure("error", error)
+
+    def coordinate(self, number: int) -> str:
+        """Its seat, for people; its number where it has none."""
+        members, plan = self.machine.members, self.machine.plan
+        return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
+
+    def explained(self, number: int, error: Exception) -> Exception:
+        """With what it holds and what would fit, where memory was lacking. Takes long enough for a thread."""
+        members, plan = self.machine.members, self.machine.plan
+        if not isinstance(error, OutOfMemory) or plan is None or number not in members:
+            return error
+        held, fits = self.plans.memory(plan, members.index(number))
+        return OutOfMemory(f"{error.what}\n{held}", fits)
+
+    async def abort(self, why: str) -> None:
+        """Abort all transports, wait for the calls in flight to come back, and say where the members stand. Who is still being
+        started has no transport, and does not answer; who waits for a seat stands nowhere."""
+        workers = {number: worker for number, worker in self.pool.workers.items() if number in self.met}
+        await answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
+        if self._answered:
+            await asyncio.wait(set(self._answered), timeout=5.0)
+        there = [number for number in self.machine.members if number in workers]
+        stand = dict(zip(there, await answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
+        self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.members)))
+
+    async def probe(self, numbers: tuple[int, ...]) -> None:
+        """Where they are in their code."""
+        self.tasks.post(on.StacksReported(await self.stacks(list(numbers))))
+
+    async def stacks(self, numbers: list[int]) -> str:
+        """The stacks of these workers, for people."""
+        texts = await answers_within([self.pool.workers[n].stacks.remote() for n in numbers], STACKS_S)
+        return "\n".join(
+            f"--- {self.coordinate(number)}\n{text or 'does not answer: it is stopped, dead or busy outside Python'}"
+            for number, text in zip(numbers, texts, strict=True)
+        )

@@ -1,0 +1,253 @@
+"""The seats of a run: one detached placement group and its worker actors per replica of a stage, and their removal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypar.actors.cluster_info import ClusterCapacity, cluster_capacity, max_workers_per_node
+from raypar.actors.worker_actor import worker_actor_class
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.elastic.worker_names import name_workers, verb_form
+from raypar.errors import ClusterError
+from raypar.plan import ParallelPlan
+
+POLL_S = 0.05
+SWEEP_S = 20.0
+SAY_S, SAY_AGAIN_S = 2.0, 30.0
+"""Pauses between two lines about what is waited for: when it has changed, and when not."""
+SHUN_S = 15.0
+"""How long a worker that is hired waits for a place elsewhere than on a node that is known to be slow."""
+NODE_LABEL = "ray.io/node-id"
+
+
+def run_namespace(run: str) -> str:
+    """Every actor and group of a run lives here, so that a start-up can find what an earlier driver left."""
+    return f"raypar-{run}"
+
+
+class WorkerPool:
+    """Placement groups and workers by number. All detached: they outlive whoever made them, until they are removed.
+
+    `credential`: the run's name, and the secret by which its workers recognise each other. `gpus`: of each worker;
+    `environment`: of its process, where the job's own runtime environment does not say otherwise.
+    """
+
+    def __init__(self, credential: RunCredential, gpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
+        self.credential, self.run, self.gpus, self.environment = credential, credential.run, gpus, dict(environment or {})
+        self.groups: dict[int, PlacementGroup] = {}
+        """By worker number; the shards of one seat share theirs."""
+        self.bundles: dict[int, int] = {}
+        self.workers: dict[int, Any] = {}
+        self.closed = False
+        """Nobody is hired any more."""
+
+    # -- placing -----------------------------------------------------------------------------------------------------------
+
+    async def reserve(self, plan: ParallelPlan, wait_s: float, say: Callable[[str], None]) -> None:
+        """One group per seat (a replica of a position with all its shards), on one node where one is large enough; numbers are
+        the plan's ranks.
+
+        Raises `ClusterError` when they are not there after `wait_s` seconds.
+        """
+        self._still_open()
+        for rank, seat in enumerate(plan.seats):
+            if seat.shard == 0:
+                shards = sum(s.position == seat.position and s.replica == seat.replica for s in plan.seats)
+                group = self._group(rank, shards)
+            self.groups[rank], self.bundles[rank] = group, seat.shard
+        start, told = time.monotonic(), (0.0, -1)
+        while True:
+            there = await asyncio.to_thread(self._there)
+            if there == plan.world:
+                return
+            waited = time.monotonic() - start
+            if waited > wait_s:
+                raise placement_timeout_error(
+                    there, plan.world, wait_s, await asyncio.to_thread(cluster_capacity), bool(self.gpus)
+                )
+            if waited > told[0] + (SAY_S if there != told[1] else SAY_AGAIN_S):
+                told = waited, there
+                say(placement_wait_text(there, plan.world, (await asyncio.to_thread(cluster_capacity)).grows))
+            await asyncio.sleep(POLL_S)
+
+    async def reserve_one(self, number: int, avoid: Collection[str], shun: Collection[str] = ()) -> None:
+        """A group for one more worker, for however long that takes; not on the nodes `avoid`, and not on those to `shun` unless
+        there has been no other place for `SHUN_S`. Meanwhile it is demand that an autoscaler sees."""
+        group = await asyncio.to_thread(self._group, number, 1, {*avoid, *shun})
+        if self.closed:  # meanwhile
+            await asyncio.to_thread(remove_placement_group, group)
+            return
+        self.groups[number], self.bundles[number] = group, 0
+        start_s, shunned = time.monotonic(), bool(set(shun) - set(avoid))
+        while number in self.groups and not await asyncio.to_thread(self._there, number):
+            if shunned and time.monotonic() - start_s > SHUN_S:
+                shunned = False
+                await asyncio.to_thread(remove_placement_group, group)
+                group = await asyncio.to_thread(self._group, number, 1, avoid)
+                if number in self.groups:
+                    self.groups[number] = group
+                else:  # dismissed meanwhile
+                    await asyncio.to_thread(remove_placement_group, group)
+            await asyncio.sleep(4 * POLL_S)
+
+    def _group(self, number: int, bundles: int, avoid: Collection[str] = ()) -> PlacementGroup:
+        selector = [{NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * bundles if avoid else None
+        return placement_group(
+            [{"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}] * bundles,
+            strategy="STRICT_PACK" if bundles == 1 or bundles <= max_workers_per_node(self.gpus) else "PACK",
+            name=f"{run_namespace(self.run)}-{number}",
+            lifetime="detached",
+            bundle_label_selector=selector,
+        )
+
+    def _there(self, only: int | None = None) -> int:
+        """Workers whose groups are placed."""
+        table = placement_group_table()
+        groups = self.groups if only is None else {n: g for n, g in self.groups.items() if n == only}
+        return sum(table.get(group.id.hex(), {}).get("state") == "CREATED" for group in groups.values())
+
+    # -- workers -----------------------------------------------------------------------------------------------------------
+
+    def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
+        """Start an actor in its place; it loads torch when it is asked for its first call. Raises ValueError when another
+        driver has given that number away, `ClusterError` when the run has ended meanwhile."""
+        self._still_open()
+        strategy = PlacementGroupSchedulingStrategy(self.groups[number], placement_group_bundle_index=self.bundles[number])
+        made = worker_actor_class().options(
+            name=f"worker-{number}",
+            namespace=run_namespace(self.run),
+            lifetime="detached",
+            num_cpus=1,
+            scheduling_strategy=strategy,
+            **self._of_its_own(),
+        )
+        self.workers[number] = made.remote(self.credential, number, spec, host, orphan_timeout_s)
+        return self.workers[number]
+
+    def _of_its_own(self) -> dict[str, Any]:
+        """Of a worker with GPUs: they, and a process that is started for it."""
+        if not self.gpus:
+            return {}
+        given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+        return {"num_gpus": self.gpus, "runtime_env": {"env_vars": {**self.environment, **given}}}
+
+    def find(self) -> None:
+        """Take over what an earlier driver has made: all workers of the run that Ray knows, and their groups."""
+        for number in named_workers(self.run):
+            with contextlib.suppress(ValueError):  # gone since it was listed
+                self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
+        for info in leftover_groups(self.run):
+            number = int(str(info["name"]).rpartition("-")[2])
+            group = ray.util.get_placement_group(info["name"])
+            for shard in range(len(info["bundles"])):
+                if number + shard in self.workers:
+                    self.groups[number + shard], self.bundles[number + shard] = group, shard
+            if number not in self.groups:
+                remove_placement_group(group)
+
+    def dismiss(self, number: int) -> Callable[[], None]:
+        """From now on nothing is called there. Returns what remains to be done and may block: kill it (it is not waited for),
+        return its CPU. Idempotent."""
+        worker, group = self.workers.pop(number, None), self.groups.pop(number, None)
+        last = group is not None and all(group.id != other.id for other in self.groups.values())
+
+        def rest() -> None:
+            if worker is not None:
+                with contextlib.suppress(Exception):
+                    ray.kill(worker, no_restart=True)
+            if group is not None and last:
+                with contextlib.suppress(Exception):
+                    remove_placement_group(group)
+
+        return rest
+
+    def _still_open(self) -> None:
+        if self.closed:
+            raise ClusterError(f"run {self.run} has ended before its workers were there", cure="nothing is to be done")
+
+    async def close(self, patience_s: float = 1.0) -> None:
+        """Workers close their loaders and sockets, then they and their groups are removed; who was to be hired is not."""
+        self.closed = True
+        with contextlib.suppress(Exception):
+            closing = [asyncio.ensure_future(_quietly(w.close.remote())) for w in self.workers.values()]
+            if closing:
+                await asyncio.wait(closing, timeout=patience_s)
+        await asyncio.to_thread(self.remove)
+
+    def remove(self) -> None:
+        """Kill every worker, return every reserved CPU. Idempotent."""
+        for number in {*self.workers, *self.groups}:
+            self.dismiss(number)()
+
+
+def placement_wait_text(there: int, wanted: int, grows: bool) -> str:
+    """The line while workers are not placed: `waiting for 3 more workers: the cluster has a place for 1 of 4, ...`."""
+    more = "1 more worker" if wanted - there == 1 else f"{wanted - there} more workers"
+    return f"waiting for {more}: the cluster has a place for {there} of {wanted}" + ", an autoscaler is running" * grows
+
+
+def placement_timeout_error(there: int, wanted: int, wait_s: float, cluster: ClusterCapacity, gpus: bool) -> ClusterError:
+    """The error when workers could not be placed within `wait_s`."""
+    cure = "wait for other jobs to end, add nodes, choose a smaller plan, or raise wait_for_workers_s"
+    if cluster.grows:
+        cure = (
+            "`ray status` says what the autoscaler does: its max_workers may be too low, or no node type may have "
+            f"{'a GPU' if gpus else 'CPUs'} enough; else raise wait_for_workers_s, or choose a smaller plan"
+        )
+    what = (
+        f"only {there} of {wanted} workers could be placed within {wait_s:.0f} s; the cluster has {cluster.total} CPUs, "
+        f"{cluster.free} of them free" + f", and {cluster.gpus} GPUs" * gpus
+    )
+    return ClusterError(what + ", and its autoscaler has added no more" * cluster.grows, cure=cure)
+
+
+async def _quietly(ref: Any) -> None:
+    with contextlib.suppress(Exception):
+        await ref
+
+
+def leftover_groups(run: str) -> list[dict[str, Any]]:
+    """Placement groups that carry the run's name."""
+    return [
+        info
+        for info in placement_group_table().values()
+        if re.fullmatch(re.escape(run_namespace(run)) + r"-\d+", str(info["name"])) and info["state"] != "REMOVED"
+    ]
+
+
+def named_workers(run: str) -> list[int]:
+    """Numbers of the run's workers that Ray knows."""
+    names = [a["name"] or "" for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == run_namespace(run)]
+    return [int(match[1]) for match in (re.fullmatch(r"worker-(\d+)", name) for name in names) if match is not None]
+
+
+def remove_leftovers(run: str) -> int:
+    """Remove placement groups that an earlier driver of this run left behind, and the actors in them; how many there were.
+
+    Raises `ClusterError` when their names are not free again after `SWEEP_S`.
+    """
+    left = leftover_groups(run)
+    for info in left:
+        remove_placement_group(ray.util.get_placement_group(info["name"]))
+    deadline = time.monotonic() + SWEEP_S
+    while still := named_workers(run):
+        for number in still:  # who was still to be placed does not end with its group
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(f"worker-{number}", namespace=run_namespace(run)), no_restart=True)
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"{name_workers(still)} of an earlier driver of run {run} {verb_form(still, 'does', 'do')} not end "
+                f"within {SWEEP_S:.0f} s",
+                cure="look at their nodes, or choose another name for the run",
+            )
+        time.sleep(POLL_S)
+    return len(left)

@@ -1,0 +1,75 @@
+"""Reused memory for received tensors and scratch.
+
+The C library gives large blocks back to the system at every free, and the page faults of the next one cost more than a
+copy (1 MB: 3 ms against 0.03 ms in a virtual machine of 2026), so a transport keeps what it has used once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+ALIGNED = 64
+"""Bytes: addresses of memory that PyTorch allocates are multiples of this."""
+
+SMALL_BYTES = 32 << 10
+"""Below this the C library keeps blocks by itself."""
+
+
+def as_aligned(tensor: Tensor) -> Tensor:
+    """The tensor if it lies contiguously from a multiple of 64 bytes on, as a new one does; else a copy that does.
+
+    Products of the same numbers have other bits where these lie otherwise: MKL's kernels look at the address.
+    """
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNED else tensor
+
+
+class BufferPool:
+    """Gives tensors in 64-byte aligned memory that is used again once nobody holds the tensor or a view of it.
+
+    A block is a numpy array; a tensor made of it holds one reference, which ends with the tensor's storage. Blocks have
+    sizes of powers of two (pages that were never touched take no memory). `held_bytes` is what the pool has in all.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: dict[int, list[np.ndarray]] = {}
+        self.held_bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < SMALL_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        size = 1 << (nbytes - 1).bit_length()
+        with self._lock:
+            blocks = self._blocks.setdefault(size, [])
+            for block in blocks:
+                if sys.getrefcount(block) <= 3:  # the list, `block`, and the argument
+                    flat = torch.from_numpy(block)
+                    break
+            else:
+                raw = np.empty(size + ALIGNED, dtype=np.uint8)
+                start = -raw.ctypes.data % ALIGNED
+                block = raw[start : start + size]
+                blocks.append(block)
+                self.held_bytes += size
+                flat = torch.from_numpy(block)
+        # `.data`: to autograd this is a tensor of its own, not a view of bytes that it could not write back into.
+        return flat[:nbytes].view(dtype).view(tuple(shape)).data
+
+    def clear(self) -> None:
+        """Forget all blocks; tensors that are still held keep theirs."""
+        with self._lock:
+            self._blocks.clear()
+            self.held_bytes = 0

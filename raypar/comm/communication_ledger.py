@@ -1,0 +1,40 @@
+"""The communication ledger: bytes and messages a rank has sent and received, by kind of operation."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class CommunicationLedger:
+    """Counts payload bytes (no headers) to and from other ranks, and calls.
+
+    Keys are operation names: `send`, `recv`, `all_reduce`, `all_gather`, ...
+    """
+
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    def count(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
+        """Add one call and its payload."""
+        with self._lock:
+            self.sent[operation] += sent
+            self.received[operation] += received
+            self.messages[operation] += 1
+
+    def count_more(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
+        """Add payload to a call that is counted already (a later phase, bytes whose number was not known before)."""
+        with self._lock:
+            self.sent[operation] += sent
+            self.received[operation] += received
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """For reports and `--json`."""
+        return {
+            key: {"sent": self.sent[key], "received": self.received[key], "messages": self.messages[key]}
+            for key in sorted(self.messages)
+        }

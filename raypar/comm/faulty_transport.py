@@ -1,0 +1,191 @@
+"""A transport with scripted faults around any other: the same faults at the same places in every run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from raypar.comm.transport import Handle, Transport
+from raypar.errors import CommError, CommTimeout, GroupAborted
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one call of one rank.
+
+    The `number`-th call (from 0) named `call` (`send`, `all_reduce`, ...) within step `step`, or, when `step` is None,
+    since the transport was made: `fail` makes the call raise `CommError`; `delay` posts it `delay_s` seconds later;
+    `drop` never posts it, its handle is never done.
+    """
+
+    rank: int
+    call: str
+    action: Literal["fail", "delay", "drop"]
+    number: int = 0
+    step: int | None = None
+    delay_s: float = 0.0
+
+
+class DelayedHandle:
+    """The handle of a call that is delayed or dropped."""
+
+    def __init__(self, owner: FaultyTransport, name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self._changed = threading.Condition()
+        self._inner: Handle | None = None
+        self._error: CommError | None = None
+
+    def post(self, post: Callable[[], Handle]) -> None:
+        """The delay is over."""
+        with self._changed:
+            if self._error is None:
+                try:
+                    self._inner = post()
+                except CommError as error:
+                    self._error = error
+            self._changed.notify_all()
+
+    def fail(self, error: CommError) -> None:
+        """The group was aborted before the call was posted."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        if self._inner is not None:
+            return self._inner.done()
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._inner is not None or self._error is not None, timeout_s):
+                raise CommTimeout(
+                    f"{self._name} of rank {self._owner.rank} was not done after {timeout_s} s",
+                    cure="a fault of the test's script holds it back",
+                )
+        if self._inner is not None:
+            self._inner.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self.done()
+
+    def tensor(self) -> Tensor:
+        """See `Handle.tensor`."""
+        return self.tensors()[0]
+
+    def tensors(self) -> list[Tensor]:
+        """See `Handle.tensors`."""
+        if self._inner is None:
+            raise CommError(f"{self._name} is not done", cure="wait for the handle before reading its tensor")
+        return self._inner.tensors()
+
+
+class FaultyTransport:
+    """Wraps `inner`. `at_step(n)` says which step the following calls belong to; `happened` lists the faults so far."""
+
+    def __init__(self, inner: Transport, script: Sequence[Fault]) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.generation = inner.generation
+        self.ledger = inner.ledger
+        self.carries_shapes = inner.carries_shapes
+        self.happened: list[Fault] = []
+        self._script = [f for f in script if f.rank == inner.rank]
+        self._step: int | None = None
+        self._calls: Counter[tuple[int | None, str]] = Counter()
+        self._held: list[DelayedHandle] = []
+        self._timers: list[threading.Timer] = []
+
+    def at_step(self, step: int) -> None:
+        """The calls from here on belong to `step`; their numbers start at 0."""
+        self._step = step
+        self._calls = Counter({key: n for key, n in self._calls.items() if key[0] is None})
+
+    def _call(self, name: str, post: Callable[[], Handle]) -> Handle:
+        in_all = self._calls[None, name]
+        in_step = self._calls[self._step, name]
+        for scope in {None, self._step}:
+            self._calls[scope, name] += 1
+        for fault in self._script:
+            number = in_all if fault.step is None else in_step
+            if fault.call != name or fault.number != number or fault.step not in (None, self._step):
+                continue
+            self.happened.append(fault)
+            if fault.action == "fail":
+                raise CommError(f"{name} of rank {self.rank} failed: {fault}", cure="a fault of the test's script")
+            held = DelayedHandle(self, name)
+            self._held.append(held)
+            if fault.action == "delay":
+                timer = threading.Timer(fault.delay_s, held.post, (post,))
+                timer.daemon = True
+                self._timers.append(timer)
+                timer.start()
+            return held
+        return post()
+
+    def near(self, rank: int) -> bool:
+        """See `Transport.near`."""
+        return self.inner.near(rank)
+
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
+        """See `Transport.send`."""
+        return self._call("send", lambda: self.inner.send(tensor, to=to, tag=tag))
+
+    def recv(self, out: Tensor | None, *, source: int, tag: int) -> Handle:
+        """See `Transport.recv`."""
+        return self._call("recv", lambda: self.inner.recv(out, source=source, tag=tag))
+
+    def batch(self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]) -> Handle:
+        """See `Transport.batch`."""
+        return self._call("batch", lambda: self.inner.batch(sends, recvs))
+
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.all_reduce`."""
+        return self._call("all_reduce", lambda: self.inner.all_reduce(flat, group=group, channel=channel))
+
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.reduce_scatter`."""
+        return self._call("reduce_scatter", lambda: self.inner.reduce_scatter(out, pieces, group=group, channel=channel))
+
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.all_gather`."""
+        return self._call("all_gather", lambda: self.inner.all_gather(pieces, mine, group=group, channel=channel))
+
+    def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.all_to_all`."""
+        return self._call("all_to_all", lambda: self.inner.all_to_all(outs, pieces, group=group, channel=channel))
+
+    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.broadcast`."""
+        return self._call("broadcast", lambda: self.inner.broadcast(tensor, root=root, group=group, channel=channel))
+
+    def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
+        """See `Transport.barrier`."""
+        return self._call("barrier", lambda: self.inner.barrier(group=group, channel=channel))
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`."""
+        self.inner.abort(reason)
+        self._let_go(reason)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.inner.close()
+        self._let_go("the transport was closed")
+
+    def _let_go(self, reason: str) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        for held in self._held:
+            held.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))

@@ -1,0 +1,354 @@
+"""Buckets of gradients: flat buffers that one reduction over replicas fills, exchanges and adds up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.collectives import ALIGN, even_slices
+from raypar.comm.communicator_key import FAST
+from raypar.comm.transport import Handle, Transport
+from raypar.plan.addition_tree import TreeNode, fold_tree, tree_children
+
+Rows = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
+"""node -> parameter -> sum of the node's blocks, None where no gradient was defined"""
+Parameter = tuple[torch.Size, torch.dtype]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where the parameters of one bucket lie in a flat buffer of `length` elements; each starts at a 64-byte boundary."""
+
+    dtype: torch.dtype
+    indices: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    length: int
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters inside a buffer [length]."""
+        return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
+
+
+def bucket_layouts(parameters: Sequence[Parameter], bucket_bytes: int) -> list[BucketLayout]:
+    """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final."""
+    buckets: list[BucketLayout] = []
+    indices: list[int] = []
+    offsets: list[int] = []
+    length = 0
+
+    def close() -> None:
+        nonlocal length
+        if indices:
+            shapes = tuple(parameters[i][0] for i in indices)
+            buckets.append(BucketLayout(parameters[indices[0]][1], tuple(indices), tuple(offsets), shapes, length))
+            indices.clear()
+            offsets.clear()
+            length = 0
+
+    for index in reversed(range(len(parameters))):
+        shape, dtype = parameters[index]
+        if indices and (dtype != parameters[indices[0]][1] or length * dtype.itemsize >= bucket_bytes):
+            close()
+        align = max(ALIGN, 64 // dtype.itemsize)
+        indices.append(index)
+        offsets.append(length)
+        length += -(-shape.numel() // align) * align
+    close()
+    return buckets
+
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """Who reduces: `group` of ranks, ascending, `me` its index of this one; `nodes[r]`: complete subtrees of each replica's run
+    of the `blocks`, left to right; `channel` as in `Reduction`; `device`: where the gradients are."""
+
+    transport: Transport
+    group: tuple[int, ...]
+    me: int
+    channel: int
+    blocks: int
+    nodes: tuple[tuple[TreeNode, ...], ...]
+    device: torch.device = CPU
+
+    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
+        """A buffer [length] there."""
+        return torch.zeros(length, dtype=dtype, device=self.device)
+
+
+class GradientBucket(ABC):
+    """One bucket: buffers kept over all steps, and the state of the current one.
+
+    `result` [length] is valid at the end of the step; `views` are the parameters in it.
+    """
+
+    def __init__(self, layout: BucketLayout, result: Tensor) -> None:
+        self.layout = layout
+        self.result = result
+        self.views = layout.views(result)
+        self.begin()
+
+    def begin(self) -> None:
+        """A new step: nothing has come yet."""
+        self.missing = len(self.layout.indices)
+        self.first: Handle | None = None
+        self.second: Handle | None = None
+
+    @abstractmethod
+    def fill(self, rows: Sequence[Rows]) -> None:
+        """Copy this replica's subtree sums into the buffers; `rows`: for each parameter of the layout."""
+
+    @abstractmethod
+    def post_first(self) -> Handle:
+        """Start the first phase."""
+
+    @abstractmethod
+    def post_second(self) -> Handle | None:
+        """The first phase is done: combine and start the second, if there is one."""
+
+
+def _terms(rows: Rows, index: int, node: TreeNode) -> list[Tensor]:
+    """What adds up to a parameter's sum over a node: the sum itself, or one or both of its children's; nothing if undefined."""
+    parts = (node,) if node in rows or node[1] - node[0] == 1 else tree_children(node)
+    return [term for part in parts if part in rows and (term := rows[part][index]) is not None]
+
+
+def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
+    """The sum of at most two terms, or "no gradient", at its place."""
+    if not terms:
+        place.fill_(-0.0)
+    elif len(terms) == 1:
+        place.copy_(terms[0])
+    else:
+        torch.add(*terms, out=place)
+
+
+class CanonicalBucket(GradientBucket):
+    """Buffers of one bucket. With K subtrees here, L_o elements in owner o's slice, S in ours, `length` N:
+
+    `pieces[o]` [K L_o] goes to owner o: subtree after subtree; `parts[r]` [K_r S] comes from replica r. Together K N sent and
+    sum(K_r) S received; `result` [N] is the send buffer itself when K = 1 (its places are free once the sums have gone).
+    """
+
+    def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
+        nodes, me = replicas.nodes, replicas.me
+        own = len(nodes[me])
+        cut = even_slices(layout.length, len(nodes))
+        start, stop = cut[me]
+        outgoing = replicas.zeros(own * layout.length, layout.dtype)
+        super().__init__(layout, outgoing if own == 1 else replicas.zeros(layout.length, layout.dtype))
+        self.replicas = replicas
+        self.pieces = [outgoing[own * a : own * b] for a, b in cut]
+        self.parts = [
+            self.pieces[me] if r == me else replicas.zeros(len(n) * (stop - start), layout.dtype) for r, n in enumerate(nodes)
+        ]
+        self.totals = [self.result[a:b] for a, b in cut]
+        self.mine = self.totals[me]
+        self._targets = [self._places(outgoing, cut, own, k) for k in range(own)]
+        self._adds: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._total = self._plan_adds(stop - start)
+
+    def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[list[tuple[Tensor, int, int]]]:
+        """For each parameter: where its elements [from, to) of the k-th subtree's sum go; several places at slice borders."""
+        places: list[list[tuple[Tensor, int, int]]] = []
+        for offset, shape in zip(self.layout.offsets, self.layout.shapes, strict=True):
+            end = offset + shape.numel()
+            found = []
+            for a, b in cut:
+                lo, hi = max(a, offset), min(b, end)
+                if lo < hi:
+                    at = own * a + k * (b - a) + (lo - a)
+                    found.append((outgoing[at : at + hi - lo], lo - offset, hi - offset))
+            if len(found) == 1:
+                found = [(found[0][0].view(shape), 0, shape.numel())]
+            places.append(found)
+        return places
+
+    def _plan_adds(self, length: int) -> Tensor | None:
+        """Write down the additions of the tree over everybody's sums of our slice; returns where the total will be."""
+        sums: dict[TreeNode, Tensor | None] = {}
+        for part, nodes in zip(self.parts, self.replicas.nodes, strict=True):
+            for k, node in enumerate(nodes):
+                sums[node] = part[k * length : (k + 1) * length]
+
+        def add(left: Tensor, right: Tensor) -> Tensor:
+            out = self.mine if len(self._adds) == len(sums) - 2 else left  # the last addition writes the result
+            self._adds.append((left, right, out))
+            return out
+
+        return fold_tree(sums, (0, self.replicas.blocks), add)
+
+    def fill(self, rows: Sequence[Rows]) -> None:
+        """See `GradientBucket.fill`: one copy, or one addition, of every sum."""
+        to: list[Tensor] = []
+        source: list[Tensor] = []
+        for k, node in enumerate(self.replicas.nodes[self.replicas.me]):
+            for index, given, places in zip(self.layout.indices, rows, self._targets[k], strict=True):
+                terms = _terms(given, index, node)
+                if len(terms) == 1 and len(places) == 1:
+                    to.append(places[0][0])
+                    source.append(terms[0])
+                elif len(places) == 1:
+                    _put(places[0][0], terms)
+                else:
+                    flat = [term.reshape(-1) for term in terms]
+                    for place, lo, hi in places:
+                        _put(place, [term[lo:hi] for term in flat])
+        if to:
+            torch._foreach_copy_(to, source)
+
+    def post_first(self) -> Handle:
+        """See `GradientBucket.post_first`."""
+        r = self.replicas
+        return r.transport.all_to_all(self.parts, self.pieces, group=r.group, channel=r.channel)
+
+    def post_second(self) -> Handle:
+        """See `GradientBucket.post_second`."""
+        for left, right, out in self._adds:
+            torch.add(left, right, out=out)
+        if self._total is not None and self._total.data_ptr() != self.mine.data_ptr():
+            self.mine.copy_(self._total)
+        r = self.replicas
+        return r.transport.all_gather(self.totals, self.mine, group=r.group, channel=r.channel)
+
+
+def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[Rows], nodes: Sequence[TreeNode]) -> None:
+    """Put the sum over `nodes`, left to right, of every parameter of the layout into its view."""
+    to: list[Tensor] = []
+    source: list[Tensor] = []
+    for index, given, view in zip(layout.indices, rows, views, strict=True):
+        terms = [term for node in nodes for term in _terms(given, index, node)]
+        if len(terms) == 1:
+            to.append(view)
+            source.append(terms[0])
+        else:
+            _put(view, terms[:2])
+            for term in terms[2:]:
+                view.add_(term)
+    if to:
+        torch._foreach_copy_(to, source)
+
+
+class FastBucket(GradientBucket):
+    """One buffer [length], reduced in place."""
+
+    def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
+        super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
+        self.replicas = replicas
+
+    def fill(self, rows: Sequence[Rows]) -> None:
+        """See `GradientBucket.fill`: this replica's subtrees are added here."""
+        _fill(self.views, self.layout, rows, self.replicas.nodes[self.replicas.me])
+
+    def post_first(self) -> Handle:
+        """See `GradientBucket.post_first`."""
+        r = self.replicas
+        return r.transport.all_reduce(self.result, group=r.group, channel=FAST + r.channel)
+
+    def post_second(self) -> Handle | None:
+        """See `GradientBucket.post_second`: nothing is left to do."""
+        return None
+
+
+class PairBucket(FastBucket):
+    """Two replicas with one subtree each: they swap them whole and both add. The same bytes and bits, one phase less."""
+
+    def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
+        super().__init__(replicas, layout)
+        self._pair = [self.result if r == replicas.me else torch.zeros_like(self.result) for r in range(2)]
+
+    def post_first(self) -> Handle:
+        """See `GradientBucket.post_first`."""
+        r = self.replicas
+        return r.transport.all_gather(self._pair, self.result, group=r.group, channel=r.channel)
+
+    def post_second(self) -> Handle | None:
+        """See `GradientBucket.post_second`: the root of the tree."""
+        torch.add(self._pair[0], self._pair[1], out=self.result)
+        return None
+
+
+class CombinedMessage:
+    """One message for several buckets, posted when the last of them is filled; a handle for each (see `transport.Handle`).
+
+    Where no bytes travel, a message a bucket would only wake the other processor from its work.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, buckets: int) -> None:
+        self._replicas = replicas
+        self._buckets = self._left = buckets
+        self._said = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.group]
+        self._posted: Handle | None = None
+
+    def filled(self) -> Handle:
+        """One more bucket is. Every step has the same number of them."""
+        if self._left == 0:
+            self._left, self._posted = self._buckets, None
+        self._left -= 1
+        if self._left == 0:
+            r = self._replicas
+            self._posted = r.transport.all_gather(self._said, self._said[r.me], group=r.group, channel=r.channel)
+        return self
+
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        return self._posted is not None and self._posted.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait`; all buckets must be filled."""
+        assert self._posted is not None, "waited for before the last bucket was filled"
+        self._posted.wait(timeout_s)
+
+    def tensor(self) -> Tensor:
+        """See `Handle.tensor`."""
+        return self.tensors()[0]
+
+    def tensors(self) -> list[Tensor]:
+        """See `Handle.tensors`."""
+        return [] if self._posted is None else self._posted.tensors()
+
+
+class SharedMemoryPairBucket(GradientBucket):
+    """As `PairBucket`, on one machine: each adds what it reads in the other's window; a message says that it is there.
+
+    `sums[r][t]` [length]: memory of replica r that both see, in turn t. The sum of turn t is written to our memory of the other
+    turn. Nobody reads that any more: the other replica did so in the last step, which it had finished before it started the
+    one that its message is about. The same holds for filling.
+    """
+
+    def __init__(
+        self, replicas: ReplicaGroup, layout: BucketLayout, sums: Sequence[Sequence[Tensor]], together: CombinedMessage
+    ) -> None:
+        self.replicas = replicas
+        self._together = together
+        self._left, self._right = sums
+        self._mine = sums[replicas.me]
+        self._places = [layout.views(one) for one in self._mine]
+        self._turn = 0
+        super().__init__(layout, self._mine[1])
+
+    def begin(self) -> None:
+        """See `GradientBucket.begin`."""
+        self._turn = 1 - self._turn
+        self.result = self._mine[1 - self._turn]
+        self.views = self._places[1 - self._turn]
+        super().begin()
+
+    def fill(self, rows: Sequence[Rows]) -> None:
+        """See `GradientBucket.fill`."""
+        _fill(self._places[self._turn], self.layout, rows, self.replicas.nodes[self.replicas.me])
+
+    def post_first(self) -> Handle:
+        """See `GradientBucket.post_first`."""
+        return self._together.filled()
+
+    def post_second(self) -> Handle | None:
+        """See `GradientBucket.post_second`: the root of the tree."""
+        torch.add(self._left[self._turn], self._right[self._turn], out=self.result)
+        self.replicas.transport.ledger.count("window", sent=self.result.nbytes, received=self.result.nbytes)
+        return None

@@ -1,0 +1,273 @@
+"""Reduction of a stage's gradients over its replicas, in buckets that overlap with the backward pass (DESIGN 4.5).
+
+*Canonical* (the default): every replica adds the complete subtrees of its run of blocks by itself. Between replicas, each
+owner of a slice gets everybody's subtree sums of it (all-to-all), adds them in the order of the tree, and hands the total
+round (all-gather). The additions are those of one process, whatever the number of replicas; where each run is one
+complete subtree the bytes are those of a ring, 2 (R-1)/R N per replica. *Fast*: a plain all-reduce of each replica's own sum.
+
+An undefined gradient travels as -0.0, the one value x with a + x == a bit for bit for every a (IEEE 754, round to nearest),
+so nobody needs to know which sums are defined before adding; one small all-reduce of counts a step tells which results are.
+The same counts tell what only the replicas know that have run a microbatch (`Reduction.note`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.gradient_buckets import (
+    BucketLayout,
+    CanonicalBucket,
+    CombinedMessage,
+    FastBucket,
+    GradientBucket,
+    PairBucket,
+    Parameter,
+    ReplicaGroup,
+    Rows,
+    SharedMemoryPairBucket,
+    bucket_layouts,
+)
+from raypar.comm.shared_memory import NO_ADDRESS, SharedMemoryBlock, open_shared_memory
+from raypar.comm.transport import Handle, Routine, Transport, Wait
+from raypar.errors import CommError
+from raypar.plan.addition_tree import covering_nodes, fold_tree
+
+BUCKET_BYTES = 2 << 20
+"""Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
+
+_NOTED = 1 << 16
+"""Added to the count of a parameter that somebody notes: more than there are replicas."""
+
+
+class GradientReduction(ABC):
+    """What `CanonicalReduction` and `FastReduction` share: buckets posted in one fixed order as their gradients get ready.
+
+    `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
+    use of a parameter, in layer order; `channel`: apart from all other reductions of the group (the stage's number);
+    `device`: where the gradients are.
+
+    `note()`: parameters that this replica has something to say about, asked when all gradients are ready; after `finish`,
+    `noted` has those that any replica has noted in this step.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        group: Sequence[int],
+        runs: Sequence[range],
+        blocks: int,
+        parameters: Sequence[Parameter],
+        bucket_bytes: int = BUCKET_BYTES,
+        channel: int = 0,
+        device: torch.device = CPU,
+    ) -> None:
+        if len(runs) != len(group):
+            raise CommError(f"{len(runs)} runs of blocks for {len(group)} replicas", cure="give one run per replica")
+        self.transport = transport
+        self.group = tuple(group)
+        self.blocks = blocks
+        self.parameters = tuple(parameters)
+        self.channel = channel
+        self.me = self.group.index(transport.rank)
+        self.nodes = [covering_nodes(run, blocks) for run in runs]
+        """Subtrees of each replica, left to right."""
+        self.replicas = ReplicaGroup(transport, self.group, self.me, channel, blocks, tuple(map(tuple, self.nodes)), device)
+        self._rows: list[Rows | None] = [None] * len(self.parameters)
+        self._totals: list[Tensor | None] = [None] * len(self.parameters)
+        self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
+        self._counted: Handle | None = None
+        self.note: Callable[[], Collection[int]] = tuple
+        self.noted: frozenset[int] = frozenset()
+        self._unready = 0
+        self._next_first = self._next_second = 0
+        self.buckets: list[GradientBucket] = []
+        if len(self.group) > 1:
+            self.buckets = [self._bucket(layout) for layout in bucket_layouts(self.parameters, bucket_bytes)]
+        self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
+        self._better: list[GradientBucket] | None = None
+        """What `buckets` will be from the next step on."""
+        self._acquainted = False
+
+    @abstractmethod
+    def _bucket(self, layout: BucketLayout) -> GradientBucket:
+        """Allocate one bucket."""
+
+    def start(self) -> None:
+        """Begin a step. Results of the step before are no longer valid. A replica without blocks posts everything now."""
+        self._rows = [None] * len(self.parameters)
+        self._totals = [None] * len(self.parameters)
+        self._counted = None
+        self._unready = len(self.parameters)
+        self._next_first = self._next_second = 0
+        if self._better is not None:
+            self.buckets, self._better = self._better, None
+            self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
+        for bucket in self.buckets:
+            bucket.begin()
+        if not self.nodes[self.me]:
+            self.ready(range(len(self.parameters) - 1, -1, -1), {})
+
+    def ready(self, indices: Sequence[int], rows: Rows) -> None:
+        """The subtree sums of some parameters are final: `rows[node][index]`; None or no row: no gradient. Once per step each.
+
+        Instead of a node its children may be given, which are added here. The sums belong to the reduction from now on and
+        must stay as they are until `finish` is done. Posts the first phase of every bucket that nothing is missing of.
+        """
+        known, alone = self._rows, len(self.group) == 1
+        for index in indices:
+            if known[index] is not None:
+                raise CommError(f"parameter {index} was declared ready twice in one step", cure="call `ready` once per step")
+            known[index] = rows
+            if alone:
+                self._totals[index] = self._alone(index, rows)
+            else:
+                self._bucket_of[index].missing -= 1
+        self._unready -= len(indices)
+        if not alone:
+            self._post_ready()
+            self.poll()
+
+    def _post_ready(self) -> None:
+        while self._next_first < len(self.buckets):
+            bucket = self.buckets[self._next_first]
+            if bucket.missing:
+                return
+            with torch.no_grad():
+                bucket.fill([self._rows[i] or {} for i in bucket.layout.indices])
+            bucket.first = bucket.post_first()
+            self._next_first += 1
+        if self._unready == 0 and self._counted is None:
+            defined = [any(row[i] is not None for row in (rows or {}).values()) for i, rows in enumerate(self._rows)]
+            self._counts.copy_(torch.tensor(defined))
+            for index in self.note():
+                self._counts[index] += _NOTED
+            self._counted = self.transport.all_reduce(self._counts, group=self.group, channel=self.channel)
+
+    def poll(self) -> None:
+        """Start the second phase of buckets whose first is done. Cheap; never blocks."""
+        while self._next_second < self._next_first:
+            bucket = self.buckets[self._next_second]
+            assert bucket.first is not None
+            if not bucket.first.done():
+                return
+            with torch.no_grad():
+                bucket.second = bucket.post_second()
+            self._next_second += 1
+
+    def finish(self) -> Routine[list[Tensor | None]]:
+        """Wait for the rest. Returns each parameter's reduced gradient, 64-byte aligned; None where no replica has one.
+
+        The tensors are views of the buckets, valid until the next `start` (of one replica: the given sum itself).
+        """
+        if self._unready:
+            left = [i for i, rows in enumerate(self._rows) if rows is None]
+            raise CommError(
+                f"gradients of {len(left)} parameters (first: {left[0]}) were not declared ready",
+                cure="call `ready` for every parameter of the stage, also for those without a gradient",
+            )
+        if len(self.group) == 1:
+            self.noted = frozenset(self.note())
+            return self._totals
+        for number, bucket in enumerate(self.buckets):
+            if bucket.first is not None and self._next_second <= number:
+                yield Wait(bucket.first, f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}, sums")
+            self.poll()
+        for number, bucket in enumerate(self.buckets):
+            if bucket.second is not None:
+                yield Wait(bucket.second, f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}, totals")
+        results: list[Tensor | None] = [None] * len(self.parameters)
+        if self._counted is not None:
+            yield Wait(self._counted, f"which gradients are defined, channel {self.channel}")
+        counts = self._counts.tolist()
+        self.noted = frozenset(index for index, count in enumerate(counts) if count >= _NOTED)
+        for bucket in self.buckets:
+            for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
+                results[index] = view if counts[index] % _NOTED else None
+        self._rows = [None] * len(self.parameters)
+        if not self._acquainted:
+            self._acquainted = True
+            self._better = yield from self._better_buckets()
+        return results
+
+    def _better_buckets(self) -> Routine[list[GradientBucket] | None]:
+        """At the end of the first step, when nothing else is under way: what can be agreed on with the others for the next."""
+        return None
+        yield
+
+    def _alone(self, index: int, rows: Rows) -> Tensor | None:
+        with torch.no_grad():
+            total = fold_tree({node: row[index] for node, row in rows.items()}, (0, self.blocks), Tensor.add_)
+            if total is None or (total.is_contiguous() and total.data_ptr() % 64 == 0):
+                return total
+            return total.clone(memory_format=torch.contiguous_format)
+
+
+class CanonicalReduction(GradientReduction):
+    """The bits of one process for every number of replicas. See the module."""
+
+    def _bucket(self, layout: BucketLayout) -> GradientBucket:
+        if [len(nodes) for nodes in self.nodes] == [1, 1]:
+            return PairBucket(self.replicas, layout)
+        return CanonicalBucket(self.replicas, layout)
+
+    def _better_buckets(self) -> Routine[list[GradientBucket] | None]:
+        """Two replicas on one machine read each other's memory, if both find that they can; else messages do as well."""
+        pairs = all(isinstance(bucket, PairBucket) for bucket in self.buckets) and self.replicas.device == CPU
+        near = pairs and self.transport.near(self.group[1 - self.me])
+        turn_bytes = sum(_paged(bucket.result.nbytes) for bucket in self.buckets)
+        if not near or not turn_bytes:
+            return None
+        try:
+            window = SharedMemoryBlock(2 * turn_bytes)
+        except OSError:
+            window = None
+        cards = [torch.zeros_like(NO_ADDRESS) for _ in self.group]
+        yield Wait(
+            self._gather(cards, window.card if window is not None else NO_ADDRESS), "where the other replica's memory is"
+        )
+        memories: list[Tensor] = []
+        if window is not None:
+            try:
+                memories = [
+                    window.memory if r == self.me else open_shared_memory(card, 2 * turn_bytes) for r, card in enumerate(cards)
+                ]
+            except OSError:
+                memories = []
+        found = [torch.zeros(1, dtype=torch.uint8) for _ in self.group]
+        mine = torch.tensor([bool(memories)], dtype=torch.uint8)
+        yield Wait(self._gather(found, mine), "whether the other replica can read our memory")
+        if window is not None:
+            window.close()
+        if not all(map(bool, found)):
+            return None
+        made: list[GradientBucket] = []
+        together = CombinedMessage(self.replicas, len(self.buckets))
+        start = 0
+        for bucket in self.buckets:
+            nbytes, layout = bucket.result.nbytes, bucket.layout
+            places = (start, turn_bytes + start)
+            sums = [[memory[at : at + nbytes].view(layout.dtype) for at in places] for memory in memories]
+            made.append(SharedMemoryPairBucket(self.replicas, layout, sums, together))
+            start += _paged(nbytes)
+        return made
+
+    def _gather(self, found: list[Tensor], mine: Tensor) -> Handle:
+        return self.transport.all_gather(found, mine, group=self.group, channel=self.channel)
+
+
+def _paged(nbytes: int) -> int:
+    """Up to the next multiple of 4,096: buckets share no page, and start where vector instructions like it."""
+    return -(-nbytes // 4096) * 4096
+
+
+class FastReduction(GradientReduction):
+    """Same interface, a plain all-reduce: bits depend on the number of replicas."""
+
+    def _bucket(self, layout: BucketLayout) -> GradientBucket:
+        return FastBucket(self.replicas, layout)

@@ -1,0 +1,259 @@
+"""The transport inside one process: the executable specification of all others.
+
+`LocalMesh` connects ranks that are threads, or routines of one thread that `CooperativeScheduler` interleaves on a virtual
+clock. A send is a rendezvous: it is done when its receiver has the bytes, so code that hangs here hangs nowhere else.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from raypar.comm.collectives import MessageTransport
+from raypar.comm.message_operation import MessageOperation, OperationMessage
+from raypar.comm.transport import Handle, Routine, Wait
+from raypar.errors import CommError, GroupAborted
+
+Address = tuple[int, int, int, int]
+"""(destination, source, channel, tag)"""
+
+
+class LocalMesh:
+    """`size` ranks in this process. `transports[r]` is rank r's end; each may be used by a thread of its own."""
+
+    def __init__(self, size: int, generation: int = 0) -> None:
+        self.size = size
+        self.generation = generation
+        self.gone: dict[int, str] = {}
+        self.changed = threading.Condition(threading.RLock())
+        self.sends: dict[Address, deque[OperationMessage]] = {}
+        self.recvs: dict[Address, deque[OperationMessage]] = {}
+        self.transports = [LocalTransport(self, rank) for rank in range(size)]
+
+    def abort(self, reason: str) -> None:
+        """Abort every rank: each pending and later call raises `GroupAborted(reason)`."""
+        with self.changed:
+            for transport in self.transports:
+                transport.abort(reason)
+
+    def leave(self, rank: int, reason: str) -> None:
+        """Rank `rank` is gone: what it has pending is aborted, what others have pending with it fails."""
+        with self.changed:
+            self.gone[rank] = reason
+            waiting = [m for table in (self.sends, self.recvs) for queue in table.values() for m in queue]
+            for message in waiting:
+                if message.operation.transport.rank == rank:
+                    message.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+                elif message.peer == rank:
+                    message.fail(peer_left_error(message))
+            for table in (self.sends, self.recvs):
+                for address in [a for a in table if rank in a[:2]]:
+                    del table[address]
+
+    def match(self, message: OperationMessage, address: Address, sending: bool) -> None:
+        """Deliver if the other half is there, else keep this half."""
+        with self.changed:
+            if message.peer in self.gone:
+                message.fail(peer_left_error(message))
+                return
+            mine, other = (self.sends, self.recvs) if sending else (self.recvs, self.sends)
+            queue = other.get(address)
+            if queue is None:
+                mine.setdefault(address, deque()).append(message)
+                return
+            found = queue.popleft()
+            if not queue:
+                del other[address]
+            deliver_message(*((message, found) if sending else (found, message)))
+
+
+def peer_left_error(message: OperationMessage) -> CommError:
+    """What an operation with a rank that has left fails with."""
+    return CommError(
+        f"{message.operation.describe()}: rank {message.peer} closed its end",
+        cure="abort this group; the ranks that are left form the next generation",
+    )
+
+
+def mismatch_error(message: OperationMessage, dtype: torch.dtype, shape: Sequence[int]) -> CommError:
+    """What a receive fails with when another tensor arrives than it was posted for."""
+    assert message.tensor is not None
+    return CommError(
+        f"{message.operation.describe()} expects {message.tensor.dtype} {tuple(message.tensor.shape)}, "
+        f"rank {message.peer} sent {dtype} {tuple(shape)}",
+        cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
+    )
+
+
+def deliver_message(send: OperationMessage, recv: OperationMessage) -> None:
+    """Copy the sent tensor into the receiver's own storage and complete both."""
+    source = send.tensor
+    assert source is not None
+    if recv.tensor is None:
+        recv.tensor = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+    elif recv.tensor.dtype != source.dtype or recv.tensor.shape != source.shape:
+        recv.fail(mismatch_error(recv, source.dtype, source.shape))
+        send.complete()
+        return
+    with torch.no_grad():
+        recv.tensor.copy_(source)
+    if recv.channel == 0:
+        recv.operation.transport.ledger.count("recv", received=source.nbytes)
+    recv.complete()
+    send.complete()
+
+
+class LocalTransport(MessageTransport):
+    """One rank's end of a `LocalMesh`."""
+
+    host_only = False
+
+    def __init__(self, mesh: LocalMesh, rank: int) -> None:
+        super().__init__(rank, mesh.size, mesh.generation)
+        self.mesh = mesh
+
+    def near(self, rank: int) -> bool:
+        """See `Transport.near`."""
+        return True
+
+    def post_send(self, message: OperationMessage) -> None:
+        """See `MessageTransport.post_send`."""
+        self._check_alive()
+        self.mesh.match(message, (message.peer, self.rank, message.channel, message.tag), sending=True)
+
+    def post_recv(self, message: OperationMessage) -> None:
+        """See `MessageTransport.post_recv`."""
+        self._check_alive()
+        self.mesh.match(message, (self.rank, message.peer, message.channel, message.tag), sending=False)
+
+    def wait_for(self, operation: MessageOperation, timeout_s: float | None) -> bool:
+        """See `MessageTransport.wait_for`."""
+        with self.mesh.changed:
+            return self.mesh.changed.wait_for(lambda: operation.settled, timeout_s)
+
+    def settled(self, operation: MessageOperation) -> None:
+        """See `MessageTransport.settled`."""
+        with self.mesh.changed:
+            self.mesh.changed.notify_all()
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`."""
+        with self.mesh.changed:
+            if self._aborted is None:
+                self._aborted = reason
+                self.mesh.leave(self.rank, reason)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.abort("the transport was closed")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutineSpan:
+    """One piece of a cooperative run, in virtual milliseconds: a routine worked, or waited."""
+
+    routine: int
+    label: str
+    start_ms: float
+    end_ms: float
+    kind: Literal["work", "wait"]
+
+
+class CooperativeScheduler:
+    """Interleaves routines in one thread, on a virtual clock.
+
+    The runnable routine with the lowest clock goes next; among equals the lowest index, or with a `seed` a random one, so
+    that many seeds explore many interleavings. A routine runs until it yields: `Work` moves its clock on, `Wait` blocks it
+    until the handle is done. With `trace`, `spans` and `makespan_ms` describe the last run.
+    """
+
+    def __init__(self, seed: int | None = None, trace: bool = False) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self._trace = trace
+        self.spans: list[RoutineSpan] = []
+        self.makespan_ms = 0.0
+
+    def run(self, routines: Sequence[Routine[Any]], mesh: LocalMesh | None = None) -> list[Any]:
+        """Run all to their end and return their results.
+
+        The first exception of a routine aborts `mesh` (if given), is thrown as `GroupAborted` into the other routines and
+        is raised again. Raises `CommError` with the list of who waits for what when nobody can go on.
+        """
+        self.spans = []
+        clocks = [0.0] * len(routines)
+        results: list[Any] = [None] * len(routines)
+        runnable: dict[int, Exception | None] = dict.fromkeys(range(len(routines)))
+        blocked: dict[int, Wait] = {}
+        while runnable or blocked:
+            if not runnable:
+                raise self._stop(routines, list(blocked), mesh, deadlock_report(blocked, clocks))
+            soonest = min(clocks[i] for i in runnable)
+            ready = sorted(i for i in runnable if clocks[i] == soonest)
+            index = ready[0] if self._random is None else self._random.choice(ready)
+            failed = runnable.pop(index)
+            now = clocks[index]
+            try:
+                operation = next(routines[index]) if failed is None else routines[index].throw(failed)
+            except StopIteration as end:
+                results[index] = end.value
+            except Exception as error:
+                raise self._stop(routines, [*runnable, *blocked], mesh, error) from None
+            else:
+                if isinstance(operation, Wait):
+                    blocked[index] = operation
+                else:
+                    clocks[index] = now + operation.cost_ms
+                    runnable[index] = None
+                    self._span(index, operation.label, now, clocks[index], "work")
+            for other, wait in list(blocked.items()):
+                settled, error_of_wait = poll_handle(wait.handle)
+                if settled:
+                    del blocked[other]
+                    runnable[other] = error_of_wait
+                    self._span(other, wait.what, clocks[other], now, "wait")
+                    clocks[other] = max(clocks[other], now)
+        self.makespan_ms = max(clocks, default=0.0)
+        return results
+
+    def _span(self, routine: int, label: str, start_ms: float, end_ms: float, kind: Literal["work", "wait"]) -> None:
+        if self._trace and end_ms > start_ms:
+            self.spans.append(RoutineSpan(routine, label, start_ms, end_ms, kind))
+
+    def _stop(
+        self, routines: Sequence[Routine[Any]], others: Sequence[int], mesh: LocalMesh | None, error: Exception
+    ) -> Exception:
+        """End all other routines as an abort would; returns the error to raise."""
+        reason = f"another routine of the mesh stopped: {type(error).__name__}: {error}"
+        if mesh is not None:
+            mesh.abort(reason)
+        for index in others:
+            # What they raise while being stopped is a consequence; only the first error is reported.
+            try:
+                routines[index].throw(GroupAborted(reason))
+            except (Exception, StopIteration):
+                continue
+            routines[index].close()
+        return error
+
+
+def poll_handle(handle: Handle) -> tuple[bool, Exception | None]:
+    """(settled, error) of a handle, without blocking."""
+    try:
+        return handle.done(), None
+    except Exception as error:
+        return True, error
+
+
+def deadlock_report(blocked: dict[int, Wait], clocks: Sequence[float]) -> CommError:
+    """The report when nobody can go on."""
+    lines = [f"routine {i} at {clocks[i]:g} ms waits for {wait.what}" for i, wait in sorted(blocked.items())]
+    return CommError(
+        "deadlock: nobody can go on\n    " + "\n    ".join(lines),
+        cure="a send or receive is missing, or two ranks post them in orders that wait for each other",
+    )

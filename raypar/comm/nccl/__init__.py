@@ -1,0 +1,1 @@
+"""Moves tensors between the GPUs of one generation by NCCL, through CuPy."""

@@ -1,0 +1,300 @@
+"""NCCL through CuPy: what this process has of it, and one communicator. The only file that imports cupy, when it is asked to.
+
+CuPy's bindings take plain numbers (pointers, counts, streams), so that no cupy array or stream is needed. Its communicators
+are blocking ones: making one waits without a limit for all ranks and cannot be interrupted (see `nccl_connect`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypar.errors import ClusterError, CommError
+
+log = logging.getLogger("raypar")
+
+OLDEST = 21800
+"""NCCL 2.18, as `ncclGetVersion` codes it: the first with all calls that CuPy 14 makes."""
+
+OLDEST_CUPY = 14
+"""Unique ids are bytes since then, and communicators take no tuple any more."""
+
+BYTE = 1
+"""ncclUint8: what only moves travels as bytes, whatever its dtype."""
+SUM = 0
+
+NUMBERS = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+"""The dtypes that NCCL can add, as it codes them (nccl.h, ncclDataType_t)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NcclLibrary:
+    """The NCCL of this process. `version` and `built_for` as in 22907 = 2.29.7; `torch_cuda` is None for a CPU build."""
+
+    cupy: str
+    cupy_cuda: int
+    torch_cuda: int | None
+    built_for: int
+    version: int
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = ", ".join(self.paths) or "a place that is not known"
+        torch_cuda = "no CUDA" if self.torch_cuda is None else f"CUDA {self.torch_cuda}"
+        return (
+            f"NCCL {format_version(self.version)} from {where}; CuPy {self.cupy} for CUDA {self.cupy_cuda}, built with NCCL "
+            f"{format_version(self.built_for)}; PyTorch for {torch_cuda}"
+        )
+
+
+def format_version(version: int) -> str:
+    """22907 -> 2.29.7 (before 2.9 the code had three digits fewer; those are too old anyway)."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def install_advice(cuda: int | None) -> str:
+    """The cure that installs CuPy for a CUDA version."""
+    if cuda in (12, 13):
+        return f"pip install 'raypar[cuda{cuda}]'"
+    return "pip install 'raypar[cuda13]' (PyTorch for CUDA 13) or 'raypar[cuda12]' (for CUDA 12)"
+
+
+def cuda_of_torch() -> int | None:
+    """The CUDA major version PyTorch was built for."""
+    return int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
+
+
+def cuda_of_cupy() -> int:
+    """The CUDA major version CuPy was built for."""
+    import cupy
+
+    return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
+
+
+def cupy_packages() -> list[str]:
+    """The distributions of CuPy that are installed; there should be one."""
+    names = {str(distribution.metadata["Name"]).lower().replace("_", "-") for distribution in distributions()}
+    return sorted(name for name in names if name == "cupy" or name.startswith("cupy-cuda"))
+
+
+def load_bindings() -> Any:
+    """The module `cupy.cuda.nccl`, loaded. Raises `ClusterError` when there is no CuPy, or no libnccl for it."""
+    cuda = cuda_of_torch()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that libnccl is missing is said below, with more of the reason
+            from cupy.cuda import nccl
+    except ImportError as error:
+        # One for another CUDA may lack that CUDA's libraries, and says no more than which file it has not found.
+        others = [name for name in cupy_packages() if cuda is not None and name not in ("cupy", f"cupy-cuda{cuda}x")]
+        remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
+        raise ClusterError(
+            f"the nccl transport needs CuPy, which cannot be imported ({error})", cure=remove + install_advice(cuda)
+        ) from error
+    if not nccl.available:
+        import cupy
+
+        check_same_cuda(cuda, cuda_of_cupy(), str(cupy.__version__))
+        raise ClusterError(
+            "CuPy finds no libnccl.so.2 in this process",
+            cure="PyTorch's CUDA builds bring it: install one, or `pip install nvidia-nccl-cu13` (-cu12 for CUDA 12)",
+        )
+    return nccl
+
+
+def nccl_version() -> int:
+    """Of the NCCL of this process, as in `NcclLibrary.version`."""
+    return int(load_bindings().get_version())
+
+
+def nccl_library() -> NcclLibrary:
+    """What is loaded here, logged; nothing is judged (`judge`)."""
+    nccl = load_bindings()
+    import cupy
+
+    found = NcclLibrary(
+        cupy=str(cupy.__version__),
+        cupy_cuda=cuda_of_cupy(),
+        torch_cuda=cuda_of_torch(),
+        built_for=int(nccl.get_build_version()),
+        version=nccl_version(),
+        paths=loaded_library_paths("libnccl"),
+    )
+    log.info("%s", found)
+    return found
+
+
+def loaded_library_paths(name: str) -> tuple[str, ...]:
+    """Paths of the shared libraries in this process whose file name begins with `name`."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    return tuple(sorted(path for path in paths if Path(path).name.startswith(name)))
+
+
+def check_library(found: NcclLibrary, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `ClusterError` for an NCCL that cannot do what the transport needs, whatever the device."""
+    there = cupy_packages()
+    if len(there) > 1:
+        raise ClusterError(
+            f"{' and '.join(there)} are installed side by side, and overwrite each other's files",
+            cure=f"pip uninstall -y {' '.join(there)} && {install_advice(found.torch_cuda)}",
+        )
+    if int(found.cupy.partition(".")[0]) < OLDEST_CUPY:
+        raise ClusterError(
+            f"CuPy {found.cupy} is too old, {OLDEST_CUPY} is the oldest that works", cure=install_advice(found.torch_cuda)
+        )
+    if found.version < OLDEST:
+        raise ClusterError(
+            f"NCCL {format_version(found.version)} ({', '.join(found.paths)}) is too old, "
+            f"{format_version(OLDEST)} is the oldest that works",
+            cure="install a newer PyTorch, which brings its own, or `pip install -U nvidia-nccl-cu13` (-cu12 for CUDA 12)",
+        )
+    if environment.get("NCCL_COMM_BLOCKING") == "0":
+        raise ClusterError(
+            "NCCL_COMM_BLOCKING=0 asks for communicators that answer 'in progress', which CuPy does not understand",
+            cure="unset NCCL_COMM_BLOCKING for the workers",
+        )
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        raise ClusterError(
+            "CUDA_LAUNCH_BLOCKING makes a worker stand still in every send until it is received, of which the receiver then "
+            "never hears",
+            cure="unset CUDA_LAUNCH_BLOCKING for the workers",
+        )
+
+
+def check_cuda(found: NcclLibrary) -> None:
+    """Raise `ClusterError` when CuPy and PyTorch are for different CUDA versions, or PyTorch for none."""
+    if found.torch_cuda is None:
+        raise ClusterError(
+            f"PyTorch {torch.__version__} was built without CUDA, so that it has no tensors for NCCL",
+            cure="install a CUDA build of PyTorch (pip install torch), or plan for CPU workers",
+        )
+    check_same_cuda(found.torch_cuda, found.cupy_cuda, found.cupy)
+
+
+def check_same_cuda(torch_cuda: int | None, cupy_cuda: int, cupy: str) -> None:
+    """Raise `ClusterError` when CuPy and PyTorch are for different CUDA versions."""
+    if torch_cuda not in (None, cupy_cuda):
+        raise ClusterError(
+            f"PyTorch is for CUDA {torch_cuda}, CuPy {cupy} for CUDA {cupy_cuda}: two libraries of one name",
+            cure=f"pip uninstall -y cupy-cuda{cupy_cuda}x && {install_advice(torch_cuda)}",
+        )
+
+
+def check_gpu_count(wanted: int, there: int) -> None:
+    """Raise `ClusterError` when there are fewer GPUs than a plan has workers."""
+    workers = f"{wanted} GPU worker{'s' * (wanted > 1)}"
+    if there == 0:
+        raise ClusterError(
+            f"the plan has {workers}, and there is no GPU",
+            cure="join a cluster that has GPUs (nvidia-smi shows those of a node), or set device: cpu",
+        )
+    if there < wanted:
+        raise ClusterError(
+            f"the plan has {workers}, and there {'is' if there == 1 else 'are'} {there} GPU{'s' * (there > 1)}",
+            cure=f"set plan.stages, plan.replicas and plan.shards so that they multiply to at most {there}, or add nodes",
+        )
+
+
+# -- communicators
+
+
+def new_unique_id() -> bytes:
+    """A fresh unique id (128 bytes), for one communicator; its maker listens until all ranks have come."""
+    return bytes(load_bindings().get_unique_id())
+
+
+class NcclCommunicator:
+    """One NCCL communicator. Calls only enqueue work on `stream` (a number); memory is the caller's to keep.
+
+    Not thread-safe but for `abort`. Raises `CommError` with NCCL's own words.
+    """
+
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
+        """Blocks until all ranks have come, however long that takes."""
+        self._nccl = load_bindings()
+        with self._translated("making a communicator"):
+            self._comm = self._nccl.NcclCommunicator(size, unique_id, rank)
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._nccl.NcclError as error:
+            raise CommError(
+                f"NCCL failed at {what}: {error}",
+                cure="abort this group; NCCL_DEBUG=WARN in the workers' environment makes NCCL say more",
+            ) from error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is called inside is enqueued as one: it makes progress together, so that it cannot deadlock with itself."""
+        with self._translated("a group of operations"):
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:
+                self._nccl.groupEnd()
+
+    def send(self, pointer: int, nbytes: int, peer: int, stream: int) -> None:
+        """Send bytes to rank `peer` of this communicator."""
+        with self._translated("a send"):
+            self._comm.send(pointer, nbytes, BYTE, peer, stream)
+
+    def recv(self, pointer: int, nbytes: int, peer: int, stream: int) -> None:
+        """Receive bytes from rank `peer` of this communicator."""
+        with self._translated("a receive"):
+            self._comm.recv(pointer, nbytes, BYTE, peer, stream)
+
+    def all_reduce(self, pointer: int, count: int, dtype: torch.dtype, stream: int) -> None:
+        """Sum in place, in an order of NCCL's own."""
+        with self._translated("an all-reduce"):
+            self._comm.allReduce(pointer, pointer, count, NUMBERS[dtype], SUM, stream)
+
+    def reduce_scatter(self, source: int, out: int, count: int, dtype: torch.dtype, stream: int) -> None:
+        """`out` [count] = the sum of everybody's part of mine in `source` [size * count], in an order of NCCL's own."""
+        with self._translated("a reduce-scatter"):
+            self._comm.reduceScatter(source, out, count, NUMBERS[dtype], SUM, stream)
+
+    def all_gather(self, mine: int, out: int, nbytes: int, stream: int) -> None:
+        """`out` [size * nbytes] = everybody's `mine` [nbytes]."""
+        with self._translated("an all-gather"):
+            self._comm.allGather(mine, out, nbytes, BYTE, stream)
+
+    def broadcast(self, pointer: int, nbytes: int, root: int, stream: int) -> None:
+        """The bytes of rank `root` of this communicator, in place."""
+        with self._translated("a broadcast"):
+            self._comm.broadcast(pointer, pointer, nbytes, BYTE, root, stream)
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the background."""
+        with self._translated("work in the background"):
+            self._comm.check_async_error()
+
+    def destroy(self) -> None:
+        """Finish what is enqueued and free all; may wait for ever where a peer is gone: then `abort`."""
+        with self._translated("freeing a communicator"):
+            self._comm.destroy()
+
+    def abort(self) -> None:
+        """Stop what is enqueued and free all, from any thread. Later garbage collection does nothing more."""
+        with self._translated("an abort"):
+            self._comm.abort()

@@ -1,0 +1,78 @@
+"""Memory of a worker that another process of the same machine reads in place (what MPI calls a shared window).
+
+A socket copies every byte twice and keeps both processors busy with it; a reader of a window only touches what it adds. The
+memory has no name anywhere: it is an anonymous file (`memfd_create`) that the other process opens through /proc and that is
+gone with the last mapping, however the processes end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+
+import torch
+from torch import Tensor
+
+PREFIX = "raypar-"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Fix the size: were it reduced, a process that reads the memory would be killed (SIGBUS)."""
+
+
+class SharedMemoryBlock:
+    """`memory` [nbytes] uint8, zeros, page aligned: ours to write. Raises `OSError` where the system has no such memory.
+
+    `card` says to others where it is; `close` once they have it open (a mapping needs no descriptor).
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._token = secrets.randbits(63)
+        self._fd = os.memfd_create(PREFIX + format(self._token, "x"), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, nbytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+            self.memory = _map(self._fd, nbytes)
+        except BaseException:
+            self.close()
+            raise
+        self.card = torch.tensor([os.getpid(), self._fd, nbytes, self._token], dtype=torch.int64)
+
+    def close(self) -> None:
+        """Others can no longer open it; who has, and we, keep the memory. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = close
+
+
+NO_ADDRESS = torch.zeros(4, dtype=torch.int64)
+"""From who has no window."""
+
+
+def open_shared_memory(card: Tensor, nbytes: int) -> Tensor:
+    """The memory [nbytes] behind another process's card; to be read only. Raises `OSError` where it cannot be reached.
+
+    A process of the same number in another pid namespace is told apart by the token in the file's name. The card's size must be
+    the expected one, and the file's: nothing is opened or mapped only because a card says so.
+    """
+    pid, theirs, said, token = card.tolist()
+    place, wanted = f"/proc/{pid}/fd/{theirs}", f"/memfd:{PREFIX}{token:x} (deleted)"
+    if said != nbytes:
+        raise OSError(f"process {pid} has {said} bytes of memory to be read, {nbytes} were expected")
+    if os.readlink(place) != wanted:  # opened before this check, a FIFO might block, and a device might act
+        raise OSError(f"{place} is not the memory of process {pid} that was asked for")
+    fd = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        name, size = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size
+        if name != wanted or size != nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise OSError(f"{name} of {size} bytes is not the memory of process {pid} that was asked for")
+        return _map(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, nbytes: int) -> Tensor:
+    """All pages at once: touched one by one inside a step they would cost a fault each."""
+    return torch.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)

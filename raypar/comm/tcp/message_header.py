@@ -1,0 +1,125 @@
+"""The bytes on a connection of the `cpu` transport, once it is made: message header, tensors as raw memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raypar.errors import CommError
+
+MAGIC = 0x72617970  # "rayp"
+MAX_DIMS = 64
+"""PyTorch's own limit."""
+MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""This machine's memory: a header that announces a larger message is refused before anything is allocated."""
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+"""A dtype's place is its code on the wire: append only."""
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+HEADER = struct.Struct("<IBBxxQQQQI")
+"""magic, dtype code, number of dims, generation, channel, tag, payload bytes, CRC-32 of the dims.
+
+`CHECK` follows, then the dims, 8 bytes each."""
+CHECK = struct.Struct("<I")
+"""CRC-32 of all before it: a damaged header must not be waited for, allocated for, or taken for another message."""
+HEAD_BYTES = HEADER.size + CHECK.size
+
+_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.restype = ctypes.py_object
+_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_READ_WRITE = 0x200
+
+
+def tensor_memory(tensor: Tensor, nbytes: int) -> memoryview:
+    """The memory of a contiguous tensor of `nbytes` > 0, writable. Holds no reference: keep the tensor while it is used."""
+    return _memory(tensor.data_ptr(), nbytes, _READ_WRITE)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageHeader:
+    """What stands before each tensor."""
+
+    generation: int
+    channel: int
+    tag: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def pack_header(tensor: Tensor, generation: int, channel: int, tag: int) -> bytes:
+    """The header of one message. Raises `CommError` for a dtype or tag that cannot travel."""
+    code = CODES.get(tensor.dtype)
+    shape = tensor.shape
+    if code is None or not 0 <= tag < 1 << 64 or len(shape) > MAX_DIMS:
+        raise CommError(
+            f"cannot send {tensor.dtype} of {len(shape)} dims with tag {tag}",
+            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_DIMS} dims",
+        )
+    dims = struct.pack(f"<{len(shape)}Q", *shape) if shape else b""
+    head = HEADER.pack(MAGIC, code, len(shape), generation, channel, tag, tensor.nbytes, zlib.crc32(dims))
+    return head + CHECK.pack(zlib.crc32(head)) + dims
+
+
+def unpack_header(data: memoryview) -> tuple[MessageHeader, int] | None:
+    """The header at the start of `data` and its length; None while it is incomplete. Raises `CommError` for a damaged one."""
+    if len(data) < HEAD_BYTES:
+        return None
+    magic, code, dims, generation, channel, tag, nbytes, check = HEADER.unpack_from(data)
+    (whole,) = CHECK.unpack_from(data, HEADER.size)
+    if magic != MAGIC or whole != zlib.crc32(data[: HEADER.size]) or code >= len(DTYPES) or dims > MAX_DIMS:
+        raise damaged_header_error(f"magic {magic:#x}, dtype code {code}, {dims} dims")
+    length = HEAD_BYTES + 8 * dims
+    if len(data) < length:
+        return None
+    shape = struct.unpack_from(f"<{dims}Q", data, HEAD_BYTES)
+    if check != zlib.crc32(data[HEAD_BYTES:length]):
+        raise damaged_header_error(f"shape {shape}")
+    if check_tensor_bytes(shape, DTYPES[code]) != nbytes:
+        raise damaged_header_error(f"{nbytes} bytes for shape {shape}")
+    return MessageHeader(generation, channel, tag, DTYPES[code], shape, nbytes), length
+
+
+def check_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor that a peer has announced. Raises `CommError` for one that this machine cannot hold."""
+    if math.prod(max(1, length) for length in shape) >= 1 << 62:  # PyTorch's own sizes and strides are 63-bit
+        raise damaged_header_error(f"shape {tuple(shape)}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes > MAX_BYTES:
+        raise CommError(
+            f"it announced a message of {nbytes:,} bytes, more than this machine has memory ({MAX_BYTES:,})",
+            cure="abort the group",
+        )
+    return nbytes
+
+
+def damaged_header_error(what: str) -> CommError:
+    """The error for a header that no rank has sent like this."""
+    return CommError(f"a message header is damaged ({what})", cure="abort the group")

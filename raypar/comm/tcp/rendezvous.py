@@ -1,0 +1,311 @@
+"""How the ranks of one generation find each other over TCP: every worker listens once, higher ranks connect to lower ones.
+
+Between two processes of one machine the connection is a Unix socket, which takes half the processor time of TCP for the same
+bytes. Its name is in Linux's abstract namespace: no file is left behind, and processes that share the name share the network
+namespace. The name is made of the TCP address and the run's secret, so that no other program can have taken it.
+
+Both ends prove that they belong to the run (`handshake`). A peer that has, but wants into an older generation, is refused; one
+that wants into a newer generation is kept until this worker is told of that generation too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypar.comm.tcp.acceptor import Acceptor, peer_user_id
+from raypar.comm.tcp.handshake import DialerHandshake, RankClaim, RunCredential, pack_answer
+from raypar.errors import CommError, CommTimeout, GroupAborted
+
+SOCKET_BUFFER_BYTES = 4 << 20
+DIAL_S = 5.0
+"""Limit of connecting a socket."""
+CHALLENGE_S = 30.0
+"""Limit from HELLO to CHALLENGE. A worker's acceptor thread answers at once, whatever the worker computes; its process may be
+stopped for this long."""
+MAX_DIALS = 12
+"""Attempts to connect to a peer that closes the connection. A flood of strangers may close a few, but not so many."""
+REDIAL_S, MAX_REDIAL_S = 0.01, 0.5
+"""Pause before the second attempt, doubled each time, and the longest pause."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRank:
+    """Rank `rank` of `size` in a generation."""
+
+    generation: int
+    rank: int
+    size: int
+
+
+class Listener:
+    """One worker's listening socket, for all its generations."""
+
+    def __init__(self, host: str, credential: RunCredential, near: bool = True) -> None:
+        listening = socket.create_server((host, 0), family=address_family(host), backlog=1024)
+        listening.setblocking(False)
+        tune_socket(listening)  # accepted sockets inherit the buffers, in time for the window scale of the handshake
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{listening.getsockname()[1]}"
+        self._credential = credential
+        listeners = [listening]
+        if near:
+            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                unix.bind(unix_socket_name(self.address, credential))
+                unix.listen(1024)
+                unix.setblocking(False)
+                listeners.append(unix)
+            except OSError:  # the name is taken: everybody comes over TCP
+                unix.close()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._reason: str | None = None
+        self._closed = False
+        self._acceptor = Acceptor(listeners, credential, lambda: os.eventfd_write(self._wake, 1))
+
+    def abort(self, reason: str) -> None:
+        """From any thread: make a `connect` that is under way raise `GroupAborted(reason)`; without one, nothing."""
+        if not self._closed:
+            self._reason = reason
+            os.eventfd_write(self._wake, 1)
+
+    def connect(self, me: GroupRank, addresses: Sequence[str], deadline_s: float) -> dict[int, socket.socket]:
+        """Connected, non-blocking sockets of all other ranks.
+
+        Raises `CommTimeout` naming the ranks that did not come, `CommError` naming one that cannot be reached,
+        `GroupAborted` when a peer is already in a newer generation, or after `abort`.
+        """
+        if len(addresses) != me.size or not 0 <= me.rank < me.size:
+            raise CommError(f"rank {me.rank} of {me.size} got {len(addresses)} addresses", cure="give one address per rank")
+        if self._closed:
+            raise GroupAborted("the listener was closed", cure="listen again")
+        rendezvous = Rendezvous(self, me, addresses)
+        try:
+            return rendezvous.run(time.monotonic() + deadline_s, deadline_s)
+        except BaseException:
+            rendezvous.drop()
+            raise
+
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._acceptor.close()
+        os.close(self._wake)
+
+
+class DialAttempt:
+    """A connection to a lower rank that has not welcomed us yet: the `times`-th attempt, begun at `since_s`."""
+
+    __slots__ = ("handshake", "rank", "since_s", "times")
+
+    def __init__(self, rank: int, handshake: DialerHandshake, since_s: float, times: int) -> None:
+        self.rank, self.handshake, self.since_s, self.times = rank, handshake, since_s, times
+
+
+class Rendezvous:
+    """Connects this worker with all other ranks of one generation, in one thread."""
+
+    def __init__(self, listener: Listener, me: GroupRank, addresses: Sequence[str]) -> None:
+        self.listener = listener
+        self.me = me
+        self.addresses = addresses
+        self.found: dict[int, socket.socket] = {}
+        """Rank -> its connection, once both ends have proven themselves."""
+        self.dialing: dict[socket.socket, DialAttempt] = {}
+        self.again: list[tuple[float, int, int]] = []
+        """(time, rank, attempts so far) of peers that are to be dialed again, because they closed the connection."""
+        self.selector = selectors.DefaultSelector()
+
+    def run(self, deadline: float, deadline_s: float) -> dict[int, socket.socket]:
+        """See `Listener.connect`."""
+        listener, me = self.listener, self.me
+        self.selector.register(listener._wake, selectors.EVENT_READ)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(listener._wake)  # an abort from before this call was meant for another generation
+        listener._reason = None
+        self.judge_arrivals()
+        for rank in range(me.rank):
+            self.dial(rank, 1)
+        while len(self.found) < me.size - 1:
+            now = time.monotonic()
+            if now >= deadline:
+                missing = [r for r in range(me.size) if r != me.rank and r not in self.found]
+                raise CommTimeout(
+                    f"rank {me.rank} of generation {me.generation}: ranks {missing} did not connect within {deadline_s:.3g} s",
+                    cure="probe those workers; form the next generation without them",
+                )
+            for due in [due for due in self.again if due[0] <= now]:
+                self.again.remove(due)
+                self.dial(due[1], due[2] + 1)
+            for key, _ in self.selector.select(min(deadline, self.next_due(now)) - now):
+                if isinstance(key.fileobj, int):
+                    self.woken()
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self.dialing:
+                    self.read(key.fileobj)
+        self.selector.close()
+        return self.found
+
+    def next_due(self, now: float) -> float:
+        """The time at which a peer is to be dialed again, or will have been silent for too long; `CommTimeout` if one has."""
+        due = min((when for when, _, _ in self.again), default=float("inf"))
+        for dialing in self.dialing.values():
+            if not dialing.handshake.challenged:
+                if dialing.since_s + CHALLENGE_S <= now:
+                    raise CommTimeout(
+                        f"rank {dialing.rank} at {self.addresses[dialing.rank]} has not answered the greeting of rank "
+                        f"{self.me.rank} within {CHALLENGE_S:.3g} s",
+                        cure="its process is stopped, or another program has its port; form the next generation without it",
+                    )
+                due = min(due, dialing.since_s + CHALLENGE_S)
+        return due
+
+    def woken(self) -> None:
+        """Handle a wake-up: a peer has arrived, or `abort` was called."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.listener._wake)
+        if self.listener._reason is not None:
+            raise GroupAborted(self.listener._reason, cure="connect the next generation")
+        self.judge_arrivals()
+
+    def dial(self, rank: int, times: int) -> None:
+        """Connect to a lower rank and send HELLO. `times`: which attempt this is, from 1."""
+        address = self.addresses[rank]
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        handshake = DialerHandshake(self.listener._credential, RankClaim(self.me.generation, self.me.rank, rank, self.me.size))
+        try:
+            # It listens already, so connecting is one round trip; the answer may take until it hears of this generation.
+            try:
+                sock = connect_socket(socket.AF_UNIX, unix_socket_name(address, self.listener._credential))
+            except (ConnectionRefusedError, PermissionError, BlockingIOError):  # nobody of ours here, or a flood
+                sock = connect_socket(address_family(host), (host, int(port)))
+            self.dialing[sock] = DialAttempt(rank, handshake, time.monotonic(), times)
+            try:
+                sock.sendall(handshake.hello)
+            except (BrokenPipeError, ConnectionResetError):
+                self.closed(sock)
+                return
+            sock.setblocking(False)
+        except OSError as error:
+            raise CommError(
+                f"rank {self.me.rank} cannot reach rank {rank} at {address}: {error}",
+                cure="the worker has died or its host is not reachable from here; form the next generation without it",
+            ) from error
+        self.selector.register(sock, selectors.EVENT_READ)
+
+    def read(self, sock: socket.socket) -> None:
+        """Read bytes of a lower rank's challenge or answer."""
+        dialing = self.dialing[sock]
+        handshake = dialing.handshake
+        try:
+            data = sock.recv(handshake.wanted)
+            reply = handshake.feed(data) if data else b""
+            if reply and sock.send(reply) < len(reply):
+                data = b""  # treated as a connection that was closed
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        except CommError as error:
+            address = self.addresses[dialing.rank]
+            raise CommError(
+                f"rank {self.me.rank} cannot reach rank {dialing.rank} at {address}: {error.what}", cure=error.cure
+            ) from None
+        if not data:
+            self.selector.unregister(sock)
+            self.closed(sock)
+            return
+        if handshake.answer:
+            raise GroupAborted(
+                f"rank {dialing.rank} refused rank {self.me.rank}: {handshake.answer}",
+                cure="ask the driver for the next plan",
+            )
+        if handshake.answer is not None:
+            self.selector.unregister(sock)
+            del self.dialing[sock]
+            self.found[dialing.rank] = sock
+
+    def closed(self, sock: socket.socket) -> None:
+        """Dial a peer again later that closed its connection. Raises `CommError` after `MAX_DIALS` attempts.
+
+        It has dropped us in a flood of strangers, or its process has died: dialing again tells which.
+        """
+        dialing = self.dialing.pop(sock)
+        sock.close()
+        if dialing.times >= MAX_DIALS:
+            raise CommError(
+                f"rank {dialing.rank} closed the connection while rank {self.me.rank} was connecting, {MAX_DIALS} times",
+                cure="form the next generation without it",
+            )
+        pause_s = min(MAX_REDIAL_S, REDIAL_S * 2 ** (dialing.times - 1))
+        self.again.append((time.monotonic() + pause_s, dialing.rank, dialing.times))
+
+    def judge_arrivals(self) -> None:
+        """Welcome or refuse peers that have proven that they belong to the run, of this generation or an older one."""
+        for sock, claim in self.listener._acceptor.take(self.me.generation):
+            self.judge(sock, claim)
+
+    def judge(self, sock: socket.socket, claim: RankClaim) -> None:
+        """Welcome a proven peer that claims its rank of this generation; refuse another one, with the reason."""
+        me = self.me
+        refusal = ""
+        if claim.generation < me.generation:
+            refusal = f"generation {claim.generation} is over, this is {me.generation}"
+        elif (claim.size, claim.to) != (me.size, me.rank) or not me.rank < claim.rank < me.size or claim.rank in self.found:
+            refusal = f"rank {claim.rank} of {claim.size} is not expected by rank {me.rank} of {me.size}"
+        try:
+            tune_socket(sock)
+            sock.send(pack_answer(refusal))
+        except OSError:
+            refusal = refusal or "it has closed the connection"
+        if refusal:
+            sock.close()
+        else:
+            self.found[claim.rank] = sock
+
+    def drop(self) -> None:
+        """Connecting has failed: close what there is."""
+        self.selector.close()
+        for sock in (*self.found.values(), *self.dialing):
+            sock.close()
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    """IPv6 for addresses with colons."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def unix_socket_name(address: str, credential: RunCredential) -> bytes:
+    """The abstract Unix name that belongs to a TCP address."""
+    public = address.encode()[-80:]
+    return b"\0raypar/" + public + b"/" + credential.label(public).encode()
+
+
+def connect_socket(family: socket.AddressFamily, name: bytes | tuple[str, int]) -> socket.socket:
+    """A connection within `DIAL_S`. Raises `OSError`; `PermissionError` where a Unix name is another user's."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune_socket(sock)
+        sock.settimeout(DIAL_S)
+        sock.connect(name)
+        if family == socket.AF_UNIX and peer_user_id(sock) != os.getuid():
+            raise PermissionError(f"{name!r} belongs to user {peer_user_id(sock)}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def tune_socket(sock: socket.socket) -> None:
+    """Small messages leave at once; large ones find room."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)

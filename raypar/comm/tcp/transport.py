@@ -1,0 +1,554 @@
+"""The TCP transport (Unix sockets inside one machine): one mesh per generation, written for few wake-ups on a busy machine.
+
+Who moves the bytes. A send goes straight into the socket from the calling thread; what does not fit is left to the I/O
+thread. A thread that waits for an operation takes over the sockets of the operation's peers and reads by itself: no
+hand-over between threads on the way of a message. All other readiness belongs to the I/O thread, which therefore receives
+while the owner computes, and carries collectives from phase to phase. Each connection has one reader and one writer
+at a time (`reading`, `writing`); nobody holds either while blocked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.comm.collectives import MessageTransport
+from raypar.comm.message_operation import MessageOperation, OperationMessage, take_oldest
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
+from raypar.comm.tcp.rendezvous import GroupRank, Listener
+from raypar.errors import CommError, GroupAborted
+
+STAGING_BYTES = 16 << 10
+"""Headers, and messages up to about this size, are read through a buffer: one system call for several of them."""
+
+Key = tuple[int, int, int]
+"""(source, channel, tag)"""
+
+
+class TcpMesh:
+    """One worker's address for all its generations: `listen`, tell the address to everybody, `connect` each generation."""
+
+    def __init__(self, host: str, credential: RunCredential, near: bool) -> None:
+        self._listener = Listener(host, credential, near)
+
+    @classmethod
+    def listen(cls, host: str = "127.0.0.1", *, credential: RunCredential, near: bool = True) -> TcpMesh:
+        """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach).
+
+        `credential`: only workers that have the same one are let in. `near`: workers of this machine come through a Unix socket
+        instead.
+        """
+        if not hasattr(select, "epoll"):
+            raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
+        return cls(host, credential, near)
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return self._listener.address
+
+    def connect(self, *, rank: int, size: int, addresses: Sequence[str], generation: int, deadline_s: float) -> TcpTransport:
+        """Meet all other ranks of `generation`; one call at a time.
+
+        Raises `CommTimeout` naming ranks that did not come, `CommError` naming one that cannot be reached, `GroupAborted`
+        when a peer is in a newer generation already, or after `abort_connect`.
+        """
+        me = GroupRank(generation, rank, size)
+        return TcpTransport(rank, size, generation, self._listener.connect(me, addresses, deadline_s))
+
+    def abort_connect(self, reason: str) -> None:
+        """From any thread: a `connect` that is under way raises `GroupAborted(reason)`."""
+        self._listener.abort(reason)
+
+    def close(self) -> None:
+        """Stop listening; transports that are connected go on. Idempotent."""
+        self._listener.close()
+
+
+class OutgoingMessage:
+    """A message on its way into a socket: `buffers` still to send; the message keeps the tensor alive."""
+
+    __slots__ = ("buffers", "message")
+
+    def __init__(self, message: OperationMessage, buffers: list[bytes | memoryview]) -> None:
+        self.message = message
+        self.buffers = buffers
+
+
+class EarlyMessage:
+    """A message that came before its receive was posted."""
+
+    __slots__ = ("complete", "message", "tensor")
+
+    def __init__(self, tensor: Tensor, complete: bool = False) -> None:
+        self.tensor = tensor
+        self.complete = complete
+        self.message: OperationMessage | None = None
+
+
+class PeerConnection:
+    """One peer's socket and what is half-way through it."""
+
+    __slots__ = (
+        "body",
+        "fd",
+        "filled",
+        "into",
+        "lost",
+        "mask",
+        "masking",
+        "queue",
+        "rank",
+        "reading",
+        "skipping",
+        "socket",
+        "staged",
+        "staging",
+        "taken",
+        "unsent",
+        "writing",
+    )
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.rank = rank
+        self.socket = sock
+        self.fd = sock.fileno()
+        self.lost: str | None = None
+        self.reading = threading.Lock()
+        self.staging = memoryview(bytearray(STAGING_BYTES))
+        self.staged = 0
+        self.into: OperationMessage | EarlyMessage | None = None
+        self.body: memoryview | None = None
+        self.filled = 0
+        self.skipping = 0  # bytes still to come of a message that does not fit its receive
+        self.writing = threading.Lock()
+        self.queue: deque[OutgoingMessage] = deque()
+        self.unsent = False  # the socket is full: the rest waits until it is writable
+        self.masking = threading.Lock()
+        self.taken = False  # a waiting thread reads this socket by itself
+        self.mask = select.EPOLLIN
+
+
+class TcpTransport(MessageTransport):
+    """One rank's end of a TCP mesh. `close` it: the I/O thread keeps it alive."""
+
+    def __init__(self, rank: int, size: int, generation: int, sockets: dict[int, socket.socket]) -> None:
+        super().__init__(rank, size, generation)
+        self._match = threading.Lock()
+        self._posted: dict[Key, deque[OperationMessage]] = {}
+        self._arrived: dict[Key, deque[EarlyMessage]] = {}
+        self._connections = {r: PeerConnection(r, s) for r, s in sockets.items()}
+        self._by_fd = {c.fd: c for c in self._connections.values()}
+        self._ending = threading.Lock()
+        self._closed = False
+        # The waiting thread that does its own I/O, what it waits for, and how others wake it; further ones use `_settled`.
+        self._waiter = threading.Lock()
+        self._waiter_thread = 0
+        self._waited: MessageOperation | None = None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._settled = threading.Condition()
+        self._others_waiting = 0
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._stop, select.EPOLLIN)
+        for connection in self._connections.values():
+            self._epoll.register(connection.fd, connection.mask)
+        self._thread = threading.Thread(target=self._serve, name=f"raypar-io-{generation}.{rank}", daemon=True)
+        self._thread.start()
+
+    def near(self, rank: int) -> bool:
+        """See `Transport.near`: who came through a Unix socket."""
+        return rank == self.rank or self._connections[rank].socket.family == socket.AF_UNIX
+
+    # -- sending
+
+    def post_send(self, message: OperationMessage) -> None:
+        """See `MessageTransport.post_send`."""
+        tensor = message.tensor
+        assert tensor is not None
+        if message.peer == self.rank:
+            self._send_to_self(message, tensor)
+            return
+        connection = self._connections[message.peer]
+        header = pack_header(tensor, self.generation, message.channel, message.tag)
+        nbytes = tensor.nbytes
+        outgoing = OutgoingMessage(message, [header, tensor_memory(tensor, nbytes)] if nbytes else [header])
+        if self._aborted is None and connection.lost is None:
+            connection.queue.append(outgoing)
+            self._flush(connection)
+        if self._aborted is not None or connection.lost is not None:
+            # Also when it got lost right after we queued: whoever saw that may have emptied the queue before. Under the
+            # lock, because the peer may have taken the message and left while its sender still waits for the interpreter.
+            with connection.writing:
+                unsent = bool(outgoing.buffers)
+            if unsent:
+                message.fail(self._gone(connection, message))
+
+    def _send_to_self(self, message: OperationMessage, tensor: Tensor) -> None:
+        arrival = EarlyMessage(tensor.detach().clone(), complete=True)
+        key = (self.rank, message.channel, message.tag)
+        with self._match:
+            posted = take_oldest(self._posted, key)
+            if posted is None:
+                self._arrived.setdefault(key, deque()).append(arrival)
+        if posted is not None:
+            self._hand_over(posted, arrival.tensor)
+        message.complete()
+
+    def _flush(self, connection: PeerConnection) -> None:
+        """Send what is queued until the socket is full. Any thread; one at a time."""
+        queue = connection.queue
+        while queue and not connection.unsent and connection.writing.acquire(False):
+            sent: list[OperationMessage] = []
+            reason = None
+            try:
+                while queue:
+                    outgoing = queue[0]
+                    buffers = outgoing.buffers
+                    length = sum(len(b) for b in buffers)
+                    count = connection.socket.sendmsg(buffers)
+                    if count < length:
+                        while count >= len(buffers[0]):
+                            count -= len(buffers.pop(0))
+                        buffers[0] = memoryview(buffers[0])[count:]
+                        continue
+                    queue.popleft()
+                    outgoing.buffers = []
+                    sent.append(outgoing.message)
+            except BlockingIOError:
+                connection.unsent = True
+                self._watch(connection)
+            except OSError as error:
+                reason = error.strerror or str(error)
+            finally:
+                connection.writing.release()
+            for message in sent:
+                message.complete()
+            if reason is not None:
+                self._lose(connection, reason)
+
+    def _watch(self, connection: PeerConnection) -> None:
+        """Tell the I/O thread's epoll what it is responsible for on this connection."""
+        with connection.masking:
+            if connection.lost is not None or self._closed:
+                return
+            mask = (0 if connection.taken else select.EPOLLIN) | (select.EPOLLOUT if connection.unsent else 0)
+            if mask != connection.mask:
+                connection.mask = mask
+                with contextlib.suppress(OSError):
+                    self._epoll.modify(connection.fd, mask)
+
+    # -- receiving
+
+    def post_recv(self, message: OperationMessage) -> None:
+        """See `MessageTransport.post_recv`."""
+        key = (message.peer, message.channel, message.tag)
+        with self._match:
+            arrival = take_oldest(self._arrived, key)
+            if arrival is None:
+                self._posted.setdefault(key, deque()).append(message)
+            elif not arrival.complete:
+                arrival.message = message
+        if arrival is not None and arrival.complete and arrival.message is None:
+            self._hand_over(message, arrival.tensor)
+        elif message.peer != self.rank:
+            connection = self._connections[message.peer]
+            if self._aborted is not None or connection.lost is not None:
+                message.fail(self._gone(connection, message))
+
+    def _hand_over(self, message: OperationMessage, tensor: Tensor) -> None:
+        """Give a message that has arrived in a tensor of its own to its receive."""
+        if message.tensor is None:
+            message.tensor = tensor
+        elif not self._fits(message, tensor.dtype, tensor.shape):
+            return
+        else:
+            with torch.no_grad():
+                message.tensor.copy_(tensor)
+        self._received(message)
+
+    def _fits(self, message: OperationMessage, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+        out = message.tensor
+        if out is None or (out.dtype == dtype and out.shape == torch.Size(shape)):
+            return True
+        message.fail(
+            CommError(
+                f"{message.operation.describe()} expects {out.dtype} {tuple(out.shape)}, "
+                f"rank {message.peer} sent {dtype} {tuple(shape)}",
+                cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
+            )
+        )
+        return False
+
+    def _received(self, message: OperationMessage) -> None:
+        if message.channel == 0:
+            assert message.tensor is not None
+            self.ledger.count("recv", received=message.tensor.nbytes)
+        message.complete()
+
+    def _drain(self, connection: PeerConnection, until: MessageOperation | None = None) -> None:
+        """Read what there is (or until the operation `until` is settled). Any thread; one at a time."""
+        with connection.reading:
+            reason = None
+            try:
+                while connection.lost is None and (until is None or not until.settled):
+                    body = connection.body
+                    if body is not None:
+                        count = connection.socket.recv_into(body[connection.filled :] if connection.filled else body)
+                        connection.filled += count
+                        if connection.filled == len(body):
+                            self._body_done(connection)
+                    elif connection.skipping:
+                        count = connection.socket.recv_into(connection.staging[: connection.skipping])
+                        connection.skipping -= count
+                    else:
+                        room = STAGING_BYTES - connection.staged
+                        count = connection.socket.recv_into(connection.staging[connection.staged :])
+                        connection.staged += count
+                        self._parse(connection)
+                        if 0 < count < room and connection.body is None:
+                            return  # a short read: there was no more
+                    if count == 0:
+                        reason = "it closed the connection"
+                        break
+            except BlockingIOError:
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+            except CommError as error:
+                reason = error.what
+        if reason is not None:
+            self._lose(connection, reason)
+
+    def _parse(self, connection: PeerConnection) -> None:
+        """Take whole messages, and the start of the last one, out of the staging buffer."""
+        staging, at, end = connection.staging, 0, connection.staged
+        while at < end:
+            found = unpack_header(staging[at:end])
+            if found is None:
+                break
+            header, length = found
+            at += length
+            tensor = self._begin(connection, header)
+            have = min(header.nbytes, end - at)
+            if tensor is None:
+                at += have
+                connection.skipping = header.nbytes - have
+                continue
+            if header.nbytes:
+                body = tensor_memory(tensor, header.nbytes)
+                body[:have] = staging[at : at + have]
+                at += have
+            if have < header.nbytes:
+                connection.body = body
+                connection.filled = have
+            else:
+                self._body_done(connection)
+        if at < end and at:
+            staging[: end - at] = bytes(staging[at:end])
+        connection.staged = end - at
+
+    def _begin(self, connection: PeerConnection, header: MessageHeader) -> Tensor | None:
+        """A header has come: find the receive it belongs to, or start an arrival. Returns where the body goes.
+
+        None for a message that does not fit its receive, which has failed: nothing is allocated for it.
+        """
+        if header.generation != self.generation:
+            raise CommError(
+                f"it sent a message of generation {header.generation} in generation {self.generation}",
+                cure="abort this group; the next generation has connections of its own",
+            )
+        key = (connection.rank, header.channel, header.tag)
+        with self._match:
+            message = take_oldest(self._posted, key)
+            if message is None:
+                arrival = EarlyMessage(self._room_for(header))
+                self._arrived.setdefault(key, deque()).append(arrival)
+                connection.into = arrival
+                return arrival.tensor
+        if not self._fits(message, header.dtype, header.shape):
+            return None
+        connection.into = message  # it fails with the connection if there is no room
+        if message.tensor is None:
+            message.tensor = self._room_for(header)
+        return message.tensor
+
+    def _room_for(self, header: MessageHeader) -> Tensor:
+        """Memory for a message. Raises `CommError` where there is not enough."""
+        try:
+            return self.pool.empty(header.shape, header.dtype)
+        except (MemoryError, RuntimeError) as error:
+            raise CommError(
+                f"it sent {header.dtype} {header.shape}, {header.nbytes:,} bytes for which there is no memory here: {error}",
+                cure="use workers with more memory, or a model that is cut smaller",
+            ) from error
+
+    def _body_done(self, connection: PeerConnection) -> None:
+        into, connection.into, connection.body, connection.filled = connection.into, None, None, 0
+        if isinstance(into, OperationMessage):
+            self._received(into)
+            return
+        assert into is not None
+        with self._match:
+            into.complete = True
+            message = into.message
+        if message is not None:
+            self._hand_over(message, into.tensor)
+
+    # -- waiting
+
+    def wait_for(self, operation: MessageOperation, timeout_s: float | None) -> bool:
+        """See `MessageTransport.wait_for`: the caller does the I/O of the operation's peers by itself."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._waiter.acquire(False):
+            return self._wait_beside(operation, deadline)
+        self._waiter_thread = threading.get_ident()
+        self._waited = operation
+        mine = [c for r in operation.peers if (c := self._connections.get(r)) is not None and c.lost is None]
+        try:
+            poller = select.poll()
+            poller.register(self._wake, select.POLLIN)
+            for connection in mine:
+                connection.taken = True
+                self._watch(connection)
+                poller.register(connection.fd, select.POLLIN)
+            readable = mine
+            while True:
+                for connection in readable:
+                    self._drain(connection, operation)
+                    if connection.lost is not None:
+                        poller.unregister(connection.fd)
+                if operation.settled:
+                    return True
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                ready = [fd for fd, _ in poller.poll(None if left is None else left * 1000 + 1)]
+                if self._wake in ready:
+                    ready.remove(self._wake)
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                readable = [self._by_fd[fd] for fd in ready]
+        finally:
+            self._waited = None
+            for connection in mine:
+                connection.taken = False
+                self._watch(connection)
+            self._waiter.release()
+
+    def _wait_beside(self, operation: MessageOperation, deadline: float | None) -> bool:
+        """Another thread is waiting with I/O of its own: leave ours to it and to the I/O thread."""
+        with self._settled:
+            self._others_waiting += 1
+            try:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                return self._settled.wait_for(lambda: operation.settled, left)
+            finally:
+                self._others_waiting -= 1
+
+    def settled(self, operation: MessageOperation) -> None:
+        """See `MessageTransport.settled`."""
+        if self._waited is operation and self._waiter_thread != threading.get_ident() and not self._closed:
+            os.eventfd_write(self._wake, 1)
+        if self._others_waiting:
+            with self._settled:
+                self._settled.notify_all()
+
+    def _serve(self) -> None:
+        """The I/O thread. An error of ours in it would leave everybody waiting, so it aborts the group."""
+        try:
+            self._turn()
+        except Exception as error:
+            self.abort(f"the I/O thread of rank {self.rank} failed: {type(error).__name__}: {error}")
+            raise
+
+    def _turn(self) -> None:
+        while True:
+            for fd, event in self._epoll.poll():
+                if fd == self._stop:
+                    return
+                connection = self._by_fd[fd]
+                if event & select.EPOLLOUT and connection.unsent:
+                    connection.unsent = False
+                    self._flush(connection)
+                    self._watch(connection)
+                if event & ~select.EPOLLOUT:
+                    self._drain(connection)
+
+    # -- ending
+
+    def _gone(self, connection: PeerConnection, message: OperationMessage) -> CommError:
+        if self._aborted is not None:
+            return GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+        return CommError(
+            f"{message.operation.describe()}: lost rank {connection.rank}: {connection.lost}",
+            cure="abort this group; the ranks that are left form the next generation",
+        )
+
+    def _lose(self, connection: PeerConnection, reason: str) -> None:
+        """The peer is gone: what is pending with it fails, what others have sent is not touched."""
+        with connection.masking:
+            if connection.lost is not None:
+                return
+            connection.lost = reason
+            if not self._closed:
+                with contextlib.suppress(OSError, ValueError):
+                    self._epoll.unregister(connection.fd)
+        with connection.writing:  # see `post_send`
+            pending = [outgoing.message for outgoing in connection.queue]
+            connection.queue.clear()
+        into = connection.into
+        if isinstance(into, OperationMessage):
+            pending.append(into)
+        elif into is not None and into.message is not None:
+            pending.append(into.message)
+        with self._match:
+            for key in [k for k in self._posted if k[0] == connection.rank]:
+                pending += self._posted.pop(key)
+        for message in pending:
+            message.fail(self._gone(connection, message))
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`."""
+        with self._ending:
+            if self._aborted is not None:
+                return
+            self._aborted = reason
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+            self._lose(connection, reason)
+        with self._match:
+            alone = [m for key in list(self._posted) for m in self._posted.pop(key)]
+        for message in alone:  # receives from ourselves
+            message.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.abort("the transport was closed")
+        with self._ending:
+            if self._closed:
+                return
+            os.eventfd_write(self._stop, 1)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            # A thread that was waiting has been woken by the abort and leaves the sockets before it lets go of this lock.
+            with self._waiter:
+                self._closed = True
+            for connection in self._connections.values():
+                connection.socket.close()
+            self._epoll.close()
+            os.close(self._stop)
+            os.close(self._wake)
+            self._arrived.clear()
+            self.pool.clear()

@@ -1,0 +1,212 @@
+"""The events of a run in words: one line each, for the terminal and for `raypar status`. Pure.
+
+Of every node its id's first 8 characters are shown. `step` in an event is the number of steps done.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+def event_line(event: Event) -> str | None:
+    """One line for people; None for events that tell them nothing new (a step has a progress line of its own)."""
+    say = LINE_OF_KIND.get(event["kind"])
+    return say(event) if say is not None else None
+
+
+class EventNarrator:
+    """Tells events one after the other, and of a generation that came to nothing that it is given up."""
+
+    def __init__(self) -> None:
+        self.trying: int | None = None
+        self.known = 1
+        """The last generation of which people know what became of it."""
+
+    def __call__(self, event: Event) -> str | None:
+        """One line for people, or None."""
+        kind, trying = event["kind"], self.trying
+        if kind == "recovering" and "workers" in event:
+            self.trying = event["generation"]
+        elif kind in ("recovering", "generation", "end", "started"):
+            self.trying = None
+        if kind == "recovering" and self.trying is None and trying is not None:
+            self.known = trying
+            return f"generation {trying} is given up: {strip_ray_details(event['text'])}"
+        if kind == "started":
+            self.known = 1
+        if kind == "generation":
+            missed, self.known = range(self.known + 1, event["generation"]), event["generation"]
+            return event_line({**event, "missed": [*missed]})
+        return event_line(event)
+
+
+def started_line(event: Event) -> str | None:
+    return str(event["text"]) if "text" in event else None
+
+
+def lost_line(event: Event) -> str:
+    return f"lost {worker_label(event)}: {short_reason(event.get('why') or 'it died')}"
+
+
+def recovering_line(event: Event) -> str:
+    """Twice for one generation: when training is stopped, and when it is known how it goes on."""
+    if "workers" not in event:
+        return f"training stands still: {strip_ray_details(event['text'])}"
+    plan = f" = {event['plan']}" if event.get("plan") else ""
+    text = f"trying generation {event['generation']}: {count_noun(len(event['workers']), 'worker')}{plan}"
+    if event.get("state") in STATE_SOURCES:
+        text += f"; {STATE_SOURCES[event['state']].format(step=event['step'])}"
+    elif event.get("moved_elements"):
+        text += f"; {count_noun(event['moved_elements'], 'parameter')} and their optimizer state move"
+    return text
+
+
+def joined_line(event: Event) -> str:
+    return f"joined: {worker_label(event)}"
+
+
+def draining_line(event: Event) -> str:
+    return f"{worker_label(event)} is going to leave: {event.get('why') or 'its node is drained'}; " + (
+        "its work moves off" if event.get("works", True) else "it has no work"
+    )
+
+
+def generation_line(event: Event) -> str:
+    facts = [count_noun(len(event["workers"]), "worker")]
+    if event.get("plan"):
+        facts[0] += f" = {event['plan']}"
+    if event.get("schedule"):
+        was = f" ({event['schedule_was']} before; {event['schedule_why']})" if event.get("schedule_was") else ""
+        facts.append(f"schedule {event['schedule']}{was}")
+    if event.get("shards_was"):
+        now = f"{event['shards']} shard{'s' * (event['shards'] != '1')} instead of {event['shards_was']}"
+        facts.append(f"layers cut over {now}, which changes the bits from here on")
+    missed = f" ({', '.join(map(str, event['missed']))} came to nothing)" if event.get("missed") else ""
+    text = f"generation {event['generation']}{missed}: {', '.join(facts)}"
+    if event.get("step") is not None:
+        text += f"; training goes on after step {event['step']}"
+    if event.get("pause_s") is not None:
+        text += f", after a pause of {event['pause_s']:.2f} s"
+    if event.get("again"):
+        text += f"; {count_noun(event['again'], 'step')} executed again"
+    return text
+
+
+def replay_line(event: Event) -> str:
+    """Of a roll-back: the step that runs, and the last one that people have seen."""
+    return f"executing steps again: {event['step']} of {event['until']}"
+
+
+def own_text(event: Event) -> str | None:
+    """What the event says itself."""
+    return str(event["text"]) if event.get("text") else None
+
+
+def warning_line(event: Event) -> str:
+    return f"warning: {event['text']}"
+
+
+def checkpoint_line(event: Event) -> str:
+    return f"step {event['step']}: checkpoint {event['path']}"
+
+
+def end_line(event: Event) -> str:
+    why = event.get("why") or event.get("text")
+    return f"{event.get('end') or 'ended'} after {count_noun(event.get('step', event.get('done', 0)), 'step')}" + (
+        f": {strip_ray_details(why)}" if why else ""
+    )
+
+
+LINE_OF_KIND: dict[str, Callable[[Event], str | None]] = {
+    "started": started_line,
+    "lost": lost_line,
+    "joined": joined_line,
+    "draining": draining_line,
+    "recovering": recovering_line,
+    "generation": generation_line,
+    "waiting": own_text,
+    "hiring": own_text,
+    "left": own_text,
+    "node": own_text,
+    "note": own_text,
+    "straggler": own_text,
+    "driver": own_text,
+    "warning": warning_line,
+    "checkpoint": checkpoint_line,
+    "stopping": own_text,
+    "resuming": own_text,
+    "end": end_line,
+}
+
+
+STATE_SOURCES = {
+    "cut": "the last copy of something was lost: all go back to the mirror's cut after {step} steps",
+    "checkpoint": "no memory has all of the state any more: all begin again from the checkpoint after {step} steps",
+    "beginning": "no memory has all of the state any more: all begin again from the initial weights",
+}
+"""Where a new generation has its state from, if not from the workers that live."""
+
+PLAINLY = (
+    (r"its node has died", "its node died"),
+    (r"The actor died unexpectedly", "its process died"),
+    (r"The actor( \w+)? is (temporarily )?unavailable", "it cannot be reached"),
+)
+"""Parts of Ray's messages about actors, in words."""
+
+RAYS = re.compile(r"(The actor\b.*?(?:[.\n]|$)).*", re.DOTALL)
+"""Where a message of Ray begins, its first sentence, and the rest, which is for those who debug Ray."""
+
+BROKEN = re.compile(r"(.*?)[^:]* of rank (\d+) with [\d, ]+ \(generation \d+\): lost rank (\d+): .*")
+"""An operation between workers that has failed: where, by whose word, and the rank that it lost; a peer has no other name."""
+
+TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
+"""Message tags: numbers that say nothing to people."""
+
+
+def worker_label(event: Event) -> str:
+    """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, as far as it is known."""
+    place = coordinate_of(event.get("coordinate") or "")
+    where = ", ".join(
+        f"{name} {short_node_id(event[key]) if key == 'node' else event[key]}"
+        for name, key in (("pid", "pid"), ("node", "node"))
+        if event.get(key) is not None
+    )
+    known = "; ".join(part for part in (place, where) if part)
+    return f"worker {event['worker']}" + (f" ({known})" if known else "")
+
+
+def coordinate_of(coordinate: str) -> str:
+    """`stage 1, replica 1` of `worker 3 (stage 1, replica 1)`: workers keep their number, ranks change with the plan."""
+    return coordinate.partition("(")[2].rpartition(")")[0]
+
+
+def short_reason(why: str) -> str:
+    """Without what `lost` says already, and without Ray's words for the ends that are common."""
+    return strip_ray_details(why.rpartition(" was lost: ")[2])
+
+
+def strip_ray_details(text: str) -> str:
+    """A message of ours or of Ray's in words: without tags and Ray's details."""
+    rays = RAYS.search(text)
+    if rays is not None:
+        words = next((words for theirs, words in PLAINLY if re.search(theirs, rays[0])), rays[1].strip().rstrip("."))
+        text = text[: rays.start()] + words
+    broken = BROKEN.fullmatch(text)
+    if broken is not None:
+        step = re.search(r"in step \d+", broken[1])
+        return f"a connection between two workers broke{f' {step[0]}' if step else ''} (rank {broken[2]} with {broken[3]})"
+    return TAGS.sub(r"\1", text)
+
+
+def short_node_id(node: Any) -> str:
+    """Enough of a node's id for people, and for `raypar drain`."""
+    return str(node)[:8]
+
+
+def count_noun(number: int, noun: str) -> str:
+    """`1 worker`, `3 workers`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

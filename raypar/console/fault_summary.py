@@ -1,0 +1,37 @@
+"""What a run has survived, in one line, counted from its events. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raypar.console.event_lines import count_noun
+
+COUNTED = ("lost", "node", "driver", "draining", "joined", "generation")
+"""Kinds of events that `toll` looks at."""
+
+
+def fault_summary(events: Sequence[Mapping[str, Any]]) -> str | None:
+    """`2 workers (1 whole node) and the driver lost, 1 node drained, 3 workers joined; 11.0 s of pauses in all, 0 steps
+    executed again`. None of a run to which nothing has happened.
+    """
+    lost, drivers, joined = (sum(event["kind"] == kind for event in events) for kind in ("lost", "driver", "joined"))
+    drained = [event for event in events if event["kind"] == "draining"]
+    nodes = len({event.get("node", f"that of worker {event['worker']}") for event in drained})
+    whole = sum(event["kind"] == "node" for event in events)
+    workers = [count_noun(lost, "worker") + f" ({count_noun(whole, 'whole node')})" * (whole > 0)] * (lost > 0)
+    parts = []
+    if workers or drivers == 1:
+        parts.append(" and ".join([*workers, *["the driver"] * (drivers == 1)]) + " lost")
+    if drivers > 1:
+        parts.append(f"the driver lost {drivers} times")
+    if nodes:
+        parts.append(f"{count_noun(nodes, 'node')} drained")
+    if joined:
+        parts.append(f"{count_noun(joined, 'worker')} joined")
+    changes = [event for event in events if event["kind"] == "generation" and event.get("pause_s") is not None]
+    if not parts and not changes:
+        return None
+    pause_s, again = sum(event["pause_s"] for event in changes), sum(event.get("again") or 0 for event in changes)
+    pauses = f"{pause_s:.1f} s of pauses in all, {count_noun(again, 'step')} executed again"
+    return f"{', '.join(parts)}; {pauses}" if parts else pauses

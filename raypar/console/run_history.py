@@ -1,0 +1,103 @@
+"""The lines of a run folder as a history that can be drawn: when which step ran, who trained, what befell the run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from raypar.console.event_lines import short_node_id
+from raypar.schedule.throughput_chart import KINDS, ChartMark, RunHistory
+
+Line = Mapping[str, Any]
+
+MANY = 10
+"""With more marks than this their labels are short."""
+SAME = 0.004
+"""Marks of one kind that lie closer than this share of the time are one mark: a node takes several workers with it."""
+WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resumed")}
+"""What happens to the run as a whole: in brief, and in words."""
+
+
+def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
+    """From metrics.jsonl and events.jsonl. Time 0 is the start of the first step; of a run that was resumed the time in which
+    nobody was at it is left out."""
+    done = [line for line in metrics if "samples_per_s" in line and "time" in line]
+    if not done:
+        return RunHistory((), (), (), (), 0.0)
+    clock = uptime(done, events)
+    done = [{**line, "at": clock(line["time"])} for line in done]
+    origin = done[0]["at"] - done[0]["seconds"]
+    told = [{**event, "at": clock(event["time"]) - origin} for event in events if "time" in event]
+    done = [{**line, "at": line["at"] - origin} for line in done]
+    shown = [event for event in told if event["at"] >= 0]
+    last = max(done[-1]["at"], *(event["at"] for event in shown if event["kind"] in KINDS), 0.0)
+    pauses = [(max(0.0, e["at"] - e["pause_s"]), e["at"]) for e in shown if e.get("pause_s")]
+    return RunHistory(
+        tuple(step_intervals(done)), worker_counts(done[0], told), history_marks(shown, last), tuple(pauses), last
+    )
+
+
+def uptime(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
+    """Unix time -> seconds in which the run was under way: from what was written last to the next start nobody was."""
+    starts = [event["time"] for event in events if event["kind"] == "started" and "time" in event][1:]
+    written = [line["time"] for line in (*done, *events) if "time" in line]
+    idle = [(start, start - max((at for at in written if at < start), default=start)) for start in starts]
+    return lambda at: at - sum(seconds for start, seconds in idle if start <= at)
+
+
+def step_intervals(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]:
+    """(start, end, samples). A step has its own seconds, also the first one after a pause, which lies at the pause's end."""
+    free = 0.0
+    for line in done:
+        start = max(free, line["at"] - line["seconds"])
+        yield min(start, line["at"]), line["at"], line["samples_per_s"] * line["seconds"]
+        free = max(free, line["at"])
+
+
+def worker_counts(first: Line, told: Sequence[Line]) -> tuple[tuple[float, int], ...]:
+    """(since when, workers that train): those that a start or a generation names, without those of them that are lost."""
+    seated = set(range(len(first.get("peak_rss_bytes", ()))))
+    found = [(0.0, len(seated))]
+    for event in told:
+        if event["kind"] == "lost":
+            seated.discard(event["worker"])
+        elif event["kind"] == "generation" and "workers" in event:
+            seated = set(event["workers"])
+        elif event["kind"] == "started" and "workers" in event:
+            seated = {one["worker"] for one in event["workers"]}
+        if event["at"] < 0:
+            found = [(0.0, len(seated))]
+        elif len(seated) != found[-1][1]:
+            found.append((event["at"], len(seated)))
+    return tuple(found)
+
+
+def history_marks(told: Sequence[Line], extent: float) -> tuple[ChartMark, ...]:
+    """One for each loss, join, drain, death of a driver and resumption; those of a kind at one moment together."""
+    groups: list[tuple[float, str, list[Line]]] = []
+    for event in told:
+        if event["kind"] not in KINDS:
+            continue
+        near = next((g for g in groups if g[1] == event["kind"] and event["at"] - g[0] < SAME * extent), None)
+        if near is not None:
+            near[2].append(event)
+        else:
+            groups.append((event["at"], event["kind"], [event]))
+    crowded = len(groups) > MANY
+    return tuple(
+        ChartMark(at, kind, mark_label(kind, among), mark_label(kind, among, brief=True) if crowded else "")
+        for at, kind, among in groups
+    )
+
+
+def mark_label(kind: str, events: Sequence[Line], *, brief: bool = False) -> str:
+    """`workers 2, 3 lost`; briefly `2, 3`."""
+    if kind in WHOLE:
+        return WHOLE[kind][0 if brief else 1]
+    if kind == "draining":
+        nodes = list(
+            dict.fromkeys(short_node_id(e["node"])[:4] if brief else short_node_id(e["node"]) for e in events if e.get("node"))
+        )
+        return ", ".join(nodes) if brief else f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)} will leave"
+    numbers = ", ".join(str(event["worker"]) for event in events)
+    return numbers if brief else f"worker{'s' * (len(events) > 1)} {numbers} {kind}"

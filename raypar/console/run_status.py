@@ -1,0 +1,267 @@
+"""How a run is getting on, from the lines in its folder alone: what `raypar status` prints. Pure; time is an argument."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from raypar.console.event_lines import EventNarrator, coordinate_of, count_noun, replay_line, short_node_id, strip_ray_details
+from raypar.console.fault_summary import fault_summary
+from raypar.console.terminal import format_duration
+from raypar.plan.parallel_plan import describe_mesh
+
+RECENT = 20
+"""Speed is that of the last steps, so many at most."""
+SILENT_S, SILENT_STEPS = 10.0, 5.0
+"""A run that says it is under way and has written nothing for longer than both of these (seconds, median steps) is silent."""
+QUIET_S = {"starting": 60.0, "waiting": 45.0}
+"""More than `SILENT_S` for who loads torch, or waits for workers and says so twice a minute."""
+STORY_LINES = 12
+STATES = {"there": "", "leaving": ", drained: it leaves", "gone": ", gone"}
+UNDER_WAY = ("starting", "running", "recovering", "waiting")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run at one moment. Times in Unix seconds; what the folder does not say is None, or empty.
+
+    `silent_s`: since when nothing was written, though the run has not ended; None while it is as fast as it was.
+    `end`: done, stopped, interrupted or failed; `resume`: what `raypar resume` finds the run by, None without a checkpoint.
+    `members`, `spares`: worker, coordinate, node, pid, host, the last ones of a run that has ended.
+    `nodes`: raylets of a Ray of its own: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone.
+    `survived`: what has happened to the run, counted, in one line.
+    `replaying`: the `step` that is executed again, and `until` which one. `story`: (time, line), oldest first.
+    """
+
+    run: str
+    path: str
+    phase: str
+    generation: int | None
+    step: int
+    steps: int | None
+    samples_per_s: float | None
+    step_s: float | None
+    plan: str | None
+    schedule: str | None
+    members: tuple[Mapping[str, Any], ...]
+    spares: tuple[Mapping[str, Any], ...]
+    wanted: int | None
+    end: str | None
+    why: str
+    replaying: Mapping[str, int] | None
+    silent_s: float | None
+    resume: str | None
+    driver_pid: int | None
+    nodes: tuple[Mapping[str, Any], ...]
+    address: str | None
+    survived: str | None
+    story: tuple[tuple[float | None, str], ...]
+
+    def facts(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def run_status(
+    run: str,
+    path: str,
+    *,
+    steps: int | None,
+    plan: Mapping[str, Any] | None,
+    members: Mapping[str, Any] | None,
+    metrics: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    cluster: Mapping[str, Any] | None,
+    gone: Collection[str] = (),
+    resumable: bool = False,
+    now: float,
+) -> RunStatus:
+    """What the files of a run folder say together. `plan` is plan.json; runs that are not elastic have no `members`.
+
+    `gone`: nodes of the run's own Ray whose raylet does not run any more; `resumable`: there is a checkpoint.
+    """
+    done = [line for line in metrics if "loss" in line and "step" in line]
+    since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
+    recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
+    seconds = sum(line["seconds"] for line in recent)
+    step_s = statistics.median(line["seconds"] for line in recent) if recent else None
+    last = max((line["time"] for line in (*metrics, *events, members or {}) if line.get("time")), default=None)
+    ended = end_event(metrics, events, members or {})
+    phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
+    told = members or {}
+    silent_s = None
+    if (
+        phase in UNDER_WAY
+        and last is not None
+        and now - last > max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
+    ):
+        silent_s = now - last
+    return RunStatus(
+        run=run,
+        path=path,
+        phase=phase,
+        generation=told.get("generation"),
+        step=max(done[-1]["step"] if done else 0, told.get("step") or 0),
+        steps=steps,
+        samples_per_s=sum(line["samples_per_s"] * line["seconds"] for line in recent) / seconds if seconds else None,
+        step_s=step_s,
+        plan=told.get("plan") or describe_plan_file(plan),
+        schedule=told.get("schedule") or (plan or {}).get("schedule"),
+        members=tuple(told.get("members", ())),
+        spares=tuple(told.get("spares", ())),
+        wanted=told.get("wanted"),
+        why=strip_ray_details(
+            str((ended or {}).get("why") or (ended or {}).get("end", "")) if ended else str(told.get("why") or "")
+        ),
+        end=(ended or {}).get("end"),
+        replaying=told.get("replaying") if phase in UNDER_WAY else None,
+        silent_s=silent_s,
+        resume=resume_argument(path) if resumable else None,
+        driver_pid=told.get("driver_pid") if phase != "ended" else None,
+        nodes=tuple(local_node_states(cluster or {}, gone, events)) if phase != "ended" else (),
+        address=(cluster or {}).get("address") if not ended else None,
+        survived=fault_summary(events),
+        story=tuple(recent_event_lines(events)),
+    )
+
+
+def end_event(
+    metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], members: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """The event of the run's end; None of a run that has none, or that has been resumed and has written something since."""
+    ends = [(number, event) for number, event in enumerate(events) if event["kind"] == "end"]
+    if not ends:
+        return None
+    number, event = ends[-1]
+    at = event.get("time", 0.0)
+    started = any(later["kind"] in ("started", "generation") for later in events[number:])
+    stepped = bool(metrics) and metrics[-1].get("time", 0.0) > at
+    under_way = members.get("phase") in UNDER_WAY and members.get("time", 0.0) > at
+    return None if started or stepped or under_way else event
+
+
+def resume_argument(path: str) -> str:
+    """What `raypar resume` finds a run by from here: its name under runs/, else its path."""
+    return Path(path).name if Path(path).parent == Path("runs") else path
+
+
+def local_node_states(
+    cluster: Mapping[str, Any], gone: Collection[str], events: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The raylets of a Ray of the run's own, with the state of each."""
+    leaving = {short_node_id(event["node"]) for event in events if event["kind"] == "draining" and event.get("node")}
+    for node in cluster.get("nodes", ()):
+        yield {
+            **node,
+            "state": "gone" if node["node"] in gone else "leaving" if short_node_id(node["node"]) in leaving else "there",
+        }
+
+
+def describe_plan_file(plan: Mapping[str, Any] | None) -> str | None:
+    """`2 stages x 2 replicas` of a plan.json."""
+    if not plan or "stages" not in plan:
+        return None
+    return describe_mesh([stage["replicas"] for stage in plan["stages"]], [stage.get("shards", 1) for stage in plan["stages"]])
+
+
+def recent_event_lines(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:
+    """The events in words, oldest first; of the checkpoints the last one only, and of a recovery that is over its end."""
+    saved = next((event for event in reversed(events) if event["kind"] == "checkpoint"), None)
+    over = max((number for number, event in enumerate(events) if event["kind"] in ("started", "generation")), default=-1)
+    told = [
+        event
+        for number, event in enumerate(events)
+        if (event["kind"] != "checkpoint" or event is saved) and (event["kind"] != "recovering" or number > over)
+    ]
+    tell = EventNarrator()
+    words = [(event.get("time"), tell(event)) for event in told]
+    return [(at, line) for at, line in words if line is not None]
+
+
+def format_status(status: RunStatus) -> str:
+    """For the terminal."""
+    title = f"run {status.run}: {status.phase}"
+    if status.silent_s is not None:
+        title = f"run {status.run}: no news for {format_duration(status.silent_s)}: stuck or killed; it was {status.phase}"
+    if status.generation is not None:
+        title += f", generation {status.generation}"
+    title += f", step {status.step}" + (f" of {status.steps}" if status.steps is not None else "")
+    rows: list[tuple[str, str]] = []
+    was = ", when it was last heard of" if status.silent_s is not None else ""
+    if status.silent_s is not None or status.end in ("stopped", "interrupted", "failed"):
+        rows.append(("next", resume_advice(status.resume)))
+    if status.samples_per_s is not None and status.step_s is not None:
+        rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {format_step_time(status.step_s)}"))
+    if status.plan:
+        rows.append(("plan", status.plan + (f", schedule {status.schedule}" if status.schedule else "")))
+    if status.wanted is not None and status.wanted != len(status.members) and status.phase != "ended":
+        rows.append(("workers", f"{len(status.members)} of {status.wanted} wanted"))
+    if status.why:
+        rows.append(("end" if status.phase == "ended" else "waits" if status.phase == "waiting" else "why", status.why))
+    if status.replaying:
+        rows.append(("", replay_line(status.replaying)))
+    if status.survived is not None and status.phase == "ended":
+        rows.append(("before" if status.end == "failed" else "survived", status.survived))
+    if status.driver_pid is not None:
+        rows.append(("driver", f"pid {status.driver_pid}{was}"))
+    if status.nodes:
+        names = (
+            f"{n['pid']} ({short_node_id(n['node'])}{', the head' * bool(n.get('head'))}{STATES[n['state']]})"
+            for n in status.nodes
+        )
+        rows.append(("raylets", ", ".join(names) + was))
+    parts = [title, *(f"  {name:<8} {value}".rstrip() for name, value in rows)]
+    over = status.phase == "ended" or status.silent_s is not None
+    if status.members or status.spares:
+        parts += ["", *["  the last workers were"] * over, *("  " + line for line in format_worker_table(status))]
+    if status.story:
+        parts += ["", "  what happened"]
+        earlier = len(status.story) - STORY_LINES
+        if earlier > 0:
+            parts.append(f"  ({count_noun(earlier, 'earlier line')}: events.jsonl)")
+        parts += [*(f"  {local_time(at)}  {indent_rest(line)}" for at, line in status.story[-STORY_LINES:])]
+    return "\n".join(parts)
+
+
+def resume_advice(resume: str | None) -> str:
+    """What to do about a run that was killed or has ended early; one that is only stuck refuses to be resumed."""
+    if resume is None:
+        return "`raypar train` anew: there is no checkpoint to go on from"
+    return f"`raypar resume {resume}` goes on from the last checkpoint"
+
+
+def format_worker_table(status: RunStatus) -> list[str]:
+    """worker, place, node, pid, host; columns as wide as they must be."""
+    rows = [("worker", "place", "node", "pid", "host")]
+    for place, among in (("", status.members), ("spare", status.spares)):
+        rows += [
+            (
+                str(one.get("worker", "?")),
+                coordinate_of(one.get("coordinate") or "") or place or "?",
+                short_node_id(one.get("node") or "?"),
+                str(one.get("pid", "?")),
+                str(one.get("host") or "?"),
+            )
+            for one in among
+        ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def local_time(at: float | None) -> str:
+    """Local time of the day."""
+    return time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else " " * 8
+
+
+def indent_rest(line: str) -> str:
+    """Further lines stand under the first one."""
+    return line.replace("\n", "\n" + " " * 12)
+
+
+def format_step_time(seconds: float) -> str:
+    """`103 ms a step`, `2.1 s a step`."""
+    return f"{1000 * seconds:.0f} ms a step" if seconds < 1 else f"{seconds:.1f} s a step"

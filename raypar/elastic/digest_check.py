@@ -1,0 +1,102 @@
+"""Silent corruption: workers that hold the same state have the same bits, so whoever differs computes or remembers wrongly.
+
+Workers report a digest of their state with every cut of the mirror. What differs cannot be told from what followed from it:
+wrong weights give wrong gradients, which all replicas add. So all go back to the last cut whose digests agreed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from raypar.elastic.actions import Warn
+from raypar.elastic.holdings import Digest
+from raypar.elastic.worker_names import name_workers
+from raypar.errors import ModelError, WorkerLost
+
+if TYPE_CHECKING:
+    from raypar.elastic.run_machine import RunMachine
+
+MAX_DOUBTS = 3
+"""So many times in a row all go back; then it is no accident."""
+
+
+class InitialDigestCheck:
+    """Compares digests of the initial values: all workers that hold a tensor, or a slice of it, must report the same."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, int]] = {}
+        """Name -> (digest, the worker that reported it first)."""
+
+    def add(self, worker: int, digests: Mapping[str, int]) -> ModelError | None:
+        """Take the digests that a worker reports, by tensor. Returns the error if any differs from another worker's."""
+        different: dict[int, list[str]] = defaultdict(list)
+        for name, digest in digests.items():
+            first, other = self._first.setdefault(name, (digest, worker))
+            if digest != first:
+                different[other].append(name)
+        if not different:
+            return None
+        other, names = next(iter(different.items()))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ModelError(
+            f"the model function is not reproducible: workers {other} and {worker} begin with other values of "
+            f"{', '.join(names[:3])}{more}",
+            cure="it may draw from Python's, numpy's and torch's own generators only, which are seeded before it is called: no "
+            "clock, no os.urandom, no generator seeded by itself, no order of a set of strings; and read the same files "
+            "on every node",
+        )
+
+
+def find_differing_workers(digests: Mapping[int, Digest]) -> tuple[set[int], set[int]]:
+    """(workers that differ from a majority of those with the same, workers of which nobody knows which is right)."""
+    groups: dict[int, dict[int, int]] = defaultdict(dict)
+    for worker, (what, bits) in digests.items():
+        groups[what][worker] = bits
+    wrong: set[int] = set()
+    unsure: set[int] = set()
+    for group in groups.values():
+        common, count = Counter(group.values()).most_common(1)[0]
+        if 2 * count > len(group):
+            wrong |= {worker for worker, bits in group.items() if bits != common}
+        else:
+            unsure |= set(group)
+    return wrong, unsure
+
+
+def check_digests(m: RunMachine, done: int, digests: Mapping[int, Digest]) -> bool:
+    """Whether the replicas agreed after `done` steps. If not, nothing newer than the last that did is used any more."""
+    wrong, unsure = find_differing_workers(digests)
+    if not wrong | unsure:
+        m.agreed, m.doubts = done, 0
+        m.bad_cuts.discard(done)
+        return True
+    who = f"{name_workers(wrong)} differs from that of the replicas" if wrong else f"{name_workers(unsure)} differs"
+    what = f"silent corruption: the state of {who} after {done} steps"
+    if m.interrupted:
+        m.decide(Warn(f"{what}; what is saved now may be wrong"), "the run is being interrupted")
+        return True
+    m.bad_cuts.add(done)
+    m.tainted |= set(m.members) | set(m.recovery.stands)
+    m.doubt, m.doubts = what, m.doubts + 1
+    m.doubted = range(m.agreed, m.journalled)
+    # They leave once the others have another state, not before: a new driver would find that those left agree, and go on.
+    m.wrong |= wrong
+    m.leaving |= wrong
+    if m.doubts > MAX_DOUBTS:
+        cure = "one of these machines computes wrongly, or the job is not reproducible; `raypar resume` without them goes on"
+        m.over("failed", what, WorkerLost(f"{what}, for the {m.doubts}th time in a row", cure=cure))
+    else:
+        m.decide(Warn(f"{what}; all go back to the last state that agreed, that after {m.agreed} steps or before"), what)
+    return False
+
+
+def check_digests_in_recovery(m: RunMachine) -> bool:
+    """The same on the way to a new generation, where some have reported to nobody, or to another driver. False: it is over."""
+    stands = m.recovery.stands
+    done = {step for stand in stands.values() for step in stand.digests}
+    for step in sorted(done - m.bad_cuts):
+        if step > m.agreed and not m.doubt:
+            check_digests(m, step, {w: s.digests[step] for w, s in stands.items() if step in s.digests})
+    return m.doubts <= MAX_DOUBTS

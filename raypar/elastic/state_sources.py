@@ -1,0 +1,78 @@
+"""Where the state of the next generation comes from: those that hold it; else the newest complete cut of the mirror; else the
+checkpoint, or the very beginning. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raypar.elastic.holdings import Holdings, Piece, missing
+
+if TYPE_CHECKING:
+    from raypar.elastic.run_machine import RunMachine
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """Who has what of the state after `done` steps: in memory, in the mirror (`cut`), or on a disk that all read (`load`)."""
+
+    done: int
+    have: Holdings
+    cut: bool = False
+    load: bool = False
+
+
+def find_state(m: RunMachine, need: Holdings) -> StateSource | None:
+    """The best source of all of `need`; None when it is lost."""
+    done = m.recovery.done
+    have = live_holders(m, done)
+    if not missing(have, need):
+        return StateSource(done, have)
+    found = newest_mirror_cut(m, need)
+    if found is not None:
+        return StateSource(*found, cut=True)
+    return StateSource(last_checkpoint_step(m) or m.policy.first, need, load=True) if has_durable_copy(m) else None
+
+
+def live_holders(m: RunMachine, done: int) -> dict[int, tuple[Piece, ...]]:
+    """Who holds what of the state after `done` steps, in memory."""
+    return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done and w not in m.tainted}
+
+
+def newest_mirror_cut(
+    m: RunMachine, need: Holdings, without: Collection[int] = ()
+) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
+    """The last step whose cut of the mirror has all of `need`, and who has what of it; `without`: workers that do not count."""
+    stands = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in without}
+    steps = {step for s in stands.values() for step in s.cuts}
+    if m.doubt:
+        m.bad_cuts |= {step for step in steps if step > m.agreed}
+    for step in sorted(steps - m.bad_cuts, reverse=True):
+        copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts and w not in m.wrong}
+        if not missing(copies, need):
+            return step, copies
+    return None
+
+
+def has_durable_copy(m: RunMachine, done: int | None = None) -> bool:
+    """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way.
+
+    `done`: steps of the state; by default those that the recovery has found.
+    """
+    near = m.clock.first == m.policy.first and not m.clock.complete
+    return last_checkpoint_step(m) is not None or (m.recovery.done if done is None else done) <= m.policy.first or near
+
+
+def last_checkpoint_step(m: RunMachine) -> int | None:
+    """Steps of the last checkpoint, if it can be trusted."""
+    return None if m.saved is not None and m.doubt and m.saved > m.agreed else m.saved
+
+
+def lost_pieces(m: RunMachine) -> tuple[Piece, ...]:
+    """What is lost for good: in no memory, no cut and no checkpoint. Waiting for workers would not bring it back."""
+    if m.plan is None or has_durable_copy(m):
+        return ()
+    need = dict(enumerate(m.layout(m.plan)))
+    lost = missing(live_holders(m, m.recovery.done), need)
+    return lost if lost and newest_mirror_cut(m, need) is None else ()

@@ -1,0 +1,560 @@
+"""Deferred initialisation: runs the model function without memory for large tensors, and records what happens to them.
+
+Afterwards the values of each tensor can be computed alone, bit-identical to those of an ordinary run.
+
+- Large tensors are meta tensors that claim to be on the CPU; small ones are real.
+- ATen operations on large tensors are recorded with what they read.
+- A random operation is recorded with the generator's state before it. It also runs at once, on scratch memory, so that the
+  generator advances for the operations that follow.
+- Code that looks at values (`item()`, `numpy()`, `if (w > 0).all()`) gets them: they are computed at that moment.
+
+The idea is that of torchdistx's `deferred_init`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from raypar.errors import ModelError
+from raypar.model.build import replace_tensors
+from raypar.model.model_call import filler
+from raypar.model.without_dynamo import without_dynamo
+
+T = TypeVar("T")
+
+SMALL_BYTES = 64 << 10
+"""Tensors below this are real from the start: biases, norms, tables of positions."""
+
+CONSTANT_BYTES = 64 << 10
+"""Real tensors below this are copied into the recording as constants. An operation that reads a larger one runs at once."""
+
+META = torch.device("meta")
+
+_FILLS = frozenset(
+    f"aten::{name}_"
+    for name in ("normal", "uniform", "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric")
+)
+"""Random operations that overwrite all of their first argument without reading it."""
+
+_OTHER_STRIDES = frozenset(f"aten::{name}" for name in ("_linalg_svd", "linalg_eig", "_fft_r2c", "poisson", "_standard_gamma"))
+"""Operations whose meta kernels predict other strides than the CPU's results have: they run on values, at once."""
+
+_OWN_GENERATOR = object()
+"""In a recorded operation: stands for a generator of the user's own. Its state is in `RecordedOperation.random`."""
+
+
+class Undeferrable(BaseException):
+    """The model function does something that cannot be recorded.
+
+    A `BaseException`, so that `except Exception` in the user's code does not catch it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedView:
+    """A large tensor in a recorded operation: key of its `RecordedMemory`, and the geometry of the view."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """This view of real memory."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedOperation:
+    """One recorded call of an ATen operation."""
+
+    func: Any
+    leaves: tuple[Any, ...]
+    """The arguments as pytree leaves; large tensors as `RecordedView`, small ones as constants."""
+    tree: Any
+    """The pytree structure of `leaves`."""
+    reads: tuple[int, ...]
+    """Keys of the memory that it reads."""
+    writes: tuple[int, ...]
+    """Keys of the memory that it changes."""
+    made: Mapping[int, RecordedView]
+    """Index among the flattened results -> tensor in new memory."""
+    random: Tensor | None = None
+    """The generator's state before the call, if it draws random numbers."""
+
+
+@dataclass(slots=True)
+class RecordedMemory:
+    """The storage of one or more large tensors. Its key is the address of its meta storage."""
+
+    anchor: torch.UntypedStorage
+    """The meta storage; kept alive, so that its address stays unique."""
+    writers: list[int] = field(default_factory=list)
+    """Indices of the operations that make or change it, in order."""
+    real: torch.UntypedStorage | None = None
+    """Its values, once it has become real; from then on nothing is recorded."""
+
+
+class Recording:
+    """The operations on large tensors; `values(tensor)` computes the values of one of them."""
+
+    def __init__(self, small_bytes: int | None = None) -> None:
+        self.small_bytes = SMALL_BYTES if small_bytes is None else small_bytes
+        self._operations: list[RecordedOperation] = []
+        self._memories: dict[int, RecordedMemory] = {}
+
+    # -- recording -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Record what runs inside. Raises `Undeferrable`."""
+        with _Operations(self), _Attributes(self):
+            yield
+
+    def tracks(self, value: Any) -> bool:
+        """Whether `value` is a large tensor of this recording (it may have become real: see `known`)."""
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return False
+        try:
+            return value.untyped_storage()._cdata in self._memories
+        except NotImplementedError as error:
+            raise Undeferrable(f"a tensor without memory of its own, as torch.func.vmap makes them ({error})") from error
+
+    def view(self, tensor: Tensor) -> RecordedView:
+        """How operations refer to a tracked tensor. Raises `Undeferrable` where its geometry does not say its values."""
+        if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
+            raise Undeferrable("a conjugated, negated or sparse view")
+        key = tensor.untyped_storage()._cdata
+        return RecordedView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+
+    def begin(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> RecordedView:
+        """Track the memory of a new meta tensor, whose values are `real` if they are known already."""
+        storage = tensor.untyped_storage()
+        self._memories[storage._cdata] = RecordedMemory(storage, real=real)
+        return self.view(tensor)
+
+    def stand_in(self, value: Tensor) -> Tensor:
+        """A new tracked tensor that shares the memory of the real tensor `value`."""
+        with _disable_current_modes():
+            return self._stand_in(value)
+
+    def _stand_in(self, value: Tensor) -> Tensor:
+        room = torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device=META).untyped_storage()
+        made = torch.empty(0, dtype=value.dtype, device=META)
+        made.set_(room, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+        self.begin(made, real=value.untyped_storage())
+        return made
+
+    def add(self, operation: RecordedOperation) -> None:
+        """Append an operation."""
+        for key in {*operation.writes, *(view.memory for view in operation.made.values())}:
+            self._memories[key].writers.append(len(self._operations))
+        self._operations.append(operation)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of tracked memory that became real, because values came from outside or were looked at."""
+        return sum(memory.real.nbytes() for memory in self._memories.values() if memory.real is not None)
+
+    def known(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tracked tensor is real already."""
+        return self._memories[tensor.untyped_storage()._cdata].real is not None
+
+    def used_beside(self, tensors: Collection[Tensor]) -> bool:
+        """Whether other tensors than these lie in tracked memory: in variables, or kept by PyTorch for a view."""
+        ours = Counter(tensor.untyped_storage()._cdata for tensor in tensors if self.tracks(tensor))
+        users = torch._C._storage_Use_Count
+        return any(users(key) > 1 + ours[key] for key in self._memories)
+
+    # -- computing -------------------------------------------------------------------------------------------------------
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """A tracked tensor's values after the operations so far; in memory of their own, unless its memory is real already."""
+        view = self.view(tensor)
+        with _disable_current_modes():
+            return view.on(self._compute(view.memory))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Make the memory of a tracked tensor real for good; returns the real tensor, whose changes others see."""
+        view = self.view(tensor)
+        memory = self._memories[view.memory]
+        with _disable_current_modes():
+            memory.real = self._compute(view.memory)
+            return view.on(memory.real)
+
+    def _compute(self, key: int) -> torch.UntypedStorage:
+        """The values of one memory, from running the operations that it depends on."""
+        memory = self._memories[key]
+        if memory.real is not None:
+            return memory.real
+        order = self._needed(key)
+        last = {k: index for index in order for k in self._touched(index)}
+        real: dict[int, torch.UntypedStorage] = {}
+        before = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                for index in order:
+                    self._run(self._operations[index], real)
+                    for done in [k for k in real if last[k] == index and k != key]:
+                        del real[done]
+        finally:
+            torch.set_rng_state(before)
+        return real[key]
+
+    def _touched(self, index: int) -> set[int]:
+        """Keys of the memory that an operation reads, changes or makes."""
+        operation = self._operations[index]
+        return {*operation.reads, *operation.writes, *(view.memory for view in operation.made.values())}
+
+    def _needed(self, key: int) -> list[int]:
+        """Indices of the operations that this memory depends on, in order: its writers, and, for everything that they read,
+        the writers before that read."""
+        found: set[int] = set()
+        seen: dict[int, int] = {}
+        todo = [(key, len(self._operations))]
+        while todo:
+            memory, before = todo.pop()
+            if seen.get(memory, -1) >= before:
+                continue
+            seen[memory] = before
+            for index in self._memories[memory].writers:
+                if index >= before:
+                    break
+                if index not in found:
+                    found.add(index)
+                    todo += [(read, index) for read in (*self._operations[index].reads, *self._operations[index].writes)]
+        return sorted(found)
+
+    def _run(self, operation: RecordedOperation, real: dict[int, torch.UntypedStorage]) -> None:
+        """Run one operation on real memory; adds to `real` what it makes."""
+        leaves = [leaf.on(real[leaf.memory]) if isinstance(leaf, RecordedView) else leaf for leaf in operation.leaves]
+        own = torch.Generator()
+        leaves = [own if leaf is _OWN_GENERATOR else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(leaves, operation.tree)
+        if operation.random is not None:
+            _generator_of(leaves).set_state(operation.random)
+        results, _ = tree_flatten(operation.func(*args, **kwargs))
+        for place, view in operation.made.items():
+            result = results[place]
+            if (tuple(result.shape), tuple(result.stride()), result.storage_offset()) != (view.shape, view.stride, view.offset):
+                raise ModelError(
+                    f"deferred initialisation: {operation.func} gave a tensor with strides {tuple(result.stride())}, "
+                    f"{view.stride} were expected",
+                    cure="report this; set deferred_init: never to build the whole model in every worker",
+                )
+            real[view.memory] = result.untyped_storage()
+
+
+@without_dynamo
+class _Operations(TorchDispatchMode):
+    """Records ATen operations."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+        self._scratch: Tensor | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():  # PyTorch's own code has to see the real devices
+            try:
+                return self._call(func, args, dict(kwargs or {}))
+            except NotImplementedError as error:  # perhaps of the meta device only: the CPU may have a kernel
+                raise Undeferrable(f"{func}: {error}") from error
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of one operation: run as it is, recorded, or computed at once, by what it reads and writes."""
+        recording, name = self.recording, func._schema.name
+        leaves, tree = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors:
+            return self._factory(func, leaves, tree)
+        tracked = [recording.tracks(tensor) for tensor in tensors]
+        if name == "aten::set_" and tracked == [True, False]:  # a large tensor is given the memory of a real one
+            return func(tensors[0], recording.stand_in(tensors[1]))
+        if not any(tracked) or _is_view(func):
+            return self._without_garbage(func, func(*args, **kwargs))
+        if any(tensor.is_meta and not known for tensor, known in zip(tensors, tracked, strict=True)):
+            raise Undeferrable(f"{func} with a tensor that was made on the meta device")
+        if name == "aten::resize_":
+            raise Undeferrable(f"{func} on a large tensor")
+        written = _written(func, args, kwargs)
+        if (
+            any(map(self._has_large_values, tensors))
+            or not all(map(recording.tracks, written))  # a small tensor, which has to be right from now on
+            or not _gives_tensors(func)  # a number, which the code is about to look at
+            or name in _OTHER_STRIDES
+        ):
+            return self._at_once(func, leaves, tree, written)
+        return self._record(func, leaves, tree, written)
+
+    def _has_large_values(self, tensor: Tensor) -> bool:
+        """Whether a tensor is real and too large to be kept in the recording as a constant."""
+        if self.recording.tracks(tensor):
+            return self.recording.known(tensor)
+        return tensor.untyped_storage().nbytes() >= CONSTANT_BYTES
+
+    def _without_garbage(self, func: Any, made: Any) -> Any:
+        """`made` by an operation on untracked tensors; if it is uninitialised (`to_empty`), what `_factory` makes instead."""
+        if not isinstance(made, Tensor) or made.is_meta or (value := filler(func, made)) is None:
+            return made
+        if made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
+            return made.fill_(value)
+        given = (tuple(made.shape), made.stride()), {"dtype": made.dtype, "device": made.device}
+        return self._factory(torch.ops.aten.empty_strided.default, *tree_flatten(given))
+
+    def _factory(self, func: Any, leaves: list[Any], tree: Any) -> Any:
+        """Run an operation without tensors among its arguments; a large result becomes a tracked tensor."""
+        args, kwargs = tree_unflatten(leaves, tree)
+        if not _gives_tensors(func) or "device" not in {a.name for a in func._schema.arguments}:
+            return func(*args, **kwargs)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "cpu":
+            if torch.device(kwargs["device"]) == META:
+                return func(*args, **kwargs)
+            raise Undeferrable(f"a tensor on {kwargs['device']}")
+        try:
+            made = func(*args, **{**kwargs, "device": META})
+        except NotImplementedError:  # no meta kernel: the tensor is real
+            return func(*args, **kwargs)
+        if not isinstance(made, Tensor) or made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
+            return func(*args, **kwargs)
+        random = None
+        if _is_random(func):
+            random = _generator_of(leaves).get_state()
+            func(*args, **kwargs)  # for the generator, which it advances
+        view = self.recording.begin(made)
+        fill = filler(func, made)
+        self.recording.add(RecordedOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
+        if fill is not None:
+            whole = torch.ops.aten.fill_.Scalar
+            fill_leaves, fill_tree = tree_flatten(((view, fill), {}))
+            self.recording.add(RecordedOperation(whole, tuple(fill_leaves), fill_tree, (), (view.memory,), {}))
+        return made
+
+    def _record(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
+        """Record an operation, and run it on meta tensors for the shapes of its results."""
+        recording = self.recording
+        views = [self._kept(leaf) for leaf in leaves]
+        random = None
+        if _is_random(func):
+            random = _generator_of(leaves).get_state()
+            self._move_generator(func, leaves, tree)
+        overwrites = random is not None and func._schema.name in _FILLS
+        if overwrites:
+            made = leaves[0]
+        else:
+            on_meta = [
+                leaf.to(META) if isinstance(leaf, Tensor) and not leaf.is_meta else
+                META if isinstance(leaf, torch.device) and leaf.type == "cpu" else leaf
+                for leaf in leaves
+            ]  # fmt: skip
+            args, kwargs = tree_unflatten(on_meta, tree)
+            try:
+                made = func(*args, **kwargs)
+            except Exception:  # no meta kernel, or an error of the user's: real values show which
+                if random is not None:
+                    _generator_of(leaves).set_state(random)
+                return self._at_once(func, leaves, tree, written)
+        writes = tuple({recording.view(t).memory for t in written})
+        reads = {v.memory for v in views if isinstance(v, RecordedView)} - (set(writes) if overwrites else set())
+        results, _ = tree_flatten(made)
+        new: dict[int, RecordedView] = {}
+        for place, result in enumerate(results):
+            if isinstance(result, Tensor) and not recording.tracks(result):
+                new[place] = recording.begin(result)
+        recording.add(RecordedOperation(func, tuple(views), tree, tuple(reads), writes, new, random))
+        return made
+
+    def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:
+        """Advance the generator as the operation does."""
+        if func._schema.name in _FILLS:
+            rest = [self._scratch_like(leaves[0]), *map(self._with_values, leaves[1:])]
+        else:
+            rest = [self._with_values(leaf) for leaf in leaves]
+            rest = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in rest]
+        args, kwargs = tree_unflatten(rest, tree)
+        with torch.no_grad():
+            func(*args, **kwargs)
+
+    def _with_values(self, leaf: Any) -> Any:
+        """An argument; a large tensor as a real one with its present values."""
+        return self.recording.values(leaf) if self.recording.tracks(leaf) else leaf
+
+    def _scratch_like(self, target: Tensor) -> Tensor:
+        """A scratch tensor of this geometry; all share one buffer.
+
+        The buffer comes from mmap: blocks that malloc frees one by one leave holes in the heap (`worker.allocator`).
+        """
+        extent = 1 + sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
+        nbytes = max(1, extent) * target.element_size()
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = None  # before the larger one is taken
+            self._scratch = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        flat = self._scratch[:nbytes].view(target.dtype)
+        return flat.as_strided(target.shape, target.stride()) if target.numel() else flat[:0].view(target.shape)
+
+    def _kept(self, leaf: Any) -> Any:
+        """An argument as the recording keeps it: large tensors as views, small ones as copies of their present values."""
+        if self.recording.tracks(leaf):
+            return self.recording.view(leaf)
+        if isinstance(leaf, torch.Generator):
+            return _OWN_GENERATOR
+        if isinstance(leaf, torch.device) and leaf == META:  # PyTorch's own code took it from a large tensor
+            return torch.device("cpu")
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    def _at_once(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
+        """Run an operation on real values: it reads large real tensors, or returns values to the caller."""
+        recording = self.recording
+        targets = {id(t) for t in written}
+        real = [
+            (recording.keep(leaf) if id(leaf) in targets else recording.values(leaf)) if recording.tracks(leaf) else leaf
+            for leaf in leaves
+        ]
+        args, kwargs = tree_unflatten(real, tree)
+        with torch.no_grad():
+            made = func(*args, **kwargs)
+        given = {id(r): leaf for r, leaf in zip(real, leaves, strict=True) if isinstance(leaf, Tensor)}
+        return tree_map(lambda result: given.get(id(result), result), made)
+
+
+class _Attributes(TorchFunctionMode):
+    """Answers what code asks a large tensor without an ATen operation: its device, and its values in other forms."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        recording = self.recording
+        if torch.is_autocast_enabled("cpu") and any(map(recording.tracks, tree_flatten((args, kwargs))[0])):
+            raise Undeferrable("a large tensor is used under torch.autocast, which does not cast what is on the meta device")
+        if func == torch.Tensor.data.__set__ and recording.tracks(args[1]) and not args[0].is_meta:
+            raise Undeferrable("`.data` of a small tensor is set to a large one, as lazy modules do")
+        if not args or not recording.tracks(args[0]):
+            return func(*args, **kwargs)
+        tensor = args[0]
+        if func in _ANSWERS_OF_CPU_TENSORS:
+            return _ANSWERS_OF_CPU_TENSORS[func]
+        if func in _GIVE_SHARED_MEMORY:
+            return func(recording.keep(tensor.detach()), *args[1:], **kwargs)
+        if func in _GIVE_VALUES:
+            return func(recording.values(tensor.detach()).clone(), *args[1:], **kwargs)
+        if func == torch.Tensor.__setitem__ and not isinstance(args[2], Tensor):
+            # PyTorch would make a tensor of the number where `tensor` is: on the meta device.
+            return func(tensor, args[1], torch.tensor(args[2], dtype=tensor.dtype))
+        if func in (torch.where, torch.Tensor.where):
+            return func(tensor, *(torch.tensor(v) if isinstance(v, (bool, int, float)) else v for v in args[1:]), **kwargs)
+        if func == torch.Tensor.cpu:
+            return tensor
+        if func == torch.Tensor.data.__set__ and not args[1].is_meta:
+            return func(tensor, recording.stand_in(args[1].detach()))
+        return func(*args, **kwargs)
+
+
+_ANSWERS_OF_CPU_TENSORS = {
+    torch.Tensor.device.__get__: torch.device("cpu"),  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+    torch.Tensor.get_device: -1,
+}
+_GIVE_SHARED_MEMORY = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
+"""Functions whose results share the tensor's memory: it becomes real for good."""
+_GIVE_VALUES = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__}
+
+
+def run_deferred(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, Recording]:
+    """(what `call()` returns, with large tensors on the meta device; the recording of their values). Raises `Undeferrable`."""
+    recording = Recording(small_bytes)
+    with recording.on():
+        made = call()
+    return made, recording
+
+
+def settle_attributes(module: nn.Module, registered: Collection[Tensor], recording: Recording) -> None:
+    """Replace large tensors that are plain attributes of modules, and not `registered` too, by real ones, in place."""
+    known = set(map(id, registered))
+
+    def settled(tensor: Tensor) -> Tensor:
+        if id(tensor) in known or not recording.tracks(tensor):
+            return tensor
+        return recording.values(tensor.detach()).clone()
+
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if not key.startswith("_") or isinstance(value, Tensor):
+                vars(part)[key] = replace_tensors(value, settled)
+
+
+def settle_elsewhere(registered: Collection[Tensor], recording: Recording) -> None:
+    """Give large tensors that are not `registered` their values, in place: those in closures, globals, unregistered modules.
+
+    Raises `Undeferrable` for one that PyTorch cannot exchange.
+    """
+    if not recording.used_beside(registered):
+        return  # looking through all objects takes a quarter of a second
+    gc.collect()  # what only cycles still hold is not needed
+    alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and recording.tracks(value)]
+    known = {id(tensor) for each in registered for tensor in (each, each.grad)}
+    known |= {id(each._base) for each in (*registered, *alive)}  # PyTorch itself keeps these, for their views
+    for found in alive:
+        if id(found) in known:
+            continue
+        real = recording.values(found.detach()).clone().requires_grad_(found.requires_grad)
+        if isinstance(found, nn.Parameter):
+            real = nn.Parameter(real.detach(), requires_grad=found.requires_grad)
+        vars(real).update(vars(found))
+        try:
+            torch.utils.swap_tensors(found, real)
+        except RuntimeError as error:
+            shape = list(found.shape)
+            raise Undeferrable(f"a tensor {shape} that is no parameter, buffer or attribute is used by others too") from error
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation returns a view of its argument, or turns its argument into one: no values are read or written."""
+    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::lift_fresh"):
+        return func._schema.name != "aten::resize_"
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _generator_of(leaves: Sequence[Any]) -> torch.Generator:
+    """The generator from which a random operation with these arguments draws."""
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), torch.default_generator)
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _gives_tensors(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all("Tensor" in str(r.type) for r in returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments that the operation changes."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = kwargs.get(argument.name) if argument.name in kwargs else args[place] if place < len(args) else None
+            found += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
+    return found

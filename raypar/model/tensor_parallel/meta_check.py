@@ -1,0 +1,122 @@
+"""Whether the layers of a model can be run on shards, found out by shape, before anything is started."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import raypar
+from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.errors import CommError, RayparError
+from raypar.model.build import build_on_meta, convert_dtype
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.build import layers_of_shard, sharded_loss
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.parameter_access import ParameterAccess
+from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.plan.shard_ranges import count_indices
+from raypar.user_code import USER_CODE_ERRORS, reraise_ctrl_c
+
+
+def check_by_shape(
+    graph: Graph,
+    layout: ShardLayout,
+    loss: Callable[..., Any],
+    batch: Mapping[str, Tensor],
+    target: str,
+    *,
+    sequence: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> bool:
+    """Send a microbatch through the layers of each kind of shard (those that hold as much), and the loss, on the meta device.
+
+    Raises the `ModelError` of what cannot be computed on a part, or would be wrong (`uses`). Code that reads numbers cannot be
+    run this way: then what goes wrong is left to the first step, and False is returned.
+    """
+    kinds = {
+        tuple((len(cut.held[t]), count_indices(cut.held[t])) for cut in layout.cuts.values()): t for t in range(layout.shards)
+    }
+    for shard in sorted({0, layout.shards - 1, *kinds.values()}):
+        group = ShardGroup(_Nobody(shard, layout.shards), range(layout.shards), sequence=sequence)
+        values = {name: tensor.to("meta") for name, tensor in batch.items()}
+        with torch.enable_grad(), torch.device("meta"):
+            modules = layers_of_shard(
+                graph,
+                0,
+                len(graph.layers),
+                lambda i: convert_dtype(build_on_meta(graph.layers[i]), dtype),
+                layout=layout,
+                group=group,
+                whole=True,
+            )
+            place = "the model"
+            try:
+                with ParameterAccess(modules, layout, group) as uses:
+                    for layer in graph.layers:
+                        uses.layer, place = layer.name, f"layer {layer.name!r}"
+                        made = modules[layer.name](*(values[name] for name in layer.inputs))
+                        values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+                    uses.check()
+                    place = "the loss"
+                sharded_loss(loss, group)(values[graph.output], values[target])
+            except RayparError as error:
+                raise _placed(error, place) from error
+            except USER_CODE_ERRORS as error:
+                reraise_ctrl_c(error)
+                return False
+    return True
+
+
+def _placed(error: RayparError, place: str) -> RayparError:
+    """The error with the layer, and the line of the user's code, in which it was raised."""
+    ours = tuple(str(Path(package.__file__ or "").parent) for package in (raypar, torch))
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    lines = [f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})" for frame in theirs[-1:]]
+    if not lines and place in error.what:
+        return error
+    return type(error)(f"{place}{''.join(lines)}: {error.what}", error.cure)
+
+
+class _Done:
+    """The handle of what is done at once."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def tensor(self) -> Tensor:
+        return self.tensors()[0]
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+class _Nobody:
+    """A transport whose other ends do not exist: collectives leave their tensors as they are, which have no numbers anyway."""
+
+    carries_shapes = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.generation, self.ledger = rank, size, 0, CommunicationLedger()
+
+    def near(self, rank: int) -> bool:
+        return True
+
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
+        return _Done()
+
+    def __getattr__(self, name: str) -> Any:
+        raise CommError(f"{name} has nobody at its other end", cure="report this: a layer may use collectives only")

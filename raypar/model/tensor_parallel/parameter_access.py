@@ -1,0 +1,106 @@
+"""Uses of parameters that shards would get wrong without an error, found in the pass by shape (`check_shapes`).
+
+A slice is a parameter like any other to code that reads it apart from the layer that knows it to be one: `F.linear(x,
+self.up.weight)` would be computed with this shard's rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from raypar.errors import ModelError
+from raypar.model.tensor_parallel.embedding import VocabularyEmbedding
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.linear import ShardedLinear
+from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.model.tensor_parallel.value import Sharded, values_in
+
+_ASKING = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "detach"}
+_ASKING |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
+"""What asks a parameter about itself, or makes something like it that has no gradient."""
+_COMPUTED = {"T", "mT", "H", "mH", "data", "real", "imag"}
+"""Attributes that are not of that kind."""
+
+
+class ParameterAccess(TorchFunctionMode):
+    """Watches what is computed with the parameters of `modules` (layer name -> this shard's). `layer`: the one that runs."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], layout: ShardLayout, group: ShardGroup) -> None:
+        super().__init__()
+        self.layer = ""
+        self._group = group
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, list[nn.Module]] = {}
+        """Of parameters that are cut: the sharded layers that they belong to."""
+        self._running: list[nn.Module] = []
+        self._whole: set[int] = set()
+        """Parameters that have met whole values."""
+        for layer, root in modules.items():
+            for path, part in root.named_modules():
+                sharded = isinstance(part, (ShardedLinear, VocabularyEmbedding))
+                for key, parameter in part._parameters.items():
+                    if parameter is None:
+                        continue
+                    name = ".".join(filter(None, (layer, path, key)))
+                    self._names.setdefault(id(parameter), name)
+                    if sharded and name in layout.cuts:
+                        self._owners.setdefault(id(parameter), []).append(part)
+                if sharded:
+                    part.forward = partial(self._run, part, part.forward)
+
+    def _run(self, part: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        self._running.append(part)
+        try:
+            return forward(*args, **named)
+        finally:
+            self._running.remove(part)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        given = list(values_in((*args, *named.values())))
+        for value in given:
+            if isinstance(value, nn.Parameter) and _computes(func, value, args):
+                self._note(func, value, any(isinstance(other, Sharded) for other in given))
+        return func(*args, **named)
+
+    def _note(self, func: Callable[..., Any], parameter: nn.Parameter, with_part: bool) -> None:
+        owners = self._owners.get(id(parameter))
+        if owners is not None and not any(owner in self._running for owner in owners):
+            name = self._names[id(parameter)]
+            raise ModelError(
+                f"layer {self.layer!r} computes {_name(func)} with {name} itself, of which every shard has a slice",
+                cure=f"call the module that it belongs to, or give {name.rpartition('.')[0]} the style whole (plan.styles)",
+            )
+        if not with_part and not (id(parameter) in self._group.partial and _name(func) == "narrow"):  # as `part_index` does it
+            self._whole.add(id(parameter))
+
+    def check(self) -> None:
+        """After the pass. Raises `ModelError` for gradients that would be of two kinds."""
+        for both in self._whole & self._group.partial.keys():
+            name = self._names.get(both, "a parameter")
+            raise ModelError(
+                f"{name} meets whole values and values of which every shard has a part: its gradient would be neither",
+                cure="use two parameters, or give the layers around it the style whole (plan.styles)",
+            )
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """Of an attribute its own."""
+    name: str = getattr(func, "__name__", repr(func))
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
+
+
+def _computes(func: Callable[..., Any], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _name(func) in _COMPUTED
+    if name in ("to", "type_as"):
+        return bool(args) and args[0] is parameter
+    return name not in _ASKING

@@ -1,0 +1,133 @@
+"""Which indices of one dim each shard holds (DESIGN 4.9: state is addressed by name and slice of the unsharded tensor)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from raypar.plan.microbatches import contiguous_part
+
+IndexRange = tuple[int, int]
+"""Indices `[start, stop)`."""
+IndexRanges = tuple[IndexRange, ...]
+"""Ascending, not empty, neighbours joined: equal sets of indices are equal tuples."""
+
+
+def merge_ranges(spans: Iterable[IndexRange]) -> IndexRanges:
+    """The same indices in the fewest spans."""
+    found: list[IndexRange] = []
+    for start, stop in sorted(s for s in spans if s[0] < s[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def count_indices(spans: IndexRanges) -> int:
+    """Number of indices."""
+    return sum(stop - start for start, stop in spans)
+
+
+def even_range(total: int, shards: int) -> tuple[IndexRanges, ...]:
+    """`total` indices over shards, contiguous, sizes differing by one at most (7 over 2: 3 and 4)."""
+    return tuple(merge_ranges([(p.start, p.stop)]) for p in (contiguous_part(i, shards, total) for i in range(shards)))
+
+
+def scale_ranges(spans: IndexRanges, unit: int) -> IndexRanges:
+    """Every index stands for `unit` consecutive ones (heads -> features)."""
+    return tuple((start * unit, stop * unit) for start, stop in spans)
+
+
+def shift_ranges(spans: IndexRanges, by: int) -> IndexRanges:
+    """All indices moved up by `by`."""
+    return tuple((start + by, stop + by) for start, stop in spans)
+
+
+def repeat_ranges(spans: IndexRanges, period: int, times: int) -> IndexRanges:
+    """The same indices in each of `times` consecutive parts of `period` indices."""
+    return merge_ranges(s for i in range(times) for s in shift_ranges(spans, i * period))
+
+
+def ranges_within(spans: IndexRanges, start: int, stop: int) -> IndexRanges:
+    """Those in `[start, stop)`, counted from `start`."""
+    return merge_ranges((max(a, start) - start, min(b, stop) - start) for a, b in spans)
+
+
+def intersect_ranges(first: IndexRanges, second: IndexRanges) -> IndexRanges:
+    """Indices in both."""
+    return merge_ranges((max(a, c), min(b, d)) for a, b in first for c, d in second)
+
+
+def subtract_ranges(first: IndexRanges, second: IndexRanges) -> IndexRanges:
+    """Indices of `first` that are not in `second`."""
+    left: list[IndexRange] = []
+    for start, stop in first:
+        for a, b in second:
+            if b <= start or a >= stop:
+                continue
+            left.append((start, a))
+            start = max(start, b)
+        left.append((start, stop))
+    return merge_ranges(left)
+
+
+@lru_cache(maxsize=1024)
+def positions_of(held: IndexRanges, wanted: IndexRanges) -> IndexRanges:
+    """Where the `wanted` indices lie among the `held` ones, of which they must be a part."""
+    found, before = [], 0
+    for start, stop in held:
+        found += [(before + a - start, before + b - start) for a, b in intersect_ranges(((start, stop),), wanted)]
+        before += stop - start
+    assert count_indices(merge_ranges(found)) == count_indices(wanted), f"{wanted} is not a part of {held}"
+    return merge_ranges(found)
+
+
+def common_factor(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexRanges] | None:
+    """Indices of a dim that is viewed as several dims of `sizes`: (which of these is cut, the indices held of it).
+
+    None when they are no such product: all of the other dims times some of one.
+    """
+    whole = ((0, prod(sizes)),)
+    for place, size in enumerate(sizes):
+        inner = prod(sizes[place + 1 :])
+        if size == 1 and (len(sizes) > 1 and spans != whole):
+            continue
+        first = ranges_within(spans, 0, size * inner)
+        if any(start % inner or stop % inner for start, stop in first):
+            continue
+        if repeat_ranges(first, size * inner, prod(sizes[:place])) == spans:
+            return place, merge_ranges((start // inner, stop // inner) for start, stop in first)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter is cut: along `dim`, `size` long when whole, shard t holding the indices `held[t]`.
+
+    Shards may hold the same indices (fewer key heads than shards); the first that does *owns* them.
+    """
+
+    dim: int
+    size: int
+    held: tuple[IndexRanges, ...]
+
+    def owned(self, shard: int) -> IndexRanges:
+        """Indices that this shard counts in the norm and writes to checkpoints: every index has one owner."""
+        return subtract_ranges(self.held[shard], merge_ranges(s for spans in self.held[:shard] for s in spans))
+
+    @property
+    def shared(self) -> IndexRanges:
+        """Indices that more than one shard holds; their gradients are partial sums."""
+        pairs = itertools.combinations(self.held, 2)
+        return merge_ranges(s for one, other in pairs for s in intersect_ranges(one, other))
+
+    def pieces(self, spans: IndexRanges, elements: int) -> IndexRanges:
+        """Which of the whole parameter's `elements`, numbered with `dim` as the slowest, lie at these indices.
+
+        In this numbering, which no plan changes, what a shard holds of a dim is few runs of elements, whichever dim it is.
+        """
+        return scale_ranges(spans, elements // self.size)

@@ -1,0 +1,130 @@
+"""What the planner knows of a model and a machine: measured times and bytes, as data. `worker/profiler.py` measures them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from raypar.errors import PlanError
+from raypar.plan import Crossing, Edge, ParallelPlan, StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer on one worker, for one microbatch.
+
+    Times in ms: forward; the whole backward; and the same backward split into input gradients and weight gradients.
+    `optimizer_ms` is once a step. `activation_bytes` are kept from forward to backward, `output_bytes` go to the next layer.
+    """
+
+    name: str
+    forward_ms: float
+    backward_ms: float
+    input_ms: float
+    weight_ms: float
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    optimizer_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """One message between two workers takes `latency_ms + bytes / bandwidth`; `bandwidth` in bytes per ms."""
+
+    latency_ms: float = 0.0
+    bandwidth: float = float("inf")
+
+    def ms(self, nbytes: float) -> float:
+        """Time of one message."""
+        return self.latency_ms + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model's layers on this kind of worker. `memory_bytes`: what one worker may use; None when it is not known.
+
+    `outputs`: (producer, consumer) layer pairs whose values cross when they are cut apart, with bytes; by default each
+    layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and reduction (vote, call, data).
+    `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
+    `held`: number of shards -> by layer, bytes of parameters that the fullest shard holds.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    link: LinkProfile = LinkProfile()
+    memory_bytes: int | None = None
+    step_ms: float = 0.0
+    outputs: tuple[tuple[int, int, int], ...] | None = None
+    processors: int | None = None
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError("the profile has no layers", cure="profile a model with at least one layer")
+
+    def work_sums(self) -> tuple[float, ...]:
+        """Prefix sums of what a layer computes per microbatch at least, its backward whole or split, [layers + 1]."""
+        return (0.0, *itertools.accumulate(x.forward_ms + min(x.backward_ms, x.input_ms + x.weight_ms) for x in self.layers))
+
+    def of(self, first: int, last: int) -> LayerProfile:
+        """Layers [first, last) taken together, as one stage."""
+        part = self.layers[first:last]
+        return LayerProfile(
+            name=f"{part[0].name}..{part[-1].name}" if len(part) > 1 else part[0].name,
+            forward_ms=sum(x.forward_ms for x in part),
+            backward_ms=sum(x.backward_ms for x in part),
+            input_ms=sum(x.input_ms for x in part),
+            weight_ms=sum(x.weight_ms for x in part),
+            activation_bytes=sum(x.activation_bytes for x in part),
+            output_bytes=part[-1].output_bytes,
+            parameter_bytes=sum(x.parameter_bytes for x in part),
+            optimizer_bytes=sum(x.optimizer_bytes for x in part),
+            optimizer_ms=sum(x.optimizer_ms for x in part),
+        )
+
+    def stage(self, place: StagePlan) -> LayerProfile:
+        """What one shard of a stage does and holds.
+
+        Work is divided evenly, activations too. A layer costs two all-reduces of its output forward and two backward, as a
+        transformer's does (Shoeybi et al. 2019, section 3), each 2 (t-1)/t of the bytes; overlap is not counted.
+        """
+        whole, t = self.of(place.first, place.last), place.shards
+        if t == 1:
+            return whole
+        layers = self.layers[place.first : place.last]
+        sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer in layers)
+        held = sum(self.held[t][place.first : place.last]) if t in self.held else whole.parameter_bytes / t
+        part = held / whole.parameter_bytes if whole.parameter_bytes else 1.0
+        return replace(
+            whole,
+            forward_ms=whole.forward_ms / t + sums_ms,
+            backward_ms=whole.backward_ms / t + sums_ms,
+            input_ms=whole.input_ms / t + sums_ms,
+            weight_ms=whole.weight_ms / t,
+            activation_bytes=whole.activation_bytes // t,
+            parameter_bytes=round(held),
+            optimizer_bytes=round(whole.optimizer_bytes * part),
+            optimizer_ms=whole.optimizer_ms * part,
+        )
+
+    def stages(self, plan: ParallelPlan) -> tuple[LayerProfile, ...]:
+        """One profile per stage of a plan, of one of its shards."""
+        return tuple(self.stage(place) for place in plan.stages)
+
+    def crossing(self, plan: ParallelPlan) -> Crossing:
+        """What crosses between the plan's stages, with bytes of one microbatch."""
+        pairs: Sequence[tuple[int, int, int]]
+        if self.outputs is not None:
+            pairs = self.outputs
+        else:
+            pairs = [(i, i + 1, layer.output_bytes) for i, layer in enumerate(self.layers[:-1])]
+        stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
+        # A producer's value crosses once to each consuming stage, however many of its layers read it.
+        sizes = {(producer, stage_of[consumer]): nbytes for producer, consumer, nbytes in pairs}
+        edges: dict[tuple[int, int], int] = {}
+        for (producer, dst), nbytes in sizes.items():
+            if stage_of[producer] != dst:
+                edges[stage_of[producer], dst] = edges.get((stage_of[producer], dst), 0) + nbytes
+        return Crossing(tuple(Edge(src, dst, nbytes=n) for (src, dst), n in sorted(edges.items())))

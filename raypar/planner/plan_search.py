@@ -1,0 +1,178 @@
+"""Choosing a uniform plan: every candidate is simulated on the measured profile; the fastest that fits memory wins.
+
+The planner never chooses the number of microbatches, `virtual_replicas` or threads: the bits of the result depend on
+them (DESIGN 4.5), so they are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypar.errors import PlanError
+from raypar.plan import Microbatches, ParallelPlan, Routing
+from raypar.planner.candidates import Candidate, candidates
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.schedule import registry
+from raypar.schedule.instructions import BackwardInput, Schedule
+from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class EvaluatedCandidate:
+    """One candidate and what came of it. Figures are None where it was not simulated; `bubble` is of the whole time."""
+
+    candidate: Candidate
+    reason: str
+    predicted_ms: float | None = None
+    bubble: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """The chosen candidate first, then the others: simulated ones by predicted time, then those that were ruled out."""
+
+    verdicts: tuple[EvaluatedCandidate, ...]
+    workers: int
+    microbatches: Microbatches
+
+    @property
+    def best(self) -> EvaluatedCandidate:
+        """What was chosen; its figures are never None."""
+        return self.verdicts[0]
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The chosen plan."""
+        return self.best.candidate.plan
+
+    @property
+    def schedule(self) -> str:
+        """The chosen schedule's name."""
+        return self.best.candidate.schedule
+
+
+def search_plans(profile: ModelProfile, workers: int, microbatches: Microbatches, shards: int = 1) -> PlanChoice:
+    """The fastest uniform plan on at most `workers` workers, all stages with so many shards (the bits depend on that, so it is
+    not chosen here). Raises `PlanError` when none fits into memory.
+
+    Equal predictions are decided for fewer workers, then for less memory. Candidates whose busiest worker alone computes longer
+    than the best whole step found so far are not simulated.
+    """
+    simulated: list[EvaluatedCandidate] = []
+    ruled_out: list[EvaluatedCandidate] = []
+    best_ms = float("inf")
+    for candidate in sorted(candidates(profile, workers, microbatches, shards), key=lambda c: c.bound_ms):
+        if candidate.bound_ms > best_ms:
+            reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
+            ruled_out.append(EvaluatedCandidate(candidate, reason))
+            continue
+        verdict = evaluate_candidate(profile, candidate, microbatches)
+        if profile.memory_bytes is not None and verdict.memory_bytes is not None:
+            excess = verdict.memory_bytes - profile.memory_bytes
+            if excess > 0:
+                reason = f"needs {format_mib(verdict.memory_bytes)} a worker, {format_mib(excess)} more than there is"
+                ruled_out.append(
+                    EvaluatedCandidate(candidate, reason, verdict.predicted_ms, verdict.bubble, verdict.memory_bytes)
+                )
+                continue
+        simulated.append(verdict)
+        assert verdict.predicted_ms is not None
+        best_ms = min(best_ms, verdict.predicted_ms)
+    if not simulated:
+        least = min((v.memory_bytes for v in ruled_out if v.memory_bytes is not None), default=0)
+        raise PlanError(
+            f"no plan for {workers} workers fits: the smallest needs {format_mib(least)} a worker, "
+            f"a worker has {format_mib(profile.memory_bytes or 0)}",
+            cure="use workers with more memory, more of them on other machines, or more microbatches (smaller ones keep less)",
+        )
+    simulated.sort(key=_order)
+    fastest = simulated[0].predicted_ms or 0.0
+    told = [EvaluatedCandidate(v.candidate, _why(v, fastest), v.predicted_ms, v.bubble, v.memory_bytes) for v in simulated]
+    ruled_out.sort(key=lambda v: (v.predicted_ms is None, v.predicted_ms or v.candidate.bound_ms))
+    return PlanChoice((*told, *ruled_out), workers, microbatches)
+
+
+def possible_shards(plan: ParallelPlan) -> tuple[int, ...]:
+    """Numbers of shards that a job with this plan may come to have, most first: its stages', and what divides the most."""
+    own = {stage.shards for stage in plan.stages}
+    most = max(own)
+    return tuple(sorted(own | {count for count in range(1, most + 1) if most % count == 0}, reverse=True))
+
+
+def evaluate_candidate(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches) -> EvaluatedCandidate:
+    """Simulate one candidate."""
+    timeline, memory = predict_step(profile, candidate.plan, candidate.schedule, microbatches)
+    return EvaluatedCandidate(candidate, "simulated", timeline.makespan_ms, timeline.bubble_of_total, max(memory))
+
+
+def predict_step(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
+) -> tuple[Timeline, tuple[int, ...]]:
+    """One step of any plan under a schedule (a name, or orders): its timeline, and bytes of state and activations by worker."""
+    routing = Routing(plan, microbatches)
+    orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
+    split = any(isinstance(i, BackwardInput) for order in orders for i in order)
+    crossing = profile.crossing(plan)
+    timeline = simulate(orders, routing, crossing, simulation_costs(profile, plan, split=split))
+    if profile.processors is not None:
+        needed_ms = sum(timeline.busy_ms) / profile.processors
+        if needed_ms > timeline.makespan_ms:
+            # Workers take turns on the processors: everything is slower by the same factor.
+            slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
+            timeline = simulate(orders, routing, crossing, slower)
+    activations = timeline.peak_bytes or (0,) * plan.world
+    memory = tuple(
+        activations[rank] + sum(_state_bytes(profile, routing, stage, rank) for stage in plan.stages_of(rank))
+        for rank in range(plan.world)
+    )
+    return timeline, memory
+
+
+def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, factor: float = 1.0) -> Costs:
+    """The simulator's view of a plan on this profile. Unsplit backward passes count as measured whole. All times are
+    multiplied by `factor`."""
+    stages = profile.stages(plan)
+    optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
+    return Costs(
+        forward_ms=tuple(factor * s.forward_ms for s in stages),
+        input_ms=tuple(factor * (s.input_ms if split else s.backward_ms) for s in stages),
+        weight_ms=tuple(factor * s.weight_ms if split else 0.0 for s in stages),
+        latency_ms=factor * profile.link.latency_ms,
+        bandwidth_bytes_per_ms=profile.link.bandwidth / factor,
+        reduce_ms=tuple(factor * reduction_ms(s, p.replicas, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
+        step_ms=factor * (profile.step_ms + optimizer_ms),
+        activation_bytes=tuple(s.activation_bytes for s in stages),
+    )
+
+
+def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float:
+    """All-to-all of subtree sums, then all-gather: 2 (n-1)/n of the bytes, as a ring's (Patarasuk and Yuan 2009)."""
+    if replicas == 1:
+        return 0.0
+    return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
+
+
+def _state_bytes(profile: ModelProfile, routing: Routing, stage: int, rank: int) -> int:
+    """Parameters, optimizer state, and one gradient per open subtree of the run: floor(log2 blocks) + 1 (DESIGN 4.5)."""
+    place = routing.plan.stages[stage]
+    part = profile.stage(place)
+    blocks = len(routing.run(stage, routing.plan.seats[rank].replica))
+    return part.parameter_bytes * (1 + max(1, blocks.bit_length())) + part.optimizer_bytes
+
+
+def _order(verdict: EvaluatedCandidate) -> tuple[float, int, int, int]:
+    """Times are compared to a nanosecond: two schedules of equal length differ in the last bits of their sums."""
+    ms = verdict.predicted_ms if verdict.predicted_ms is not None else float("inf")
+    return round(ms, 6), verdict.candidate.plan.world, verdict.memory_bytes or 0, verdict.candidate.chunks
+
+
+def _why(verdict: EvaluatedCandidate, fastest_ms: float) -> str:
+    slower = (verdict.predicted_ms or 0.0) / fastest_ms - 1 if fastest_ms else 0.0
+    return f"{100 * slower:.1f} % slower" if slower >= 5e-4 else "as fast"
+
+
+def format_mib(nbytes: int) -> str:
+    """Bytes for people."""
+    return f"{nbytes / 2**20:,.1f} MiB"

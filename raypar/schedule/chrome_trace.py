@@ -1,0 +1,98 @@
+"""Timelines and runs as Chrome trace events, which ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raypar.schedule.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ExchangeTies,
+    Forward,
+    Instruction,
+    OptimizerStep,
+    Reduce,
+    Vote,
+)
+from raypar.schedule.throughput_chart import RunHistory
+from raypar.schedule.timeline import COMPUTE, Timeline
+
+_CATEGORY: dict[type[Instruction], str] = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "backward input",
+    BackwardWeight: "backward weight",
+    Reduce: "reduction",
+    ExchangeTies: "ties",
+    Vote: "vote",
+    OptimizerStep: "optimizer",
+}
+
+
+def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "raypar") -> dict[str, Any]:
+    """The JSON object of the Trace Event Format: a process per node, a thread per worker, complete events in microseconds.
+
+    `nodes[rank]` names the machine of each worker (default: all on one called `name`). Reductions get a thread of their own
+    beside their worker's, because they overlap compute; activations held by a worker are a counter.
+    """
+    machines = list(nodes) or [name] * len(timeline.spans)
+    pids = {machine: pid for pid, machine in enumerate(dict.fromkeys(machines))}
+    events: list[dict[str, Any]] = [_metadata("process_name", pid, 0, name=machine) for machine, pid in pids.items()]
+    for rank, row in enumerate(timeline.spans):
+        pid, compute, beside = pids[machines[rank]], 2 * rank, 2 * rank + 1
+        events.append(_metadata("thread_name", pid, compute, name=timeline.names[rank]))
+        events.append(_metadata("thread_sort_index", pid, compute, sort_index=compute))
+        if any(isinstance(span.instruction, Reduce) for span in row):
+            events.append(_metadata("thread_name", pid, beside, name=f"{timeline.names[rank]}: reduction"))
+            events.append(_metadata("thread_sort_index", pid, beside, sort_index=beside))
+        held = 0
+        for instruction, start_ms, end_ms in row:
+            places = {key: getattr(instruction, key) for key in ("stage", "microbatch") if hasattr(instruction, key)}
+            events.append(
+                {
+                    "ph": "X",
+                    "name": str(instruction),
+                    "cat": _CATEGORY[type(instruction)],
+                    "pid": pid,
+                    "tid": beside if isinstance(instruction, Reduce) else compute,
+                    "ts": start_ms * 1000,
+                    "dur": (end_ms - start_ms) * 1000,
+                    "args": {**places, "rank": rank},
+                }
+            )
+            if isinstance(instruction, COMPUTE) and not isinstance(instruction, BackwardInput):
+                forward = isinstance(instruction, Forward)
+                held += 1 if forward else -1
+                when = (start_ms if forward else end_ms) * 1000
+                counter = f"activations of {timeline.names[rank]}"
+                events.append({"ph": "C", "name": counter, "pid": pid, "ts": when, "args": {"held": held}})
+    return {"displayTimeUnit": "ms", "otherData": {"makespan_ms": timeline.makespan_ms}, "traceEvents": events}
+
+
+def run_trace(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Any]:
+    """A whole run in the same format: its steps (the first is number `first`), the pauses between them, losses and joins as
+    instants, and the number of workers as a counter. Microseconds from the first step."""
+    events: list[dict[str, Any]] = [_metadata("process_name", 0, 0, name=name)]
+    for thread, title in enumerate(("steps", "pauses")):
+        events.append(_metadata("thread_name", 0, thread, name=title))
+    slices = [(0, f"step {first + i}", start, end) for i, (start, end, _) in enumerate(history.steps)]
+    slices += [(1, "nobody trains", start, end) for start, end in history.pauses]
+    events += [
+        {"ph": "X", "name": title, "pid": 0, "tid": thread, "ts": start * 1e6, "dur": (end - start) * 1e6}
+        for thread, title, start, end in slices
+    ]
+    events += [
+        {"ph": "i", "s": "p", "name": mark.label, "cat": mark.kind, "pid": 0, "tid": 1, "ts": mark.at_s * 1e6}
+        for mark in history.marks
+    ]
+    events += [
+        {"ph": "C", "name": "workers", "pid": 0, "ts": at_s * 1e6, "args": {"workers": count}}
+        for at_s, count in history.workers
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}

@@ -1,0 +1,165 @@
+"""List scheduling (Graham 1966): orders found by playing the step, where no closed form is known: stages with different
+replica counts under interleaved and zero-bubble schedules.
+
+All workers are played on one clock. F, I and W take one unit, B two, times the stage's replicas: a stage is given more of
+them because it is slower, in that proportion if none is to wait for the others. Whoever is idle takes the most urgent
+instruction that could start now: input gradients first, because others wait for them; then a forward, if few enough
+microbatches are ahead and alive; then a weight gradient, which can wait and so fills what would be a bubble. Only
+instructions whose inputs exist are ever taken, so the orders cannot deadlock, whatever the limits are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypar.plan import Routing
+from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLimits:
+    """What a worker may have open, per pipeline position, in microbatches through one chunk each.
+
+    `ahead`: forwards whose input gradient is not computed yet. `alive`: forwards whose weight gradient is not. A limit is
+    raised by one where all workers would stand still otherwise. `group`: microbatches that go through a chunk before
+    the next chunk of the same worker gets its turn, counted over all replicas.
+    """
+
+    ahead: tuple[int, ...]
+    alive: tuple[int, ...]
+    group: int
+
+
+@dataclass(slots=True)
+class _Queue:
+    """A stage on one worker: its microbatches in order of entry, and how many of each kind are done."""
+
+    stage: int
+    microbatches: tuple[int, ...]
+    forwards: int = 0
+    inputs: int = 0
+    weights: int = 0
+
+
+class _Player:
+    """The state of the clock, the workers and what has been computed."""
+
+    def __init__(self, routing: Routing, limits: OpenLimits, split: bool) -> None:
+        plan, count = routing.plan, routing.microbatches.count
+        self.routing, self.limits, self.split = routing, limits, split
+        self.last = len(plan.stages) - 1
+        self.has_forward = [bytearray(count) for _ in plan.stages]
+        self.has_gradient = [bytearray(count) for _ in plan.stages]
+        self.entry = {m: i for i, m in enumerate(routing.entry_order)}
+        # Only one shard of each replica is played; the others get its order.
+        self.speakers = [rank for rank, seat in enumerate(plan.seats) if seat.shard == 0]
+        self.queues: dict[int, list[_Queue]] = {
+            rank: [_Queue(s, routing.of_replica(s, plan.seats[rank].replica)) for s in plan.stages_of(rank)]
+            for rank in self.speakers
+        }
+        self.more = dict.fromkeys(self.speakers, 0)
+        self.orders: dict[int, list[Compute]] = {rank: [] for rank in self.speakers}
+        self.idle = set(self.speakers)
+        self.events: list[tuple[int, int]] = []
+        self.slowness = [stage.replicas for stage in plan.stages]
+
+    def play(self) -> Schedule:
+        """Orders of all workers."""
+        now, touched = 0, set(self.speakers)
+        while True:
+            for rank in sorted(touched & self.idle):
+                self._start(rank, now)
+            if not self.events:
+                held_back = [(key, rank) for rank in self.speakers for key in self._forwards(rank)]
+                if not held_back:
+                    break
+                _, rank = min(held_back)
+                self.more[rank] += 1
+                touched = {rank}
+                continue
+            now, touched = self.events[0][0], set()
+            while self.events and self.events[0][0] == now:
+                _, rank = heapq.heappop(self.events)
+                self.idle.add(rank)
+                touched |= {rank, *self._finish(self.orders[rank][-1])}
+        seats = self.routing.plan.seats
+        return tuple(tuple(self.orders[rank - seat.shard]) for rank, seat in enumerate(seats))
+
+    def _start(self, rank: int, now: int) -> None:
+        instruction = self._choose(rank)
+        if instruction is not None:
+            self.orders[rank].append(instruction)
+            self.idle.discard(rank)
+            units = 2 if isinstance(instruction, Backward) else 1
+            heapq.heappush(self.events, (now + units * self.slowness[instruction.stage], rank))
+
+    def _choose(self, rank: int) -> Compute | None:
+        queues = self.queues[rank]
+        ready = [
+            (self.entry[q.microbatches[q.inputs]] // self.limits.group, -q.stage, q)
+            for q in queues
+            if q.inputs < q.forwards and self._gradient_is_here(q.stage, q.microbatches[q.inputs])
+        ]
+        if ready:
+            queue = min(ready, key=lambda r: r[:2])[2]
+            m = queue.microbatches[queue.inputs]
+            queue.inputs += 1
+            if self.split:
+                return BackwardInput(queue.stage, m)
+            queue.weights += 1
+            return Backward(queue.stage, m)
+        position = self.routing.plan.seats[rank].position
+        ahead = sum(q.forwards - q.inputs for q in queues)
+        alive = sum(q.forwards - q.weights for q in queues)
+        if ahead < self.limits.ahead[position] + self.more[rank] and alive < self.limits.alive[position] + self.more[rank]:
+            keys = self._forwards(rank)
+            if keys:
+                stage = min(keys)[1]
+                queue = next(q for q in queues if q.stage == stage)
+                queue.forwards += 1
+                return Forward(stage, queue.microbatches[queue.forwards - 1])
+        waiting = [q for q in queues if q.weights < q.inputs]
+        if waiting:
+            queue = min(waiting, key=lambda q: (self.entry[q.microbatches[q.weights]], -q.stage))
+            queue.weights += 1
+            return BackwardWeight(queue.stage, queue.microbatches[queue.weights - 1])
+        return None
+
+    def _forwards(self, rank: int) -> list[tuple[int, int, int]]:
+        """(group, stage, entry) of the forwards whose values are here, limits aside."""
+        found = []
+        for queue in self.queues[rank]:
+            if queue.forwards < len(queue.microbatches):
+                m = queue.microbatches[queue.forwards]
+                if queue.stage == 0 or self.has_forward[queue.stage - 1][m]:
+                    found.append((self.entry[m] // self.limits.group, queue.stage, self.entry[m]))
+        return found
+
+    def _gradient_is_here(self, stage: int, microbatch: int) -> bool:
+        """Of the last stage the forward is enough; it may still be running on this very worker, never elsewhere."""
+        return bool(stage == self.last or self.has_gradient[stage + 1][microbatch])
+
+    def _finish(self, instruction: Compute) -> tuple[int, ...]:
+        """Note what now exists; returns who may have waited for it."""
+        stage, m = instruction.stage, instruction.microbatch
+        if isinstance(instruction, Forward):
+            self.has_forward[stage][m] = 1
+            return (self.routing.rank(stage + 1, m),) if stage < self.last else ()
+        if isinstance(instruction, BackwardWeight):
+            return ()
+        self.has_gradient[stage][m] = 1
+        return (self.routing.rank(stage - 1, m),) if stage else ()
+
+
+def list_schedule(routing: Routing, limits: OpenLimits, *, split: bool) -> Schedule:
+    """Orders under `limits`; `split` computes I and W apart. Every stage keeps the order of entry, so blocks stay canonical."""
+    return _Player(routing, limits, split).play()
+
+
+def limits_per_replica(plan_replicas: Sequence[int], uniform: Sequence[int]) -> tuple[int, ...]:
+    """Limits for stages with different replica counts: what all replicas of a stage together would need if every stage had
+    as many as the most replicated one, shared among those the stage has."""
+    most = max(plan_replicas)
+    return tuple(-(-limit * most // own) for limit, own in zip(uniform, plan_replicas, strict=True))

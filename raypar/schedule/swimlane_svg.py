@@ -1,0 +1,327 @@
+"""Timelines as a swimlane drawing (SVG): one lane per worker, several timelines on one sheet and one time axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from raypar.schedule.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ExchangeTies,
+    Forward,
+    Instruction,
+    OptimizerStep,
+    Reduce,
+    Vote,
+)
+from raypar.schedule.text_grid import milliseconds, nice_step
+from raypar.schedule.timeline import COMPUTE, Timeline, TimelineSpan
+
+# Okabe and Ito's palette (2008), told apart with every kind of colour vision; slightly muted for large areas.
+_COLOURS: dict[type[Instruction], tuple[str, str]] = {
+    Forward: ("#2B7BBA", "forward (F)"),
+    Backward: ("#F0A73A", "backward (B)"),
+    BackwardInput: ("#E0702F", "input gradient (I)"),
+    BackwardWeight: ("#2FA584", "weight gradient (W)"),
+    Reduce: ("#B86A9B", "gradient reduction"),
+    ExchangeTies: ("#8C8C8C", "tied parameters"),
+    Vote: ("#8C8C8C", "vote"),
+    OptimizerStep: ("#4D4D4D", "optimizer step"),
+}
+_INK, _QUIET, _LINE = "#1F2933", "#66727F", "#DDE2E7"
+_CHARACTER = 0.56
+"""Mean width of a character over the font size."""
+_SMALLEST_NUMBER = 7.0
+_MOST_LANES, _MOST_ARROWS, _MOST_TOOLTIPS = 96, 400, 4000
+
+
+def swimlane_svg(
+    timeline: Timeline, *, title: str, subtitle: str = "", edges: Sequence[tuple[int, int]] = (), width: int = 0
+) -> str:
+    """One timeline as a complete SVG document. See `swimlanes`."""
+    return swimlanes_svg([(subtitle, timeline)], title=title, edges=edges, width=width)
+
+
+def swimlanes_svg(
+    panels: Sequence[tuple[str, Timeline]],
+    *,
+    title: str,
+    edges: Sequence[tuple[int, int]] = (),
+    width: int = 0,
+) -> str:
+    """Timelines (heading, timeline) under each other, to one scale; e.g. predicted and measured.
+
+    `edges`: (src, dst) stages whose messages are drawn as arrows, left out where there are more than a few hundred.
+    `width` in pixels; 0: from 1280 to 1920, so that microbatch numbers fit where possible. Of more than 96 workers, evenly
+    chosen ones are drawn, and the drawing says so.
+    """
+    drawn = [_Panel.of(heading, timeline) for heading, timeline in panels]
+    extent = max((p.timeline.makespan_ms for p in drawn), default=0.0) or 1.0
+    left = 28 + max((_text_width(name, p.font) for p in drawn for name in p.names), default=0.0)
+    right = 132.0
+    width = width or _width(drawn, extent, left + right)
+    sheet = _Sheet(left, (width - left - right) / extent, width, extent)
+    top = 30.0
+    body = [
+        f'<text x="24" y="{top + 14:g}" font-size="22" font-weight="600">{escape(title)}</text>'
+        f'<text x="{width - 24}" y="{top + 14:g}" font-size="12" text-anchor="end" fill="{_QUIET}">'
+        "numbers: microbatches; busy: share of the makespan; peak: activations held, in microbatches</text>"
+    ]
+    body += _legend(drawn, top + 44)
+    top += 64
+    for panel in drawn:
+        body += panel.draw(sheet, top, edges)
+        top += panel.height
+    height = round(top + 12)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{_INK}\">\n"
+        f"<title>{escape(title)}</title>\n"
+        '<defs><pattern id="idle" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="7" height="7" fill="#F7F8FA"/><path d="M0 0V7" stroke="#E1E6EB" stroke-width="2"/></pattern>'
+        '<marker id="tip" viewBox="0 0 6 6" refX="5.4" refY="3" markerWidth="5" markerHeight="5" orient="auto">'
+        f'<path d="M0 0.6L5.6 3L0 5.4z" fill="{_INK}"/></marker></defs>\n'
+        f'<rect width="{width}" height="{height}" fill="#FFFFFF"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """What all panels share: x = left + ms * per_ms."""
+
+    left: float
+    per_ms: float
+    width: int
+    extent: float
+
+    def x(self, ms: float) -> float:
+        return self.left + ms * self.per_ms
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One timeline and the ranks of it that are drawn. Sizes in pixels."""
+
+    heading: str
+    timeline: Timeline
+    ranks: range
+    lane: float
+    gap: float
+    font: float
+    digits: int
+
+    @staticmethod
+    def of(heading: str, timeline: Timeline) -> _Panel:
+        world = len(timeline.spans)
+        step = max(1, -(-world // _MOST_LANES))
+        while world % step:  # an even step picks the same replica of every position of a uniform plan
+            step += 1
+        count = world // step
+        lane, gap, font = (32, 6, 13) if count <= 12 else (22, 4, 12) if count <= 32 else (13, 3, 10)
+        digits = max(
+            (len(str(getattr(s.instruction, "microbatch", 0))) for row in timeline.spans[::step] for s in row), default=1
+        )
+        return _Panel(heading, timeline, range(0, world, step), lane, gap, font, digits)
+
+    @property
+    def names(self) -> list[str]:
+        return [self.timeline.names[rank] for rank in self.ranks]
+
+    @property
+    def top_margin(self) -> float:
+        return 42.0
+
+    @property
+    def height(self) -> float:
+        return self.top_margin + len(self.ranks) * (self.lane + self.gap) + 48
+
+    def draw(self, sheet: _Sheet, top: float, edges: Sequence[tuple[int, int]]) -> list[str]:
+        timeline = self.timeline
+        lanes_top = top + self.top_margin
+        bottom = lanes_top + len(self.ranks) * (self.lane + self.gap)
+        out = [_caption(self, sheet, top + 18)]
+        end = sheet.x(timeline.makespan_ms)
+        out += [
+            f'<g font-size="11" fill="{_QUIET}" text-anchor="end">'
+            f'<text x="{sheet.width - 70}" y="{lanes_top - 7:g}">busy</text>'
+            f'<text x="{sheet.width - 24}" y="{lanes_top - 7:g}">peak</text></g>'
+        ]
+        ys = {rank: lanes_top + i * (self.lane + self.gap) for i, rank in enumerate(self.ranks)}
+        for rank, y in ys.items():
+            out.append(
+                f'<rect x="{sheet.left:g}" y="{y:g}" width="{end - sheet.left:.2f}" height="{self.lane:g}" fill="url(#idle)"/>'
+            )
+            middle = y + self.lane / 2 + self.font * 0.36
+            out.append(
+                f'<g font-size="{self.font:g}"><text x="{sheet.left - 10:g}" y="{middle:g}" text-anchor="end">'
+                f"{escape(timeline.names[rank])}</text>"
+                f'<g text-anchor="end" fill="{_QUIET}"><text x="{sheet.width - 70}" y="{middle:g}">'
+                f'{1 - timeline.bubbles[rank]:.0%}</text><text x="{sheet.width - 24}" y="{middle:g}">'
+                f"{timeline.peak_activations[rank]:g}</text></g></g>"
+            )
+        out += _axis(sheet, timeline.makespan_ms, lanes_top, bottom)
+        tooltips = sum(len(timeline.spans[rank]) for rank in self.ranks) <= _MOST_TOOLTIPS
+        for rank, y in ys.items():
+            out += self._boxes(sheet, timeline.spans[rank], y, tooltips)
+        out += self._arrows(sheet, ys, edges)
+        return out
+
+    def _boxes(self, sheet: _Sheet, row: Sequence[TimelineSpan], y: float, tooltips: bool) -> list[str]:
+        """Boxes with room for a number one by one; the rest of a lane as one path per colour, neighbours melted together."""
+        out: list[str] = []
+        widths = sorted((s.end_ms - s.start_ms) * sheet.per_ms for s in row if isinstance(s.instruction, COMPUTE))
+        largest = self._number_size(widths[len(widths) // 10]) if widths else 0.0
+        if largest < _SMALLEST_NUMBER:  # the short boxes go without a number, the long ones need not
+            largest = self.font
+        small: dict[str, list[tuple[float, float]]] = {}
+        last_colour = ""
+        for span in row:
+            colour = self._colour(span.instruction)
+            x, w = sheet.x(span.start_ms), (span.end_ms - span.start_ms) * sheet.per_ms
+            # Reductions run beside compute: a strip at the foot of the lane.
+            top, height = (y + self.lane * 0.7, self.lane * 0.3) if isinstance(span.instruction, Reduce) else (y, self.lane)
+            text = str(getattr(span.instruction, "microbatch", ""))
+            size = min(largest, self._number_size(w)) if text else 0.0
+            if size < _SMALLEST_NUMBER and isinstance(span.instruction, COMPUTE):
+                boxes = small.setdefault(colour, [])
+                if boxes and last_colour == colour and x - boxes[-1][1] < 0.2 and w < 3:
+                    boxes[-1] = (boxes[-1][0], x + w)
+                else:
+                    boxes.append((x, x + w))
+                last_colour = colour
+                continue
+            last_colour = ""
+            tip = f"<title>{span.instruction}: {span.start_ms:.6g} to {span.end_ms:.6g} ms</title>" if tooltips else ""
+            inset = min(0.6, w * 0.08)
+            out.append(
+                f'<rect x="{x + inset:.2f}" y="{top:g}" width="{max(w - 2 * inset, 0.3):.2f}" height="{height:g}" '
+                f'rx="{min(3.0, w / 8, height / 3):.1f}" fill="{colour}"' + (f">{tip}</rect>" if tip else "/>")
+            )
+            if text:
+                out.append(
+                    f'<text x="{x + w / 2:.2f}" y="{y + self.lane / 2 + size * 0.36:.2f}" font-size="{size:.3g}" '
+                    f'text-anchor="middle" pointer-events="none" fill="{_ink_on(colour)}">{text}</text>'
+                )
+        for colour, boxes in small.items():
+            path = "".join(
+                f"M{x + min(0.3, (end - x) * 0.1):.2f} {y:g}H{end - min(0.3, (end - x) * 0.1):.2f}v{self.lane:g}"
+                f"H{x + min(0.3, (end - x) * 0.1):.2f}z"
+                for x, end in boxes
+            )
+            out.append(f'<path d="{path}" fill="{colour}"/>')
+        return out
+
+    def _number_size(self, width: float) -> float:
+        """Font size at which the panel's longest microbatch number fits into a box of this width."""
+        return min(self.font, width * 0.86 / (_CHARACTER * self.digits))
+
+    def _colour(self, instruction: Instruction) -> str:
+        colour = _COLOURS[type(instruction)][0]
+        if not isinstance(instruction, COMPUTE):
+            return colour
+        chunks = max(self.timeline.chunk_of.values(), default=0) + 1
+        return _tint(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
+
+    def _arrows(self, sheet: _Sheet, ys: dict[int, float], edges: Sequence[tuple[int, int]]) -> Iterable[str]:
+        """From the end of what made a bundle to the start of what used it, where both lanes are drawn."""
+        made: dict[tuple[bool, int, int], tuple[int, TimelineSpan]] = {}
+        for rank in ys:
+            for span in self.timeline.spans[rank]:
+                i = span.instruction
+                if isinstance(i, (Forward, Backward, BackwardInput)):
+                    made[isinstance(i, Forward), i.stage, i.microbatch] = (rank, span)
+        pairs = [(True, s, d) for s, d in edges] + [(False, d, s) for s, d in edges]
+        lines: list[str] = []
+        for (forward, stage, microbatch), (rank, span) in made.items():
+            for is_forward, source, target in pairs:
+                other = made.get((forward, target, microbatch))
+                if is_forward != forward or source != stage or other is None or other[0] == rank:
+                    continue
+                down = ys[other[0]] > ys[rank]
+                y0 = ys[rank] + (self.lane - 3 if down else 3)
+                y1 = ys[other[0]] + (1 if down else self.lane - 1)
+                lines.append(f"M{sheet.x(span.end_ms) - 1:.1f} {y0:g}L{sheet.x(other[1].start_ms) + 2:.1f} {y1:g}")
+        if not lines or len(lines) > _MOST_ARROWS:
+            return []
+        arrows = "".join(f'<path d="{line}"/>' for line in lines)
+        return [f'<g fill="none" stroke="{_INK}" stroke-width="0.9" opacity="0.55" marker-end="url(#tip)">{arrows}</g>']
+
+
+def _width(panels: Sequence[_Panel], extent: float, margins: float) -> int:
+    """Wide enough for two digits in nearly all boxes, between 1280 and 1920 pixels."""
+    sizes = sorted(s.end_ms - s.start_ms for p in panels for r in p.ranks for s in p.timeline.spans[r])
+    short = sizes[len(sizes) // 10] if sizes else extent
+    return round(min(1920.0, max(1280.0, margins + 16 * extent / max(short, extent / 1e4))))
+
+
+def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:
+    timeline, world = panel.timeline, len(panel.timeline.spans)
+    peak = max(timeline.peak_activations, default=0)
+    facts = [
+        f"makespan {milliseconds(timeline.makespan_ms)}",
+        f"bubble {timeline.bubble_of_total:.1%} of total ({timeline.bubble_of_ideal:.1%} of ideal)",
+        f"peak activations {peak:g} microbatches",
+    ]
+    if len(panel.ranks) < world:
+        facts.append(f"{len(panel.ranks)} of {world:,} workers drawn")
+    heading = f'<tspan font-weight="600">{escape(panel.heading)}</tspan>  ' if panel.heading else ""
+    return (
+        f'<text x="24" y="{y:g}" font-size="14" xml:space="preserve">{heading}'
+        f'<tspan fill="{_QUIET}">{escape("  ·  ".join(facts))}</tspan></text>'
+    )
+
+
+def _axis(sheet: _Sheet, makespan_ms: float, top: float, bottom: float) -> list[str]:
+    step = nice_step(sheet.extent, max(2, int((sheet.width - sheet.left) / 90)))
+    out = []
+    for tick in range(int(makespan_ms / step + 1e-9) + 1):
+        x = sheet.x(tick * step)
+        out.append(
+            f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{_LINE}"/>'
+            f'<text x="{x:.2f}" y="{bottom + 18:g}" font-size="11" text-anchor="middle" fill="{_QUIET}">{tick * step:g}</text>'
+        )
+    x = sheet.x(makespan_ms)
+    out.append(f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{_INK}" stroke-dasharray="4 3"/>')
+    out.append(
+        f'<text x="{sheet.width - 24}" y="{bottom + 18:g}" font-size="11" text-anchor="end" fill="{_QUIET}">time, ms</text>'
+    )
+    return out
+
+
+def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
+    kinds = {type(s.instruction) for p in panels for r in p.ranks for s in p.timeline.spans[r]}
+    chunks = max((max(p.timeline.chunk_of.values(), default=0) + 1 for p in panels), default=1)
+    items = [(_COLOURS[kind][0], _COLOURS[kind][1]) for kind in _COLOURS if kind in kinds]
+    items += [(_tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1][1:]
+    items.append(("url(#idle)", "idle"))
+    out, x = [f'<g font-size="13" fill="{_QUIET}">'], 24.0
+    for colour, text in items:
+        out.append(
+            f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{colour}" stroke="{_LINE}"/>'
+            f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
+        )
+        x += 22 + _text_width(text, 13) + 26
+    out.append("</g>")
+    return out
+
+
+def _text_width(text: str, size: float) -> float:
+    return _CHARACTER * size * len(text)
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def _tint(colour: str, white: float) -> str:
+    """The colour mixed with this share of white."""
+    return "#" + "".join(f"{round(c + (255 - c) * white):02X}" for c in _channels(colour))
+
+
+def _ink_on(colour: str) -> str:
+    """White or dark text, whichever stands out (relative luminance, WCAG 2.2)."""
+    red, green, blue = (((c / 255) + 0.055) ** 2.4 / 1.055**2.4 for c in _channels(colour))
+    return "#FFFFFF" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.27 else _INK

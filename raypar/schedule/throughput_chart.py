@@ -1,0 +1,252 @@
+"""Throughput of a run over time, with what befell it, as a drawing (SVG): samples a second, workers, pauses, faults.
+
+It lies beside the other pictures of time because it shares their colours and measures; like them it reads no file.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate, pairwise
+
+from raypar.schedule.swimlane_svg import _INK, _LINE, _QUIET, _text_width, _tint
+from raypar.schedule.text_grid import nice_step
+
+KINDS = {
+    "lost": ("#C8372D", "worker lost"),
+    "driver": ("#7A4FA3", "driver lost"),
+    "draining": ("#D9861A", "node drains"),
+    "joined": ("#2FA584", "worker joined"),
+    "started": ("#6B7480", "run resumed"),
+}
+"""Kind of a mark -> (colour, its name in the legend)."""
+
+_FLOW, _CREW, _PAUSE = "#2B7BBA", "#4D4D4D", "#F6E4E1"
+_FLOW_HEIGHT, _CREW_HEIGHT, _ROW, _LABEL = 260.0, 74.0, 17.0, 12.0
+_MOST_ROWS = 6
+_BINS = 320
+
+
+@dataclass(frozen=True)
+class ChartMark:
+    """Something that happened at `at_s`; `kind` of `KINDS`; `brief`: what stands in a crowded picture instead of the label."""
+
+    at_s: float
+    kind: str
+    label: str
+    brief: str = ""
+
+    @property
+    def shown(self) -> str:
+        """What stands beside its line."""
+        return self.brief or self.label
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run as it was seen. Times in seconds from its start.
+
+    `steps`: (start, end, samples) of every committed step, one after the other; `workers`: (since when, how many);
+    `pauses`: (from, to), from the last step before to the end of the first one after; `end_s`: where the drawing ends.
+    """
+
+    steps: Sequence[tuple[float, float, float]]
+    workers: Sequence[tuple[float, int]]
+    marks: Sequence[ChartMark]
+    pauses: Sequence[tuple[float, float]]
+    end_s: float
+
+
+def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str:
+    """The history as a complete SVG document: samples/s above, workers as a step line below, on one time axis.
+
+    Samples/s are means over a 320th of the time, or over two median steps where those are longer. Labels of marks that are
+    close to each other stand in several rows; those for which there is no room are left out (their tooltips are not).
+    """
+    extent = history.end_s or 1.0
+    late = [_text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
+    sheet = _Sheet(extent, width, left=76.0, right=28.0 + max(late, default=0.0))
+    rows = _rows(history.marks, sheet)
+    top = 92.0 + _ROW * (1 + max((row for row in rows if row is not None), default=0))
+    middle = top + _FLOW_HEIGHT
+    bottom = middle + 26 + _CREW_HEIGHT
+    height = round(bottom + 48)
+    body = [
+        f'<text x="24" y="44" font-size="22" font-weight="600">{escape(title)}</text>',
+        *_legend(history, 74),
+        *_pauses(history.pauses, sheet, top, bottom),
+        *_time_axis(sheet, top, bottom),
+        *_flow(history.steps, sheet, top, middle),
+        *_crew(history.workers, sheet, middle + 26, bottom),
+    ]
+    for mark, row in zip(history.marks, rows, strict=True):
+        body += _mark(mark, row, sheet, top, bottom)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{_INK}\">\n"
+        f"<title>{escape(title)}</title>\n"
+        f'<rect width="{width}" height="{height}" fill="#FFFFFF"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """Where time lies, in pixels."""
+
+    extent: float
+    width: int
+    left: float
+    right: float
+
+    @property
+    def end(self) -> float:
+        return self.width - self.right
+
+    def x(self, at_s: float) -> float:
+        return self.left + at_s / self.extent * (self.end - self.left)
+
+
+def throughput_bins(steps: Sequence[tuple[float, float, float]], extent: float) -> list[tuple[float, float, float]]:
+    """(from, to, samples/s) of equal bins over the whole time; within a step samples come evenly, between steps none do."""
+    if not steps:
+        return []
+    window = max(extent / _BINS, 2 * statistics.median(end - start for start, end, _ in steps))
+    count = max(1, int(extent / window))
+    starts = [start for start, _, _ in steps]
+    before = [0.0, *accumulate(samples for _, _, samples in steps)]
+
+    def total(at: float) -> float:
+        i = bisect_right(starts, at) - 1
+        if i < 0:
+            return 0.0
+        start, end, samples = steps[i]
+        return before[i] + samples * (min(1.0, (at - start) / (end - start)) if end > start else 1.0)
+
+    edges = [extent * i / count for i in range(count + 1)]
+    return [(a, b, (total(b) - total(a)) / (b - a)) for a, b in pairwise(edges)]
+
+
+def _rows(marks: Sequence[ChartMark], sheet: _Sheet) -> list[int | None]:
+    """The row of each mark's label, counted from the plot upwards; None where there is no room.
+
+    A label stands to the right of its line, above all lines that it would cross: so it is placed after those to its right.
+    """
+    rows: list[int | None] = [None] * len(marks)
+    placed: list[tuple[float, int]] = []
+    for index in sorted(range(len(marks)), key=lambda i: -marks[i].at_s):
+        x = sheet.x(marks[index].at_s)
+        end = x + 12 + _text_width(marks[index].shown, _LABEL)
+        row = 1 + max((row for at, row in placed if at <= end), default=-1)
+        if row < _MOST_ROWS:
+            rows[index] = row
+            placed.append((x, row))
+    return rows
+
+
+def _mark(mark: ChartMark, row: int | None, sheet: _Sheet, top: float, bottom: float) -> list[str]:
+    x, colour = sheet.x(mark.at_s), KINDS[mark.kind][0]
+    y = top if row is None else top - 6 - _ROW * row
+    label = "" if row is None else f'<text x="{x + 5:.2f}" y="{y - 2:g}" font-size="{_LABEL:g}">{escape(mark.shown)}</text>'
+    start = y if row is None else y - 11
+    return [
+        f'<g fill="{colour}"><title>{escape(mark.label)}, at {mark.at_s:.1f} s</title>'
+        f'<path d="M{x:.2f} {start:g}V{bottom:g}" stroke="{colour}" stroke-width="1.4" stroke-dasharray="5 3"/>{label}</g>'
+    ]
+
+
+def _pauses(pauses: Sequence[tuple[float, float]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
+    return [
+        f'<rect x="{sheet.x(start):.2f}" y="{top:g}" width="{max(1.0, sheet.x(end) - sheet.x(start)):.2f}" '
+        f'height="{bottom - top:g}" fill="{_PAUSE}"><title>pause of {end - start:.2f} s</title></rect>'
+        for start, end in pauses
+    ]
+
+
+def _time_axis(sheet: _Sheet, top: float, bottom: float) -> list[str]:
+    step = nice_step(sheet.extent, max(2, int((sheet.end - sheet.left) / 90)))
+    out = []
+    for tick in range(int(sheet.extent / step + 1e-9) + 1):
+        x = sheet.x(tick * step)
+        out.append(
+            f'<path d="M{x:.2f} {top:g}V{bottom + 4:g}" stroke="{_LINE}"/>'
+            f'<text x="{x:.2f}" y="{bottom + 18:g}" font-size="11" text-anchor="middle" fill="{_QUIET}">{tick * step:g}</text>'
+        )
+    return [
+        *out,
+        f'<text x="{(sheet.left + sheet.end) / 2:.2f}" y="{bottom + 36:g}" font-size="11" text-anchor="middle" fill="{_QUIET}">'
+        "time, s</text>",
+    ]
+
+
+def _flow(steps: Sequence[tuple[float, float, float]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
+    bins = throughput_bins(steps, sheet.extent)
+    most = max((rate for _, _, rate in bins), default=1.0) or 1.0
+    out = _value_axis("samples/s", most, 5, sheet, top, bottom)
+    if bins:
+        y = _scale(most, top, bottom)
+        line = "".join(f"{'L' if i else 'M'}{sheet.x(a):.2f} {y(r):.2f}H{sheet.x(b):.2f}" for i, (a, b, r) in enumerate(bins))
+        area = f"M{sheet.x(0):.2f} {bottom:g}L{line[1:]}V{bottom:g}z"
+        out.append(f'<path d="{area}" fill="{_tint(_FLOW, 0.75)}" fill-opacity="0.7"/>')
+        out.append(f'<path d="{line}" fill="none" stroke="{_FLOW}" stroke-width="1.6" stroke-linejoin="round"/>')
+    return out
+
+
+def _crew(workers: Sequence[tuple[float, int]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
+    most = max((count for _, count in workers), default=1) or 1
+    out = _value_axis("workers", most, 4, sheet, top, bottom, least=1.0)
+    if workers:
+        y = _scale(most, top, bottom)
+        ends = [*(at for at, _ in workers[1:]), sheet.extent]
+        line = f"M{sheet.x(workers[0][0]):.2f} {y(workers[0][1]):.2f}"
+        line += "".join(f"V{y(count):.2f}H{sheet.x(end):.2f}" for (_, count), end in zip(workers, ends, strict=True))
+        out.append(f'<path d="{line}" fill="none" stroke="{_CREW}" stroke-width="2"/>')
+    return out
+
+
+def _scale(most: float, top: float, bottom: float) -> Callable[[float], float]:
+    return lambda value: bottom - (bottom - top) * value / (1.06 * most)
+
+
+def _value_axis(name: str, most: float, ticks: int, sheet: _Sheet, top: float, bottom: float, least: float = 0.0) -> list[str]:
+    step = max(nice_step(most, ticks), least)
+    y = _scale(most, top, bottom)
+    out = [
+        f'<text transform="translate(20 {(top + bottom) / 2:g}) rotate(-90)" font-size="12" text-anchor="middle" '
+        f'fill="{_QUIET}">{name}</text>'
+    ]
+    for tick in range(int(most / step + 1e-9) + 1):
+        at = y(tick * step)
+        out.append(
+            f'<path d="M{sheet.left:g} {at:.2f}H{sheet.end:.2f}" stroke="{_LINE}"/>'
+            f'<text x="{sheet.left - 8:g}" y="{at + 4:.2f}" font-size="11" text-anchor="end" fill="{_QUIET}">'
+            f"{tick * step:,g}</text>"
+        )
+    return out
+
+
+def _legend(history: RunHistory, y: float) -> list[str]:
+    there = {mark.kind for mark in history.marks}
+    out, x = [f'<g font-size="13" fill="{_QUIET}">'], 24.0
+    for colour, text in (KINDS[kind] for kind in KINDS if kind in there):
+        out.append(
+            f'<path d="M{x:.0f} {y - 5:g}h16" stroke="{colour}" stroke-width="2" stroke-dasharray="5 3"/>'
+            f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
+        )
+        x += 22 + _text_width(text, 13) + 26
+    if history.pauses:
+        total = sum(end - start for start, end in history.pauses)
+        number = len(history.pauses)
+        text = f"{number} pause{'s' * (number > 1)}, {total:.2f} of {history.end_s:.1f} s"
+        out.append(
+            f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{_PAUSE}" stroke="{_LINE}"/>'
+            f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
+        )
+        x += 22 + _text_width(text, 13) + 26
+    if any(mark.brief for mark in history.marks):
+        nodes = "; beside a drain: beginnings of nodes' ids" * ("draining" in there)
+        out.append(f'<text x="{x:.0f}" y="{y:g}">numbers: workers{nodes}</text>')
+    out.append("</g>")
+    return out

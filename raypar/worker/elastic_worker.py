@@ -1,0 +1,269 @@
+"""A worker's body as the elastic protocol sees it (`elastic.member.MemberBackend`), made of a `WorkerCore`.
+
+State travels by name and slice: elements of a parameter and what the optimizer keeps for them. What a new plan takes over as it
+is from this worker's own old stages is not copied.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.comm.transport import Routine, Transport, Wait
+from raypar.elastic.adopt_order import AdoptOrder
+from raypar.elastic.holdings import Digest, Piece, WholeParameters, union
+from raypar.elastic.vote_result import VoteResult
+from raypar.errors import RayparError
+from raypar.model.build import elements_by_layer, state_shapes
+from raypar.plan.shard_ranges import Cut
+from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.communicators import direct_moves
+from raypar.worker.mirror import Mirror
+from raypar.worker.optimizer import load_optimizer_state, optimizer_state
+from raypar.worker.parameter_state import Kept, ParameterSlice, ParameterState, assemble_parameter, extract_run
+from raypar.worker.tags import state_tag
+from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
+
+
+class ElasticWorker:
+    """See `elastic.member.MemberBackend`.
+
+    `trace`: keep the next step's spans. `described`: what was built last, for the driver.
+    """
+
+    def __init__(self, core: WorkerCore, worker: int) -> None:
+        self.core, self.worker = core, worker
+        self.layout = WholeParameters(elements_by_layer(core.graph))
+        self.mirror = Mirror()
+        self._done = 0
+        self._cut_due = False
+        self._old: dict[str, list[ParameterState]] = {}
+        """What a former plan left here, still of the same version; dropped with the first step of the new one."""
+        self.trace = False
+        self.described: dict[str, Any] | None = None
+
+    # -- Body ------------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, cut: bool = False) -> Routine[StepReport]:
+        """Run, vote, apply, take a cut."""
+        self._cut_due = cut
+        self.core.end.before_vote = self.mirror.finish if cut else None
+        report = yield from self.mirror.beside(self.core.routine(step, trace=self.trace))
+        if cut:
+            self._take_cut(self.core.transport)
+        return replace(report, mirror_seconds=self.mirror.spent(), digest=self.mirror.digests.get(step + 1) if cut else None)
+
+    def validate(self) -> Routine[ValidationReport]:
+        """One pass."""
+        report = yield from self.core.validation_routine(self.applied())
+        return report
+
+    def applied(self) -> int:
+        """Steps applied to the state held."""
+        end = getattr(self.core, "end", None)
+        if end is not None and end.finished >= self._done:
+            self._done = end.finished + 1
+            self._old = {}
+        return self._done
+
+    def outcome(self) -> VoteResult | None:
+        """Of the step that was applied last."""
+        return self.core.end.outcome
+
+    def votable(self) -> bool:
+        """Whether the reduced gradients of the open step are kept."""
+        return bool(self.core.stages) and self.core.end.votable
+
+    def apply_late(self, step: int, outcome: VoteResult) -> None:
+        """Apply them."""
+        assert self.core.end.step == step
+        self.core.end.apply_late(outcome)
+        if self._cut_due:
+            self._take_cut(None)  # the transport is gone; those who applied in time keep the other copies
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """All that is held of the state after `applied()` steps."""
+        self.applied()
+        return union(
+            Piece(name, start, stop)
+            for name, holdings in self._standing().items()
+            for holding in holdings
+            for start, stop in holding.spans
+        )
+
+    def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
+        """What is held of the mirror's cuts."""
+        return self.mirror.pieces()
+
+    def digests(self) -> Mapping[int, Digest]:
+        """Of the own copies."""
+        return self.mirror.digests
+
+    def abort(self, reason: str) -> None:
+        """From any thread: every pending wait raises."""
+        self.core.abort(reason)
+
+    def adopt(self, order: tuple[AdoptOrder, Callable[[], Transport]]) -> Routine[None]:
+        """Connect, hand over and take over state, then build. Until all has arrived the old part stands as it was."""
+        part, connect = order
+        base: dict[str, list[ParameterState]] = {}
+        if part.cut:
+            base = self.mirror.at(part.done)
+        elif not (part.fresh or part.load):
+            base = self._standing() if self.applied() == part.done else {}
+        self.mirror.leave()
+        former, self.core.transport = self.core.transport, None
+        if former is not None:
+            former.close()
+        self.core.transport = transport = connect()  # an abort now means the new one
+        received = yield from self._exchange(part, transport, base)
+        if part.assignment is None:
+            return
+        for name, holdings in received.items():
+            base.setdefault(name, []).extend(holdings)
+        values: dict[str, Tensor] | None = None
+        if not (part.fresh or part.load):
+            state = self._assembled(part, transport.rank, base)
+            values = {name: kept[PARAMETER] for name, kept in state.items()}
+        load = Path(part.load) if part.load else None
+        self.described = self.core.adopt(part.assignment, transport, values=values, load=load)
+        self.core.release_initial_values()
+        if not (part.fresh or part.load):
+            for index, optimizer in self.core.end.optimizers.items():
+                kinds = {name: _without_parameter(state.get(name, {})) for name in self.core.stages[index].parameters}
+                load_optimizer_state(optimizer, {name: kept for name, kept in kinds.items() if kept})
+        self._done, self.core.end.finished = part.done, part.done - 1
+        self._old = base
+        self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
+        plan = part.assignment.plan
+        self.mirror.compared = any(plan.stages[index].replicas > 1 for index in self.core.stages)
+
+    # -- parts -----------------------------------------------------------------------------------------------------------
+
+    def _take_cut(self, transport: Transport | None) -> None:
+        done = self.applied()
+        self.mirror.take(done, self._held(), transport, self._slices())
+
+    def _slices(self) -> dict[str, ParameterSlice]:
+        """Which part it is of parameters that are cut over shards."""
+        return {
+            name: ParameterSlice(stage.shard.layout.cuts[name], stage.shard.group.shard)
+            for stage in self.core.stages.values()
+            if stage.shard is not None
+            for name in stage.parameters
+            if name in stage.shard.layout.cuts
+        }
+
+    def _standing(self) -> dict[str, list[ParameterState]]:
+        """All that is held of the state after `applied()` steps; not copies."""
+        self.applied()
+        found, slices = {name: list(holdings) for name, holdings in self._old.items()}, self._slices()
+        for name, kept in self._held().items():
+            found.setdefault(name, []).insert(0, ParameterState(kept, slices.get(name, ParameterSlice())))
+        return found
+
+    def _assembled(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, Kept]:
+        """What the new plan has this worker hold, in tensors that it may write to."""
+        plan = part.assignment.plan
+        shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.seats[rank].shard
+        cuts = self.core.layout(shards).cuts if shards > 1 else {}
+        found: dict[str, Kept] = {}
+        for name, size in self.layout.of(plan, rank).items():
+            place = ParameterSlice(cuts[name], shard) if name in cuts else ParameterSlice()
+            shape, whole = partial(self._shape, name), partial(self._whole, name)
+            made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)
+            if made is None:
+                what = f"worker {self.worker} lacks elements of {name} of the state after {part.done} steps"
+                raise RayparError(what, cure="report this: what it was to be sent, or to have, is not all of it")
+            kept, writable = made
+            found[name] = kept if writable else {**kept, PARAMETER: kept[PARAMETER].clone()}
+        return found
+
+    def _whole(self, name: str) -> Cut | None:
+        """How shards would cut a parameter that is held whole: by that its elements are numbered."""
+        return self.core.layout(1).cuts.get(name)
+
+    def _shape(self, name: str) -> torch.Size:
+        """Of a whole parameter or buffer."""
+        return self._shapes[name]
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return state_shapes(self.core.graph)
+
+    def _held(self) -> dict[str, Kept]:
+        """The state of this worker's stages; not copies."""
+        found: dict[str, Kept] = {}
+        for index, stage in self.core.stages.items():
+            optimizer = self.core.end.optimizers.get(index)
+            state = optimizer_state(optimizer) if optimizer is not None else {}
+            for name, parameter in stage.parameters.items():
+                if parameter.numel():
+                    found.setdefault(name, {PARAMETER: parameter.detach(), **state.get(name, {})})
+            found |= {name: {PARAMETER: buffer} for name, buffer in stage.buffers.items() if buffer.numel()}
+        return found
+
+    def _exchange(
+        self, part: AdoptOrder, transport: Transport, base: Mapping[str, list[ParameterState]]
+    ) -> Routine[dict[str, list[ParameterState]]]:
+        """All moves at once. One header a pair of workers says what follows."""
+        outgoing: dict[int, list[Piece]] = {}
+        sources: list[int] = []
+        for move in part.moves:
+            if move.source == self.worker:
+                outgoing.setdefault(move.dest, []).append(move.piece)
+            if move.dest == self.worker and move.source not in sources:
+                sources.append(move.source)
+        headers = {w: transport.recv(None, source=part.ranks[w], tag=state_tag(0)) for w in sources}
+        sent, direct = [], direct_moves(part)
+        for dest, pieces in outgoing.items():
+            tensors: list[Tensor] = []
+            lines: list[tuple[str, int | None, dict[str, Any]]] = []
+            for piece in pieces:
+                start, kept = self._moved(piece, base[piece.name])
+                numbers = {key: None if isinstance(value, Tensor) else (value,) for key, value in kept.items()}
+                lines.append((piece.name, start, numbers))
+                for value in kept.values():
+                    if isinstance(value, Tensor):
+                        value = value.detach().contiguous()
+                        tensors.append(value if (transport.rank, part.ranks[dest]) in direct else value.cpu())
+            header = torch.frombuffer(bytearray(pickle.dumps(lines)), dtype=torch.uint8)
+            for index, tensor in enumerate([header, *tensors]):
+                sent.append(transport.send(tensor, to=part.ranks[dest], tag=state_tag(index)))
+        found: dict[str, list[ParameterState]] = {}
+        for source, handle in headers.items():
+            yield Wait(handle, f"the list of state from worker {source}")
+            lines = pickle.loads(handle.tensor().numpy().tobytes())
+            count = sum(value is None for _, _, numbers in lines for value in numbers.values())
+            handles = iter([transport.recv(None, source=part.ranks[source], tag=state_tag(i + 1)) for i in range(count)])
+            for name, start, numbers in lines:
+                kept: Kept = {}
+                for key, value in numbers.items():
+                    if value is not None:
+                        kept[key] = value[0]
+                        continue
+                    got = next(handles)
+                    yield Wait(got, f"{key} of {name} from worker {source}")
+                    kept[key] = got.tensor()
+                found.setdefault(name, []).append(ParameterState(kept, start=start))
+        for handle in sent:
+            yield Wait(handle, "state to be taken")
+        return found
+
+    def _moved(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, Kept]:
+        """What travels of a parameter: all of it as it is (None), or the elements from `start` on."""
+        for holding in holdings:
+            if holding.place.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
+                return None, holding.kept
+        return piece.start, extract_run(holdings, piece.start, piece.stop, self._whole(piece.name))
+
+
+def _without_parameter(kept: Kept) -> Kept:
+    return {key: value for key, value in kept.items() if key != PARAMETER}

@@ -1,0 +1,72 @@
+"""One worker's shard of a stage, as steps' ends and checkpoints see it: what is summed over shards, and what it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from raypar.comm.transport import Routine
+from raypar.model.tensor_parallel.build import slice_of
+from raypar.model.tensor_parallel.functions import select
+from raypar.model.tensor_parallel.gradients import complete
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.plan.shard_ranges import Cut, positions_of
+from raypar.worker.checkpoint import TensorSlices
+
+
+@dataclass(frozen=True)
+class StageShard:
+    """`group`: the shards of this replica of the stage; `layout`: how the model is cut over so many."""
+
+    group: ShardGroup
+    layout: ShardLayout
+
+    def complete(self, names: Sequence[str], gradients: Sequence[Tensor | None], partial: Collection[int]) -> Routine[None]:
+        """Finish, in place, the gradients of uses of parameters (`names`) that are parts of a sum over shards.
+
+        `partial`: indices of uses of parameters that are whole on every shard but meet parts of values.
+        """
+        parts = [i for i, name in enumerate(names) if i in partial or name in self._overlapping]
+        yield from complete(
+            {names[i]: gradients[i] for i in parts},
+            partial={names[i] for i in partial},
+            cuts=self._overlapping,
+            group=self.group,
+        )
+
+    def counted(self, name: str, gradient: Tensor) -> Tensor:
+        """What of a parameter's gradient this shard counts in the norm: every element is counted by one shard."""
+        if name not in self.layout.cuts and self.group.shard > 0:
+            return gradient.new_empty(0)
+        return self.owned(name, gradient)
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This shard's slice of an unsharded parameter, or of optimizer state of its shape; other state is every shard's."""
+        cut = self.layout.cuts.get(name)
+        if cut is None or whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.size:
+            return whole
+        return slice_of(self.layout, name, whole, self.group.shard)
+
+    def owned(self, name: str, local: Tensor) -> Tensor:
+        """What of a slice no shard before this one has."""
+        cut, shard = self._overlapping.get(name), self.group.shard
+        if cut is None:
+            return local
+        return select(local, cut.dim, positions_of(cut.held[shard], cut.owned(shard))).contiguous()
+
+    def slices(self, name: str, local: Tensor) -> TensorSlices:
+        """Where that lies in the unsharded tensor."""
+        cut = self.layout.cuts[name]
+        shape = (*local.shape[: cut.dim], cut.size, *local.shape[cut.dim + 1 :])
+        return TensorSlices(shape, cut.dim, cut.owned(self.group.shard))
+
+    @cached_property
+    def _overlapping(self) -> Mapping[str, Cut]:
+        """Cuts of which several shards hold the same indices."""
+        return {name: cut for name, cut in self.layout.cuts.items() if cut.shared}

@@ -1,0 +1,180 @@
+"""A worker's state out and in: which of it this worker writes, copies of it, and putting it back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raypar.errors import CheckpointError
+from raypar.model.initial_values import InitialValues
+from raypar.plan import Crossing, ParallelPlan
+from raypar.worker.checkpoint import (
+    BUFFER,
+    CACHE,
+    PARAMETER,
+    Name,
+    Scalar,
+    ShardRecord,
+    TensorSlices,
+    read_buffers,
+    read_tensors,
+    write_shard,
+)
+from raypar.worker.optimizer import load_optimizer_state, optimizer_state
+from raypar.worker.stage import Stage
+
+WRITE_TIMEOUT_S = 600.0
+"""How long the disk may take over one worker's file."""
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """Copies of parameters, optimizer state and buffers at one committed step. `ties`: first name -> the other names; `slices`:
+    which part of an unsharded tensor it is, where not the whole."""
+
+    tensors: Mapping[Name, Tensor]
+    scalars: Mapping[Name, Scalar]
+    slices: Mapping[Name, TensorSlices] = field(default_factory=dict)
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def written_state(plan: ParallelPlan, crossing: Crossing, rank: int, stages: Mapping[int, Stage]) -> dict[int, tuple[str, ...]]:
+    """stage -> parameters (and buffers) that this rank writes: replicas take turns, a tied parameter is its first stage's.
+    Of a parameter that is cut every shard writes what it owns; of what all shards hold whole they take turns too."""
+    seat = plan.seats[rank]
+    first = {tie.name: tie.stages[0] for tie in crossing.ties}
+
+    def mine(stage: Stage, turn: int, name: str) -> bool:
+        replicas, shards = plan.stages[stage.index].replicas, plan.stages[stage.index].shards
+        cut = stage.shard is not None and name in stage.shard.layout.cuts
+        return turn % replicas == seat.replica and (cut or turn // replicas % shards == seat.shard)
+
+    return {
+        index: tuple(
+            name
+            for turn, name in enumerate([*stage.parameters, *stage.buffers])
+            if first.get(name, index) == index and mine(stage, turn, name)
+        )
+        for index, stage in stages.items()
+    }
+
+
+def take_snapshot(
+    stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, tuple[str, ...]]
+) -> StateSnapshot:
+    """Copies on the CPU of what `names` (stage -> parameters and buffers) says. Takes one pass over that memory."""
+    tensors: dict[Name, Tensor] = {}
+    scalars: dict[Name, Scalar] = {}
+    slices: dict[Name, TensorSlices] = {}
+    with torch.no_grad():
+        for index, mine in names.items():
+            state = optimizer_state(optimizers[index]) if index in optimizers else {}
+            stage = stages[index]
+            for name in mine:
+                if name in stage.buffers:
+                    tensors[name, BUFFER if name in stage.persistent else CACHE] = _copy(stage.buffers[name])
+                    continue
+                shard, parameter = stages[index].shard, stages[index].parameters[name]
+                cut = shard.layout.cuts.get(name) if shard is not None else None
+                for key, value in {PARAMETER: parameter, **state.get(name, {})}.items():
+                    if shard is not None and cut is not None:
+                        if isinstance(value, Tensor) and value.shape == parameter.shape:
+                            owned = shard.owned(name, value)
+                            if owned.numel():
+                                tensors[name, key], slices[name, key] = _copy(owned), shard.slices(name, value)
+                            continue
+                        if shard.group.shard > 0:
+                            continue  # a step count, which is every shard's
+                    if isinstance(value, Tensor):
+                        tensors[name, key] = _copy(value)
+                    elif value is None or isinstance(value, (bool, int, float)):
+                        scalars[name, key] = value
+                    else:
+                        raise CheckpointError(
+                            f"optimizer state {key!r} of {name} is a {type(value).__name__}, neither tensor nor number",
+                            cure="use an optimizer with plain state, or set checkpoint.every: 0 and checkpoint.at_end: false",
+                        )
+    ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.ties}
+    return StateSnapshot(tensors, scalars, slices, ties)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def restore_state(
+    path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], initial: InitialValues
+) -> None:
+    """Put a checkpoint's state into these stages and optimizers, reading only what they hold. Raises `CheckpointError`.
+
+    `initial`: values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only.
+    """
+    names = {name for stage in stages.values() for name in stage.parameters}
+    shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
+    found = read_tensors(path, names, shards[0].part if shards and shards[0] is not None else None)
+    wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
+    buffers = read_buffers(path, wanted)
+    lacking = [name for name in wanted if name not in buffers]
+    buffers |= {name: value.to(wanted[name]) for name, value in initial.stream(lacking, torch.float64)} if lacking else {}
+    with torch.no_grad():
+        for index, stage in stages.items():
+            values: dict[str, Tensor] = {name: kinds[PARAMETER] for name, kinds in found.items() if name in stage.parameters}
+            values |= {name: value for name, value in buffers.items() if name in stage.buffers}
+            for name, tensor in {**stage.parameters, **stage.buffers}.items():
+                kept = values[name]
+                if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                    raise CheckpointError(
+                        f"{name} is {list(tensor.shape)} {tensor.dtype} in the model and {list(kept.shape)} {kept.dtype} "
+                        f"in checkpoint {path}",
+                        cure="use a checkpoint of this model",
+                    )
+                tensor.copy_(kept)
+            if index in optimizers:
+                state = {name: {k: v for k, v in found[name].items() if k != PARAMETER} for name in stage.parameters}
+                # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
+                load_optimizer_state(optimizers[index], {name: kinds for name, kinds in state.items() if kinds})
+
+
+class CheckpointWriter:
+    """Writes one snapshot at a time in a background thread, so that training goes on meanwhile."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._record: ShardRecord | None = None
+        self._error: Exception | None = None
+
+    def start(self, folder: Path, file_name: str, state: StateSnapshot) -> None:
+        """Begin to write; a snapshot that is still being written is waited for first (`CheckpointError` if for too long)."""
+        if self._thread is not None:
+            self._wait(WRITE_TIMEOUT_S)
+        self._record = self._error = None
+
+        def write() -> None:
+            try:
+                self._record = write_shard(folder, file_name, state.tensors, state.scalars, state.slices, state.ties)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="raypar-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _wait(self, timeout_s: float) -> None:
+        assert self._thread is not None, "nothing was started"
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the disk did not take a checkpoint within {timeout_s:g} s", cure="set run_dir to a faster disk"
+            )
+
+    def result(self, timeout_s: float = WRITE_TIMEOUT_S) -> ShardRecord:
+        """Wait for the file. Raises the `CheckpointError` it failed with, or one when the deadline has passed."""
+        self._wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        assert self._record is not None
+        return self._record

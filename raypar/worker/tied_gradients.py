@@ -1,0 +1,145 @@
+"""Tied parameters of several stages: every holder gets the reduced gradients of all uses, cut as it holds the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from raypar.comm.transport import Handle, Routine, Transport, Wait
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.functions import select
+from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.plan import ParallelPlan, Routing, Tie
+from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of
+from raypar.worker.tags import tie_tag
+
+Uses = Callable[[int, str], Sequence[Tensor | None]]
+"""(stage, parameter) -> reduced gradients of its uses there, in layer order; none if it is frozen."""
+Source = tuple[int, IndexRanges | None]
+"""A shard that sends, and which indices of the cut dim; None: all that it has."""
+
+
+def tie_sources(
+    plan: ParallelPlan, name: str, src: int, dst: int, shard: int, layout: Callable[[int], ShardLayout]
+) -> list[Source]:
+    """Who sends what of a parameter's gradient in stage `src` to one shard of `dst`: one that has all of it, if there is such
+    a shard."""
+    givers, takers = plan.stages[src].shards, plan.stages[dst].shards
+    near = shard % givers
+    if givers == takers:
+        return [(near, None)]
+    there, here = layout(givers).cuts.get(name), layout(takers).cuts.get(name)
+    if there is None or here is None:
+        return [(near, None)]
+    needed = here.held[shard]
+    if intersect_ranges(there.held[near], needed) == needed:
+        return [(near, needed)]
+    shared = [(giver, intersect_ranges(there.owned(giver), needed)) for giver in range(givers)]
+    return [(giver, spans) for giver, spans in shared if spans]
+
+
+@dataclass
+class TieExchange:
+    """One worker's part. `layout(shards)`: how the model is cut over so many; asked only where stages of a tie differ in it."""
+
+    rank: int
+    graph: Graph
+    routing: Routing
+    ties: tuple[Tie, ...]
+    transport: Transport
+    layout: Callable[[int], ShardLayout]
+    found: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
+    """Uses in stages of other positions: (canonical name, stage) -> reduced gradients in layer order."""
+
+    def run(self, step: int, uses: Uses) -> Routine[None]:
+        """Send what others need of the uses here and fill `found`."""
+        self.found.clear()
+        sent: list[tuple[Handle, Tensor]] = []
+        awaited: list[tuple[str, int, int, list[tuple[Source, Handle]]]] = []
+        for index, tie in enumerate(self.ties):
+            if any(self._here(stage) for stage in tie.stages):
+                sent += self._send(step, index, tie, uses)
+                awaited += self._receive(step, index, tie, uses)
+        for name, src, receiver, handles in awaited:
+            for _, handle in handles:
+                yield Wait(handle, f"the gradient of tied parameter {name} from stage {src}")
+            parts = [(source, handle.tensor()) for source, handle in handles]
+            self.found.setdefault((name, src), []).append(self._joined(name, receiver, parts))
+        for handle, _ in sent:
+            yield Wait(handle, "the gradients of tied parameters to be taken")
+
+    def _here(self, stage: int) -> bool:
+        plan = self.routing.plan
+        return plan.stages[stage].position == plan.seats[self.rank].position
+
+    def _receivers(self, tie: Tie) -> Iterator[int]:
+        """One stage of every position that holds the parameter: its workers get the uses for all their stages."""
+        plan = self.routing.plan
+        for position in sorted({plan.stages[s].position for s in tie.stages}):
+            yield next(s for s in tie.stages if plan.stages[s].position == position)
+
+    def _send(self, step: int, index: int, tie: Tie, uses: Uses) -> Iterator[tuple[Handle, Tensor]]:
+        plan = self.routing.plan
+        seat = plan.seats[self.rank]
+        for src in (stage for stage in tie.stages if self._here(stage)):
+            for stage in (stage for stage in self._receivers(tie) if not self._here(stage)):
+                replicas = range(seat.replica, plan.stages[stage].replicas, plan.stages[src].replicas)
+                for shard in range(plan.stages[stage].shards):
+                    givers = tie_sources(plan, tie.name, src, stage, shard, self.layout)
+                    for spans in (spans for giver, spans in givers if giver == seat.shard):
+                        for use, gradient in enumerate(uses(src, tie.name)):
+                            part = torch.empty(0) if gradient is None else self._part(tie.name, src, gradient, spans)
+                            tag = tie_tag(step, src, stage, index, use)
+                            for replica in replicas:
+                                yield self.transport.send(part, to=plan.rank(stage, replica, shard), tag=tag), part
+
+    def _receive(
+        self, step: int, index: int, tie: Tie, uses: Uses
+    ) -> Iterator[tuple[str, int, int, list[tuple[Source, Handle]]]]:
+        plan = self.routing.plan
+        seat = plan.seats[self.rank]
+        names = next(names for names in self.graph.ties if names[0] == tie.name)
+        number = {layer.name: i for i, layer in enumerate(self.graph.layers)}
+        receiver = next(stage for stage in self._receivers(tie) if self._here(stage))
+        if not uses(receiver, tie.name):
+            return  # it is frozen: nobody has a gradient of it
+        for src in (stage for stage in tie.stages if not self._here(stage)):
+            there = plan.stages[src]
+            for use in range(sum(there.first <= number[self.graph.layer_of(name)] < there.last for name in names)):
+                handles: list[tuple[Source, Handle]] = []
+                for source in tie_sources(plan, tie.name, src, receiver, seat.shard, self.layout):
+                    peer = plan.rank(src, seat.replica % there.replicas, source[0])
+                    tag = tie_tag(step, src, receiver, index, use)
+                    handles.append((source, self.transport.recv(None, source=peer, tag=tag)))
+                yield tie.name, src, receiver, handles
+
+    # -- pieces --------------------------------------------------------------------------------------------------------
+
+    def _part(self, name: str, src: int, gradient: Tensor, spans: IndexRanges | None) -> Tensor:
+        if spans is None:
+            return gradient
+        cut = self.layout(self.routing.plan.stages[src].shards).cuts[name]
+        held = cut.held[self.routing.plan.seats[self.rank].shard]
+        return select(gradient, cut.dim, positions_of(held, spans)).contiguous()
+
+    def _joined(self, name: str, receiver: int, parts: list[tuple[Source, Tensor]]) -> Tensor | None:
+        first = parts[0][1]
+        if first.dim() == 1 and first.numel() == 0:
+            return None
+        if len(parts) == 1:
+            return first
+        cut = self.layout(self.routing.plan.stages[receiver].shards).cuts[name]
+        needed = cut.held[self.routing.plan.seats[self.rank].shard]
+        shape = list(first.shape)
+        shape[cut.dim] = count_indices(needed)
+        whole = first.new_empty(shape)
+        for (_, spans), part in parts:
+            assert spans is not None
+            at = 0
+            for start, stop in positions_of(needed, spans):
+                whole.narrow(cut.dim, start, stop - start).copy_(part.narrow(cut.dim, at, stop - start))
+                at += stop - start
+        return whole

@@ -1,0 +1,325 @@
+"""The canonical reduction has the bits of one process; its bytes are those of a ring."""
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.transport_cases import CREDENTIAL
+
+from raypar.comm import gradient_reduction, shared_memory
+from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
+from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
+from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.transport import Work, run_routine
+from raypar.errors import CommError
+from raypar.plan.addition_tree import covering_nodes, fold_tree
+from raypar.plan.microbatches import contiguous_part
+
+SHAPES = [(48,), (33, 7), (5,), (128, 16), (1,), (0,), (64,), (3, 17)]
+UNUSED = 4
+"""This parameter has no gradient anywhere."""
+
+
+def block_gradients(blocks, dtype=torch.float32, seed=0):
+    """Gradients [block][parameter] whose sums depend on the order; some undefined, some negative zero."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for block in range(blocks):
+        scale = [10.0 ** torch.randint(-3, 5, (1,), generator=generator).item() for _ in SHAPES]
+        row = [(torch.randn(s, generator=generator) * k).to(dtype) for s, k in zip(SHAPES, scale, strict=True)]
+        row[UNUSED] = None
+        row[6] = torch.full(SHAPES[6], -0.0, dtype=dtype)
+        if block % 3 == 1:
+            row[2] = None
+        made.append(row)
+    return made
+
+
+def by_one_process(gradients):
+    blocks = len(gradients)
+    return [fold_tree({(b, b + 1): gradients[b][i] for b in range(blocks)}, (0, blocks), torch.add) for i in range(len(SHAPES))]
+
+
+def parameters(dtype=torch.float32):
+    return [(torch.Size(s), dtype) for s in SHAPES]
+
+
+def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
+    """The routine of one replica: declares gradients ready in its own order, works in between."""
+    blocks = len(gradients)
+    dtype = gradients[0][0].dtype
+    group = range(len(runs))
+    made = kind(transport, group=group, runs=runs, blocks=blocks, parameters=parameters(dtype), bucket_bytes=bucket_bytes)
+    run = runs[transport.rank]
+    results = []
+    for step in range(steps):
+        made.start()
+        order = sorted(range(len(SHAPES)), key=lambda i: (i * 5 + transport.rank + step) % len(SHAPES))
+        for index in order if len(run) else ():
+            yield Work("backward", 1 + transport.rank)
+            leaves = {(b, b + 1): gradients[b][index] for b in run}
+            made.ready([index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(run, blocks)})
+        results = yield from made.finish()
+    return results
+
+
+def same_bits(got, want):
+    if got is None or want is None:
+        return got is want
+    return (
+        got.dtype == want.dtype
+        and got.shape == want.shape
+        and bytes(got.view(-1).view(torch.uint8)) == bytes(want.view(-1).view(torch.uint8))
+    )
+
+
+@pytest.mark.parametrize("replicas", range(1, 6))
+@pytest.mark.parametrize("blocks", range(1, 10))
+def test_every_number_of_replicas_has_the_bits_of_one_process(replicas, blocks):
+    gradients = block_gradients(blocks, seed=10 * replicas + blocks)
+    want = by_one_process(gradients)
+    mesh = LocalMesh(replicas)
+    runs = [contiguous_part(r, replicas, blocks) for r in range(replicas)]
+    routines = [replica(t, CanonicalReduction, runs, gradients) for t in mesh.transports]
+    for results in CooperativeScheduler(seed=blocks).run(routines, mesh):
+        assert [same_bits(got, one) for got, one in zip(results, want, strict=True)] == [True] * len(SHAPES)
+        assert all(t is None or t.data_ptr() % 64 == 0 or t.numel() == 0 for t in results)
+
+
+@pytest.mark.parametrize("kind", [CanonicalReduction, FastReduction])
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+def test_what_one_replica_notes_of_a_parameter_all_know_also_those_without_blocks(kind, replicas):
+    """In this step alone; it is no gradient."""
+    blocks = 3
+    mesh, runs = LocalMesh(replicas), [contiguous_part(r, replicas, blocks) for r in range(replicas)]
+    gradients = block_gradients(blocks)
+
+    def routine(transport):
+        made = kind(transport, group=range(replicas), runs=runs, blocks=blocks, parameters=parameters())
+        busy, told = bool(runs[transport.rank]), []
+        for notes in ((UNUSED, 1), (), (transport.rank, 7)):
+            made.note = lambda notes=notes: notes if busy else ()
+            made.start()
+            for index in range(len(SHAPES)) if busy else ():
+                leaves = {(b, b + 1): gradients[b][index] for b in runs[transport.rank]}
+                made.ready(
+                    [index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(runs[transport.rank], blocks)}
+                )
+            results = yield from made.finish()
+            assert results[UNUSED] is None and results[0] is not None
+            told.append(made.noted)
+        return told
+
+    working = {rank for rank in range(replicas) if runs[rank]}
+    for told in CooperativeScheduler().run([routine(t) for t in mesh.transports], mesh):
+        assert told == [{UNUSED, 1}, set(), working | {7}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_too(dtype):
+    gradients = block_gradients(5, dtype)
+    mesh = LocalMesh(3)
+    runs = [contiguous_part(r, 3, 5) for r in range(3)]
+    for results in CooperativeScheduler().run([replica(t, CanonicalReduction, runs, gradients) for t in mesh.transports], mesh):
+        assert all(same_bits(a, b) for a, b in zip(results, by_one_process(gradients), strict=True))
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["local", "cpu"])
+def test_threads_have_the_bits_of_one_process(kind, replicas):
+    gradients = block_gradients(8)
+    runs = [contiguous_part(r, replicas, 8) for r in range(replicas)]
+    results = [None] * replicas
+    local = LocalMesh(replicas)
+    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(replicas)]
+    addresses = [mesh.address for mesh in meshes]
+
+    def body(rank):
+        end = local.transports[rank]
+        if kind == "cpu":
+            end = meshes[rank].connect(rank=rank, size=replicas, addresses=addresses, generation=1, deadline_s=10)
+        results[rank] = run_routine(replica(end, CanonicalReduction, runs, gradients, steps=5), timeout_s=10)
+        end.close()
+
+    threads = [threading.Thread(target=body, args=(r,)) for r in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for mesh in meshes:
+        mesh.close()
+    for result in results:
+        assert all(same_bits(a, b) for a, b in zip(result, by_one_process(gradients), strict=True))
+
+
+@pytest.mark.parametrize("kind", [CanonicalReduction, FastReduction])
+def test_two_stages_of_one_group_do_not_mix_though_their_buckets_are_posted_in_different_orders(kind):
+    """Interleaved schedules: the same replicas reduce several chunks at the same time."""
+    mesh = LocalMesh(2)
+    runs = [range(1), range(1, 2)]
+
+    def routine(t):
+        made = [
+            kind(
+                t,
+                group=[0, 1],
+                runs=runs,
+                blocks=2,
+                parameters=[(torch.Size((64,)), torch.float32)] * 3,
+                bucket_bytes=64,
+                channel=chunk,
+            )
+            for chunk in range(2)
+        ]
+        for one in made:
+            one.start()
+        for chunk in (0, 1) if t.rank else (1, 0):
+            for index in range(3):
+                yield Work("backward", 1.0)
+                made[chunk].ready([index], {(t.rank, t.rank + 1): {index: torch.full((64,), 10.0 * chunk + index)}})
+        first = yield from made[0].finish()
+        second = yield from made[1].finish()
+        return [[int(g[0]) for g in grads] for grads in (first, second)]
+
+    assert CooperativeScheduler(1).run([routine(t) for t in mesh.transports], mesh) == [[[0, 2, 4], [20, 22, 24]]] * 2
+
+
+def test_the_gradients_above_do_depend_on_the_order_of_addition():
+    gradients = block_gradients(8)
+    straight = [None] * len(SHAPES)
+    for row in gradients:
+        straight = [g if s is None else s if g is None else s + g for s, g in zip(straight, row, strict=True)]
+    assert not all(same_bits(a, b) for a, b in zip(straight, by_one_process(gradients), strict=True))
+
+
+@pytest.mark.parametrize("replicas, blocks", [(2, 2), (2, 8), (4, 4), (4, 16), (3, 3), (5, 5)])
+def test_bytes_are_those_of_a_ring_where_runs_are_complete_subtrees(replicas, blocks):
+    numel = 16 * 60 * 7
+    mesh = LocalMesh(replicas)
+    runs = [contiguous_part(r, replicas, blocks) for r in range(replicas)]
+
+    def routine(transport):
+        made = CanonicalReduction(
+            transport,
+            group=range(replicas),
+            runs=runs,
+            blocks=blocks,
+            parameters=[(torch.Size((numel // 7,)), torch.float32)] * 7,
+            bucket_bytes=numel,
+        )
+        made.start()
+        for index in reversed(range(7)):
+            made.ready([index], {n: {index: torch.ones(numel // 7)} for n in covering_nodes(runs[transport.rank], blocks)})
+        return (yield from made.finish())
+
+    CooperativeScheduler().run([routine(t) for t in mesh.transports], mesh)
+    for transport in mesh.transports:
+        ledger = transport.ledger.as_dict()
+        moved = sum(ledger[phase]["sent"] for phase in ("all_to_all", "all_gather") if phase in ledger)
+        talk = 33 if replicas == 2 else 0  # once: where the memory is that both can read, and whether they can
+        assert (moved - talk) * replicas == 2 * (replicas - 1) * numel * 4
+        assert ledger["all_reduce"]["sent"] == (replicas - 1) * 7 * 4, "one count per parameter: which gradients are defined"
+
+
+def pair(transport, steps, undefined_in=(), numel=500):
+    """The routine of one of two replicas; the sums of every step, copied."""
+    runs = [range(1), range(1, 2)]
+    made = CanonicalReduction(
+        transport, group=[0, 1], runs=runs, blocks=2, parameters=[(torch.Size((numel,)), torch.float32)] * 3, bucket_bytes=numel
+    )
+    sums = []
+    for step in range(steps):
+        made.start()
+        for index in (2, 1, 0):
+            yield Work("backward", 1.0)
+            gradient = None if step in undefined_in else torch.full((numel,), 100.0 * step + 10 * index + transport.rank)
+            made.ready([index], {(transport.rank, transport.rank + 1): {index: gradient}})
+        results = yield from made.finish()
+        sums.append([None if r is None else r.clone() for r in results])
+    return sums
+
+
+WANTED = [[torch.full((500,), 200.0 * step + 20 * index + 1) for index in range(3)] for step in range(6)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_replicas_of_one_machine_read_each_others_memory_from_the_second_step_on(seed):
+    mesh = LocalMesh(2)
+    for sums in CooperativeScheduler(seed).run([pair(t, 6, undefined_in=(3,)) for t in mesh.transports], mesh):
+        for step, (got, want) in enumerate(zip(sums, WANTED, strict=True)):
+            assert got == [None] * 3 if step == 3 else all(map(torch.equal, got, want)), step
+    for transport in mesh.transports:
+        ledger = transport.ledger.as_dict()
+        assert ledger["window"]["received"] == 5 * 3 * 512 * 4
+        assert ledger["all_gather"]["sent"] == 3 * 512 * 4 + 33 + 5, "then one byte a step: it is there"
+
+
+@pytest.mark.parametrize("broken", ["no windows", "one has none", "one cannot read the other's", "another process's file"])
+def test_replicas_that_cannot_read_each_others_memory_go_on_with_messages(broken, monkeypatch):
+    def refused(*given):
+        raise OSError("not here")
+
+    made, opened = shared_memory.SharedMemoryBlock, shared_memory.open_shared_memory
+    calls = []
+
+    def sometimes(call, *given):
+        calls.append(call)
+        return refused() if len(calls) == 2 else call(*given)
+
+    if broken == "no windows":
+        monkeypatch.setattr(gradient_reduction, "SharedMemoryBlock", refused)
+    elif broken == "one has none":
+        monkeypatch.setattr(gradient_reduction, "SharedMemoryBlock", lambda nbytes: sometimes(made, nbytes))
+    elif broken == "one cannot read the other's":
+        monkeypatch.setattr(gradient_reduction, "open_shared_memory", lambda card, nbytes: sometimes(opened, card, nbytes))
+    else:
+        monkeypatch.setattr(
+            gradient_reduction, "open_shared_memory", lambda card, nbytes: opened(card + torch.tensor([0, 0, 0, 1]), nbytes)
+        )
+    before = set(os.listdir("/proc/self/fd"))
+    mesh = LocalMesh(2)
+    for sums in CooperativeScheduler().run([pair(t, 3) for t in mesh.transports], mesh):
+        assert all(torch.equal(a, b) for got, want in zip(sums, WANTED, strict=False) for a, b in zip(got, want, strict=True))
+    assert all("window" not in t.ledger.as_dict() for t in mesh.transports)
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before  # those of former tests may still be closing
+
+
+def test_windows_leave_no_descriptor_and_no_mapping_behind():
+    def mappings():
+        return {line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:raypar" in line}
+
+    before, mapped_before = set(os.listdir("/proc/self/fd")), mappings()
+    mesh = LocalMesh(2)
+    for _ in CooperativeScheduler().run([pair(t, 3) for t in mesh.transports], mesh):
+        assert set(os.listdir("/proc/self/fd")) <= before  # those of former tests may still be closing
+    deadline = time.monotonic() + 10.0
+    while mappings() - mapped_before and time.monotonic() < deadline:
+        gc.collect()  # does nothing while a thread of a former test is collecting
+    assert not mappings() - mapped_before
+
+
+def test_fast_adds_the_same_numbers_in_another_order():
+    gradients = block_gradients(6)
+    mesh = LocalMesh(3)
+    runs = [contiguous_part(r, 3, 6) for r in range(3)]
+    for results in CooperativeScheduler().run([replica(t, FastReduction, runs, gradients) for t in mesh.transports], mesh):
+        for got, want in zip(results, by_one_process(gradients), strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-1)
+
+
+def test_a_forgotten_parameter_is_named():
+    mesh = LocalMesh(2)
+    made = CanonicalReduction(mesh.transports[0], group=[0, 1], runs=[range(1), range(1, 2)], blocks=2, parameters=parameters())
+    made.start()
+    with pytest.raises(CommError, match="8 parameters"):
+        run_routine(made.finish())
+    made.ready([3], {})
+    with pytest.raises(CommError, match="parameter 3 was declared ready twice"):
+        made.ready([3], {})

@@ -1,0 +1,121 @@
+"""What people see of a run when the disk is full."""
+
+import errno
+import json
+import pickle
+import time
+from types import SimpleNamespace
+
+import pytest
+from helpers.tiny_job import Diary
+
+from raypar.actors import line_file
+from raypar.actors import run_recorder as module
+from raypar.actors.run_recorder import RunRecorder
+from raypar.callbacks import Callbacks, Tracker
+from raypar.elastic.run_machine import RunPolicy
+from raypar.errors import CheckpointError
+
+
+class Full:
+    """A disk that takes ten bytes more and then is full, until there is room again."""
+
+    def __init__(self) -> None:
+        self.room = True
+
+    def open(self, path, mode, **options):
+        if self.room:
+            return open(path, mode, **options)
+        with open(path, mode) as file:
+            file.write("0123456789")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_on_a_full_disk_metrics_wait_in_memory_with_one_warning_and_no_line_is_torn_or_lost(tmp_path, monkeypatch):
+    disk = Full()
+    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
+    recorder = RunRecorder(SimpleNamespace(folder=tmp_path))
+    for step, room in enumerate((True, False, False, True, False)):
+        disk.room = room
+        recorder._write({"step": step + 1, "validation_loss": 0.5})
+    news = recorder.new_events()
+    assert [event["kind"] for event in news] == ["warning", "note", "warning"]
+    warnings = [event["text"] for event in news if event["kind"] == "warning"]
+    assert len(warnings) == 2 and all("No space left" in text and "cure: " in text for text in warnings)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, monkeypatch):
+    def full(folder, records, **facts):
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(module.checkpoint, "commit", full)
+    recorder = RunRecorder(SimpleNamespace(folder=tmp_path, contract={}))
+    folder = recorder.checkpoint_begin(4)
+    with pytest.raises(CheckpointError):
+        recorder.checkpoint_end(4, folder, [])
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_new_driver_knows_which_of_the_present_workers_were_told_to_be_lost():
+    events = [
+        {"kind": "lost", "worker": 1},
+        {"kind": "started"},
+        {"kind": "joined", "worker": 4},
+        {"kind": "lost", "worker": 2},
+    ]
+    assert module.lost_workers(events) == {2}, "worker 1 was one of an earlier start"
+
+
+def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbacks_hear_of_it(tmp_path):
+    """It stood nowhere: `raypar status` took the run for one under way."""
+    diary = tmp_path / "diary"
+    callbacks = pickle.dumps(Callbacks((Diary(str(diary)),)))
+    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, last=3), callbacks=callbacks)
+    events = tmp_path / "events.jsonl"
+    lines = [
+        json.dumps({"kind": kind, "end": "stopped", "time": 0.0}) + "\n" for kind in ("started", "end", "started")
+    ]  # it was resumed
+    events.write_text("".join(lines))
+    facts = {"end": "done", "why": "all 3 steps are done", "done": 3, "error": None}
+    for _ in range(2):  # the next driver may be killed as well
+        RunRecorder(request).finish(facts)
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["kind"] for event in written] == ["started", "end", "started", "end"]
+    assert (written[-1]["end"], written[-1]["step"]) == ("done", 3)
+    assert diary.read_text().splitlines()[-1] == "end done 3"
+
+
+def test_a_new_driver_knows_how_long_the_run_has_been_under_way(tmp_path):
+    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, last=3))
+    told = [("started", 1000.0), ("end", 900.0), ("started", 100.0), ("lost", 50.0)]  # seconds ago
+    lines = [json.dumps({"kind": kind, "worker": 0, "end": "stopped", "time": time.time() - ago_s}) for kind, ago_s in told]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"kind": "lo']))
+    recorder = RunRecorder(request)
+    assert recorder.take_over().lost == {0} and 100.0 <= recorder.age_s < 110.0
+    recorder.note({"kind": "driver"})
+    whole = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert whole[-1]["kind"] == "driver", "a line cut off by the kill does not swallow the next"
+
+
+def test_a_tracker_that_cannot_write_is_told_as_a_lost_line_is_and_the_run_goes_on(tmp_path):
+    class Full(Tracker):
+        packages = ("json",)
+
+        def log(self, step, metrics):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, last=3), callbacks=b"")
+    recorder = RunRecorder(request)
+    recorder.callbacks = Callbacks([Full()])
+    for step in (1, 2, 3):
+        assert recorder._call("on_validation", {"step": step, "validation_loss": 0.5, "count": 1.0, "seconds": 0.1}) == (
+            None,
+            {},
+        )
+    (event,) = recorder.new_events()
+    assert event["kind"] == "warning" and "tracker Full cannot write (OSError: [Errno 28] No space left" in event["text"]
+    assert "\n  cure: free disk space" in event["text"]
+    kept = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in kept] == [event["text"]]

@@ -1,0 +1,65 @@
+"""Who still answers, without a cluster."""
+
+import asyncio
+import concurrent.futures
+import time
+from types import SimpleNamespace
+
+from raypar.actors.worker_messages import WorkerHello
+from raypar.actors.worker_registry import WorkerRegistry
+from raypar.elastic import events as on
+
+ANSWER_S = 0.2
+
+
+class Worker:
+    """Answers pings after `ANSWER_S`, as long as it is well."""
+
+    well = True
+
+    def __init__(self) -> None:
+        self.asked_while_unwell: list[concurrent.futures.Future] = []
+        self.ping = SimpleNamespace(remote=self.asked)
+
+    def asked(self):
+        answer = concurrent.futures.Future()
+        if self.well:
+            asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False, 0.0))
+        else:
+            self.asked_while_unwell.append(answer)
+        return SimpleNamespace(future=lambda: answer)
+
+    def wake(self) -> None:
+        """Answers what it was asked meanwhile, as a process does that was stopped."""
+        self.well = True
+        for answer in self.asked_while_unwell:
+            answer.set_result((0, "idle", False, 0.0))
+
+
+def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):
+    """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
+    for asked in ("draining_nodes", "dead_nodes"):
+        monkeypatch.setattr(f"raypar.actors.worker_registry.{asked}", lambda: set())
+    workers, told = {number: Worker() for number in range(3)}, []
+
+    async def scene():
+        over = []
+        staff = WorkerRegistry(
+            SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None, workers.__contains__
+        )
+        for number in workers:
+            staff.met(number, WorkerHello("127.0.0.1:1", "node", 1, {}))
+        watching = asyncio.ensure_future(staff.watch(1.0, lambda: bool(over)))
+        await asyncio.sleep(0.5)
+        time.sleep(1.5)
+        await asyncio.sleep(0.9)
+        assert not told and not staff.unheard()
+        workers[1].well = False
+        await asyncio.sleep(2.5)
+        workers[1].wake()
+        await asyncio.sleep(0.5)
+        over.append(True)
+        await watching
+
+    asyncio.run(scene())
+    assert told == [on.WorkerSilent(1, 1.0), on.WorkerAnswered(1)], "who is silent while the others answer, and answers then"

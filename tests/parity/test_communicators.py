@@ -1,0 +1,199 @@
+"""The wires that a plan needs are known before anything is built: those that its workers then use, and no others, but for
+what turns out to be undefined, reductions of stages without parameters, and gathering for a loss of whole logits."""
+
+import contextlib
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import ugly_models
+from helpers.parity import Layout, layouts
+from helpers.shard_grid import Cell, cells
+
+from raypar.comm.communicator_key import COLLECTIVES, FAST, SHARDS, CommunicatorKey
+from raypar.elastic.adopt_order import AdoptOrder
+from raypar.elastic.holdings import Move, Piece
+from raypar.model.tensor_parallel.styles import ShardingStyle, layout_of
+from raypar.model.tensor_parallel.styles import ShardLayout as StyledLayout
+from raypar.plan import Crossing, ParallelPlan, Routing
+from raypar.schedule import registry
+from raypar.schedule.assignment import assign
+from raypar.worker.assignment import make_graph
+from raypar.worker.communicators import MOST_DIRECT, communicators_of
+from raypar.worker.job_spec import ValidationSpec
+from raypar.worker.local_run import LocalJob
+
+GRID = [layout for layout in layouts() if layout.plan.world > 1]
+CORNERS = [
+    Layout("tangled", "1f1b", (2, 2), 4),
+    Layout("plain", "interleaved", (2, 2), 5, chunks=4),
+    Layout("tangled", "zb-v", (2, 2), 7),
+    Layout("tangled", "gpipe", (1, 2, 3, 1), 8),
+    Layout("tangled", "1f1b", (3, 3), 7, blocks=5),
+    Layout("tangled", "1f1b", (2, 2), 5, blocks=1),
+]
+
+
+@contextlib.contextmanager
+def overheard(transport, used, undefined):
+    """What the rank would have a GPU's memory moved by is added to `used`. In these jobs that is fp32 and what stages hand on;
+    votes are fp64. Gradients that are undefined, which is known too late, are empty vectors of the host's."""
+
+    def send(tensor, *, to, tag, call=transport.send):
+        if tensor.dtype != torch.float64:
+            (undefined if tensor.shape == (0,) else used).add(CommunicatorKey((transport.rank, to), "message"))
+        return call(tensor, to=to, tag=tag)
+
+    def collective(name):
+        call = getattr(transport, name)
+
+        def listened(first, *rest, group, channel=0, **more):
+            tensors = [first] if isinstance(first, torch.Tensor) else first
+            if len(group) > 1 and tensors[0].dtype == torch.float32:
+                used.add(CommunicatorKey(tuple(group), name, channel))
+            return call(first, *rest, group=group, channel=channel, **more)
+
+        return listened
+
+    transport.send = send
+    for name in COLLECTIVES:
+        setattr(transport, name, collective(name))
+    yield
+
+
+def check(layout, **changes):
+    job = replace(layout.job, steps=1, **changes)
+    with LocalJob(job, layout.plan, layout.schedule, graph=layout.graph) as run, contextlib.ExitStack() as stack:
+        wanted = {
+            w
+            for rank, core in enumerate(run.cores)
+            for w in communicators_of(AdoptOrder(core.assignment, {}, 0), rank, job, core.layout)
+        }
+        used, undefined = set(), set()
+        for transport in run.mesh.transports:
+            stack.enter_context(overheard(transport, used, undefined))
+        run.step(0)
+        if job.validation is not None:
+            run.validate(0)
+        untrained = {index for core in run.cores for index, stage in core.stages.items() if not stage.uses}
+        spares = {rank for rank, core in enumerate(run.cores) if not core._mine}
+    assert used <= wanted
+    idle = wanted - used - undefined
+    idle -= {w for w in idle if set(w.members) <= spares}  # a replica without a block computes nothing
+    if not job.sequence_parallel:  # then only the loss gathers, of logits that are cut
+        idle -= {CommunicatorKey(w.members, "all_gather", SHARDS + len(layout.plan.stages) - 1) for w in idle}
+    assert not {w for w in idle if w.operation == "message" or w.channel % FAST not in untrained}
+
+
+SHARDED = [replace(cell, dtype="float32") for cell in cells()]
+"""Votes are fp64, whatever the job computes in."""
+SHARDED_CORNERS = [
+    Cell("gpt", "1f1b", (2, 1), (2, 2), 5, dtype="float32"),
+    Cell("llama", "zb-h1", (1, 1), (1, 3), 5, sequence=True, dtype="float32"),
+    Cell("llama", "1f1b", (1, 1), (4, 2), 5, dtype="float32"),
+    Cell("llama", "1f1b", (1, 1), (3, 2), 5, sequence=True, dtype="float32"),
+    Cell("dropped", "gpipe", (1, 2), (2, 3), 4, dtype="float32"),
+    Cell("gpt", "interleaved", (1, 1), (2, 2), 4, sequence=True, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("layout", CORNERS, ids=str)
+def test_a_step_uses_exactly_the_wires_of_its_plan(layout):
+    check(layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", GRID, ids=str)
+def test_a_step_of_each_layout_uses_exactly_the_wires_of_its_plan(layout):
+    check(layout)
+
+
+@pytest.mark.parametrize("cell", SHARDED_CORNERS, ids=str)
+def test_a_step_with_shards_uses_exactly_the_wires_of_its_plan(cell):
+    check(cell)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", SHARDED, ids=str)
+def test_a_step_of_each_layout_with_shards_uses_exactly_the_wires_of_its_plan(cell):
+    check(cell)
+
+
+def test_a_plain_all_reduce_of_gradients_has_other_wires():
+    check(Layout("tangled", "1f1b", (2, 2), 4), reduction="fast")
+
+
+@pytest.mark.parametrize("layout", CORNERS[:3], ids=str)
+def test_validation_needs_no_pair_of_workers_that_was_not_connected(layout):
+    """Its microbatches are cut otherwise, so that other replicas meet."""
+    check(layout, validation=ValidationSpec(layout.job.data, samples=13))
+
+
+JOB = ugly_models.job(microbatches=6)
+
+
+def wires(part, rank, job=JOB):
+    """Of plans without ties: how the model is cut does not matter."""
+    return communicators_of(part, rank, job, partial(layout_of, make_graph(job)))
+
+
+def parts_of(plan, ranks=None, moves=()):
+    order = registry.build_schedule("1f1b", Routing(plan, JOB.cut))
+    made = assign(order, plan, Crossing.chain(len(plan.stages)), JOB.cut)
+    return [AdoptOrder(assignment, ranks or {}, 0, moves) for assignment in made]
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (2, 2), (2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (1, 2), (3, 1)])
+def test_all_members_of_a_wire_name_it(replicas, shards):
+    plan = ParallelPlan.of(replicas, shards=shards, layers=4)
+    named = [wires(part, rank, replace(JOB, sequence_parallel=True)) for rank, part in enumerate(parts_of(plan))]
+    for mine in named:
+        for wire in mine:
+            assert all(wire in named[member] for member in wire.members), wire
+    for rank, mine in enumerate(named):
+        assert all(rank in wire.members for wire in mine)
+
+
+def test_shards_have_wires_of_their_own_and_reduce_with_the_same_shard_of_other_replicas():
+    plan = ParallelPlan.of((3,), shards=(2,), layers=2)
+    part = parts_of(plan)[2]
+    assert wires(part, 2) == {  # replica 1, shard 0
+        CommunicatorKey((2, 3), "all_reduce", SHARDS),
+        CommunicatorKey((2, 3), "all_gather", SHARDS),
+        CommunicatorKey((0, 2, 4), "all_to_all", 0),
+        CommunicatorKey((0, 2, 4), "all_gather", 0),
+    }
+    assert CommunicatorKey((2, 3), "reduce_scatter", SHARDS) in wires(part, 2, replace(JOB, sequence_parallel=True))
+    assert CommunicatorKey((0, 2, 4), "all_reduce", FAST) in wires(part, 2, replace(JOB, reduction="fast"))
+
+
+def test_shards_that_gather_nothing_have_no_wire_for_it():
+    plan, gathered = ParallelPlan.of((1, 1), shards=(2, 2), layers=4), dict.fromkeys(["layer1"], ShardingStyle("gathered"))
+    first, last = parts_of(plan)[0], parts_of(plan)[2]
+    gather = CommunicatorKey((0, 1), "all_gather", SHARDS)
+    assert gather not in wires(first, 0)
+    assert gather in wires(first, 0, replace(JOB, sequence_parallel=True))
+    assert gather in communicators_of(first, 0, JOB, lambda shards: StyledLayout(shards, gathered, {}))
+    assert CommunicatorKey((2, 3), "all_gather", SHARDS + 1) in wires(last, 2), "the loss"
+
+
+def test_state_that_changes_hands_has_wires_and_who_has_no_seat_has_no_others():
+    plan = ParallelPlan.of((1, 1), layers=2)
+    ranks = {5: 0, 8: 1, 3: 2}
+    moves = (Move(3, 8, Piece("a", 0, 4)), Move(3, 8, Piece("b", 0, 4)), Move(8, 8, Piece("c", 0, 4)))
+    handed = CommunicatorKey((2, 1), "message")
+    assert wires(AdoptOrder(None, ranks, 0, moves), 2) == {handed}
+    alone, parts = parts_of(plan), parts_of(plan, ranks, moves)
+    assert wires(parts[1], 1) == wires(alone[1], 1) | {handed}
+    assert wires(parts[0], 0) == wires(alone[0], 0)
+
+
+def test_state_from_more_workers_than_there_can_be_communicators_for_travels_through_host_memory():
+    for sources in (MOST_DIRECT, MOST_DIRECT + 1):
+        ranks = {worker: worker for worker in range(sources + 1)}
+        part = AdoptOrder(
+            None, ranks, 0, tuple(Move(worker, 0, Piece("a", worker, worker + 1)) for worker in range(1, sources + 1))
+        )
+        assert len(wires(part, 0)) == (sources if sources <= MOST_DIRECT else 0)

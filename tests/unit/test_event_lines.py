@@ -1,0 +1,220 @@
+"""Events of a run in words that a person understands, and the lines of the terminal made of them."""
+
+import io
+import json
+
+import pytest
+
+from raypar.console.event_lines import event_line, strip_ray_details
+from raypar.console.terminal import Console
+from raypar.launch import Result
+
+NODE = "b09ad58ff304f43bab2062275bfedc43fc221be2deddc4e46c63e95e"
+STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "bubble": 0.1, "eta_s": 12.0}
+
+
+@pytest.mark.parametrize(
+    "event, words",
+    [
+        (
+            {
+                "kind": "lost",
+                "worker": 5,
+                "coordinate": "worker 3 (stage 1, replica 1)",
+                "node": NODE,
+                "pid": 77,
+                "why": "killed",
+            },
+            "lost worker 5 (stage 1, replica 1; pid 77, node b09ad58f): killed",
+        ),
+        ({"kind": "lost", "worker": 5}, "lost worker 5: it died"),
+        (
+            {"kind": "lost", "worker": 3, "why": "worker 3 (stage 1) was lost: The actor died unexpectedly before finishing."},
+            "lost worker 3: its process died",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "text": "worker 0 (stage 0): the connection was closed"},
+            "training stands still: worker 0 (stage 0): the connection was closed",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "workers": [0], "plan": "1 stage x 1 replica", "moved_elements": 3100},
+            "trying generation 2: 1 worker = 1 stage x 1 replica; 3,100 parameters and their optimizer state move",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "workers": [0], "state": "cut", "step": 4, "moved_elements": 5},
+            "trying generation 2: 1 worker; the last copy of something was lost: all go back to the mirror's cut after 4 steps",
+        ),
+        (
+            {"kind": "recovering", "generation": 2, "workers": [0], "state": "beginning", "step": 0},
+            "trying generation 2: 1 worker; no memory has all of the state any more: all begin again from the initial weights",
+        ),
+        ({"kind": "joined", "worker": 6, "node": NODE, "pid": 78}, "joined: worker 6 (pid 78, node b09ad58f)"),
+        (
+            {"kind": "draining", "worker": 2, "node": NODE, "pid": 7, "why": "node b09ad58f is being drained"},
+            "worker 2 (pid 7, node b09ad58f) is going to leave: node b09ad58f is being drained; its work moves off",
+        ),
+        (
+            {"kind": "draining", "worker": 5, "why": "node b09ad58f is being drained", "works": False},
+            "worker 5 is going to leave: node b09ad58f is being drained; it has no work",
+        ),
+        (
+            {
+                "kind": "generation",
+                "generation": 3,
+                "workers": [0, 1, 4],
+                "plan": "3 stages x 1 replica",
+                "schedule": "1f1b",
+                "step": 50,
+                "pause_s": 0.418,
+                "again": 2,
+            },
+            "generation 3: 3 workers = 3 stages x 1 replica, schedule 1f1b; training goes on after step 50, "
+            "after a pause of 0.42 s; 2 steps executed again",
+        ),
+        ({"kind": "generation", "generation": 2, "workers": [0]}, "generation 2: 1 worker"),
+        (
+            {
+                "kind": "generation",
+                "generation": 2,
+                "workers": [0],
+                "schedule": "zb-h1",
+                "schedule_was": "1f1b",
+                "schedule_why": "predicted to be the fastest with 1 worker",
+            },
+            "generation 2: 1 worker, schedule zb-h1 (1f1b before; predicted to be the fastest with 1 worker)",
+        ),
+        (
+            {
+                "kind": "generation",
+                "generation": 2,
+                "workers": [0],
+                "plan": "1 stage x 1 replica",
+                "schedule": "1f1b",
+                "shards": "1",
+                "shards_was": "2",
+                "step": 7,
+            },
+            "generation 2: 1 worker = 1 stage x 1 replica, schedule 1f1b, layers cut over 1 shard instead of 2, which changes "
+            "the bits from here on; training goes on after step 7",
+        ),
+        ({"kind": "waiting", "text": "waiting for 1 of 4 workers"}, "waiting for 1 of 4 workers"),
+        ({"kind": "driver", "text": "lost; a new one has adopted 4 workers"}, "lost; a new one has adopted 4 workers"),
+        ({"kind": "end", "end": "done", "why": "all steps are done", "step": 200}, "done after 200 steps: all steps are done"),
+        ({"kind": "picture", "path": "x.svg"}, None),
+    ],
+)
+def test_an_event_is_told_in_one_line(event, words):
+    assert event_line(event) == words
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            "worker 2 (stage 1, replica 0), in step 9: recv tag 3571213767016448 of rank 2 with 0 (generation 1): lost rank 0: "
+            "it closed the connection",
+            "a connection between two workers broke in step 9 (rank 2 with 0)",
+        ),
+        (
+            "all_gather of rank 2 with 1, 3 (generation 1): lost rank 3: Connection reset by peer",
+            "a connection between two workers broke (rank 2 with 3)",
+        ),
+        (
+            "batch tags [4, 5] of rank 0 with 1 (generation 2) was not done",
+            "batch of rank 0 with 1 (generation 2) was not done",
+        ),
+        (
+            "worker 3 (stage 1, replica 1) was lost: The actor 34d2f00 is unavailable: The actor is temporarily unavailable: "
+            "RpcError: RPC Error message: Connection reset by peer; rpc_code: 14. The task may or may not have been executed",
+            "worker 3 (stage 1, replica 1) was lost: it cannot be reached",
+        ),
+        (
+            "worker 3 was lost: The actor never ran - it was cancelled. Details: 7",
+            "worker 3 was lost: The actor never ran - it was cancelled",
+        ),
+        (
+            "worker 3 was lost: The actor died unexpectedly before\\nThe actor died because its node has died.",
+            "worker 3 was lost: its node died",
+        ),
+    ],
+)
+def test_reasons_are_told_without_tags_and_without_details_of_ray(text, words):
+    assert strip_ray_details(text) == words
+
+
+def printed(*events: dict, as_json: bool = False) -> list[str]:
+    out = io.StringIO()
+    console = Console(steps=200, as_json=as_json, out=out)
+    for event in events:
+        console(event)
+    return out.getvalue().splitlines()
+
+
+def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_the_start():
+    lines = printed(
+        {"kind": "generation", "generation": 1, "workers": [0, 1, 2, 3]},
+        {**STEP, "step": 49},
+        {"kind": "lost", "worker": 3, "pid": 77, "why": "killed"},
+        {"kind": "recovering", "text": "the step is aborted; 3 of 4 workers answer", "generation": 2},
+        {"kind": "generation", "generation": 2, "workers": [0, 1, 4], "step": 49, "pause_s": 0.0999},
+        {**STEP, "step": 50},
+    )
+    assert lines[1].startswith("step 49/200  loss 2.5000  80 samples/s") and "gen" not in lines[1]
+    assert lines[2:5] == [
+        "lost worker 3 (pid 77): killed",
+        "training stands still: the step is aborted; 3 of 4 workers answer",
+        "generation 2: 3 workers; training goes on after step 49, after a pause of 0.10 s",
+    ]
+    assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
+    assert "  80 samples/s" in lines[5], "a step's seconds are its own, the pause before it is no part of them"
+
+
+def test_the_progress_line_names_the_shards_of_a_later_generation():
+    event = {"kind": "generation", "generation": 2, "workers": [0, 1], "plan": "1 stage x 1 replica x 2 shards"}
+    assert printed(event, {**STEP, "step": 9})[1].endswith("gen 2, 2 workers, 2 shards")
+    assert printed({**event, "plan": "2 stages x 1 replica"}, {**STEP, "step": 9})[1].endswith("gen 2, 2 workers")
+
+
+def test_a_generation_that_comes_to_nothing_is_told_as_given_up():
+    tried = {"kind": "recovering", "generation": 2, "workers": [0, 1], "text": "..."}
+    again = {"kind": "recovering", "generation": 3, "text": "worker 1 did not answer"}
+    lines = printed(
+        tried, again, {**tried, "generation": 3, "workers": [0]}, {"kind": "generation", "generation": 3, "workers": [0]}
+    )
+    assert lines == [
+        "trying generation 2: 2 workers",
+        "generation 2 is given up: worker 1 did not answer",
+        "trying generation 3: 1 worker",
+        "generation 3: 1 worker",
+    ]
+
+
+def test_numbers_of_generations_that_were_never_tried_are_accounted_for():
+    claims = [{"kind": "recovering", "generation": number, "text": "it died"} for number in (2, 3, 4)]
+    lines = printed(
+        *claims,
+        {"kind": "generation", "generation": 4, "workers": [0]},
+        {"kind": "generation", "generation": 5, "workers": [0, 1]},
+    )
+    assert lines[-2:] == ["generation 4 (2, 3 came to nothing): 1 worker", "generation 5: 2 workers"]
+
+
+def test_steps_that_are_executed_again_are_shown_while_they_are():
+    again = [{"kind": "replay", "step": step, "until": 25} for step in range(20, 26)]
+    lines = printed({**STEP, "step": 25}, *again, {**STEP, "step": 26})
+    assert lines[1:] == ["executing steps again: 20 of 25", "executing steps again: 25 of 25"], "not a line for every one"
+
+
+def test_the_end_of_a_disturbed_run_says_what_it_has_survived():
+    out = io.StringIO()
+    console = Console(steps=200, out=out)
+    console({"kind": "lost", "worker": 3})
+    console({"kind": "generation", "generation": 2, "workers": [0], "pause_s": 0.4, "again": 2})
+    console.finish(Result(metrics={}, path="runs/tiny", end="done", done=200, why="all 200 steps are done"))
+    assert "survived: 1 worker lost; 0.4 s of pauses in all, 2 steps executed again" in out.getvalue().splitlines()
+
+
+def test_json_lines_carry_the_events_as_they_are():
+    event = {"kind": "lost", "worker": 3, "pid": 77}
+    (line,) = printed(event, as_json=True)
+    assert event.items() <= json.loads(line).items()

@@ -1,0 +1,345 @@
+"""Scenes of a recovery, event by event: what the membership histories and the fault points have found."""
+
+from dataclasses import replace
+
+import pytest
+
+from raypar.elastic.actions import (
+    AdoptPlan,
+    ChoosePlan,
+    ClaimGeneration,
+    Emit,
+    EmitValidation,
+    FenceWorkers,
+    KillWorker,
+    StartWorker,
+    TakeSnapshot,
+    Teardown,
+    WriteJournal,
+)
+from raypar.elastic.events import (
+    CallFailed,
+    CheckpointFailed,
+    CheckpointSaved,
+    DrainAsked,
+    GenerationClaimed,
+    PlanAdopted,
+    PlanChosen,
+    SnapshotTaken,
+    StepEmitted,
+    StepJournalled,
+    StepReported,
+    StopRequested,
+    Tick,
+    ValidationEmitted,
+    ValidationReported,
+    WorkerJoined,
+    WorkerPlaced,
+    WorkersReady,
+    WorkerStartFailed,
+    WorkerStatusReported,
+)
+from raypar.elastic.holdings import Piece
+from raypar.elastic.member import Member, StaleGeneration, WorkerStatus
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.errors import GroupAborted, WorkerLost
+from raypar.plan import ParallelPlan
+
+WHOLE = (Piece("w0", 0, 4), Piece("w1", 0, 4))
+
+
+def layout(plan):
+    """Two layers, one parameter each."""
+    stages = [[plan.stages[i] for i in plan.stages_of(rank)] for rank in range(plan.world)]
+    return tuple(tuple(p for stage in held for p in WHOLE[stage.first : stage.last]) for held in stages)
+
+
+def elastic(plan, **policy):
+    return RunMachine(RunPolicy(workers=plan.world, last=1, elastic=True, **policy), plan=plan, layout=layout)
+
+
+def do(machine, *events, now_s=0.0):
+    return [decision.action for event in events for decision in machine.handle(event, now_s)]
+
+
+def lost(worker):
+    return CallFailed("lost", WorkerLost(f"worker {worker} died"), worker)
+
+
+def stood(machine, worker, done):
+    """The first generation's answer to the second, with all that its seat holds."""
+    return WorkerStatusReported(2, WorkerStatus(worker, done, pieces=layout(machine.plan)[machine.members.index(worker)]))
+
+
+def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
+    machine = elastic(ParallelPlan.mesh(pp=2, dp=2, layers=2))
+    do(machine, WorkersReady(), lost(0), lost(1), GenerationClaimed(2, True))
+    assert machine.phase is Phase.STANDING
+    asked = do(machine, WorkerStatusReported(2, WorkerStatus(2, 0, pieces=WHOLE)), stood(machine, 3, 0))
+    assert asked == [ChoosePlan(2, 2)], "nobody is left of the first stage's seats"
+    assert do(machine, DrainAsked(3, "preempted")) == []
+    assert do(machine, PlanChosen(2, ParallelPlan.mesh(dp=2, layers=2))) == [ChoosePlan(2, 1)]
+    (order,) = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
+    assert isinstance(order, AdoptPlan) and order.members == (2,)
+
+
+def test_a_drained_worker_without_a_seat_leaves_at_once_and_is_not_lost():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    do(machine, WorkersReady(), WorkerJoined(2))
+    (decision,) = machine.handle(DrainAsked(2, "node b09ad58f is being drained"), 0.0)
+    assert (decision.action, decision.reason) == (KillWorker(2, "drained"), "it had no work")
+    assert machine.members == (0, 1) and machine.generation == 1 and 2 in machine.gone
+
+
+def test_nobody_is_killed_before_the_next_generation_is_claimed():
+    """A driver that stood still for a while takes everybody for hung: another one may have gone on with them."""
+    machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
+    do(machine, WorkersReady(), lost(0), GenerationClaimed(2, True), stood(machine, 1, 0))
+    assert do(machine, Tick(), now_s=100.0) == [ClaimGeneration(3)]
+    (end,) = do(machine, GenerationClaimed(3, False), now_s=100.0)
+    assert isinstance(end, Teardown) and end.end == "deposed"
+
+    machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
+    do(machine, WorkersReady(), lost(0), GenerationClaimed(2, True), stood(machine, 1, 0))
+    do(machine, Tick(), now_s=100.0)
+    assert do(machine, GenerationClaimed(3, True), now_s=100.0) == [KillWorker(2, "did not answer"), FenceWorkers(3, (1,))]
+
+
+@pytest.mark.parametrize(
+    "replicas, die, mirror, more",
+    [
+        (2, (0, 1), 0, ""),
+        (1, (1,), 0, ", or with elastic.mirror: auto, or with two replicas of every stage"),
+        (1, (1,), 4, ", or with two replicas of every stage"),
+    ],
+)
+def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replicas, die, mirror, more):
+    machine = elastic(ParallelPlan.mesh(pp=3 - replicas, dp=replicas, layers=2), mirror_every=mirror, capacity_s=60.0)
+    machine.policy = replace(machine.policy, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    machine.clock.complete = True  # the way back to the beginning is too long
+    actions = do(machine, *map(lost, die), GenerationClaimed(2, True), *(stood(machine, w, 1) for w in (0, 1) if w not in die))
+    if len(die) == 1:
+        actions = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
+    end = actions[-1]
+    assert isinstance(end, Teardown) and end.end == "failed" and isinstance(end.error, WorkerLost)
+    assert end.error.cure == f"start again with checkpoint.every set{more}"
+
+
+def test_who_joins_while_the_others_are_asked_where_they_stand_is_not_waited_for():
+    """Two workers were to be replaced and came at nearly the same time: the second was there, and the run waited for it."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2, capacity_s=60.0)
+    do(machine, WorkersReady(), lost(0), GenerationClaimed(2, True), WorkerJoined(2))
+    assert do(machine, stood(machine, 1, 0)) == [ClaimGeneration(3)]
+    assert do(machine, GenerationClaimed(3, True)) == [FenceWorkers(3, (1, 2))]
+    *_, order = do(machine, WorkerStatusReported(3, WorkerStatus(1, 0, pieces=WHOLE)), WorkerStatusReported(3, WorkerStatus(2)))
+    assert isinstance(order, AdoptPlan) and sorted(order.members) == [1, 2]
+
+
+def finish(machine, workers):
+    """The only step, up to the moment when it has been seen."""
+    *_, last = do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in workers))
+    assert last == WriteJournal(0)
+    assert do(machine, StepJournalled(0)) == [Emit(0)]
+    return do(machine, StepEmitted(0))
+
+
+def test_a_worker_that_dies_while_the_last_checkpoint_is_written_costs_nothing():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    assert finish(machine, (0, 1)) == [TakeSnapshot(1)]
+    assert do(machine, SnapshotTaken(1)) == []
+    assert do(machine, lost(0)) == [ClaimGeneration(2)]
+    do(machine, CheckpointFailed(1, WorkerLost("worker 0 died")), GenerationClaimed(2, True))
+    (order,) = do(machine, stood(machine, 1, 1))
+    assert order.members == (1,)
+    assert do(machine, PlanAdopted(1, 2)) == [TakeSnapshot(1)], "the other one holds the same state"
+    (end,) = do(machine, SnapshotTaken(1), CheckpointSaved(1))
+    assert end.end == "done"
+
+
+@pytest.mark.parametrize("error", [WorkerLost("worker 0 died"), GroupAborted("worker 0 has left"), StaleGeneration("too old")])
+def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known_is_written_again(error):
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    finish(machine, (0, 1))
+    do(machine, SnapshotTaken(1))
+    *_, claim = do(machine, CheckpointFailed(1, error))
+    assert claim == ClaimGeneration(2)
+    do(machine, lost(0), GenerationClaimed(2, True), stood(machine, 1, 1))
+    assert do(machine, PlanAdopted(1, 2)) == [TakeSnapshot(1)]
+
+
+def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_it():
+    """Before Ctrl-C it would have cost nothing; after it the run failed and nothing was saved."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    machine.policy = replace(machine.policy, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    ctrl_c = StopRequested("Ctrl-C", interrupt=True, grace_s=1.5)
+    assert do(machine, ctrl_c, lost(0)) == [ClaimGeneration(2)]
+    do(machine, GenerationClaimed(2, True), stood(machine, 1, 1))
+    assert do(machine, PlanAdopted(1, 2)) == [TakeSnapshot(1)], "no step more"
+    (end,) = do(machine, SnapshotTaken(1), CheckpointSaved(1))
+    assert end.end == "interrupted"
+
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    machine.policy = replace(machine.policy, last=9)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0), ctrl_c, lost(0))
+    assert do(machine, Tick(), now_s=1.0) == []
+    (end,) = do(machine, Tick(), now_s=machine.policy.interrupt_s)
+    assert end.end == "interrupted", "but nobody waits long"
+
+
+class Body:
+    """What `Member.save` asks of it."""
+
+    def applied(self):
+        return 4
+
+    def abort(self, reason):
+        pass
+
+
+def test_a_worker_copies_the_state_of_the_step_and_generation_that_were_asked_for_and_no_other():
+    """A driver that stood still asked for a checkpoint of a step that the others had left behind, and got one."""
+    member = Member(0, Body())
+    member.hear(2, "a new driver")
+    member.generation = 2
+    assert member.save(2, 4, lambda: "a copy") == "a copy"
+    with pytest.raises(StaleGeneration):
+        member.save(1, 4, lambda: "a copy")
+    with pytest.raises(GroupAborted, match="after 4 steps of generation 2, not after 3 steps"):
+        member.save(2, 3, lambda: "a copy")
+
+
+def test_a_validation_whose_callbacks_outlast_a_recovery_is_still_seen():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), validates=True, validate_every=1)
+    machine.policy = replace(machine.policy, last=3)
+    do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    assert machine.phase is Phase.VALIDATING
+    assert do(machine, *(ValidationReported(w, 1) for w in (0, 1))) == [EmitValidation(1)]
+    do(machine, lost(0), GenerationClaimed(2, True), stood(machine, 1, 1), PlanAdopted(1, 2))
+    assert machine.phase in (Phase.RUNNING, Phase.FLUSHING)
+    do(machine, ValidationEmitted(1, stop="good enough"))
+    assert machine.stop is not None and machine.stop.reason == "good enough"
+
+
+@pytest.mark.parametrize("phase", [Phase.VALIDATING, Phase.ENDING])
+def test_who_answers_no_pings_in_a_validation_or_a_checkpoint_is_given_up_as_soon_as_in_a_step(phase):
+    """A worker that was stopped in a validation held the others up for 10 s."""
+    validates = phase is Phase.VALIDATING
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, validates=validates, save_every=not validates)
+    finish(machine, (0, 1))
+    assert machine.phase in (phase, Phase.SAVING)
+    do(machine, SnapshotTaken(1))
+    assert machine.phase is phase
+    both, silent = Tick(unheard=frozenset({0, 1})), Tick(unheard=frozenset({1}))
+    assert not any(do(machine, both, now_s=now_s) for now_s in (0.1, 0.5, 2.5)), "it is what they do"
+    do(machine, Tick(), now_s=2.6)
+    assert not any(do(machine, silent, now_s=now_s) for now_s in (3.0, 4.0)), "it may have much to do"
+    assert do(machine, Tick(), silent, now_s=4.4) == [], "one answer, and the silence begins anew"
+    assert do(machine, silent, now_s=6.0) == [ClaimGeneration(2)]
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to_be_written_again(came):
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2)
+    machine.hiring, machine.hired = {2}, 3
+    finish(machine, (0, 1))
+    do(machine, SnapshotTaken(1), WorkerJoined(2) if came else WorkerStartFailed(2, WorkerLost("no room")))
+    assert machine.phase is Phase.ENDING
+    actions = do(
+        machine, lost(0), CheckpointFailed(1, WorkerLost("worker 0 died")), GenerationClaimed(2, True), stood(machine, 1, 1)
+    )
+    if came:
+        (order,) = [*actions, *do(machine, WorkerStatusReported(2, WorkerStatus(2)))][-1:]
+        assert isinstance(order, AdoptPlan) and order.members == (1, 2)
+    else:
+        assert any(
+            isinstance(action, StartWorker) and action.worker == 3 for action in [*actions, *do(machine, Tick(), now_s=60.0)]
+        )
+
+
+def in_a_step(seconds):
+    """Two replicas in the step after those that took so long; the time of the last of them is 0."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, step_deadline_times=5.0)
+    machine.policy = replace(machine.policy, last=1000)
+    do(machine, WorkersReady())
+    for step, spent in enumerate(seconds):
+        do(machine, *(StepReported(w, step, spent) for w in (0, 1)), StepJournalled(step), StepEmitted(step))
+    assert do(machine, StepReported(0, len(seconds), 0.3)) == [], "worker 1 is awaited"
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("seconds", "silent_s", "slow_s"),
+    [
+        ([0.3] * 10, 1.5, 3.0),
+        ([0.3] * 9 + [4.0], 1.5, 20.0),  # one long step says nothing of who does not answer at all
+        ([1.0] * 10, 2.5, 5.0),
+        ([1.0] * 9 + [4.0], 3.0, 20.0),
+    ],
+)
+def test_who_answers_no_pings_is_given_up_before_who_is_only_slow(seconds, silent_s, slow_s):
+    for unheard, limit_s in ((frozenset({1}), silent_s), (frozenset(), slow_s)):
+        machine = in_a_step(seconds)
+        assert do(machine, Tick(unheard=unheard), now_s=limit_s - 0.01) == []
+        assert do(machine, Tick(unheard=unheard), now_s=limit_s + 0.01) == [ClaimGeneration(2)]
+
+
+def test_a_seat_is_weighed_once_a_step_has_been_measured():
+    """A new driver has measured none: what a seat would save looked like nothing, and the worker stayed in reserve."""
+    machine = elastic(ParallelPlan.mesh(layers=2), max_workers=2)
+    machine.policy = replace(machine.policy, last=1000)
+    assert not any(
+        isinstance(action, ChoosePlan) for action in do(machine, WorkersReady(), WorkerJoined(1), Tick(), now_s=10.0)
+    )
+    do(machine, StepReported(0, 0, 0.3), StepJournalled(0), StepEmitted(0), now_s=10.3)
+    assert ChoosePlan(1, 2) in do(machine, Tick(), now_s=10.5)
+
+
+def growing(members):
+    """That many replicas after a step; four are wanted."""
+    machine = elastic(ParallelPlan.mesh(dp=members, layers=2), max_workers=4, hires=True)
+    machine.policy = replace(machine.policy, last=1000)
+    reports = [StepReported(worker, 0, 0.3) for worker in range(members)]
+    actions = do(machine, WorkersReady(), *reports, StepJournalled(0), StepEmitted(0), Tick())
+    assert [action.worker for action in actions if isinstance(action, StartWorker)] == list(range(members, 4))
+    return machine
+
+
+def chosen(machine, *events, now_s):
+    return [action for action in do(machine, *events, now_s=now_s) if isinstance(action, ChoosePlan)]
+
+
+def test_who_joins_waits_for_those_that_are_on_the_way_and_for_nobody_for_whom_there_is_no_room():
+    machine = growing(2)
+    do(machine, WorkerPlaced(2))
+    assert chosen(machine, WorkerJoined(2), now_s=1.0) == [ChoosePlan(1, 3)], "for worker 3 there is no room"
+    machine = growing(2)
+    do(machine, WorkerPlaced(2), WorkerPlaced(3))
+    assert chosen(machine, WorkerJoined(2), Tick(), now_s=1.0) == []
+    assert chosen(machine, WorkerJoined(3), now_s=1.5) == [ChoosePlan(1, 4)]
+    machine = growing(2)
+    do(machine, WorkerPlaced(2), WorkerPlaced(3), WorkerJoined(2), now_s=1.0)
+    assert chosen(machine, WorkerStartFailed(3, WorkerLost("no room after all")), Tick(), now_s=1.5) == [ChoosePlan(1, 3)]
+    machine = growing(2)
+    do(machine, WorkerPlaced(2), WorkerPlaced(3), WorkerJoined(2), now_s=1.0)
+    assert chosen(machine, Tick(), now_s=3.1) == [ChoosePlan(1, 3)], "it has waited for grow_after_s"
+
+
+def test_a_worker_that_is_alone_with_the_state_does_not_wait_for_more_than_one_other():
+    """It was stopped while the first to come waited for others, and with it went the only copy."""
+    machine = growing(1)
+    do(machine, WorkerPlaced(1), WorkerPlaced(2))
+    assert chosen(machine, WorkerJoined(1), now_s=1.0) == [ChoosePlan(1, 2)]
+
+
+def test_those_who_have_hung_are_told_in_the_right_number():
+    told = {}
+    for late in ({3}, {1, 3}):
+        machine = elastic(ParallelPlan.mesh(dp=4, layers=2), step_deadline_s=3.0, start_deadline_s=3.0)
+        do(machine, WorkersReady(), *(StepReported(worker, 0, 0.1) for worker in {0, 1, 2, 3} - late))
+        do(machine, Tick(unheard=frozenset(late)), now_s=50.0)
+        told[len(late)] = machine.recovery.why
+    assert told[1] == "step 1: worker 3 has not reported for 50.0 s and answers no pings"
+    assert told[2] == "step 1: workers 1, 3 have not reported for 50.0 s and answer no pings"

@@ -1,0 +1,377 @@
+"""The run's state machine: drawn scenes first, then many random orders of events, each with the same promises."""
+
+import random
+from collections import Counter, deque
+from itertools import pairwise
+
+import pytest
+
+from raypar.elastic.actions import (
+    AbortGroups,
+    Emit,
+    EmitValidation,
+    Probe,
+    RunStep,
+    TakeSnapshot,
+    Teardown,
+    Validate,
+    Warn,
+    WriteJournal,
+)
+from raypar.elastic.events import (
+    CallFailed,
+    CheckpointFailed,
+    CheckpointSaved,
+    GroupsAborted,
+    SnapshotTaken,
+    StacksReported,
+    StepEmitted,
+    StepJournalled,
+    StepReported,
+    StopRequested,
+    Tick,
+    ValidationEmitted,
+    ValidationReported,
+    WorkersReady,
+)
+from raypar.elastic.run_machine import DEPTH, Phase, RunMachine, RunPolicy, UnexpectedEvent
+from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
+
+
+def do(machine, event, now_s=0.0):
+    return [decision.action for decision in machine.handle(event, now_s)]
+
+
+def commit(machine, step, workers=2, stop=None):
+    """All events of one undisturbed step; returns the actions after the last."""
+    for rank in range(workers):
+        actions = do(machine, StepReported(rank, step, 0.1))
+    assert actions == [WriteJournal(step)]
+    assert do(machine, StepJournalled(step)) == [Emit(step)]
+    return do(machine, StepEmitted(step, stop))
+
+
+def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
+    machine = RunMachine(RunPolicy(workers=2, last=10))
+    assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
+    assert do(machine, StepReported(0, 0)) == []
+    assert do(machine, StepReported(0, 1)) == []
+    assert do(machine, StepReported(1, 0)) == [WriteJournal(0)]
+    assert do(machine, StepJournalled(0)) == [Emit(0)]
+    assert do(machine, StepEmitted(0)) == [RunStep(2)]
+
+
+def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
+    machine = RunMachine(RunPolicy(workers=2, last=4, validates=True, validate_every=2, save_every=2))
+    do(machine, WorkersReady())
+    assert commit(machine, 0) == []
+    assert machine.phase is Phase.FLUSHING
+    assert commit(machine, 1) == [TakeSnapshot(2)], "first: a validation may fail"
+    assert do(machine, SnapshotTaken(2)) == [Validate(2)]
+    assert do(machine, ValidationReported(1, 2)) == []
+    assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
+    assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)], "training goes on while the files are written"
+    assert do(machine, CheckpointSaved(2)) == []
+
+
+def test_the_run_ends_when_its_last_checkpoint_is_complete():
+    machine = RunMachine(RunPolicy(workers=2, last=1))
+    do(machine, WorkersReady())
+    assert commit(machine, 0) == [TakeSnapshot(1)]
+    assert do(machine, SnapshotTaken(1)) == []
+    assert do(machine, CheckpointSaved(1)) == [Teardown("done", "all 1 steps are done", 1)]
+
+
+def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step():
+    machine = RunMachine(RunPolicy(workers=2, last=100))
+    do(machine, WorkersReady())
+    assert commit(machine, 0, stop="early stop") == []
+    assert commit(machine, 1) == [TakeSnapshot(2)]
+    do(machine, SnapshotTaken(2))
+    assert do(machine, CheckpointSaved(2)) == [Teardown("stopped", "early stop", 2)]
+
+
+def test_stop_at_step_ends_with_a_checkpoint_and_without_the_last_validation():
+    machine = RunMachine(RunPolicy(workers=2, last=100, stop_at=2, validates=True))
+    assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
+    commit(machine, 0)
+    assert commit(machine, 1) == [TakeSnapshot(2)]
+
+
+def test_a_finished_job_that_is_resumed_ends_without_training_or_saving_again():
+    machine = RunMachine(RunPolicy(workers=2, last=5, first=5, validates=True, validate_every=5))
+    assert do(machine, WorkersReady()) == [Teardown("done", "all 5 steps are done", 5)]
+
+
+def test_an_interrupt_finishes_the_steps_in_flight_and_saves():
+    machine = RunMachine(RunPolicy(workers=2, last=100))
+    do(machine, WorkersReady())
+    assert do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2)) == []
+    commit(machine, 0)
+    assert commit(machine, 1) == [TakeSnapshot(2)]
+    do(machine, SnapshotTaken(2))
+    assert do(machine, CheckpointSaved(2)) == [Teardown("interrupted", "Ctrl-C", 2)]
+
+
+def test_an_interrupted_step_that_outlasts_its_grace_is_aborted_and_never_happened():
+    machine = RunMachine(RunPolicy(workers=2, last=100))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
+    assert do(machine, Tick(), 11.9) == []
+    assert do(machine, Tick(), 12.1) == [AbortGroups("interrupted")]
+    assert do(machine, CallFailed("aborted", GroupAborted("interrupted"), 0), 12.2) == []
+    assert do(machine, GroupsAborted((1, 1)), 12.3) == [TakeSnapshot(1)]
+
+
+def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new():
+    machine = RunMachine(RunPolicy(workers=2, last=100))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
+    do(machine, Tick(), 12.1)
+    assert do(machine, GroupsAborted((2, 1)), 12.3) == []
+    (teardown,) = do(machine, Tick(), 14.0)
+    assert teardown.end == "interrupted" and "(2, 1)" in teardown.why
+
+
+def test_the_cause_of_a_failure_is_the_user_code_not_the_workers_that_waited_for_it():
+    machine = RunMachine(RunPolicy(workers=3, last=10))
+    do(machine, WorkersReady())
+    (abort,) = do(machine, CallFailed("aborted", GroupAborted("connection closed"), 0))
+    assert isinstance(abort, AbortGroups)
+    assert do(machine, CallFailed("aborted", GroupAborted("connection closed"), 2)) == []
+    (teardown,) = do(machine, CallFailed("user", UserCodeError("division by zero"), 1))
+    assert teardown.end == "failed" and isinstance(teardown.error, UserCodeError)
+
+
+def test_a_lost_worker_ends_the_run_at_once():
+    machine = RunMachine(RunPolicy(workers=2, last=10))
+    do(machine, WorkersReady())
+    abort, teardown = do(machine, CallFailed("lost", WorkerLost("worker 1 died"), 1))
+    assert isinstance(abort, AbortGroups) and isinstance(teardown.error, WorkerLost)
+
+
+def test_without_a_cause_the_symptom_is_reported_after_a_while():
+    machine = RunMachine(RunPolicy(workers=2, last=10))
+    do(machine, WorkersReady())
+    do(machine, CallFailed("aborted", GroupAborted("connection closed"), 0), 5.0)
+    assert do(machine, Tick(), 6.0) == []
+    (teardown,) = do(machine, Tick(), 8.5)
+    assert isinstance(teardown.error, GroupAborted)
+
+
+def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
+    machine = RunMachine(RunPolicy(workers=2, last=10))
+    do(machine, WorkersReady(), 0.0)
+    commit(machine, 0)
+    do(machine, StepReported(0, 1, 0.1), 1.0)
+    assert do(machine, Tick(), 59.0) == []
+    assert do(machine, Tick(), 61.0) == [Probe((1,))]
+    assert do(machine, Tick(), 61.3) == []
+    _, teardown = do(machine, StacksReported("worker 1: in time.sleep"), 61.4)
+    assert isinstance(teardown.error, CommTimeout) and "in time.sleep" in str(teardown.error)
+    assert "worker 1 has not reported within" in str(teardown.error)
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
+    """The next step is issued when the one before has been seen: its time begins then, not with the last report."""
+    machine = RunMachine(RunPolicy(workers=2, last=100, step_deadline_s=3.0, step_deadline_times=5.0, elastic=elastic))
+    do(machine, WorkersReady())
+    for step in range(2):
+        for rank in range(2):
+            do(machine, StepReported(rank, step, 0.1), now_s=0.1 * (step + 1))
+        do(machine, StepJournalled(step), now_s=0.1 * (step + 1))
+    assert machine.issued == machine.committed == 2, "both steps are done, people look at the first"
+    assert do(machine, Tick(), now_s=60.0) == []
+    assert do(machine, StepEmitted(0), now_s=60.1) == [RunStep(2)]
+    assert do(machine, Tick(), now_s=60.3) == []
+    assert do(machine, Tick(), now_s=63.0) == []
+    late = do(machine, Tick(), now_s=63.2)
+    assert late and (machine.phase is not Phase.RUNNING if elastic else late == [Probe((0, 1))])
+
+
+def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run():
+    machine = RunMachine(RunPolicy(workers=2, last=4, save_every=2))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    assert commit(machine, 1) == [TakeSnapshot(2)]
+    warn, *steps = do(machine, CheckpointFailed(2, OSError("no space left on device")))
+    assert isinstance(warn, Warn) and "no space" in warn.text and steps == [RunStep(2), RunStep(3)]
+
+
+def test_a_run_whose_last_checkpoint_fails_has_failed():
+    machine = RunMachine(RunPolicy(workers=2, last=1))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, SnapshotTaken(1))
+    _, teardown = do(machine, CheckpointFailed(1, OSError("no space left on device")))
+    assert teardown.end == "failed" and "no earlier checkpoint" in teardown.why
+
+
+def test_an_event_without_a_rule_raises_with_the_story():
+    machine = RunMachine(RunPolicy(workers=2, last=4))
+    do(machine, WorkersReady())
+    with pytest.raises(UnexpectedEvent, match=r"WorkersReady\(\) while running(.|\n)*RunStep\(step=1"):
+        do(machine, WorkersReady())
+
+
+class World:
+    """A driver and workers that answer every action in a random order; what one worker says stays in its order."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.choice
+        last = self.random.randint(1, 9)
+        self.policy = RunPolicy(
+            workers=self.random.randint(1, 4),
+            last=last,
+            first=self.random.randint(0, last),
+            validates=pick([True, False]),
+            validate_every=pick([0, 1, 2, 3]),
+            save_every=pick([0, 1, 2, 3]),
+            stop_at=pick([None, None, last, max(1, last - 1)]),
+        )
+        if self.policy.stop_at is not None and self.policy.stop_at < self.policy.first:
+            self.policy = RunPolicy(workers=2, last=last)
+        self.machine = RunMachine(self.policy)
+        self.lines: dict[str, deque] = {}
+        self.log: list = []
+        self.now_s = 0.0
+        self.applied = [self.policy.first] * self.policy.workers
+        self.fault = pick([None, None, None, "user", "lost", "stop", "interrupt", "hang"])
+        self.disk_full = pick([0.0, 0.0, 0.5])
+        self.put("start", WorkersReady())
+        if self.fault in ("user", "lost"):
+            error = UserCodeError("boom") if self.fault == "user" else WorkerLost("gone")
+            self.put("fault", *[None] * self.random.randint(0, 30), CallFailed(self.fault, error, 0))
+        elif self.fault in ("stop", "interrupt"):
+            stop = StopRequested("asked", interrupt=self.fault == "interrupt", grace_s=2.0)
+            self.put("fault", *[None] * self.random.randint(0, 30), stop)
+        self.hangs_from = self.random.randint(0, last) if self.fault == "hang" else None
+
+    def put(self, line: str, *events) -> None:
+        """None is a pause: it only lets other lines go first."""
+        self.lines.setdefault(line, deque()).extend(events)
+
+    def carry_out(self, action) -> None:
+        self.log.append(action)
+        workers = range(self.policy.workers)
+        match action:
+            case RunStep(step):
+                for rank in workers:
+                    if not (self.hangs_from is not None and step >= self.hangs_from and rank == workers[-1]):
+                        self.put(f"worker {rank}", StepReported(rank, step, 0.1))
+            case WriteJournal(step):
+                self.put("driver", StepJournalled(step))
+            case Emit(step):
+                stop = "asked in a callback" if self.random.random() < 0.03 else None
+                self.put("driver", StepEmitted(step, stop))
+            case Validate(done):
+                for rank in workers:
+                    self.put(f"worker {rank}", ValidationReported(rank, done))
+            case EmitValidation(done):
+                self.put("driver", ValidationEmitted(done))
+            case TakeSnapshot(done):
+                full = self.random.random() < self.disk_full
+                self.put(
+                    "disk", SnapshotTaken(done), CheckpointFailed(done, OSError("full")) if full else CheckpointSaved(done)
+                )
+            case Probe(ranks):
+                self.put("driver", StacksReported(f"stacks of {ranks}"))
+            case AbortGroups():
+                for rank in workers:
+                    self.put(f"worker {rank}", *[CallFailed("aborted", GroupAborted("aborted"), rank)])
+                self.put("abort", None, None, GroupsAborted(tuple(self.applied)))
+
+    def run(self) -> None:
+        for _ in range(3000):
+            waiting = [line for line, events in self.lines.items() if events]
+            if self.machine.phase is Phase.OVER and not waiting:
+                return
+            if not waiting:
+                self.now_s += 100.0
+                event = Tick()
+            else:
+                event = self.lines[self.random.choice(waiting)].popleft()
+                self.now_s += 0.01
+                if event is None:
+                    continue
+                if isinstance(event, StepReported):
+                    self.applied[event.worker] = event.step + 1
+            for decision in self.machine.handle(event, self.now_s):
+                assert decision.reason
+                self.carry_out(decision.action)
+        pytest.fail(f"the run does not end: {list(self.machine.story)[-5:]}")
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_every_order_of_events_keeps_the_promises(block):
+    for seed in range(block * 100, block * 100 + 100):
+        world = World(seed)
+        world.run()
+        log, policy = world.log, world.policy
+        steps = [a.step for a in log if isinstance(a, RunStep)]
+        seen = [a.step for a in log if isinstance(a, Emit)]
+        assert steps == list(range(policy.first, policy.first + len(steps))), "issued once each, in order"
+        assert seen == steps[: len(seen)], "seen once each, in order"
+        assert [type(a) for a in log].count(Teardown) == 1
+        after = log[log.index(next(a for a in log if isinstance(a, Teardown))) + 1 :]
+        assert after == [], f"seed {seed}: {after} after the end"
+        ahead = 0
+        for action in log:
+            ahead += isinstance(action, RunStep) - isinstance(action, Emit)
+            assert ahead <= DEPTH
+        for index, action in enumerate(log):
+            if isinstance(action, (Validate, TakeSnapshot)):
+                before = log[:index]
+                issued = policy.first + sum(isinstance(a, RunStep) for a in before)
+                if action.done == issued:
+                    continue
+                assert world.fault == "interrupt", "the state is settled, or the steps in flight were aborted"
+        snapshots = Counter(a.done for a in log if isinstance(a, TakeSnapshot))
+        assert max(snapshots.values(), default=0) <= 1
+        end = log[-1]
+        if world.fault in (None, "stop") and not world.disk_full:
+            assert end.end in ("done", "stopped"), f"seed {seed}: {end}"
+            assert end.done == policy.first or snapshots[end.done] == 1, "ends with a checkpoint"
+        if world.fault is None and policy.validates and end.done == policy.last > policy.first:
+            assert Validate(policy.last) in log
+        if world.fault == "hang" and policy.first <= world.hangs_from < len(steps) + policy.first:
+            assert end.end == "failed" and isinstance(end.error, CommTimeout)
+
+
+def cuts_of(policy, steps, seconds, mirror_seconds):
+    """Which steps of an undisturbed run take a cut; a cut costs `mirror_seconds` in the step after it."""
+    machine = RunMachine(policy)
+    pending, taken = deque([WorkersReady()]), []
+    while pending:
+        for action in do(machine, pending.popleft()):
+            match action:
+                case RunStep(step, cut):
+                    if cut:
+                        taken.append(step)
+                    spent = mirror_seconds if step - 1 in taken else 0.0
+                    pending.extend(StepReported(w, step, seconds, 1, spent * w) for w in range(policy.workers))
+                case WriteJournal(step):
+                    pending.append(StepJournalled(step))
+                case Emit(step):
+                    pending.append(StepEmitted(step))
+    assert machine.committed == steps
+    return taken
+
+
+def test_the_mirror_takes_a_cut_in_the_first_step_and_then_every_k_steps():
+    last = "the last step too, so that what is saved has been compared"
+    assert cuts_of(RunPolicy(workers=2, last=10, mirror_every=4), 10, 0.1, 0.0) == [0, 3, 7, 9], last
+    assert cuts_of(RunPolicy(workers=2, last=10), 10, 0.1, 0.0) == []
+    assert cuts_of(RunPolicy(workers=1, last=10, mirror_every=4), 10, 0.1, 0.0) == [], "nobody would keep the copy"
+
+
+def test_the_mirror_takes_a_cut_as_often_as_its_cost_allows():
+    cuts = cuts_of(RunPolicy(workers=2, last=200, mirror_cost=0.02), 200, 0.1, 0.1)
+    gaps = [b - a for a, b in pairwise(cuts[1:-1])]
+    assert cuts[0] == 0 and gaps and all(50 <= gap <= 50 + DEPTH for gap in gaps), cuts
+    free = cuts_of(RunPolicy(workers=2, last=9, mirror_cost=0.02), 9, 0.1, 0.0)
+    assert all(gap <= DEPTH for gap in (b - a for a, b in pairwise(free))), free

@@ -1,0 +1,77 @@
+"""What workers report of a step, and what is compared when it is executed again."""
+
+import math
+import pickle
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from raypar.actors.step_reports import StepReports, loss_and_norm, reconstruct_report
+from raypar.actors.worker_messages import pickle_error
+from raypar.elastic.member import WorkerStatus
+from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.vote_result import VoteResult
+from raypar.plan import ParallelPlan
+
+
+def report(loss: float = 1.0) -> dict:
+    return {"loss": loss, "norm": 2.0, "seconds": 0.3, "busy_seconds": 0.2, "mirror_seconds": 0.0, "digest": None}
+
+
+@pytest.fixture
+def reports() -> StepReports:
+    plan = ParallelPlan.mesh(dp=2)
+    machine = RunMachine(RunPolicy(workers=2, last=10), plan=plan)
+    machine.members = (5, 3)
+    return StepReports(machine, SimpleNamespace(passes=lambda plan: (4, 0)))
+
+
+def see(reports: StepReports, step: int, loss: float) -> dict:
+    for number in (3, 5):
+        reports.stepped(number, 1, step, report(loss))
+    reports.commit(step)
+    return reports.emit(step)
+
+
+def test_reports_are_kept_by_rank_and_computing_is_counted_by_microbatch(reports):
+    assert reports.stepped(5, 1, 0, report()).busy_s == pytest.approx(0.05)
+    assert reports.stepped(3, 1, 0, report()).busy_s is None, "it has computed nothing"
+    reports.commit(0)
+    assert sorted(reports.emit(0)) == [0, 1]
+    assert reports.outcomes == {0: (1.0, 2.0)}
+
+
+def test_a_late_report_of_an_earlier_generation_is_an_event_and_nothing_else(reports):
+    see(reports, 0, 1.0)
+    reports.machine.generation = 2
+    assert reports.stepped(3, 1, 1, report()).generation == 1
+    with pytest.raises(KeyError):
+        reports.commit(1)
+
+
+@pytest.mark.parametrize("seen, again, same", [(1.0, 1.0, True), (math.nan, math.nan, True), (1.0, 1.0 + 2**-52, False)])
+def test_what_is_executed_again_has_to_give_the_same_to_the_last_bit(reports, seen, again, same):
+    see(reports, 0, seen)
+    reports.forget()
+    for number in (3, 5):
+        reports.stepped(number, 1, 0, report(again))
+    changed = reports.changed(0)
+    assert (changed is None) if same else changed == ((seen, 2.0), (again, 2.0))
+
+
+def test_a_step_that_was_found_applied_is_seen_with_its_loss_and_no_time(reports):
+    outcome = VoteResult(loss=0.5, norm=2.0, count=8.0, factor=0.125, skipped=False)
+    reports.machine.journalled = 4
+    reports.heard(WorkerStatus(3, 5, outcomes={3: outcome, 4: outcome}))
+    reports.commit(4)
+    assert reports.emit(4) == {0: reconstruct_report(outcome)}
+    assert reconstruct_report(outcome)["seconds"] == 0.0 and loss_and_norm({0: reconstruct_report(outcome)}) == (0.5, 2.0)
+    with pytest.raises(KeyError):
+        reports.commit(3)
+
+
+def test_an_error_that_cannot_be_pickled_reaches_the_client_as_its_text():
+    assert pickle_error(None) is None
+    assert pickle.loads(pickle_error(ValueError("x"))).args == ("x",)
+    assert "ValueError" in str(pickle.loads(pickle_error(ValueError(threading.Lock()))))

@@ -1,0 +1,98 @@
+"""Swimlane drawings: well-formed, complete, to scale, and of a sensible size."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.schedule import registry
+from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.swimlane_svg import swimlane_svg, swimlanes_svg
+from raypar.schedule.timeline import Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline_of(name, stages, microbatches, replicas=1, **costs):
+    chunks = registry.default_chunks(name)
+    plan = ParallelPlan.mesh(pp=stages, dp=replicas, chunks=chunks, placement=registry.placement_of(name))
+    routing = Routing(plan, Microbatches(microbatches, blocks=microbatches))
+    n = stages * chunks
+    return simulate(
+        registry.build_schedule(name, routing), routing, Crossing.chain(n), Costs((1,) * n, (1,) * n, (1,) * n, **costs)
+    )
+
+
+def boxes(root):
+    """Instruction -> (x, width) of its box, from the tooltips."""
+    return {
+        box.find(f"{SVG}title").text.split(":")[0]: (float(box.get("x")), float(box.get("width")))
+        for box in root.iter(f"{SVG}rect")
+        if box.find(f"{SVG}title") is not None
+    }
+
+
+def texts(root):
+    return ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
+
+
+def test_every_instruction_has_a_box_to_scale_with_its_microbatch():
+    timeline = timeline_of("1f1b", 4, 8)
+    root = ET.fromstring(swimlane_svg(timeline, title="1F1B <4 stages>"))
+    found = boxes(root)
+    assert set(found) == {str(span.instruction) for row in timeline.spans for span in row}
+    per_ms = (found["0F1"][0] - found["0F0"][0]) / 1
+    for row in timeline.spans:
+        for instruction, start, end in row:
+            x, width = found[str(instruction)]
+            assert x == pytest.approx(found["0F0"][0] + start * per_ms, abs=1)
+            assert width == pytest.approx((end - start) * per_ms, abs=2)
+    assert "1F1B <4 stages>" in texts(root)
+    assert texts(root).count("7") == 8
+    assert any("makespan 33 ms" in text and "27.3% of total" in text for text in texts(root))
+
+
+def test_lanes_are_labelled_with_coordinates_busy_share_and_peak():
+    shown = texts(ET.fromstring(swimlane_svg(timeline_of("1f1b", 2, 3, replicas=2), title="t")))
+    assert "worker 3 (stage 1, replica 1)" in shown
+    assert {"busy", "peak", "forward (F)", "backward (B)", "idle", "time, ms"} <= set(shown)
+    assert "input gradient (I)" not in shown
+
+
+def test_chunks_and_zero_bubble_kinds_have_colours_of_their_own():
+    drawing = swimlane_svg(timeline_of("zb-v", 2, 4), title="t")
+    root = ET.fromstring(drawing)
+    fills = {box.get("fill") for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None}
+    assert len(fills) == 6
+    assert "chunk 1 (lighter)" in texts(root)
+
+
+def test_predicted_and_measured_share_one_axis():
+    predicted = timeline_of("gpipe", 2, 2)
+    measured = Timeline.from_spans([[("0F0", 10.0, 12.0), ("0B0", 15.0, 25.0), ("0G", 25.0, 26.0), ("V", 26.0, 28.0)]])
+    root = ET.fromstring(swimlanes_svg([("predicted", predicted), ("measured", measured)], title="step 7"))
+    shown = " ".join(texts(root))
+    assert "predicted" in shown and "measured" in shown and "makespan 18 ms" in shown
+    wide = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    by_title = {box.find(f"{SVG}title").text: float(box.get("width")) for box in wide}
+    assert by_title["0B0: 5 to 15 ms"] == pytest.approx(5 * by_title["0F0: 0 to 2 ms"], rel=0.05)
+
+
+def test_messages_are_drawn_where_edges_are_given_and_there_are_few():
+    few = timeline_of("1f1b", 2, 2, latency_ms=1)
+    root = ET.fromstring(swimlane_svg(few, title="t", edges=[(0, 1)]))
+    arrows = [g for g in root.iter(f"{SVG}g") if g.get("marker-end")]
+    assert len(arrows) == 1 and len(arrows[0]) == 4
+    assert 'marker-end="' not in swimlane_svg(timeline_of("1f1b", 4, 96), title="t", edges=[(0, 1), (1, 2), (2, 3)])
+
+
+def test_a_thousand_workers_make_a_drawing_of_one_replica_under_two_megabytes():
+    drawing = swimlane_svg(timeline_of("1f1b", 32, 512, replicas=8), title="large")
+    assert len(drawing) < 2_000_000
+    shown = texts(ET.fromstring(drawing))
+    assert any("64 of 256 workers drawn" in text for text in shown)
+    assert "worker 4 (stage 0, replica 4)" in shown
+
+
+def test_an_empty_timeline_is_still_a_drawing():
+    ET.fromstring(swimlane_svg(Timeline.from_spans([[]]), title="nothing"))

@@ -1,0 +1,138 @@
+"""The picture of a run's throughput: to scale, its pauses and faults marked, no label on another or under a line."""
+
+import random
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from raypar.cli import main
+from raypar.console.run_history import run_history
+from raypar.run_folder import RunFolder
+from raypar.schedule.throughput_chart import _LABEL, KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def step(number, at_s, seconds, samples=8):
+    return {
+        "step": number,
+        "loss": 1.0,
+        "time": at_s,
+        "seconds": seconds,
+        "samples_per_s": samples / seconds,
+        "peak_rss_bytes": [1, 1, 1, 1],
+    }
+
+
+METRICS = [
+    step(1, 101.0, 1.0),
+    step(2, 102.0, 1.0),
+    step(3, 105.0, 1.0),
+    step(4, 106.0, 1.0),
+]
+EVENTS = [
+    {"kind": "started", "text": "4 workers", "time": 99.0},
+    {"kind": "generation", "generation": 1, "workers": [0, 1, 2, 3], "time": 99.5},
+    {"kind": "lost", "worker": 2, "time": 102.0},
+    {"kind": "lost", "worker": 3, "time": 102.01},
+    {"kind": "generation", "generation": 2, "workers": [0, 1], "pause_s": 3.0, "time": 104.999},
+    {"kind": "joined", "worker": 4, "time": 105.5},
+]
+
+
+def test_the_lines_of_a_run_folder_become_steps_workers_marks_and_pauses():
+    found = run_history(METRICS, EVENTS)
+    assert found.steps == ((0.0, 1.0, 8.0), (1.0, 2.0, 8.0), (4.0, 5.0, 8.0), (5.0, 6.0, 8.0))
+    assert [(round(at, 2), count) for at, count in found.workers] == [(0.0, 4), (2.0, 3), (2.01, 2)]
+    assert found.marks == (ChartMark(2.0, "lost", "workers 2, 3 lost"), ChartMark(5.5, "joined", "worker 4 joined"))
+    assert found.pauses == (pytest.approx((2.0, 5.0), abs=0.01),) and found.end_s == 6.0
+
+
+def test_a_resumed_run_is_drawn_whole_without_the_time_in_which_nobody_was_at_it():
+    workers = [{"worker": number} for number in (0, 1, 2)]
+    more = [
+        {"kind": "end", "end": "stopped", "time": 106.5},
+        {"kind": "started", "text": "", "workers": workers, "time": 9006.5},
+        {"kind": "lost", "worker": 1, "time": 9007.5},
+    ]
+    found = run_history([*METRICS, step(5, 9008.0, 1.0)], EVENTS + more)
+    assert len(found.steps) == 5 and found.steps[-1] == pytest.approx((7.0, 8.0, 8.0))
+    assert found.marks[2:] == (ChartMark(6.5, "started", "run resumed"), ChartMark(7.5, "lost", "worker 1 lost"))
+    assert [count for _, count in found.workers] == [4, 3, 2, 3, 2] and len(found.pauses) == 1
+
+
+def test_a_lost_worker_without_a_seat_does_not_train_less():
+    found = run_history(METRICS, [*EVENTS, {"kind": "lost", "worker": 4, "time": 105.9}])
+    assert [count for _, count in found.workers] == [4, 3, 2]
+
+
+def test_many_marks_are_numbers_in_the_picture_and_say_there_what_they_are_but_keep_their_names():
+    many = [{"kind": "lost", "worker": number, "time": 101.0 + number / 4} for number in range(12)]
+    found = run_history(METRICS, [*many, {"kind": "draining", "worker": 1, "node": "a74b0000c", "time": 105.0}])
+    assert [mark.shown for mark in found.marks[:3]] == ["0", "1", "2"] and found.marks[2].label == "worker 2 lost"
+    assert (found.marks[-1].shown, found.marks[-1].label) == ("a74b", "node a74b0000 will leave")
+    drawing = throughput_svg(found, title="t")
+    assert "numbers: workers; beside a drain: beginnings of nodes' ids" in drawing.replace("&#x27;", "'")
+    assert "<title>worker 2 lost, at" in drawing
+    assert "numbers:" not in throughput_svg(run_history(METRICS, EVENTS), title="t")
+
+
+def test_no_samples_come_in_a_pause_and_none_get_lost():
+    found = run_history(METRICS, EVENTS)
+    bins = throughput_bins(found.steps, found.end_s)
+    assert sum((end - start) * rate for start, end, rate in bins) == pytest.approx(32)
+    assert any(rate == 0 and start >= 2 and end <= 4 for start, end, rate in bins)
+
+
+def lines_and_labels(drawing):
+    """[(x, highest y)] of the marks' lines, [(x, y, width, text)] of their labels."""
+    lines, labels = [], []
+    for group in ET.fromstring(drawing).iter(f"{SVG}g"):
+        if group.find(f"{SVG}title") is None:
+            continue
+        x, y = re.match(r"M([\d.]+) ([\d.]+)V", group.find(f"{SVG}path").get("d")).groups()
+        lines.append((float(x), float(y)))
+        text = group.find(f"{SVG}text")
+        if text is not None:
+            labels.append((float(text.get("x")), float(text.get("y")), 0.56 * _LABEL * len(text.text), text.text))
+    return lines, labels
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_label_lies_on_another_or_on_a_line_or_outside_the_picture(seed):
+    chance = random.Random(seed)
+    marks = [
+        ChartMark(chance.uniform(0, 60), chance.choice([*KINDS]), "x" * chance.randrange(1, 25))
+        for _ in range(chance.randrange(1, 40))
+    ]
+    lines, labels = lines_and_labels(throughput_svg(RunHistory((), (), marks, (), 60.0), title="t"))
+    assert len(lines) == len(marks) and labels
+    for i, (x, y, width, _) in enumerate(labels):
+        assert x + width <= 1280 and y > 80
+        for at, highest in lines:
+            assert not (x < at < x + width and highest < y), "a line goes through a label"
+        for other_x, other_y, other_width, _ in labels[i + 1 :]:
+            assert abs(other_y - y) >= _LABEL or other_x >= x + width or x >= other_x + other_width
+
+
+def test_the_drawing_tells_pauses_and_kinds_in_its_legend():
+    drawing = throughput_svg(run_history(METRICS, EVENTS), title="tiny <4 steps>")
+    shown = ["".join(text.itertext()) for text in ET.fromstring(drawing).iter(f"{SVG}text")]
+    assert {"tiny <4 steps>", "worker lost", "worker joined", "samples/s", "workers", "time, s"} <= set(shown)
+    assert "1 pause, 3.00 of 6.0 s" in shown and "driver lost" not in shown
+    assert "workers 2, 3 lost" in shown
+
+
+def test_a_run_without_steps_is_still_a_drawing_and_the_command_writes_it(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path, "tiny")
+    folder.job.write_text("steps: 4\n")
+    assert main(["status", str(folder.path), "--svg", str(tmp_path / "empty.svg")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"picture: {tmp_path / 'empty.svg'}"
+    ET.fromstring((tmp_path / "empty.svg").read_text())
+    for line in METRICS:
+        folder.append(folder.metrics, line)
+    assert main(["status", str(folder.path), "--svg", str(tmp_path / "x.svg")]) == 0
+    assert "tiny: 4 of 4 steps" in (tmp_path / "x.svg").read_text()
+    assert main(["status", str(folder.path), "--svg", str(tmp_path / "no" / "x.svg")]) == 2
+    assert "cannot write" in capsys.readouterr().err

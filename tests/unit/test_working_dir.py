@@ -1,0 +1,88 @@
+"""A process whose current directory is removed, and made anew."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from raypar.actors.working_dir import WorkingDir
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+def test_it_is_entered_again_once_it_is_there_anew(place):
+    footing = WorkingDir()
+    footing.keep()
+    shutil.rmtree(place)
+    footing.keep()
+    assert os.getcwd() == "/", "better than nowhere"
+    place.mkdir()
+    (place / "file").touch()
+    footing.keep()
+    assert os.listdir() == ["file"]
+
+
+def test_who_goes_somewhere_else_by_himself_stays_there(place, tmp_path):
+    footing = WorkingDir()
+    shutil.rmtree(place)
+    footing.keep()
+    os.chdir(tmp_path)
+    place.mkdir()
+    footing.keep()
+    assert os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.parametrize("back", ["at once", "later"])
+def test_elsewhere_nothing_is_noticed_of_it(place, back):
+    footing = WorkingDir()
+    with footing.elsewhere():
+        shutil.rmtree(place)
+        os.getcwd()
+        if back == "at once":
+            place.mkdir()
+    if back == "later":
+        place.mkdir()
+        footing.keep()
+    assert os.getcwd() == str(place)
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_clear_error():
+    """Ray raises a bare `Exception` then."""
+    from raypar.actors.ray_connection import _started
+    from raypar.errors import ClusterError
+
+    with pytest.raises(ClusterError, match="did not start on this machine: timed out") as found, _started():
+        raise Exception("timed out during startup")
+    assert "try again" in found.value.cure
+
+
+def test_a_ray_that_starts_too_late_is_cleared_away_and_started_again(monkeypatch, tmp_path):
+    """Beside twelve processes that compute: Ray gives its raylet 30 s."""
+    import contextlib
+
+    import ray
+
+    from raypar.actors.ray_connection import start_with_deadline
+
+    ended, folders = [], []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(len(folders)))
+
+    def start(folder):
+        folders.append(folder)
+        if len(folders) < 3:
+            raise Exception("The current node timed out during startup.")
+
+    with contextlib.ExitStack() as stack:
+        assert start_with_deadline(start, stack) == folders[2] and len(set(folders)) == 3
+        assert ended == [1, 2] and [folder.exists() for folder in folders] == [False, False, True]
+    assert ended == [1, 2, 3] and not folders[2].exists()
+    with pytest.raises(Exception, match="memory"), contextlib.ExitStack() as stack:
+        start_with_deadline(lambda folder: (_ for _ in ()).throw(MemoryError("no memory")), stack)
