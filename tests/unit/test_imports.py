@@ -22,15 +22,15 @@ MAY_IMPORT = {
     "elastic": "plan errors",
     "comm": "plan errors torch numpy cupy",
     "model": "plan comm errors user_code torch numpy",
-    "worker": "schedule model comm plan planner.profile elastic.holdings elastic.outcome elastic.part errors user_code torch "
+    "worker": "schedule model comm plan planner.model_profile elastic.holdings elastic.vote_result elastic.adopt_order errors user_code torch "
     "numpy safetensors input_files",
     "actors": "worker model elastic planner comm schedule plan run_folder callbacks errors user_code torch numpy ray",
-    "config": "plan schedule elastic errors worker.spec worker.weights_matching input_files run_records safe_yaml "
+    "config": "plan schedule elastic errors worker.job_spec worker.weights_matching input_files run_records safe_yaml "
     "pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
-EDGE = ("cli", "commands", "launch", "trainer", "run_folder", "callbacks", "__init__", "__main__")
+EDGE = ("cli", "commands", "console", "launch", "trainer", "run_folder", "callbacks", "__init__", "__main__")
 """The shell: imports anything, but heavy things inside functions only, so that the command line starts at once."""
 
 HEAVY = {"torch", "ray", "cupy", "numpy", "pydantic"}
