@@ -517,6 +517,14 @@ def hook_with_a_parameter() -> nn.Module:
     return model
 
 
+def module_and_a_function_of_it() -> nn.Module:
+    """The module alone would be copied with its layer; the function keeps the one that is not trained."""
+    model = models.blocks()
+    norm = model[1].norm
+    model[1].stages = [norm, lambda x: norm(x)]
+    return model
+
+
 def module_of_another_layer() -> nn.Module:
     model = models.blocks()
     model[2].others = [model[0].norm]
@@ -534,6 +542,10 @@ def module_of_another_layer() -> nn.Module:
         (parameter_in_a_list, "1.scales holds the trained parameter 1.norm.weight in a plain attribute"),
         (data_in_an_attribute, "1.scale holds the trained parameter 1.norm.weight in a plain attribute"),
         (lambda_with_self, "1.project holds the trained parameter 1.norm.weight in a variable of a function"),
+        (
+            module_and_a_function_of_it,
+            "1.stages holds the trained parameter 1.norm.weight in a variable of a function",
+        ),
         (hook_with_a_parameter, "0._forward_hooks holds the trained parameter 1.norm.weight in a variable of a function"),
         (module_of_another_layer, "2.others holds the trained parameter 0.norm.weight in a module of another layer"),
     ],
