@@ -27,7 +27,7 @@ from raypar.actors.processor_wait import processor_wait_s
 from raypar.comm.handshake import Credential
 from raypar.comm.tcp_accept import THREAD as ACCEPT_THREAD
 from raypar.elastic.member import Fenced, Member
-from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
+from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, chain_of
 from raypar.user_code import USER_CODE_ERRORS, error_text
 
 ORPHAN_THREAD = "raypar-orphan"
@@ -359,14 +359,10 @@ def give_back_place() -> None:
 
 def lacks_memory(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from, says that memory could not be had."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:  # two errors may be each other's cause
-        seen.append(error)
-        name = type(error).__name__
-        refused = isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATORS_SAY)
-        if isinstance(error, MemoryError) or name == "OutOfMemoryError" or refused:
+    for each in chain_of(error):
+        refused = isinstance(each, RuntimeError) and any(words in str(each) for words in ALLOCATORS_SAY)
+        if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError" or refused:
             return True
-        error = error.__cause__
     return False
 
 
