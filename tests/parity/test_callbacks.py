@@ -1,11 +1,9 @@
 """Callbacks are called as one: every one of them, once, and what they answer comes back whole."""
 
-import contextlib
 import importlib.machinery
 import json
 import math
 import os
-import resource
 import struct
 import sys
 import types
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.full_disk import room
 from ray import cloudpickle
 from tensorboardX.proto.event_pb2 import Event
 
@@ -231,17 +230,6 @@ def test_a_hook_that_does_not_exist_is_refused_with_the_name_that_was_meant():
 
 
 # -- trackers that cannot write ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def room(nbytes: int):
-    """Files of this process take no more than so many bytes: what needs no root to be as a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def steps_in(folder: Path) -> list[int]:
