@@ -54,7 +54,6 @@ class WorkerActor:
         self.guard: Any = None
         self.body: Any = None
         self.member: Any = None
-        self.writer: Any = None
         self.mesh: Any = None
         self.heard_s = time.monotonic()
         self.orphan_timeout_s = orphan_timeout_s
@@ -90,7 +89,6 @@ class WorkerActor:
         from raypar.worker.compute_state import StateGuard
         from raypar.worker.core import WorkerCore
         from raypar.worker.device import settle
-        from raypar.worker.state import Writer
         from raypar.worker.warm_up import warm_up
 
         keep_freed_memory()
@@ -113,7 +111,6 @@ class WorkerActor:
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
         self.body = WorkerBody(self.core, self.number)
         self.member = Member(self.number, self.body)
-        self.writer = Writer()
         warm_up(self.core, data=joining)
         freeze_what_stays(collect=True)
         node = ray.get_runtime_context().get_node_id()
@@ -199,22 +196,14 @@ class WorkerActor:
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def save(self, generation: int, done: int, folder: str) -> Any:
         """Copy the state after `done` steps, write it in the background; `save_result` has the outcome."""
-        return self._guard("saving", lambda: self.member.save(generation, done, lambda: self._snapshot(Path(folder))))
-
-    def _snapshot(self, folder: Path) -> None:
-        from raypar.worker.state import snapshot, written_by
-
-        core = self.core
-        names = written_by(core.assignment.plan, core.assignment.crossing, core.rank, core.stages)
-        state = snapshot(core.stages, core.end.optimizers, names)
-        self.writer.start(folder, f"worker_{core.rank:04d}.safetensors", state)
+        return self._guard("saving", lambda: self.member.save(generation, done, lambda: self.core.save(Path(folder))))
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
         """Waits for the writer: its record, or `Failed` with the error of the disk."""
-        return self._guard("writing", self.writer.result)
+        return self._guard("writing", self.core.save_result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str, bool, float]:

@@ -362,8 +362,8 @@ class WorkerCore:
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path, done: int) -> None:
-        """Copy this rank's share of the state after `done` steps, write it in the background; see `save_result`."""
+    def save(self, folder: Path) -> None:
+        """Copy this rank's share of the state, and write it in the background; see `save_result`."""
         names = written_by(self.assignment.plan, self.assignment.crossing, self.rank, self.stages)
         self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", snapshot(self.stages, self.end.optimizers, names))
 

@@ -229,7 +229,7 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
         run.step(0)
         folder = checkpoint.begin(tmp_path, 1)
         for core in run.cores:
-            core.save(folder, 1)
+            core.save(folder)
         records = [core.save_result() for core in run.cores]
         path = checkpoint.commit(folder, records, steps_done=1, contract=checkpoint.contract_of(spec))
     kinds = {(e.name, e.kind) for e in checkpoint.load_manifest(path).entries}
@@ -329,7 +329,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         folder = checkpoint.begin(tmp_path / "checkpoints", 0)
         for core in run.cores:
-            core.save(folder, 0)
+            core.save(folder)
         records = [core.save_result() for core in run.cores]
         path = checkpoint.commit(folder, records, steps_done=0, contract=checkpoint.contract_of(spec))
     assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0
