@@ -87,6 +87,8 @@ def text_of(value: Any, inside: tuple[int, ...] = ()) -> str:
     if isinstance(value, Mapping):
         inside = (*inside, id(value))
         return "{" + ", ".join(f"{text_of(k, inside)}: {text_of(v, inside)}" for k, v in value.items()) + "}"
+    if hasattr(value, "named_parameters") and not isinstance(value, type):
+        return " ".join([label_of(value), *(f"{name}={text_of(tensor)}" for name, tensor in value.named_parameters())])
     if callable(value):
         return label_of(value, inside)
     if all(hasattr(value, name) for name in ("dtype", "shape", "tolist")):

@@ -355,6 +355,12 @@ def test_two_data_sets_whose_arguments_print_alike_are_two():
     assert [core.dataset(data) is rows for data, rows in ((spec.data, train), (spec.validation.data, other))] == [True, True]
 
 
+def test_modules_in_a_partial_are_told_apart_by_their_weights():
+    """A run was resumed with another teacher as if it were the same."""
+    labels = {label_of(functools.partial(squares, scale=nn.Linear(2, 2))) for _ in range(2)}
+    assert len(labels) == 2
+
+
 @pytest.mark.parametrize("text", [label_of, without_stable_text])
 def test_an_argument_that_contains_itself_has_a_text(text):
     """A RecursionError came out of Trainer."""
