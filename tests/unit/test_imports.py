@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "elastic": "plan errors",
     "comm": "plan errors torch numpy cupy",
     "model": "plan comm errors user_code torch numpy",
-    "worker": "schedule model comm plan planner.model_profile elastic.holdings elastic.vote_result elastic.adopt_order errors user_code "
-    "torch numpy safetensors input_files",
+    "worker": "schedule model comm plan planner.model_profile elastic.holdings elastic.vote_result elastic.adopt_order "
+    "errors user_code torch numpy safetensors input_files",
     "actors": "worker model elastic planner comm schedule plan run_folder callbacks errors user_code torch numpy ray",
     "config": "plan schedule elastic errors worker.job_spec worker.weights_matching input_files run_records safe_yaml "
     "pydantic yaml",
