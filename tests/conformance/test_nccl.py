@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
