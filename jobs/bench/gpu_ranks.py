@@ -22,9 +22,9 @@ from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl import bindings
 from raypar.comm.nccl.mesh import NcclMesh
 from raypar.comm.transport import run_routine
-from raypar.elastic.adopt_order import AdoptOrder
 from raypar.errors import RayparError
 from raypar.plan import ParallelPlan, Routing
+from raypar.plan.adopt_order import AdoptOrder
 from raypar.schedule import registry
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.communicators import communicators_of

@@ -13,8 +13,8 @@ from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.tcp.transport import TcpMesh
-from raypar.elastic.adopt_order import AdoptOrder
 from raypar.plan import ParallelPlan, Routing
+from raypar.plan.adopt_order import AdoptOrder
 from raypar.schedule import registry
 from raypar.worker.allocator import freeze_what_stays, keep_freed_memory, return_unused_memory
 from raypar.worker.assignment import assignments, make_graph

@@ -19,7 +19,7 @@ import ray
 
 # Pickles hold these: callbacks, and workers' answers. A later import may meet Ray replacing the job's folder.
 import raypar.callbacks
-import raypar.elastic.vote_result  # noqa: F401
+import raypar.plan.vote_result  # noqa: F401
 from raypar.actors import event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
@@ -43,8 +43,8 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import Phase, RunMachine
-from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
+from raypar.plan.ownership import SlicedParameters
 
 TICK_S = 0.25
 ABANDONED_S = 300.0

@@ -23,13 +23,13 @@ from raypar.actors.worker_messages import CallFailure, WorkerHello
 from raypar.actors.worker_pool import WorkerPool, remove_leftovers
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import events as on
-from raypar.elastic.adopt_order import AdoptOrder
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.seating import spread_over_nodes
 from raypar.elastic.worker_names import name_workers
 from raypar.errors import ClusterError
+from raypar.plan.adopt_order import AdoptOrder
 
 
 @dataclass

@@ -20,12 +20,12 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.adopt_order import AdoptOrder
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
+from raypar.plan.adopt_order import AdoptOrder
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raypar.elastic.holdings import Move
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Move
 
 End = Literal["done", "stopped", "interrupted", "failed", "deposed"]
 """`deposed`: another driver has taken over; the run goes on without this one, which removes nothing."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import Warn
-from raypar.elastic.holdings import Digest
 from raypar.elastic.worker_names import name_workers
 from raypar.errors import ModelError, WorkerLost
+from raypar.plan.pieces import Digest
 
 if TYPE_CHECKING:
     from raypar.elastic.run_machine import RunMachine

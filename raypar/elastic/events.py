@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypar.elastic.holdings import Digest
 from raypar.elastic.member import WorkerStatus
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Digest
 
 Kind = Literal["user", "lost", "error", "aborted"]
 """Who is to blame: user code; a worker that died; raypar or its input; or a consequence of somebody else's failure."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from raypar.elastic import state_sources
 from raypar.elastic.buddies import assign_buddies
-from raypar.elastic.holdings import Piece, missing, overlap, without
 from raypar.elastic.worker_names import name_workers, verb_form
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Piece, count_overlap, missing_pieces, subtract_pieces
 
 if TYPE_CHECKING:
     from raypar.elastic.member import WorkerStatus
@@ -32,15 +32,15 @@ def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
     if _needs_no_worker(m, done) and len(answering.keys() - m.leaving) >= m.policy.min_workers:
         return ()
     need = dict(enumerate(m.layout(m.plan)))
-    lost = missing(_live_pieces(m, answering, done), need)
+    lost = missing_pieces(_live_pieces(m, answering, done), need)
     if not lost or state_sources.newest_mirror_cut(m, need, without=silent) is not None:
         return ()
     held = may_hold(m)
     in_snapshots = [piece for stand in answering.values() for pieces in stand.cuts.values() for piece in pieces]
     in_silent = [piece for worker in silent for piece in held.get(worker, ())]
-    if without(lost, [*in_snapshots, *in_silent]):
+    if subtract_pieces(lost, [*in_snapshots, *in_silent]):
         return ()
-    return tuple(worker for worker in sorted(silent) if overlap(lost, held.get(worker, ())))
+    return tuple(worker for worker in sorted(silent) if count_overlap(lost, held.get(worker, ())))
 
 
 def _needs_no_worker(m: RunMachine, done: int) -> bool:

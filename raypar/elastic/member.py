@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from raypar.elastic.holdings import Digest, Piece
 from raypar.errors import GroupAborted, RayparError
+from raypar.plan.pieces import Digest, Piece
 
 T = TypeVar("T")
 Routine = Generator[Any, Any, T]

@@ -46,7 +46,6 @@ from raypar.elastic.events import (
     WorkerStatusReported,
 )
 from raypar.elastic.failure_budget import mark_lost, record_death, repeated_out_of_memory, step_failed_too_often
-from raypar.elastic.holdings import Piece, missing, moves
 from raypar.elastic.member import StaleGeneration, WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.replay import Replay, shards_of
@@ -54,6 +53,7 @@ from raypar.elastic.seating import assign_seats, refill_seats
 from raypar.elastic.worker_names import name_workers
 from raypar.errors import ClusterError, CommError, WorkerLost, first_line
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Piece, missing_pieces, plan_moves
 
 if TYPE_CHECKING:
     from raypar.elastic.run_machine import RunMachine
@@ -299,9 +299,9 @@ def adopt(m: RunMachine, plan: ParallelPlan, members: tuple[int, ...]) -> None:
     need = dict(zip(members, m.layout(plan), strict=True))
     source = state_sources.find_state(m, need)
     if source is None:
-        unrecoverable(m, missing(state_sources.live_holders(m, r.done), need))
+        unrecoverable(m, missing_pieces(state_sources.live_holders(m, r.done), need))
         return
-    ways = moves(source.have, need)
+    ways = plan_moves(source.have, need)
     seatless = tuple(sorted({way.source for way in ways} - set(members)))
     r.expected = {*members, *seatless}
     r.order = AdoptPlan(m.generation, plan, members, seatless, source.done, ways, source.cut, source.load)

@@ -35,7 +35,6 @@ from raypar.elastic.actions import (
     WriteJournal,
 )
 from raypar.elastic.events import CallFailed, Event, Kind, StepEmitted, StopRequested, Tick
-from raypar.elastic.holdings import Digest, Piece
 from raypar.elastic.mirror_schedule import MirrorSchedule
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.recovery_rules import Recovery, begin, spoilt
@@ -44,6 +43,7 @@ from raypar.elastic.step_times import StepTimes
 from raypar.elastic.stragglers import StragglerWatch
 from raypar.elastic.transition_table import TABLE
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Digest, Piece
 
 EARLY, EARLY_TIMES = 0.5, 3.0
 """Who is silent in every other way too is given up after this part of the deadline, or so many usual steps."""

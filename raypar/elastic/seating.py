@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from raypar.elastic.holdings import overlap, seated
 from raypar.elastic.state_sources import live_holders
+from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Holdings, Piece, count_overlap, merge_pieces
 
 if TYPE_CHECKING:
     from raypar.elastic.run_machine import RunMachine
@@ -71,7 +73,7 @@ def choose_replacements(
     def key(worker: int) -> tuple[int, int, int, int]:
         node = m.nodes.get(worker)
         lacking = max((count[node] for count in others), default=0) - copies[node]
-        return -overlap(need, have.get(worker, ())), -max(0, lacking), copies[node], worker
+        return -count_overlap(need, have.get(worker, ())), -max(0, lacking), copies[node], worker
 
     return min(idle, key=key)
 
@@ -93,4 +95,93 @@ def assign_seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[
     """Who takes which seat of a new plan: as little as possible moves, the shards of a replica sit on one node, and copies of a
     stage on different ones."""
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
-    return seated(m.layout(plan), live_holders(m, m.recovery.done), usable, m.nodes, plan.copies, replicas)
+    return match_workers_to_seats(m.layout(plan), live_holders(m, m.recovery.done), usable, m.nodes, plan.copies, replicas)
+
+
+def match_workers_to_seats(
+    need: Sequence[Sequence[Piece]],
+    have: Holdings,
+    workers: Sequence[int],
+    nodes: Mapping[int, str] | None = None,
+    copies: Sequence[Hashable] = (),
+    replicas: Sequence[Hashable] = (),
+) -> tuple[int, ...]:
+    """Which worker takes which seat: those who hold most of what a seat needs first; among equals the lowest numbers.
+
+    `need[rank]`: what the seat needs. With `nodes` (worker -> node) and `copies` (by rank, what it is a copy of), copies of the
+    same sit on different nodes as far as that moves nothing more; before that, the shards of one of the `replicas` (by rank,
+    which one it is a part of) sit on one node. Returns one worker a seat. Raises `PlanError` when there are fewer workers than
+    seats.
+    """
+    if len(workers) < len(need):
+        raise PlanError(f"{len(need)} seats but {len(workers)} workers", cure="choose a plan for the workers there are")
+    sizes = [sum(p.size for p in merge_pieces(pieces)) for pieces in need]
+    pairs = sorted(
+        (sizes[rank] - count_overlap(pieces, have.get(worker, ())), rank, worker)
+        for rank, pieces in enumerate(need)
+        for worker in workers
+    )
+    chosen: dict[int, int] = {}
+    for _, rank, worker in pairs:
+        if rank not in chosen and worker not in chosen.values():
+            chosen[rank] = worker
+    members = [chosen[rank] for rank in range(len(need))]
+    if nodes and len(set(nodes.values())) > 1 and copies:
+        cost = {(rank, worker): size for size, rank, worker in pairs}
+        _placed(members, sorted(set(workers) - set(members)), cost, nodes, copies, replicas or range(len(need)))
+    return tuple(members)
+
+
+def _placed(
+    members: list[int],
+    idle: list[int],
+    cost: Mapping[tuple[int, int], int],
+    nodes: Mapping[int, str],
+    copies: Sequence[Hashable],
+    replicas: Sequence[Hashable],
+) -> None:
+    """Exchange two members, or one for an idle worker, wherever that moves less; or as much and brings shards of a replica
+    together; or that too and parts two copies that share a node. In place; ends because every exchange lowers (elements to
+    move, pairs of shards apart, pairs of copies on one node)."""
+
+    def shared(of: Sequence[Hashable]) -> Counter[tuple[Hashable, str]]:
+        return Counter((of[rank], nodes.get(worker, "")) for rank, worker in enumerate(members))
+
+    def more(of: Sequence[Hashable], here: Counter[tuple[Hashable, str]], rank: int, other: int | None, worker: int) -> int:
+        """Pairs of the same on one node that there are more of."""
+        old, changed = members[rank], Counter[tuple[Hashable, str]]()
+        changed[of[rank], nodes.get(worker, "")] += 1
+        changed[of[rank], nodes.get(old, "")] -= 1
+        if other is not None:
+            changed[of[other], nodes.get(old, "")] += 1
+            changed[of[other], nodes.get(worker, "")] -= 1
+        return sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in changed.items())
+
+    def gain(rank: int, other: int | None, worker: int) -> tuple[int, int, int]:
+        """(elements, pairs apart, pairs of copies) that there are more of when `worker`, now at rank `other` or idle, comes to
+        `rank`."""
+        elements = cost[rank, worker] - cost[rank, members[rank]]
+        if other is not None:
+            elements += cost[other, members[rank]] - cost[other, worker]
+        return elements, -more(replicas, mates, rank, other, worker), more(copies, twins, rank, other, worker)
+
+    size = Counter(replicas)
+    better = True
+    while better:
+        better = False
+        for rank in range(len(members)):
+            mates, twins, node = shared(replicas), shared(copies), nodes.get(members[rank], "")
+            complete = mates[replicas[rank], node] == size[replicas[rank]]
+            if complete and twins[copies[rank], node] < 2 and not cost[rank, members[rank]]:
+                continue  # nothing to gain
+            others: list[tuple[int | None, int]] = [(o, w) for o, w in enumerate(members) if o != rank]
+            ways = [(gain(rank, other, worker), worker, other) for other, worker in (*others, *((None, w) for w in idle))]
+            (change, worker, other) = min(ways, key=lambda way: way[:2], default=((0, 0, 0), -1, None))
+            if change >= (0, 0, 0):
+                continue
+            old, better = members[rank], True
+            members[rank] = worker
+            if other is not None:
+                members[other] = old
+            else:
+                idle[idle.index(worker)] = old

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raypar.elastic.holdings import Holdings, Piece, missing
+from raypar.plan.pieces import Holdings, Piece, missing_pieces
 
 if TYPE_CHECKING:
     from raypar.elastic.run_machine import RunMachine
@@ -27,7 +27,7 @@ def find_state(m: RunMachine, need: Holdings) -> StateSource | None:
     """The best source of all of `need`; None when it is lost."""
     done = m.recovery.done
     have = live_holders(m, done)
-    if not missing(have, need):
+    if not missing_pieces(have, need):
         return StateSource(done, have)
     found = newest_mirror_cut(m, need)
     if found is not None:
@@ -50,7 +50,7 @@ def newest_mirror_cut(
         m.bad_cuts |= {step for step in steps if step > m.agreed}
     for step in sorted(steps - m.bad_cuts, reverse=True):
         copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts and w not in m.wrong}
-        if not missing(copies, need):
+        if not missing_pieces(copies, need):
             return step, copies
     return None
 
@@ -74,5 +74,5 @@ def lost_pieces(m: RunMachine) -> tuple[Piece, ...]:
     if m.plan is None or has_durable_copy(m):
         return ()
     need = dict(enumerate(m.layout(m.plan)))
-    lost = missing(live_holders(m, m.recovery.done), need)
+    lost = missing_pieces(live_holders(m, m.recovery.done), need)
     return lost if lost and newest_mirror_cut(m, need) is None else ()

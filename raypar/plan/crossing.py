@@ -62,7 +62,7 @@ class Outline:
 
     `layers`: (name, values it reads, values it writes) in execution order; `ties`: tuples of qualified parameter names that
     are one parameter; `elements`: by layer, canonical parameter name -> number of elements; `cuts`: number of shards ->
-    parameter -> how it is cut over so many (see `elastic.sliced.SlicedParameters`).
+    parameter -> how it is cut over so many (see `plan.ownership.SlicedParameters`).
     """
 
     layers: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]

@@ -13,12 +13,12 @@ from itertools import product
 
 from raypar.comm.communicator_key import FAST, SHARDS, CommunicatorKey
 from raypar.comm.nccl.device import MAX_COMMUNICATORS
-from raypar.elastic.adopt_order import AdoptOrder
 from raypar.errors import PlanError
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
 from raypar.plan import ParallelPlan, Routing, Tie
 from raypar.plan.addition_tree import covering_nodes
+from raypar.plan.adopt_order import AdoptOrder
 from raypar.schedule.instructions import Recv, Send
 from raypar.worker.assignment import Assignment
 from raypar.worker.job_spec import JobSpec

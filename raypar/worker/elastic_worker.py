@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from raypar.comm.transport import Routine, Transport, Wait
-from raypar.elastic.adopt_order import AdoptOrder
-from raypar.elastic.holdings import Digest, Piece, WholeParameters, union
-from raypar.elastic.vote_result import VoteResult
 from raypar.errors import RayparError
 from raypar.model.build import elements_by_layer, state_shapes
+from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.ownership import WholeParameters
+from raypar.plan.pieces import Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import Cut
+from raypar.plan.vote_result import VoteResult
 from raypar.worker.checkpoint import PARAMETER
 from raypar.worker.communicators import direct_moves
 from raypar.worker.mirror import Mirror
@@ -91,7 +92,7 @@ class ElasticWorker:
     def pieces(self) -> tuple[Piece, ...]:
         """All that is held of the state after `applied()` steps."""
         self.applied()
-        return union(
+        return merge_pieces(
             Piece(name, start, stop)
             for name, holdings in self._standing().items()
             for holding in holdings

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import BufferPool
 from raypar.comm.transport import Handle, Routine, Transport, Wait
-from raypar.elastic.holdings import Digest, Piece
 from raypar.errors import CommError
+from raypar.plan.pieces import Digest, Piece
 from raypar.worker.checkpoint import PARAMETER
 from raypar.worker.parameter_state import Kept, ParameterSlice, ParameterState
 from raypar.worker.tags import mirror_tag

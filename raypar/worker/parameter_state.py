@@ -1,6 +1,6 @@
 """State of a parameter as one worker has it: of all of it, of a shard's slice, or of a run of elements that has travelled.
 
-Elements are numbered as `elastic.holdings.Piece` does it, alike under every number of shards (`model.tensor_parallel.slices`).
+Elements are numbered as `plan.pieces.Piece` does it, alike under every number of shards (`model.tensor_parallel.slices`).
 """
 
 from __future__ import annotations

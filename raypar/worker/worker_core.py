@@ -18,7 +18,6 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.communicator_key import SHARDS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Routine, Transport, run_routine
-from raypar.elastic.holdings import Digest
 from raypar.errors import WorkerLost
 from raypar.model.build import SkeletonCopies
 from raypar.model.graph import Graph, Layer
@@ -26,6 +25,7 @@ from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
 from raypar.plan import Routing
+from raypar.plan.pieces import Digest
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
 from raypar.worker.checkpoint import ShardRecord

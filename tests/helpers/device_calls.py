@@ -16,9 +16,9 @@ from helpers.parity import STEPS, Layout, expected
 from helpers.shard_grid import Cell, different, graph
 from helpers.shard_grid import run as run_cell
 
-from raypar.elastic.adopt_order import AdoptOrder
-from raypar.elastic.holdings import Move
 from raypar.plan import ParallelPlan
+from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.pieces import Move
 from raypar.worker import checkpoint
 from raypar.worker.assignment import make_graph
 from raypar.worker.elastic_worker import ElasticWorker

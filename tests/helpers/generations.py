@@ -12,9 +12,9 @@ from helpers.shard_grid import graph
 from raypar.comm import blocking_routines
 from raypar.comm.blocking_routines import as_routine
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.elastic.adopt_order import AdoptOrder
-from raypar.elastic.holdings import moves, without
 from raypar.plan import ParallelPlan, Routing
+from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.pieces import plan_moves, subtract_pieces
 from raypar.schedule import registry
 from raypar.worker import checkpoint
 from raypar.worker.assignment import assignments
@@ -45,7 +45,7 @@ class Generations:
         layout = self.job.layout
         need = dict(zip(members, layout(plan), strict=True))
         have = {worker: body.pieces() for worker, body in self.bodies.items()} if done else {}
-        moved = moves(have, need) if done else ()
+        moved = plan_moves(have, need) if done else ()
         sources = sorted({move.source for move in moved} - set(members))
         workers = [*members, *sources]
         mesh, ranks = LocalMesh(len(workers), self.number), {w: rank for rank, w in enumerate(workers)}
@@ -60,7 +60,7 @@ class Generations:
         ]
         CooperativeScheduler().run([self.bodies[w].adopt(order) for w, order in zip(workers, orders, strict=True)], mesh)
         if done:
-            lacking = sum(p.size for w in members for p in without(need[w], have.get(w, ())))
+            lacking = sum(p.size for w in members for p in subtract_pieces(need[w], have.get(w, ())))
             assert sum(move.piece.size for move in moved) == lacking
         self.bodies = {worker: self.bodies[worker] for worker in members}
         for body in self.bodies.values():

@@ -14,11 +14,11 @@ from functools import cache
 from typing import Any
 
 from raypar.elastic.actions import AdoptPlan
-from raypar.elastic.holdings import Piece, union
 from raypar.errors import CommError, GroupAborted
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
 from raypar.plan.addition_tree import covering_nodes, fold_tree
 from raypar.plan.microbatches import contiguous_part
+from raypar.plan.pieces import Piece, merge_pieces
 from raypar.schedule.instructions import Backward, Forward, OptimizerStep, Program, Recv, Reduce, Send, Vote
 from raypar.schedule.lower import lower
 from raypar.schedule.registry import build_schedule
@@ -63,7 +63,7 @@ def layout(plan: ParallelPlan, zero: bool, holders: int) -> tuple[tuple[Piece, .
             for run in slices if zero else {range(ELEMENTS)}:
                 if len(run):
                     pieces += [Piece(f"{k}{n}", run.start, run.stop) for k in "wo" for n in range(stage.first, stage.last)]
-        found.append(union(pieces))
+        found.append(merge_pieces(pieces))
     return tuple(found)
 
 
@@ -451,4 +451,4 @@ def add(a: int, b: int) -> int:
 
 
 def as_pieces(state: Mapping[Element, int]) -> tuple[Piece, ...]:
-    return union(Piece(f"{k}{n}", e, e + 1) for k, n, e in state)
+    return merge_pieces(Piece(f"{k}{n}", e, e + 1) for k, n, e in state)

@@ -20,12 +20,12 @@ from helpers.hash_body import Handle, HashBody, Mesh, h
 
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.holdings import without
 from raypar.elastic.member import Member, StaleGeneration
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.errors import CommError, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import subtract_pieces
 
 Kind = Literal[
     "kill",
@@ -444,7 +444,7 @@ class World:
             p.body.pieces() for p in others if p.body.applied() == done or (p.body.applied() == done - 1 and p.body.votable())
         ]
         whole = self.flesh.layout(ParallelPlan.mesh(layers=self.job.layers))[0]
-        return not without(whole, [piece for pieces in held for piece in pieces])
+        return not subtract_pieces(whole, [piece for pieces in held for piece in pieces])
 
     def message(self, mesh: Mesh, key: Any) -> list[float]:
         """The delays of the copies of a message that arrive."""

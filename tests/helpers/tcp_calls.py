@@ -12,7 +12,7 @@ from helpers.transport_cases import CREDENTIAL
 
 from raypar.comm.nccl.mesh import NcclMesh
 from raypar.comm.tcp.transport import TcpMesh
-from raypar.elastic.adopt_order import AdoptOrder
+from raypar.plan.adopt_order import AdoptOrder
 from raypar.worker.assignment import assignments
 from raypar.worker.communicators import communicators_of
 from raypar.worker.optimizer import optimizer_state

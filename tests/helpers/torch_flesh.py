@@ -18,13 +18,13 @@ from raypar.comm.blocking_routines import as_routine
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.local_transport import LocalMesh
 from raypar.elastic import actions as do
-from raypar.elastic.adopt_order import AdoptOrder
 from raypar.elastic.buddies import assign_buddies
-from raypar.elastic.sliced import SlicedParameters
 from raypar.model.build import elements_by_layer, parameter_shapes
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan, Routing
+from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.ownership import SlicedParameters
 from raypar.schedule import registry
 from raypar.worker import checkpoint
 from raypar.worker.assignment import Assignment, assignments

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raypar.comm.local_transport import LocalMesh, LocalTransport
 from raypar.elastic import actions as do
-from raypar.elastic.holdings import Piece, without
+from raypar.plan.pieces import Piece, subtract_pieces
 from raypar.worker.data import Reader, SampleOrder, SamplePosition, make_dataset
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.tags import state_tag
@@ -210,7 +210,7 @@ class WatchedFlesh(TorchFlesh):
                     nbytes = sum(value.nbytes for value in holding.kept.values() if isinstance(value, Tensor))
                     size_of[name] = max(nbytes, size_of.get(name, 0))
         for worker, need in zip(order.members, self.layout(order.plan), strict=True):
-            for piece in without(need, held.get(worker, ())):
+            for piece in subtract_pieces(need, held.get(worker, ())):
                 weighed.lacked_elements += piece.size
                 weighed.lacked_bytes += size_of[piece.name]
         return weighed

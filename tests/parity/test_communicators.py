@@ -12,11 +12,11 @@ from helpers.parity import Layout, layouts
 from helpers.shard_grid import Cell, cells
 
 from raypar.comm.communicator_key import COLLECTIVES, FAST, SHARDS, CommunicatorKey
-from raypar.elastic.adopt_order import AdoptOrder
-from raypar.elastic.holdings import Move, Piece
 from raypar.model.tensor_parallel.styles import ShardingStyle, layout_of
 from raypar.model.tensor_parallel.styles import ShardLayout as StyledLayout
 from raypar.plan import Crossing, ParallelPlan, Routing
+from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.pieces import Move, Piece
 from raypar.schedule import registry
 from raypar.schedule.assignment import assign
 from raypar.worker.assignment import make_graph

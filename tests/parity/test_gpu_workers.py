@@ -18,13 +18,13 @@ from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
-from raypar.elastic.adopt_order import AdoptOrder
-from raypar.elastic.holdings import WholeParameters, moves
-from raypar.elastic.sliced import SlicedParameters
 from raypar.model.build import elements_by_layer
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan, Routing
+from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.ownership import SlicedParameters, WholeParameters
+from raypar.plan.pieces import plan_moves
 from raypar.schedule import registry
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.job_spec import JobSpec, Ref
@@ -84,7 +84,7 @@ class Run:
         ways, ranks = (), {worker: rank for rank, worker in enumerate(members)}
         if stands is not None:
             have = {stand.worker: stand.pieces for stand in stands}
-            ways = moves(have, dict(zip(members, self.job.layout(plan), strict=True)))
+            ways = plan_moves(have, dict(zip(members, self.job.layout(plan), strict=True)))
             assert {way.source for way in ways} <= set(members)
         fresh = stands is None
         return {w: AdoptOrder(made[rank], ranks, self.done, ways, fresh=fresh) for w, rank in ranks.items()}, ways

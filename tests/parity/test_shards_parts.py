@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples import gpt
 from examples.gpt import Embedding, Linear
 from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.elastic.holdings import moves
-from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ModelError, PlanError
 from raypar.model.build import canonical_names, elements_by_layer, materialise, parameter_shapes
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
@@ -28,6 +26,8 @@ from raypar.model.tensor_parallel.slices import put, taken
 from raypar.model.tensor_parallel.styles import elements_on_shard, layout_of, parse_style
 from raypar.model.tensor_parallel.value import Held, Sharded
 from raypar.plan import ParallelPlan
+from raypar.plan.ownership import SlicedParameters
+from raypar.plan.pieces import plan_moves
 from raypar.plan.shard_ranges import Cut, count_indices, even_range, positions_of
 
 TIED = (("model.embed_tokens.weight", "head.lm_head.weight"),)
@@ -162,7 +162,7 @@ def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, aft
     got = [{n: (torch.full_like(t, torch.nan), cut, shard) for n, (t, cut, shard) in rank.items()} for rank in want]
     # Workers 0, 1, ... hold the old plan's state, workers 100, 101, ... get the new one's.
     have = dict(enumerate(need(PLANS[before])))
-    for move in moves(have, {100 + rank: pieces for rank, pieces in enumerate(need(PLANS[after]))}):
+    for move in plan_moves(have, {100 + rank: pieces for rank, pieces in enumerate(need(PLANS[after]))}):
         piece = move.piece
         tensor, cut, shard = got[move.dest - 100][piece.name]
         put(tensor, cut, shard, piece.start, taken(*old[move.source][piece.name], piece.start, piece.stop))

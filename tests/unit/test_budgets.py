@@ -16,12 +16,12 @@ from raypar.elastic.events import (
     WorkersReady,
     WorkerStatusReported,
 )
-from raypar.elastic.holdings import Piece
 from raypar.elastic.member import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.errors import GroupAborted, OutOfMemory, WorkerLost
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Piece
 
 STATE = (Piece("w", 0, 4),)
 

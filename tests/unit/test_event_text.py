@@ -5,8 +5,8 @@ import pytest
 from raypar.actors import event_text
 from raypar.actors.node_loss import NodeLossTracker
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
-from raypar.elastic.holdings import Move, Piece
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Move, Piece
 
 MOVES = (Move(0, 4, Piece("w", 0, 1500)), Move(1, 4, Piece("b", 0, 10)))
 WHO = {"worker": 3, "node": "0a1b2c3d", "pid": 77, "host": "10.0.0.1"}

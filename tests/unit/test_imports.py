@@ -22,8 +22,7 @@ MAY_IMPORT = {
     "elastic": "plan errors",
     "comm": "plan errors torch numpy cupy",
     "model": "plan comm errors user_code torch numpy",
-    "worker": "schedule model comm plan planner.model_profile elastic.holdings elastic.vote_result elastic.adopt_order "
-    "errors user_code torch numpy safetensors input_files",
+    "worker": "schedule model comm plan planner.model_profile errors user_code torch numpy safetensors input_files",
     "actors": "worker model elastic planner comm schedule plan run_folder callbacks errors user_code torch numpy ray",
     "config": "plan schedule elastic errors worker.job_spec worker.weights_matching input_files run_records safe_yaml "
     "pydantic yaml",
@@ -159,7 +158,7 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     folder anew, may not be found: "No module named 'raypar....'"."""
     needs = {
         "raypar.callbacks",
-        "raypar.elastic.vote_result",
+        "raypar.plan.vote_result",
         "raypar.elastic.member",
         "raypar.worker.checkpoint",
         "raypar.errors",

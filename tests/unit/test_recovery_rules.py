@@ -39,12 +39,12 @@ from raypar.elastic.events import (
     WorkerStartFailed,
     WorkerStatusReported,
 )
-from raypar.elastic.holdings import Piece
 from raypar.elastic.member import Member, StaleGeneration, WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.errors import GroupAborted, WorkerLost
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Piece
 
 WHOLE = (Piece("w0", 0, 4), Piece("w1", 0, 4))
 

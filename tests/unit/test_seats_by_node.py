@@ -7,11 +7,12 @@ import pytest
 
 from raypar.elastic.actions import AdoptPlan
 from raypar.elastic.events import CallFailed, GenerationClaimed, WorkerJoined, WorkersReady, WorkerStatusReported
-from raypar.elastic.holdings import Piece, overlap, seated
 from raypar.elastic.member import WorkerStatus
 from raypar.elastic.run_machine import RunMachine, RunPolicy
-from raypar.errors import WorkerLost
+from raypar.elastic.seating import match_workers_to_seats
+from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Piece, count_overlap
 
 A, B = (Piece("a", 0, 8),), (Piece("b", 0, 8),)
 STAGES = [A, A, B, B]
@@ -27,24 +28,31 @@ def shared(members, nodes, positions=POSITIONS):
 
 def moved(members, need, have):
     return sum(p.size for pieces in need for p in pieces) - sum(
-        overlap(pieces, have.get(worker, ())) for worker, pieces in zip(members, need, strict=True)
+        count_overlap(pieces, have.get(worker, ())) for worker, pieces in zip(members, need, strict=True)
     )
+
+
+def test_seats_go_to_those_who_hold_most_of_what_they_need():
+    a, b = (Piece("a", 0, 8),), (Piece("b", 0, 8),)
+    assert match_workers_to_seats([a, b], {5: b, 7: (Piece("a", 0, 3),)}, [5, 6, 7]) == (7, 5)
+    with pytest.raises(PlanError, match="2 seats but 1 workers"):
+        match_workers_to_seats([a, b], {}, [5])
 
 
 def test_new_workers_take_seats_beside_copies_on_other_nodes():
     nodes = {0: "x", 1: "y", 2: "x", 3: "y"}
-    assert seated(STAGES, {0: A, 1: B}, [0, 1, 2, 3], nodes, POSITIONS) == (0, 3, 1, 2)
-    assert seated(STAGES, {0: A, 1: B}, [0, 1, 2, 3]) == (0, 2, 1, 3), "without nodes: the lowest numbers"
+    assert match_workers_to_seats(STAGES, {0: A, 1: B}, [0, 1, 2, 3], nodes, POSITIONS) == (0, 3, 1, 2)
+    assert match_workers_to_seats(STAGES, {0: A, 1: B}, [0, 1, 2, 3]) == (0, 2, 1, 3), "without nodes: the lowest numbers"
 
 
 def test_an_idle_worker_is_taken_instead_of_one_that_would_share_the_node():
     nodes = {0: "x", 1: "x", 2: "y"}
-    assert seated([A, A], {0: A}, [0, 1, 2], nodes, [0, 0]) == (0, 2)
+    assert match_workers_to_seats([A, A], {0: A}, [0, 1, 2], nodes, [0, 0]) == (0, 2)
 
 
 def test_nobody_who_holds_a_stage_leaves_it_for_the_sake_of_nodes():
     nodes = {0: "x", 1: "x", 2: "y", 3: "y"}
-    assert seated(STAGES, {0: A, 1: A, 2: B, 3: B}, [0, 1, 2, 3], nodes, POSITIONS) == (0, 1, 2, 3)
+    assert match_workers_to_seats(STAGES, {0: A, 1: A, 2: B, 3: B}, [0, 1, 2, 3], nodes, POSITIONS) == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -54,7 +62,7 @@ def test_moves_are_the_fewest_and_nodes_are_shared_no_more_than_those_allow(seed
     workers = list(range(dice.choice([4, 5])))
     nodes = {w: dice.choice("xyz") for w in workers}
     have = {w: dice.choice([A, B]) for w in workers if dice.random() < 0.5}
-    found = seated(STAGES, have, workers, nodes, POSITIONS)
+    found = match_workers_to_seats(STAGES, have, workers, nodes, POSITIONS)
     best = min((moved(m, STAGES, have), shared(m, nodes)) for m in permutations(workers, 4))
     assert len(set(found)) == 4 and (moved(found, STAGES, have), shared(found, nodes)) == best
 

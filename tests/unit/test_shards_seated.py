@@ -11,12 +11,12 @@ from raypar.elastic.events import (
     WorkersReady,
     WorkerStatusReported,
 )
-from raypar.elastic.holdings import seated
 from raypar.elastic.member import WorkerStatus
 from raypar.elastic.run_machine import RunMachine, RunPolicy
-from raypar.elastic.sliced import SlicedParameters
+from raypar.elastic.seating import match_workers_to_seats
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
+from raypar.plan.ownership import SlicedParameters
 from raypar.plan.shard_ranges import Cut, even_range
 
 LAYOUT = SlicedParameters(({"a": 8}, {"b": 8}), {2: {"a": Cut(0, 4, even_range(4, 2)), "b": Cut(0, 4, even_range(4, 2))}})
@@ -78,9 +78,10 @@ def test_those_on_one_node_are_put_together():
 def test_a_new_plan_puts_the_shards_of_a_replica_on_one_node_and_replicas_on_several():
     plan, nodes = ParallelPlan.mesh(dp=2, tp=2), {0: "x", 1: "y", 2: "x", 3: "y"}
     seats = [(seat.position, seat.replica) for seat in plan.seats]
-    members = seated([()] * 4, {}, range(4), nodes, plan.copies, seats)
+    members = match_workers_to_seats([()] * 4, {}, range(4), nodes, plan.copies, seats)
     assert [nodes[w] for w in members] in [list("xxyy"), list("yyxx")]
-    assert seated([()] * 2, {}, [0, 1, 2, 3], nodes, plan.copies[:2], seats[:2]) in [(0, 2), (2, 0), (1, 3), (3, 1)]
+    found = match_workers_to_seats([()] * 2, {}, [0, 1, 2, 3], nodes, plan.copies[:2], seats[:2])
+    assert found in [(0, 2), (2, 0), (1, 3), (3, 1)]
 
 
 def test_stragglers_are_compared_with_replicas_of_the_same_shard():

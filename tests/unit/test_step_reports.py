@@ -11,8 +11,8 @@ from raypar.actors.step_reports import StepReports, loss_and_norm, reconstruct_r
 from raypar.actors.worker_messages import pickle_error
 from raypar.elastic.member import WorkerStatus
 from raypar.elastic.run_machine import RunMachine, RunPolicy
-from raypar.elastic.vote_result import VoteResult
 from raypar.plan import ParallelPlan
+from raypar.plan.vote_result import VoteResult
 
 
 def report(loss: float = 1.0) -> dict:

@@ -1,4 +1,4 @@
-"""A shard's slice of a parameter in the numbering by which state moves and is stored: `elastic.holdings.Piece` (DESIGN 4.9).
+"""A shard's slice of a parameter in the numbering by which state moves and is stored: `plan.pieces.Piece` (DESIGN 4.9).
 
 Elements of a whole parameter that is cut are numbered with the cut dim as the slowest; of one that is not, as they lie in
 memory. The numbering depends on the style alone, so it is the same under every plan of a job.

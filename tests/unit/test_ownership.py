@@ -2,9 +2,9 @@
 
 import pytest
 
-from raypar.elastic.holdings import Piece, moves, union
-from raypar.elastic.sliced import SlicedParameters
 from raypar.plan import ParallelPlan
+from raypar.plan.ownership import SlicedParameters
+from raypar.plan.pieces import Piece, merge_pieces, plan_moves
 from raypar.plan.shard_ranges import Cut, even_range
 
 SIZES = ({"a.weight": 84, "a.bias": 12}, {"b.weight": 84, "b.norm": 7}, {"k.weight": 8})
@@ -41,7 +41,7 @@ def test_a_shard_holds_its_runs_and_all_of_what_is_whole():
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_together_they_hold_everything(shards, stages):
-    held = union(piece for rank in NEED(ParallelPlan.mesh(pp=stages, tp=shards, layers=3)) for piece in rank)
+    held = merge_pieces(piece for rank in NEED(ParallelPlan.mesh(pp=stages, tp=shards, layers=3)) for piece in rank)
     assert held == tuple(sorted(Piece(name, 0, size) for layer in SIZES for name, size in layer.items()))
 
 
@@ -54,7 +54,7 @@ def test_twice_as_many_shards_take_half_of_what_there_is_and_keep_the_rest():
     """Ranks 0 and 1 go on with parts of what they have; ranks 2 and 3 are new."""
     have = dict(enumerate(NEED(ParallelPlan.mesh(tp=2, layers=3))))
     need = dict(enumerate(NEED(ParallelPlan.mesh(tp=4, layers=3))))
-    found = moves(have, need)
+    found = plan_moves(have, need)
     assert {move.dest for move in found} == {1, 2, 3}
     assert sum(move.piece.size for move in found if move.dest == 3) == 21 + 3 + 21 + 7 + 4
     assert sum(move.piece.size for move in found if move.dest == 1) == 21 + 3 + 21 + 4

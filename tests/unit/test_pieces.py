@@ -1,20 +1,20 @@
-"""Who holds what and what moves: exactly the set difference, from those who have it."""
+"""Arithmetic of pieces, and what moves: exactly the set difference, from those who have it."""
 
 import random
 
 import pytest
 
-from raypar.elastic.holdings import Move, Piece, missing, moves, overlap, seated, union, without
 from raypar.errors import PlanError
+from raypar.plan.pieces import Move, Piece, count_overlap, merge_pieces, missing_pieces, plan_moves, subtract_pieces
 
 
 def test_union_joins_what_touches_and_keeps_names_apart():
     pieces = [Piece("b", 0, 2), Piece("a", 4, 6), Piece("a", 0, 4), Piece("a", 7, 8), Piece("a", 1, 2)]
-    assert union(pieces) == (Piece("a", 0, 6), Piece("a", 7, 8), Piece("b", 0, 2))
+    assert merge_pieces(pieces) == (Piece("a", 0, 6), Piece("a", 7, 8), Piece("b", 0, 2))
 
 
 def test_without_is_the_set_difference():
-    assert without([Piece("a", 0, 10)], [Piece("a", 2, 4), Piece("a", 6, 12), Piece("b", 0, 9)]) == (
+    assert subtract_pieces([Piece("a", 0, 10)], [Piece("a", 2, 4), Piece("a", 6, 12), Piece("b", 0, 9)]) == (
         Piece("a", 0, 2),
         Piece("a", 4, 6),
     )
@@ -27,22 +27,15 @@ def test_an_empty_piece_is_refused():
 
 def test_what_is_held_does_not_move_and_holders_take_turns():
     whole = (Piece("a", 0, 4), Piece("b", 0, 4))
-    found = moves({0: whole, 1: whole, 2: ()}, {0: whole, 2: whole})
+    found = plan_moves({0: whole, 1: whole, 2: ()}, {0: whole, 2: whole})
     assert found == (Move(0, 2, Piece("a", 0, 4)), Move(1, 2, Piece("b", 0, 4)))
 
 
 def test_what_nobody_holds_is_named():
     have, need = {0: (Piece("a", 0, 4),)}, {1: (Piece("a", 2, 6),)}
-    assert missing(have, need) == (Piece("a", 4, 6),)
+    assert missing_pieces(have, need) == (Piece("a", 4, 6),)
     with pytest.raises(PlanError, match=r"nobody holds a\[4:6\]\n.*mirror or a checkpoint"):
-        moves(have, need)
-
-
-def test_seats_go_to_those_who_hold_most_of_what_they_need():
-    a, b = (Piece("a", 0, 8),), (Piece("b", 0, 8),)
-    assert seated([a, b], {5: b, 7: (Piece("a", 0, 3),)}, [5, 6, 7]) == (7, 5)
-    with pytest.raises(PlanError, match="2 seats but 1 workers"):
-        seated([a, b], {}, [5])
+        plan_moves(have, need)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -59,10 +52,10 @@ def test_random_holdings_agree_with_sets_of_elements(seed: int):
     have, need = {w: some() for w in range(4)}, {w: some() for w in range(2, 6)}
     held = set().union(*(elements(p) for p in have.values()))
     wanted = set().union(*(elements(p) for p in need.values()))
-    assert elements(missing(have, need)) == wanted - held
-    assert overlap(have[0], have[1]) == len(elements(have[0]) & elements(have[1]))
-    need = {w: union(Piece(n, e, e + 1) for n, e in elements(p) & held) for w, p in need.items()}
-    found = moves(have, need)
+    assert elements(missing_pieces(have, need)) == wanted - held
+    assert count_overlap(have[0], have[1]) == len(elements(have[0]) & elements(have[1]))
+    need = {w: merge_pieces(Piece(n, e, e + 1) for n, e in elements(p) & held) for w, p in need.items()}
+    found = plan_moves(have, need)
     for dest, pieces in need.items():
         got = [e for move in found if move.dest == dest for e in sorted(elements([move.piece]))]
         assert len(got) == len(set(got)), "nothing is sent twice"

@@ -1,14 +1,35 @@
-"""What each rank of a plan has to hold when parameters are cut over shards (the counterpart of `holdings.WholeParameters`)."""
+"""Which rank holds which pieces of the state under a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raypar.elastic.holdings import Piece, WholeParameters
 from raypar.errors import PlanError
-from raypar.plan import ParallelPlan
+from raypar.plan.parallel_plan import ParallelPlan
+from raypar.plan.pieces import Piece
 from raypar.plan.shard_ranges import Cut
+
+
+@dataclass(frozen=True)
+class WholeParameters:
+    """What each rank of a plan has to hold when nothing is sliced. `sizes`: by layer, parameter -> elements (a tie under its
+    first name, in every layer that uses it); what the optimizer keeps for a parameter goes with it.
+    """
+
+    sizes: tuple[Mapping[str, int], ...]
+
+    def __call__(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:
+        """By rank."""
+        return tuple(tuple(Piece(name, 0, size) for name, size in sorted(self.of(plan, r).items())) for r in range(plan.world))
+
+    def of(self, plan: ParallelPlan, rank: int) -> dict[str, int]:
+        """Parameters of one rank, and their sizes."""
+        found: dict[str, int] = {}
+        for index in plan.stages_of(rank):
+            for layer in range(plan.stages[index].first, plan.stages[index].last):
+                found |= self.sizes[layer]
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""Pieces of a model's state, addressed by name and element, and what has to move between workers that hold some of them.
+
+Everything here is about one version of the state: the one after some number of steps. Workers are numbers that are never used
+again for another worker. Ranks belong to a plan and are not known here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from raypar.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """Elements `[start, stop)` of the flattened, unsharded tensor called `name`, and what the optimizer keeps for them.
+
+    A parameter that is cut over shards is flattened with the cut dim as the slowest, under every plan (`shard_ranges.Cut`).
+    """
+
+    name: str
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise PlanError(f"piece {self.name}[{self.start}:{self.stop}] is empty", cure="leave out what has no elements")
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+Digest = tuple[int, int]
+"""(digest of what a worker holds: names, pieces, types; digest of its bits). Bits are compared where the first are equal."""
+
+Holdings = Mapping[int, Iterable[Piece]]
+"""Worker -> the pieces that it holds, or needs, of one version of the state."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Move:
+    """Worker `source` sends `piece` to worker `dest`."""
+
+    source: int
+    dest: int
+    piece: Piece
+
+
+def merge_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The same elements in the fewest pieces, sorted: the union of the pieces."""
+    merged: list[Piece] = []
+    for piece in sorted(pieces):
+        if merged and merged[-1].name == piece.name and piece.start <= merged[-1].stop:
+            if piece.stop > merged[-1].stop:
+                merged[-1] = Piece(piece.name, merged[-1].start, piece.stop)
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def subtract_pieces(pieces: Iterable[Piece], held: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The elements of `pieces` that are not in `held`: the set difference, in the fewest pieces."""
+    holes: dict[str, list[Piece]] = defaultdict(list)
+    for piece in merge_pieces(held):
+        holes[piece.name].append(piece)
+    left: list[Piece] = []
+    for piece in merge_pieces(pieces):
+        at = piece.start
+        for hole in holes.get(piece.name, ()):
+            if hole.stop <= at or hole.start >= piece.stop:
+                continue
+            if hole.start > at:
+                left.append(Piece(piece.name, at, hole.start))
+            at = hole.stop
+        if at < piece.stop:
+            left.append(Piece(piece.name, at, piece.stop))
+    return tuple(left)
+
+
+def count_overlap(first: Iterable[Piece], second: Iterable[Piece]) -> int:
+    """Number of elements that lie in both."""
+    first = merge_pieces(first)
+    return sum(p.size for p in first) - sum(p.size for p in subtract_pieces(first, second))
+
+
+def missing_pieces(have: Holdings, need: Holdings) -> tuple[Piece, ...]:
+    """The pieces that some worker needs and no worker holds."""
+    return subtract_pieces([p for pieces in need.values() for p in pieces], [p for pieces in have.values() for p in pieces])
+
+
+def plan_moves(have: Holdings, need: Holdings) -> tuple[Move, ...]:
+    """The moves after which every worker has what it needs: exactly the elements it lacks. Holders send about equally much.
+
+    Raises `PlanError` where some piece is missing. Callers look at `missing_pieces` first, and know other sources.
+    """
+    lost = missing_pieces(have, need)
+    if lost:
+        raise PlanError(f"nobody holds {', '.join(map(str, lost[:4]))}", cure="take the state from a mirror or a checkpoint")
+    there: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    for worker in sorted(have):
+        for piece in have[worker]:
+            there[piece.name].append((worker, piece))
+    sent: dict[int, int] = defaultdict(int)
+    found: list[Move] = []
+    for dest in sorted(need):
+        for wanted in subtract_pieces(need[dest], have.get(dest, ())):
+            for piece in _split(wanted, (held for _, held in there[wanted.name])):
+                holders = [w for w, held in there[wanted.name] if w != dest and _holds(held, piece)]
+                source = min(holders, key=lambda w: (sent[w], w))
+                sent[source] += piece.size
+                found.append(Move(source, dest, piece))
+    return _merged(found)
+
+
+def _split(wanted: Piece, held: Iterable[Piece]) -> list[Piece]:
+    """`wanted`, split wherever one of the `held` pieces begins or ends: a holder has each part wholly or not at all."""
+    ends = itertools.chain.from_iterable((piece.start, piece.stop) for piece in held)
+    edges = sorted({wanted.start, wanted.stop, *(end for end in ends if wanted.start < end < wanted.stop)})
+    return [Piece(wanted.name, lo, hi) for lo, hi in itertools.pairwise(edges)]
+
+
+def _holds(held: Piece, piece: Piece) -> bool:
+    return held.start <= piece.start and piece.stop <= held.stop
+
+
+def _merged(found: Iterable[Move]) -> tuple[Move, ...]:
+    """The same moves; neighbouring pieces from one worker to another travel as one."""
+    ways: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for move in found:
+        ways[move.source, move.dest].append(move.piece)
+    return tuple(Move(*way, piece) for way in sorted(ways) for piece in merge_pieces(ways[way]))
