@@ -44,7 +44,7 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import Phase, RunMachine
 from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
-from raypar.plan.ownership import SlicedParameters
+from raypar.plan.ownership import Ownership
 
 TICK_S = 0.25
 ABANDONED_S = 300.0
@@ -88,8 +88,9 @@ class DriverActor:
     def _set_up(self, request: RunRequest, credential: RunCredential) -> None:
         journal, feed, tasks = self.journal, self.feed, self.tasks
         self.request = request
-        layout = SlicedParameters(request.outline.elements, request.outline.cuts)
-        self.machine = machine = RunMachine(request.policy, plan=request.plan, layout=layout)
+        self.machine = machine = RunMachine(
+            request.policy, plan=request.plan, layout=lambda plan: Ownership(plan, request.outline).held
+        )
         self.plans = plans = PlanCache(request)
         self.pool = pool = WorkerPool(credential, request.gpus, request.environment)
         self.recorder = recorder = RunRecorder(request, journal)

@@ -30,6 +30,7 @@ from raypar.elastic.seating import spread_over_nodes
 from raypar.elastic.worker_names import name_workers
 from raypar.errors import ClusterError
 from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.ownership import state_keys
 
 
 @dataclass
@@ -80,7 +81,7 @@ class DriverStart:
         addresses = [hellos[number].address for number in members]
         deadline_s, done = request.start_deadline_s, request.policy.first
         ranks = {number: rank for rank, number in enumerate(members)}
-        keepers = assign_buddies([nodes[number] for number in members], plan.copies)
+        keepers = assign_buddies([nodes[number] for number in members], state_keys(self.machine.layout(plan)))
 
         def part(rank: int) -> bytes:
             assignment = pickle.loads(request.assignments[rank])

@@ -26,6 +26,7 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.ownership import state_keys
 
 
 @dataclass
@@ -98,13 +99,13 @@ class GenerationChange:
                 return
         ranks = {number: rank for rank, number in enumerate(workers)}
         addresses = [self.registry.hellos[number].address for number in workers]
-        keepers = assign_buddies([self.registry.hellos[number].node for number in order.members], plan.copies)
+        nodes = [self.registry.hellos[number].node for number in order.members]
+        keepers = assign_buddies(nodes, state_keys(self.machine.layout(plan)))
         load = None
         if order.load and order.done:
             load = str(self.recorder.checkpoint_path or request.resume)
         self.order = order
-        nodes = [self.registry.hellos[number].node[:8] for number in order.members]
-        self.side_effects.aside(self.recorder.seat, plan, nodes)
+        self.side_effects.aside(self.recorder.seat, plan, [node[:8] for node in nodes])
         text = f"generation {order.generation}: {event_text.describe_generation(order)}; {reason}"
         self.side_effects.note("recovering", text=text, **event_text.generation_facts(order, schedule))
         initial = InitialDigestCheck()

@@ -1,4 +1,4 @@
-"""Who keeps the mirror's second copy of whose state: on another node wherever there is one."""
+"""Which rank keeps the mirror's second copy of which rank's state: one on another node, wherever there is one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
-def assign_buddies(nodes: Sequence[Hashable], copies: Sequence[Hashable] = ()) -> dict[int, int]:
-    """Rank -> the rank that keeps its copy; `nodes[rank]` is the node it lives on. Empty for a single rank.
+def assign_buddies(nodes: Sequence[Hashable], state_keys: Sequence[Hashable] = ()) -> dict[int, int]:
+    """Rank -> the rank that keeps the mirror's second copy of its state. Empty for a single rank.
 
-    `copies[rank]`: of what it is a copy (`ParallelPlan.copies`). A replica of the same has that state anyway: where the nodes
-    allow it, somebody else keeps the copy, so that a state outlives all its replicas.
+    `nodes[rank]`: the node that the rank lives on. `state_keys[rank]`: equal for ranks that hold the same state
+    (`Ownership.state_keys`). A rank that holds the same state is no good keeper: where the nodes allow it another one is
+    taken, so that the state outlives all ranks that hold it.
 
-    Ranks sorted by node, largest node first, form a ring; a keeper is as many places further as the largest node has ranks,
-    so that no node keeps for itself and everybody keeps for one. A node with more than half of all ranks would keep for
-    itself: its ranks take turns among all others instead, some of which keep for several.
+    Ranks sorted by node, largest node first, form a ring. A keeper is as many places further as the largest node has ranks:
+    so no rank has its keeper on its own node, and every rank keeps for one. The ranks of a node with more than half of all
+    ranks would have keepers on that node; they take turns among all other ranks, some of which keep for several.
     """
-    keepers = _elsewhere(nodes)
+    keepers = _keepers_elsewhere(nodes)
     for rank in keepers:
-        if not copies or copies[keepers[rank]] != copies[rank]:
+        if not state_keys or state_keys[keepers[rank]] != state_keys[rank]:
             continue
-        for other in keepers:  # an exchange leaves everybody with as many copies as before
+        for other in keepers:  # an exchange leaves every keeper with as many copies as before
             mine, theirs = keepers[other], keepers[rank]
             apart = rank != mine and other != theirs and _apart(nodes, rank, mine) and _apart(nodes, other, theirs)
-            worse = copies[mine] == copies[rank] or copies[theirs] == copies[other] != copies[mine]
+            worse = state_keys[mine] == state_keys[rank] or state_keys[theirs] == state_keys[other] != state_keys[mine]
             if apart and not worse:
                 keepers[rank], keepers[other] = mine, theirs
                 break
@@ -34,7 +35,7 @@ def _apart(nodes: Sequence[Hashable], rank: int, keeper: int) -> bool:
     return nodes[rank] != nodes[keeper] or len(set(nodes)) == 1
 
 
-def _elsewhere(nodes: Sequence[Hashable]) -> dict[int, int]:
+def _keepers_elsewhere(nodes: Sequence[Hashable]) -> dict[int, int]:
     world = len(nodes)
     if world < 2:
         return {}

@@ -12,6 +12,7 @@ from raypar.elastic import state_sources
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.worker_names import name_workers, verb_form
 from raypar.plan import ParallelPlan
+from raypar.plan.ownership import state_keys
 from raypar.plan.pieces import Piece, count_overlap, missing_pieces, subtract_pieces
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def may_hold(m: RunMachine) -> dict[int, list[Piece]]:
         for worker, pieces in zip(members, layout, strict=True):
             found.setdefault(worker, []).extend(pieces)
         if m.clock.first is not None or m.clock.complete:
-            keepers = assign_buddies([m.nodes.get(worker, "") for worker in members], plan.copies)
+            keepers = assign_buddies([m.nodes.get(worker, "") for worker in members], state_keys(layout))
             for rank, keeper in keepers.items():
                 found[members[keeper]].extend(layout[rank])
     return found

@@ -45,8 +45,8 @@ def refill_seats(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[
     it, has nobody."""
     assert m.plan is not None
     plan, idle = m.plan, [w for w in usable if w not in m.members]
-    full, at = Counter(plan.copies), {place: list[int]() for place in plan.copies}
-    for worker, place in zip(m.members, plan.copies, strict=True):
+    full, at = Counter(plan.compute_keys), {place: list[int]() for place in plan.compute_keys}
+    for worker, place in zip(m.members, plan.compute_keys, strict=True):
         if worker in usable:
             at[place].append(worker)
     while idle and any(len(at[place]) < full[place] for place in at):
@@ -64,9 +64,9 @@ def refill_seats(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[
 def choose_replacements(
     m: RunMachine, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
 ) -> int:
-    """Which of the idle workers joins those `at` a place (`ParallelPlan.copies`): who lacks least of what they hold; of these
-    one on a node where other shards lack it; of these one where there are fewest copies; of these the lowest number."""
-    need, have = m.layout(plan)[plan.copies.index(place)], live_holders(m, m.recovery.done)
+    """Which of the idle workers joins those `at` a place (`ParallelPlan.compute_keys`): who lacks least of what they hold; of
+    these one on a node where other shards lack it; of these one where there are fewest copies; of these the lowest number."""
+    need, have = m.layout(plan)[plan.compute_keys.index(place)], live_holders(m, m.recovery.done)
     copies = Counter(m.nodes.get(worker) for worker in at[place])
     others = [Counter(m.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
 
@@ -95,7 +95,8 @@ def assign_seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[
     """Who takes which seat of a new plan: as little as possible moves, the shards of a replica sit on one node, and copies of a
     stage on different ones."""
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
-    return match_workers_to_seats(m.layout(plan), live_holders(m, m.recovery.done), usable, m.nodes, plan.copies, replicas)
+    have = live_holders(m, m.recovery.done)
+    return match_workers_to_seats(m.layout(plan), have, usable, m.nodes, plan.compute_keys, replicas)
 
 
 def match_workers_to_seats(

@@ -117,7 +117,7 @@ def begin_straggler_watch(m: RunMachine) -> None:
     if m.plan is None:
         return
     places: dict[tuple[int, int], list[int]] = {}
-    for worker, place in zip(m.members, m.plan.copies, strict=True):
+    for worker, place in zip(m.members, m.plan.compute_keys, strict=True):
         places.setdefault(place, []).append(worker)
     m.watch.begin(list(places.values()))
 

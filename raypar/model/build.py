@@ -149,6 +149,17 @@ def parameter_shapes(graph: Graph, first: int = 0, last: int | None = None) -> d
     return shapes
 
 
+def frozen_parameters(graph: Graph) -> frozenset[str]:
+    """Canonical names of the parameters that are not trained."""
+    canonical = canonical_names(graph)
+    return frozenset(
+        canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}")
+        for layer in graph.layers
+        for path, parameter in skeleton(layer).named_parameters()
+        if not parameter.requires_grad
+    )
+
+
 def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
     """Qualified buffer name -> shape, for layers [first, last), in layer order; non-persistent buffers too.
 
@@ -199,8 +210,14 @@ def elements_by_layer(graph: Graph) -> tuple[dict[str, int], ...]:
 
 
 def outline_of(graph: Graph) -> Outline:
-    """The graph as `plan` sees it: layers with their inputs and outputs, ties, numbers of elements; no modules."""
-    return Outline(tuple((x.name, x.inputs, x.outputs) for x in graph.layers), graph.ties, elements_by_layer(graph))
+    """The graph as `plan` sees it: layers with their inputs and outputs, ties, sizes of parameters and buffers; no modules."""
+    return Outline(
+        tuple((x.name, x.inputs, x.outputs) for x in graph.layers),
+        graph.ties,
+        elements_by_layer(graph),
+        buffers=frozenset(buffer_shapes(graph)),
+        frozen=frozen_parameters(graph),
+    )
 
 
 def materialise(

@@ -58,17 +58,21 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model's layers without the model: all that programs and state depend on, for those who may not import user code.
-
-    `layers`: (name, values it reads, values it writes) in execution order; `ties`: tuples of qualified parameter names that
-    are one parameter; `elements`: by layer, canonical parameter name -> number of elements; `cuts`: number of shards ->
-    parameter -> how it is cut over so many (see `plan.ownership.SlicedParameters`).
-    """
+    """A model's layers without the model: all that programs and state depend on, for those who may not import user code."""
 
     layers: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
+    """(name, values it reads, values it writes) in execution order."""
     ties: tuple[tuple[str, ...], ...] = ()
+    """Tuples of qualified parameter names that are one parameter."""
     elements: tuple[dict[str, int], ...] = ()
+    """By layer: name -> number of elements, of its parameters (a tie under its first name), then of its buffers; without
+    empty ones."""
     cuts: Mapping[int, Mapping[str, Cut]] = field(default_factory=dict)
+    """Number of shards -> parameter -> how it is cut over so many; a parameter that is not there is whole on every shard."""
+    buffers: frozenset[str] = frozenset()
+    """Which of the names in `elements` are buffers."""
+    frozen: frozenset[str] = frozenset()
+    """Which of them are parameters that are not trained."""
 
     def crossing(self, plan: ParallelPlan) -> Crossing:
         """What crosses between the plan's stages: values by edge, and ties."""

@@ -1,61 +1,217 @@
-"""Which rank holds which pieces of the state under a plan."""
+"""Which rank keeps which piece of which kind of state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
 from raypar.errors import PlanError
+from raypar.plan.balanced_shares import BalancedShares
+from raypar.plan.crossing import Outline
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.pieces import Piece
-from raypar.plan.shard_ranges import Cut
+from raypar.plan.shard_ranges import Cut, IndexRanges, count_indices, intersect_ranges, ranges_at
+
+StateKind = Literal["parameter", "gradient", "master", "optimizer", "buffer", "average"]
+"""`parameter`: what layers compute with. `gradient`: its gradient, reduced. `master`: the parameter in full precision, where
+layers compute with a copy in a lower one. `optimizer`: what the optimizer keeps for each element. `average`: a moving average
+of the parameter. `buffer`: a module's buffers."""
+
+SHARED_OUT_FROM: Mapping[StateKind, int] = {
+    "optimizer": 1,
+    "master": 1,
+    "average": 1,
+    "gradient": 2,
+    "parameter": 3,
+    "buffer": 4,
+}
+"""The ZeRO stage from which on the replicas of a stage share a kind out. Below it every replica keeps all of the kind.
+
+The stages are those of Rajbhandari et al. 2020 (arXiv:1910.02054), section 5; none of them shares buffers out.
+"""
 
 
 @dataclass(frozen=True)
-class WholeParameters:
-    """What each rank of a plan has to hold when nothing is sliced. `sizes`: by layer, parameter -> elements (a tie under its
-    first name, in every layer that uses it); what the optimizer keeps for a parameter goes with it.
-    """
+class Ownership:
+    """Who keeps what under a plan. Elements are numbered as `Piece` says: alike under every plan of a model."""
 
-    sizes: tuple[Mapping[str, int], ...]
+    plan: ParallelPlan
+    outline: Outline
+    """The model's parameters and buffers, which of them are frozen, and how they are cut over shards."""
+    zero: int = 0
+    """The ZeRO stage, 0 to 3: which kinds the replicas of a stage share out (`SHARED_OUT_FROM`). Runs of today use 0."""
+    _answers: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What has been answered; ranks that keep the same share one tuple."""
+    _shares: dict[tuple[object, ...], BalancedShares] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """(position, shard, whether frozen) -> how the replicas share these parameters out."""
 
-    def __call__(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:
-        """By rank."""
-        return tuple(tuple(Piece(name, 0, size) for name, size in sorted(self.of(plan, r).items())) for r in range(plan.world))
+    def __post_init__(self) -> None:
+        if not 0 <= self.zero <= 3:
+            raise PlanError(f"there is no ZeRO stage {self.zero}", cure="use 0, 1, 2 or 3")
 
-    def of(self, plan: ParallelPlan, rank: int) -> dict[str, int]:
-        """Parameters of one rank, and their sizes."""
+    # -- who keeps what ------------------------------------------------------------------------------------------------
+
+    def pieces(self, rank: int, kind: StateKind) -> tuple[Piece, ...]:
+        """What a rank keeps of a kind of state, in layer order (of parameters that are shared out: frozen ones last).
+
+        Only trained parameters have gradients, masters, optimizer state and averages. A tied parameter counts once.
+        Raises `PlanError` for a number of shards that the outline does not know.
+        """
+        seat = self.plan.seats[rank]
+        shared_out = self.zero >= SHARED_OUT_FROM[kind]
+        key = (kind, seat.position, seat.shard, seat.replica if shared_out else None)
+        if key not in self._answers:
+            if not shared_out:
+                names = self._names(rank, kind)
+                found = tuple(piece for name in names for piece in _pieces(name, self._on_shard(rank, name)))
+            else:
+                found = self._share(rank, self._names(rank, "optimizer"), frozen=False)
+                if kind == "parameter":
+                    frozen = [name for name in self._names(rank, "parameter") if name in self.outline.frozen]
+                    found += self._share(rank, frozen, frozen=True)
+            self._answers[key] = found
+        return self._answers[key]
+
+    def elements(self, rank: int, kind: StateKind) -> int:
+        """How many elements of a kind a rank keeps."""
+        return sum(piece.size for piece in self.pieces(rank, kind))
+
+    def sizes(self, rank: int) -> dict[str, int]:
+        """Name -> elements when whole, of each parameter and buffer of a rank's stages, in layer order."""
+        return self._sizes[self.plan.seats[rank].position]
+
+    # -- who holds the same --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def held(self) -> tuple[tuple[Piece, ...], ...]:
+        """By rank, sorted: the pieces of state that the rank has to hold, and hands over when the plan changes.
+
+        What the optimizer keeps for a trained parameter goes with the parameter's elements; so these are the optimizer's.
+        """
+        return tuple(self._held(rank) for rank in range(self.plan.world))
+
+    @cached_property
+    def state_keys(self) -> tuple[int, ...]:
+        """By rank; ranks with the same key hold the same state."""
+        return state_keys(self.held)
+
+    def has_copies(self, rank: int) -> bool:
+        """Whether another rank holds the same state."""
+        return self._state_key_counts[self.state_keys[rank]] > 1
+
+    @cached_property
+    def _state_key_counts(self) -> Counter[int]:
+        return Counter(self.state_keys)
+
+    def _held(self, rank: int) -> tuple[Piece, ...]:
+        seat = self.plan.seats[rank]
+        key = ("held", seat.position, seat.shard, seat.replica if self.zero else None)
+        if key not in self._answers:
+            frozen = (piece for piece in self.pieces(rank, "parameter") if piece.name in self.outline.frozen)
+            self._answers[key] = tuple(sorted([*self.pieces(rank, "optimizer"), *frozen, *self.pieces(rank, "buffer")]))
+        return self._answers[key]
+
+    # -- who writes what -----------------------------------------------------------------------------------------------
+
+    def written(self, rank: int) -> tuple[Piece, ...]:
+        """What a rank writes into a checkpoint, of parameters (with what the optimizer keeps for them) and buffers.
+
+        Every element is written by one rank. The first stage with a tied parameter writes it. Ranks that hold the same
+        tensor take turns, tensor by tensor; what they share out, or hold slices of, each writes itself.
+        """
+        seat = self.plan.seats[rank]
+        held: dict[str, list[tuple[int, int]]] = {}
+        for piece in self.held[rank]:
+            held.setdefault(piece.name, []).append((piece.start, piece.stop))
+        found: list[Piece] = []
+        for stage in self.plan.stages_of(rank):
+            replicas, shards = self.plan.stages[stage].replicas, self.plan.stages[stage].shards
+            for turn, name in enumerate(self._names_of_stage(stage)):
+                replica_turn, shard_turn = turn % replicas, turn // replicas % shards
+                cut = self._cut(rank, name)
+                spans: IndexRanges = tuple(held.get(name, ()))
+                if cut is not None:
+                    spans = intersect_ranges(spans, cut.pieces(cut.owned(seat.shard), self.sizes(rank)[name]))
+                mine = self._is_shared_out(name) or replica_turn == seat.replica
+                if self._first_stage[name] == stage and mine and (cut is not None or shard_turn == seat.shard):
+                    found += _pieces(name, spans)
+        return tuple(found)
+
+    def _is_shared_out(self, name: str) -> bool:
+        """Whether the replicas of a stage share a tensor's authoritative state out."""
+        kind: StateKind = "parameter" if name in self.outline.frozen else "optimizer"
+        return name not in self.outline.buffers and self.zero >= SHARED_OUT_FROM[kind]
+
+    # -- tensors by position -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sizes(self) -> tuple[dict[str, int], ...]:
+        """By position: name -> elements of its parameters and buffers."""
+        found: list[dict[str, int]] = [{} for _ in range(self.plan.positions)]
+        for stage in self.plan.stages:
+            for layer in self.outline.elements[stage.first : stage.last]:
+                found[stage.position].update(layer)
+        return tuple(found)
+
+    @cached_property
+    def _first_stage(self) -> dict[str, int]:
+        """Name -> the first stage that has the parameter or buffer."""
         found: dict[str, int] = {}
-        for index in plan.stages_of(rank):
-            for layer in range(plan.stages[index].first, plan.stages[index].last):
-                found |= self.sizes[layer]
+        for index, stage in enumerate(self.plan.stages):
+            for layer in self.outline.elements[stage.first : stage.last]:
+                for name in layer:
+                    found.setdefault(name, index)
         return found
 
+    def _names_of_stage(self, stage: int) -> list[str]:
+        """Parameters, then buffers, each in layer order."""
+        place = self.plan.stages[stage]
+        names = dict.fromkeys(name for layer in self.outline.elements[place.first : place.last] for name in layer)
+        return sorted(names, key=lambda name: name in self.outline.buffers)
 
-@dataclass(frozen=True)
-class SlicedParameters:
-    """`sizes` as in `WholeParameters`. `cuts`: number of shards -> parameter -> cut; a parameter that is not there is whole on
-    every shard.
+    def _names(self, rank: int, kind: StateKind) -> list[str]:
+        """Tensors of a rank's stages that have this kind of state, in layer order."""
+        buffers, frozen = self.outline.buffers, self.outline.frozen
+        if kind == "buffer":
+            return [name for name in self.sizes(rank) if name in buffers]
+        return [name for name in self.sizes(rank) if name not in buffers and (kind == "parameter" or name not in frozen)]
 
-    Pieces number the elements of a cut parameter with the cut dim as the slowest, under every plan (`Cut.pieces`): so what
-    moves between plans of other shards is their set difference too.
-    """
+    # -- elements by shard and replica ---------------------------------------------------------------------------------
 
-    sizes: tuple[Mapping[str, int], ...]
-    cuts: Mapping[int, Mapping[str, Cut]]
+    def _cut(self, rank: int, name: str) -> Cut | None:
+        shards = self.plan.stages[self.plan.stages_of(rank)[0]].shards
+        if shards > 1 and shards not in self.outline.cuts:
+            raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
+        return self.outline.cuts[shards].get(name) if shards > 1 else None
 
-    def __call__(self, plan: ParallelPlan) -> tuple[tuple[Piece, ...], ...]:
-        """By rank. Raises `PlanError` for a number of shards that nobody has thought of."""
-        whole = WholeParameters(self.sizes)
-        found = []
-        for rank, seat in enumerate(plan.seats):
-            shards = plan.stages[plan.stages_of(rank)[0]].shards
-            if shards > 1 and shards not in self.cuts:
-                raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
-            cuts = self.cuts.get(shards, {})
-            pieces: list[Piece] = []
-            for name, size in sorted(whole.of(plan, rank).items()):
-                spans = cuts[name].pieces(cuts[name].held[seat.shard], size) if name in cuts else ((0, size),)
-                pieces += [Piece(name, start, stop) for start, stop in spans]
-            found.append(tuple(pieces))
-        return tuple(found)
+    def _on_shard(self, rank: int, name: str) -> IndexRanges:
+        """The elements that the rank's shard has of a tensor, all replicas together."""
+        cut, size = self._cut(rank, name), self.sizes(rank)[name]
+        return ((0, size),) if cut is None else cut.pieces(cut.held[self.plan.seats[rank].shard], size)
+
+    def _share(self, rank: int, names: Sequence[str], *, frozen: bool) -> tuple[Piece, ...]:
+        """The rank's share of parameters that the replicas of its shard share out."""
+        seat = self.plan.seats[rank]
+        here = [self._on_shard(rank, name) for name in names]
+        key = (seat.position, seat.shard, frozen)
+        if key not in self._shares:
+            replicas = self.plan.stages[self.plan.stages_of(rank)[0]].replicas
+            self._shares[key] = BalancedShares(tuple(count_indices(spans) for spans in here), replicas)
+        return tuple(
+            piece
+            for index, start, stop in self._shares[key].of(seat.replica)
+            for piece in _pieces(names[index], ranges_at(here[index], start, stop))
+        )
+
+
+def state_keys(held: Sequence[tuple[Piece, ...]]) -> tuple[int, ...]:
+    """By rank, from what each rank holds: the first rank that holds the same pieces. So equal keys are equal state."""
+    first: dict[tuple[Piece, ...], int] = {}
+    return tuple(first.setdefault(pieces, rank) for rank, pieces in enumerate(held))
+
+
+def _pieces(name: str, spans: Iterable[tuple[int, int]]) -> tuple[Piece, ...]:
+    return tuple(Piece(name, start, stop) for start, stop in spans)

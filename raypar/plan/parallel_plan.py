@@ -156,8 +156,11 @@ class ParallelPlan:
         return self._stages_at[self.seats[rank].position]
 
     @cached_property
-    def copies(self) -> tuple[tuple[int, int], ...]:
-        """By rank: (position, shard). Workers for which it is the same hold the same state and compute the same."""
+    def compute_keys(self) -> tuple[tuple[int, int], ...]:
+        """By rank: (position, shard). Ranks with the same key do the same work, on other microbatches.
+
+        Whether they also hold the same state is another question: see `plan.ownership.state_keys`.
+        """
         return tuple((seat.position, seat.shard) for seat in self.seats)
 
     def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:

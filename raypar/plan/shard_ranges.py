@@ -86,6 +86,15 @@ def positions_of(held: IndexRanges, wanted: IndexRanges) -> IndexRanges:
     return merge_ranges(found)
 
 
+def ranges_at(held: IndexRanges, start: int, stop: int) -> IndexRanges:
+    """The indices at the positions `[start, stop)` among the `held` ones: what `positions_of` undoes."""
+    found, before = [], 0
+    for first, last in held:
+        found.append((first + max(start - before, 0), min(last, first + stop - before)))
+        before += last - first
+    return merge_ranges(found)
+
+
 def common_factor(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexRanges] | None:
     """Indices of a dim that is viewed as several dims of `sizes`: (which of these is cut, the indices held of it).
 

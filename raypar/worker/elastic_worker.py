@@ -18,9 +18,8 @@ from torch import Tensor
 
 from raypar.comm.transport import Routine, Transport, Wait
 from raypar.errors import RayparError
-from raypar.model.build import elements_by_layer, state_shapes
+from raypar.model.build import state_shapes
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.plan.ownership import WholeParameters
 from raypar.plan.pieces import Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import Cut
 from raypar.plan.vote_result import VoteResult
@@ -41,7 +40,6 @@ class ElasticWorker:
 
     def __init__(self, core: WorkerCore, worker: int) -> None:
         self.core, self.worker = core, worker
-        self.layout = WholeParameters(elements_by_layer(core.graph))
         self.mirror = Mirror()
         self._done = 0
         self._cut_due = False
@@ -143,8 +141,7 @@ class ElasticWorker:
         self._done, self.core.end.finished = part.done, part.done - 1
         self._old = base
         self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
-        plan = part.assignment.plan
-        self.mirror.compared = any(plan.stages[index].replicas > 1 for index in self.core.stages)
+        self.mirror.compared = self.core.ownership(part.assignment.plan).has_copies(transport.rank)
 
     # -- parts -----------------------------------------------------------------------------------------------------------
 
@@ -176,7 +173,7 @@ class ElasticWorker:
         shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.seats[rank].shard
         cuts = self.core.layout(shards).cuts if shards > 1 else {}
         found: dict[str, Kept] = {}
-        for name, size in self.layout.of(plan, rank).items():
+        for name, size in self.core.ownership(plan).sizes(rank).items():
             place = ParameterSlice(cuts[name], shard) if name in cuts else ParameterSlice()
             shape, whole = partial(self._shape, name), partial(self._whole, name)
             made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from raypar.comm.communicator_key import SHARDS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Routine, Transport, run_routine
 from raypar.errors import WorkerLost
-from raypar.model.build import SkeletonCopies
+from raypar.model.build import SkeletonCopies, outline_of
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
-from raypar.plan import Routing
+from raypar.plan import Outline, ParallelPlan, Routing
+from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Digest
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
@@ -259,6 +260,15 @@ class WorkerCore:
         if shards not in self._layouts:
             self._layouts[shards] = layout_of(self.graph, shards, dict(self.spec.styles))
         return self._layouts[shards]
+
+    def ownership(self, plan: ParallelPlan) -> Ownership:
+        """Which rank of a plan keeps which piece of the job's state."""
+        shards = {stage.shards for stage in plan.stages if stage.shards > 1}
+        return Ownership(plan, replace(self._outline, cuts={count: self.layout(count).cuts for count in shards}))
+
+    @cached_property
+    def _outline(self) -> Outline:
+        return outline_of(self.graph)
 
     def _shard(self, stage: int) -> StageShard:
         plan, seat = self.assignment.plan, self.assignment.plan.seats[self.rank]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,13 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.local_transport import LocalMesh
 from raypar.elastic import actions as do
 from raypar.elastic.buddies import assign_buddies
-from raypar.model.build import elements_by_layer, parameter_shapes
+from raypar.model.build import parameter_shapes
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.styles import layout_of, outline_of_shards
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.plan.ownership import SlicedParameters
+from raypar.plan.ownership import Ownership
+from raypar.plan.pieces import Piece
 from raypar.schedule import registry
 from raypar.worker import checkpoint
 from raypar.worker.assignment import Assignment, assignments
@@ -51,9 +52,9 @@ class TorchJob:
     device: torch.device = CPU
 
     @property
-    def layout(self) -> SlicedParameters:
-        cuts = {count: layout_of(self.graph, count, dict(self.spec.styles)).cuts for count in self.shards}
-        return SlicedParameters(elements_by_layer(self.graph), cuts)
+    def layout(self) -> Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]:
+        outline = outline_of_shards(self.graph, self.shards, dict(self.spec.styles))
+        return lambda plan: Ownership(plan, outline).held
 
     @property
     def steps(self) -> int:

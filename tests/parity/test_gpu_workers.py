@@ -7,7 +7,6 @@ import pickle
 import signal
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
-from raypar.model.build import elements_by_layer
+from raypar.model.build import outline_of
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import layout_of
-from raypar.plan import ParallelPlan, Routing
+from raypar.model.tensor_parallel.styles import outline_of_shards
+from raypar.plan import Outline, ParallelPlan, Routing
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.plan.ownership import SlicedParameters, WholeParameters
+from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
 from raypar.schedule import registry
 from raypar.worker.assignment import assignments, make_graph
@@ -36,16 +35,16 @@ LIMIT_S = 20.0
 
 @dataclass(frozen=True)
 class Job:
-    """`layout`: what each rank of a plan has to hold."""
+    """What the workers train."""
 
     spec: JobSpec
     graph: Graph
-    layout: Any
+    outline: Outline
 
 
 SPEC = replace(ugly_models.job("tangled", microbatches=4, steps=5), device="gpu")
 GRAPH = make_graph(SPEC)
-TANGLED = Job(SPEC, GRAPH, WholeParameters(elements_by_layer(GRAPH)))
+TANGLED = Job(SPEC, GRAPH, outline_of(GRAPH))
 runs = (f"gpu-{os.getpid()}-{number}" for number in range(10**6))
 
 
@@ -84,7 +83,7 @@ class Run:
         ways, ranks = (), {worker: rank for rank, worker in enumerate(members)}
         if stands is not None:
             have = {stand.worker: stand.pieces for stand in stands}
-            ways = plan_moves(have, dict(zip(members, self.job.layout(plan), strict=True)))
+            ways = plan_moves(have, dict(zip(members, Ownership(plan, self.job.outline).held, strict=True)))
             assert {way.source for way in ways} <= set(members)
         fresh = stands is None
         return {w: AdoptOrder(made[rank], ranks, self.done, ways, fresh=fresh) for w, rank in ranks.items()}, ways
@@ -184,7 +183,7 @@ SHARDED = replace(CELL.job, device="gpu", model=MODEL)
 class RunOnShards(Run):
     """Of two shards each."""
 
-    job = Job(SHARDED, grid_graph("gpt"), SlicedParameters(elements_by_layer(CELL.graph), {2: layout_of(CELL.graph, 2).cuts}))
+    job = Job(SHARDED, grid_graph("gpt"), outline_of_shards(CELL.graph, [2], {}))
     want = property(lambda self: one_process(replace(CELL, schedule="gpipe", replicas=(1,), shards=()), (2,) * (DEPTH + 2)))
     losses = property(lambda self: self.want.losses)
 

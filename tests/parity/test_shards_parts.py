@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from examples import gpt
 from examples.gpt import Embedding, Linear
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import ModelError, PlanError
-from raypar.model.build import canonical_names, elements_by_layer, materialise, parameter_shapes
+from raypar.model.build import canonical_names, materialise, outline_of, parameter_shapes
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
 from raypar.model.tensor_parallel.functions import select
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -26,7 +27,7 @@ from raypar.model.tensor_parallel.slices import put, taken
 from raypar.model.tensor_parallel.styles import elements_on_shard, layout_of, parse_style
 from raypar.model.tensor_parallel.value import Held, Sharded
 from raypar.plan import ParallelPlan
-from raypar.plan.ownership import SlicedParameters
+from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
 from raypar.plan.shard_ranges import Cut, count_indices, even_range, positions_of
 
@@ -147,7 +148,10 @@ def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, aft
     graph = tied_llama()
     layouts = {shards: layout_of(graph, shards) for shards in (1, 2, 3, 4)}
     everything = {shards: state_of(graph, layout) for shards, layout in layouts.items()}
-    need = SlicedParameters(elements_by_layer(graph), {shards: layout.cuts for shards, layout in layouts.items()})
+    outline = replace(outline_of(graph), cuts={shards: layout.cuts for shards, layout in layouts.items()})
+
+    def need(plan):
+        return Ownership(plan, outline).held
 
     def states(plan):
         """By rank: name -> (tensor, cut, shard)."""

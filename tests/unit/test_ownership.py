@@ -1,13 +1,19 @@
-"""What ranks hold when parameters are cut over shards, and what moves when the number of shards changes."""
+"""Which rank keeps which piece of which kind of state, and how many bytes that is."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from raypar.plan import ParallelPlan
-from raypar.plan.ownership import SlicedParameters
-from raypar.plan.pieces import Piece, merge_pieces, plan_moves
+from raypar.errors import PlanError
+from raypar.plan import Outline, ParallelPlan
+from raypar.plan.balanced_shares import CANONICAL_PIECE
+from raypar.plan.ownership import SHARED_OUT_FROM, Ownership
+from raypar.plan.pieces import Piece, merge_pieces, plan_moves, subtract_pieces
 from raypar.plan.shard_ranges import Cut, even_range
 
-SIZES = ({"a.weight": 84, "a.bias": 12}, {"b.weight": 84, "b.norm": 7}, {"k.weight": 8})
 KEYS = {
     1: (((0, 2),),),
     2: (((0, 1),), ((1, 2),)),
@@ -25,11 +31,217 @@ def cuts(shards):
     }
 
 
-NEED = SlicedParameters(SIZES, {shards: cuts(shards) for shards in (1, 2, 3, 4)})
+SIZES = ({"a.weight": 84, "a.bias": 12}, {"b.weight": 84, "b.norm": 7}, {"k.weight": 8})
+SMALL = Outline((), elements=SIZES, cuts={shards: cuts(shards) for shards in (2, 3, 4)})
+"""Small parameters, cut over shards in all ways: `k.weight`'s two heads are shared by shards where there are more than two."""
+
+TIED = Outline(
+    (),
+    elements=(
+        {"0.embed": 90_000, "0.mask": 100},
+        {"1.weight": 200_000, "1.old": 70_000, "1.bias": 300},
+        {"2.weight": 150_000, "2.count": 1},
+        {"3.norm": 40, "0.embed": 90_000},
+    ),
+    cuts={2: {"0.embed": Cut(0, 300, even_range(300, 2)), "1.weight": Cut(1, 20, even_range(20, 2))}},
+    buffers=frozenset({"0.mask", "2.count"}),
+    frozen=frozenset({"1.old"}),
+)
+"""The last layer uses the first one's embedding again; `1.old` is frozen, two tensors are buffers."""
+
+PLANS = {
+    "alone": ParallelPlan.mesh(layers=4),
+    "3 replicas": ParallelPlan.mesh(dp=3, layers=4),
+    "2 stages": ParallelPlan.mesh(pp=2, layers=4),
+    "3 and 2 replicas": ParallelPlan.of([3, 2], layers=4),
+    "2 chunks": ParallelPlan.mesh(dp=2, pp=2, chunks=2, layers=4),
+    "V": ParallelPlan.mesh(dp=2, pp=2, chunks=2, placement="v", layers=4),
+    "2 shards": ParallelPlan.mesh(dp=2, tp=2, layers=4),
+    "shards in one stage": ParallelPlan.of([3, 2], [2, 1], layers=4),
+}
+
+
+def held(plan, outline=SMALL):
+    return Ownership(plan, outline).held
+
+
+# -- kinds of state ----------------------------------------------------------------------------------------------------
+
+
+def test_every_replica_keeps_all_state_of_its_stages():
+    keeps = Ownership(PLANS["2 stages"], TIED)
+    assert keeps.pieces(0, "parameter") == (
+        Piece("0.embed", 0, 90_000),
+        Piece("1.weight", 0, 200_000),
+        Piece("1.old", 0, 70_000),
+        Piece("1.bias", 0, 300),
+    )
+    assert {p.name for p in keeps.pieces(1, "parameter")} == {"2.weight", "3.norm", "0.embed"}, "ties, in every stage"
+    assert keeps.pieces(0, "buffer") == (Piece("0.mask", 0, 100),)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "master", "optimizer", "average"])
+def test_frozen_parameters_have_no_state_of_training(kind):
+    assert [p.name for p in Ownership(PLANS["alone"], TIED).pieces(0, kind)] == [
+        *("0.embed", "1.weight", "1.bias", "2.weight", "3.norm")
+    ]
+
+
+def test_a_tie_counts_once_where_its_layers_are_together():
+    assert Counter(p.name for p in Ownership(PLANS["V"], TIED).pieces(0, "parameter"))["0.embed"] == 1
+
+
+@pytest.mark.parametrize("zero, name", list(product(range(4), PLANS)))
+def test_replicas_together_keep_every_element_as_often_as_the_zero_stage_says(zero, name):
+    plan, whole = PLANS[name], Ownership(PLANS[name], TIED)
+    keeps = Ownership(plan, TIED, zero)
+    for kind, shared_from in SHARED_OUT_FROM.items():
+        for first in range(plan.world):
+            group = [rank for rank in range(plan.world) if plan.compute_keys[rank] == plan.compute_keys[first]]
+            together = [piece for rank in group for piece in keeps.pieces(rank, kind)]
+            assert merge_pieces(together) == merge_pieces(whole.pieces(first, kind)), "nothing is missing"
+            copies = 1 if zero >= shared_from else len(group)
+            assert sum(p.size for p in together) == copies * whole.elements(first, kind), kind
+
+
+def test_buffers_are_whole_on_every_replica_under_every_stage_of_zero():
+    for zero in range(4):
+        keeps = Ownership(PLANS["3 replicas"], TIED, zero)
+        assert {keeps.pieces(rank, "buffer") for rank in range(3)} == {(Piece("0.mask", 0, 100), Piece("2.count", 0, 1))}
+
+
+def test_frozen_parameters_are_shared_out_by_the_last_stage_of_zero_alone():
+    kept = [Ownership(PLANS["3 replicas"], TIED, zero).pieces(0, "parameter") for zero in (2, 3)]
+    sizes = [sum(piece.size for piece in pieces if piece.name == "1.old") for pieces in kept]
+    assert sizes[0] == 70_000 > sizes[1] > 0
+
+
+def test_a_share_of_a_slice_begins_at_a_canonical_piece_of_the_slice():
+    keeps = Ownership(PLANS["2 shards"], TIED, zero=1)
+    runs = [p for rank in (1, 3) for p in keeps.pieces(rank, "optimizer") if p.name == "1.weight"]
+    assert merge_pieces(runs) == (Piece("1.weight", 100_000, 200_000),)
+    assert all((run.start - 100_000) % CANONICAL_PIECE == 0 for run in runs) and len(runs) > 1
+
+
+def test_there_are_three_stages_of_zero():
+    with pytest.raises(PlanError, match="no ZeRO stage 4"):
+        Ownership(PLANS["alone"], TIED, 4)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+FP32 = {"parameter": 4, "gradient": 4, "optimizer": 8}
+BF16_COPY = {"parameter": 2, "gradient": 4, "master": 4, "optimizer": 8}
+BF16_GRADIENTS = {"parameter": 2, "gradient": 2, "master": 4, "optimizer": 8}
+TABLE = [
+    (FP32, [(16, 0), (8, 8), (4, 12), (0, 16)]),
+    (BF16_COPY, [(18, 0), (6, 12), (2, 16), (0, 18)]),
+    (BF16_GRADIENTS, [(16, 0), (4, 12), (2, 14), (0, 16)]),
+]
+"""Adam: bytes of each kind for a parameter; by ZeRO stage (bytes that every replica keeps, bytes that replicas share out)."""
+
+
+def gpt(width, layers, vocabulary=50_257, context=1024):
+    """Elements of a GPT-2, by layer."""
+    block = {
+        "norm1.weight": width,
+        "norm1.bias": width,
+        "qkv.weight": 3 * width * width,
+        "qkv.bias": 3 * width,
+        "out.weight": width * width,
+        "out.bias": width,
+        "norm2.weight": width,
+        "norm2.bias": width,
+        "up.weight": 4 * width * width,
+        "up.bias": 4 * width,
+        "down.weight": 4 * width * width,
+        "down.bias": width,
+    }
+    blocks = ({f"{i}.{name}": size for name, size in block.items()} for i in range(layers))
+    first = {"tokens.weight": vocabulary * width, "positions.weight": context * width}
+    return Outline((), elements=(first, *blocks, {"norm.weight": width, "norm.bias": width}))
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("bytes_of, by_stage", TABLE, ids=["fp32", "bf16 copy", "bf16 copy and gradients"])
+@pytest.mark.parametrize("zero", range(4))
+def test_state_bytes_of_a_replica(bytes_of, by_stage, zero, replicas):
+    outline = gpt(256, 6, 5000)
+    count = sum(size for layer in outline.elements for size in layer.values())
+    keeps = Ownership(ParallelPlan.mesh(dp=replicas, layers=8), outline, zero)
+    of = [sum(n * keeps.elements(rank, kind) for kind, n in bytes_of.items()) for rank in range(replicas)]
+    everywhere, shared = by_stage[zero]
+    assert sum(of) == replicas * everywhere * count + shared * count
+    assert max(of) <= 1.01 * (everywhere + shared / replicas) * count
+
+
+@pytest.mark.parametrize("width, layers, replicas", [(128, 4, 8), (256, 6, 8), (768, 12, 8), (768, 12, 64), (4096, 32, 1000)])
+def test_shares_are_within_one_percent_or_one_canonical_piece_of_even(width, layers, replicas):
+    keeps = Ownership(ParallelPlan.mesh(dp=replicas, layers=layers + 2), gpt(width, layers), zero=1)
+    of = [keeps.elements(rank, "optimizer") for rank in range(replicas)]
+    even = sum(of) / replicas
+    assert max(of) <= (1.01 * even if replicas == 8 else even + CANONICAL_PIECE)
+
+
+def test_shares_are_even_in_every_stage_for_each_shard():
+    outline = replace(TIED, elements=tuple({n: 50 * s for n, s in layer.items()} for layer in TIED.elements))
+    plan = PLANS["shards in one stage"]
+    keeps = Ownership(plan, outline, zero=3)
+    for key in set(plan.compute_keys):
+        of = [keeps.elements(rank, "optimizer") for rank in range(plan.world) if plan.compute_keys[rank] == key]
+        assert max(of) <= 1.01 * sum(of) / len(of)
+
+
+def test_a_thousand_ranks_and_thousands_of_parameters_take_seconds():
+    outline = Outline((), elements=tuple({f"{i}.{j}": 40_000 * (j + 1) for j in range(10)} for i in range(300)))
+    plan, begin_s = ParallelPlan.mesh(dp=100, pp=10, layers=300), time.perf_counter()
+    assert len(set(Ownership(plan, outline).state_keys)) == 10
+    keeps = Ownership(plan, outline, zero=3)
+    assert sum(keeps.elements(rank, "parameter") for rank in range(plan.world)) == 300 * 40_000 * 55
+    assert time.perf_counter() - begin_s < 20, "2 s when nothing else runs"
+
+
+# -- who holds the same, who writes what -----------------------------------------------------------------------------------
+
+
+def test_replicas_of_a_shard_hold_the_same_until_they_share_state_out():
+    plan = ParallelPlan.of([2, 1], [2, 1], layers=4)
+    assert Ownership(plan, TIED).state_keys == (0, 1, 0, 1, 4)
+    assert [Ownership(plan, TIED).has_copies(rank) for rank in range(5)] == [True] * 4 + [False]
+    assert Ownership(plan, TIED, zero=1).state_keys == (0, 1, 2, 3, 4)
+    assert plan.compute_keys == ((0, 0), (0, 1), (0, 0), (0, 1), (1, 0)), "they compute the same all the same"
+
+
+def test_what_is_handed_over_is_where_the_optimizers_state_is():
+    plan = PLANS["3 replicas"]
+    for zero in range(4):
+        keeps = Ownership(plan, TIED, zero)
+        for rank in range(3):
+            trained = [p for p in keeps.held[rank] if p.name not in TIED.frozen | TIED.buffers]
+            assert merge_pieces(trained) == merge_pieces(keeps.pieces(rank, "optimizer"))
+            assert {"1.old", "0.mask"} <= {p.name for p in keeps.held[rank]} or zero == 3
+
+
+@pytest.mark.parametrize("zero, name", list(product(range(4), PLANS)))
+def test_every_element_is_written_by_one_rank_that_holds_it(zero, name):
+    keeps = Ownership(PLANS[name], TIED, zero)
+    written = [keeps.written(rank) for rank in range(PLANS[name].world)]
+    everything = {name: size for layer in TIED.elements for name, size in layer.items()}
+    assert merge_pieces(p for mine in written for p in mine) == tuple(sorted(Piece(n, 0, s) for n, s in everything.items()))
+    assert sum(p.size for mine in written for p in mine) == sum(everything.values()), "nothing twice"
+    assert all(not subtract_pieces(mine, keeps.held[rank]) for rank, mine in enumerate(written))
+
+
+def test_replicas_take_turns_at_writing():
+    names = [[p.name for p in Ownership(PLANS["3 replicas"], TIED).written(rank)] for rank in range(3)]
+    assert names == [["0.embed", "1.bias", "0.mask"], ["1.weight", "2.weight", "2.count"], ["1.old", "3.norm"]]
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_shard_holds_its_runs_and_all_of_what_is_whole():
-    assert NEED(ParallelPlan.mesh(tp=2, layers=3))[1] == (
+    assert held(ParallelPlan.mesh(tp=2, layers=3))[1] == (
         Piece("a.bias", 6, 12),
         Piece("a.weight", 42, 84),
         Piece("b.norm", 0, 7),
@@ -41,19 +253,24 @@ def test_a_shard_holds_its_runs_and_all_of_what_is_whole():
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_together_they_hold_everything(shards, stages):
-    held = merge_pieces(piece for rank in NEED(ParallelPlan.mesh(pp=stages, tp=shards, layers=3)) for piece in rank)
-    assert held == tuple(sorted(Piece(name, 0, size) for layer in SIZES for name, size in layer.items()))
+    found = merge_pieces(piece for rank in held(ParallelPlan.mesh(pp=stages, tp=shards, layers=3)) for piece in rank)
+    assert found == tuple(sorted(Piece(name, 0, size) for layer in SIZES for name, size in layer.items()))
 
 
 def test_stages_of_other_shards_stand_beside_each_other():
-    found = NEED(ParallelPlan.of([1, 1], [2, 1], layers=3, cuts=[1]))
+    found = held(ParallelPlan.of([1, 1], [2, 1], layers=3, cuts=[1]))
     assert [sum(piece.size for piece in rank) for rank in found] == [48, 48, 99]
+
+
+def test_an_unknown_number_of_shards_is_refused():
+    with pytest.raises(PlanError, match="not known how the model is cut over 5 shards"):
+        held(ParallelPlan.mesh(tp=5, layers=3))
 
 
 def test_twice_as_many_shards_take_half_of_what_there_is_and_keep_the_rest():
     """Ranks 0 and 1 go on with parts of what they have; ranks 2 and 3 are new."""
-    have = dict(enumerate(NEED(ParallelPlan.mesh(tp=2, layers=3))))
-    need = dict(enumerate(NEED(ParallelPlan.mesh(tp=4, layers=3))))
+    have = dict(enumerate(held(ParallelPlan.mesh(tp=2, layers=3))))
+    need = dict(enumerate(held(ParallelPlan.mesh(tp=4, layers=3))))
     found = plan_moves(have, need)
     assert {move.dest for move in found} == {1, 2, 3}
     assert sum(move.piece.size for move in found if move.dest == 3) == 21 + 3 + 21 + 7 + 4

@@ -15,16 +15,20 @@ from raypar.elastic.member import WorkerStatus
 from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.elastic.seating import match_workers_to_seats
 from raypar.errors import WorkerLost
-from raypar.plan import ParallelPlan
-from raypar.plan.ownership import SlicedParameters
+from raypar.plan import Outline, ParallelPlan
+from raypar.plan.ownership import Ownership
 from raypar.plan.shard_ranges import Cut, even_range
 
-LAYOUT = SlicedParameters(({"a": 8}, {"b": 8}), {2: {"a": Cut(0, 4, even_range(4, 2)), "b": Cut(0, 4, even_range(4, 2))}})
+OUTLINE = Outline((), elements=({"a": 8}, {"b": 8}), cuts={2: {name: Cut(0, 4, even_range(4, 2)) for name in "ab"}})
+
+
+def held(plan):
+    return Ownership(plan, OUTLINE).held
 
 
 def after(plan, dead, nodes=None, new=()):
     """What is decided once all others stand."""
-    machine = RunMachine(RunPolicy(workers=plan.world, last=9, elastic=True, grow=False), plan=plan, layout=LAYOUT)
+    machine = RunMachine(RunPolicy(workers=plan.world, last=9, elastic=True, grow=False), plan=plan, layout=held)
     machine.nodes = nodes or {}
     events = [
         WorkersReady(),
@@ -32,7 +36,7 @@ def after(plan, dead, nodes=None, new=()):
         *(CallFailed("lost", WorkerLost("died"), w) for w in dead),
         GenerationClaimed(2, True),
     ]
-    pieces = LAYOUT(plan)
+    pieces = held(plan)
     left = [w for w in range(plan.world) if w not in dead]
     events += [WorkerStatusReported(2, WorkerStatus(w, 0, pieces=pieces[w])) for w in left] + [
         WorkerStatusReported(2, WorkerStatus(w)) for w in new
@@ -78,9 +82,9 @@ def test_those_on_one_node_are_put_together():
 def test_a_new_plan_puts_the_shards_of_a_replica_on_one_node_and_replicas_on_several():
     plan, nodes = ParallelPlan.mesh(dp=2, tp=2), {0: "x", 1: "y", 2: "x", 3: "y"}
     seats = [(seat.position, seat.replica) for seat in plan.seats]
-    members = match_workers_to_seats([()] * 4, {}, range(4), nodes, plan.copies, seats)
+    members = match_workers_to_seats([()] * 4, {}, range(4), nodes, plan.compute_keys, seats)
     assert [nodes[w] for w in members] in [list("xxyy"), list("yyxx")]
-    found = match_workers_to_seats([()] * 2, {}, [0, 1, 2, 3], nodes, plan.copies[:2], seats[:2])
+    found = match_workers_to_seats([()] * 2, {}, [0, 1, 2, 3], nodes, plan.compute_keys[:2], seats[:2])
     assert found in [(0, 2), (2, 0), (1, 3), (3, 1)]
 
 

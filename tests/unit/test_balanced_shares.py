@@ -1,0 +1,38 @@
+"""Owners share tensors out in canonical pieces: everything once, few runs, equally many elements."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from raypar.plan.balanced_shares import CANONICAL_PIECE as PIECE
+from raypar.plan.balanced_shares import BalancedShares
+
+
+def test_pieces_of_a_tensor_lie_side_by_side_and_short_ends_even_out_the_rest():
+    shares = BalancedShares((5 * PIECE + 10, 4 * PIECE, 100), 2)
+    assert [list(shares.of(owner)) for owner in range(2)] == [
+        [(0, 0, 3 * PIECE), (1, 2 * PIECE, 4 * PIECE)],
+        [(0, 3 * PIECE, 5 * PIECE + 10), (1, 0, 2 * PIECE), (2, 0, 100)],
+    ]
+
+
+def test_one_owner_has_every_tensor_whole():
+    assert list(BalancedShares((PIECE + 1, 7), 1).of(0)) == [(0, 0, PIECE + 1), (1, 0, 7)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_element_has_one_owner_and_runs_begin_at_canonical_pieces(seed):
+    dice = random.Random(seed)
+    sizes = tuple(dice.choice([dice.randint(1, 300), dice.randint(1, 40 * PIECE)]) for _ in range(dice.randint(1, 30)))
+    shares = BalancedShares(sizes, dice.randint(1, 9))
+    runs = [list(shares.of(owner)) for owner in range(shares.owners)]
+    covered = sorted(run for mine in runs for run in mine)
+    for index, size in enumerate(sizes):
+        here = [(start, stop) for i, start, stop in covered if i == index]
+        assert [start for start, _ in here] == [0, *(stop for _, stop in here[:-1])] and here[-1][1] == size
+        assert all(start % PIECE == 0 and start < stop for start, stop in here)
+    loads = [sum(stop - start for _, start, stop in mine) for mine in runs]
+    assert max(loads) - min(loads) <= PIECE
+    assert all(mine == sorted(mine) for mine in runs)
+    assert all(count <= 2 for mine in runs for count in Counter(index for index, _, _ in mine).values()), "few runs"
