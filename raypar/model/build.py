@@ -203,10 +203,9 @@ def state_on_meta(graph: Graph, first: int, last: int, dtype: torch.dtype) -> di
 
 
 def elements_by_layer(graph: Graph) -> tuple[dict[str, int], ...]:
-    """For each layer: name of a parameter (canonical) or buffer -> number of elements. Empty tensors are left out."""
-    count = len(graph.layers)
-    found = (state_shapes(graph, i, i + 1) for i in range(count))
-    return tuple({name: shape.numel() for name, shape in shapes.items() if shape.numel()} for shapes in found)
+    """For each layer: name of a parameter (canonical) or buffer -> number of elements."""
+    found = (state_shapes(graph, i, i + 1) for i in range(len(graph.layers)))
+    return tuple({name: shape.numel() for name, shape in shapes.items()} for shapes in found)
 
 
 def outline_of(graph: Graph) -> Outline:

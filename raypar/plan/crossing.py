@@ -65,8 +65,7 @@ class Outline:
     ties: tuple[tuple[str, ...], ...] = ()
     """Tuples of qualified parameter names that are one parameter."""
     elements: tuple[dict[str, int], ...] = ()
-    """By layer: name -> number of elements, of its parameters (a tie under its first name), then of its buffers; without
-    empty ones."""
+    """By layer: name -> number of elements, of its parameters (a tie under its first name), then of its buffers."""
     cuts: Mapping[int, Mapping[str, Cut]] = field(default_factory=dict)
     """Number of shards -> parameter -> how it is cut over so many; a parameter that is not there is whole on every shard."""
     buffers: frozenset[str] = frozenset()

@@ -80,7 +80,7 @@ class Ownership:
         return sum(piece.size for piece in self.pieces(rank, kind))
 
     def sizes(self, rank: int) -> dict[str, int]:
-        """Name -> elements when whole, of each parameter and buffer of a rank's stages, in layer order."""
+        """Name -> elements when whole, of each parameter and buffer of a rank's stages that is not empty, in layer order."""
         return self._sizes[self.plan.seats[rank].position]
 
     # -- who holds the same --------------------------------------------------------------------------------------------
@@ -116,29 +116,33 @@ class Ownership:
 
     # -- who writes what -----------------------------------------------------------------------------------------------
 
-    def written(self, rank: int) -> tuple[Piece, ...]:
-        """What a rank writes into a checkpoint, of parameters (with what the optimizer keeps for them) and buffers.
+    def written(self, rank: int) -> dict[int, dict[str, tuple[Piece, ...]]]:
+        """What a rank writes into a checkpoint: stage -> parameter or buffer -> pieces (none of an empty tensor).
 
-        Every element is written by one rank. The first stage with a tied parameter writes it. Ranks that hold the same
-        tensor take turns, tensor by tensor; what they share out, or hold slices of, each writes itself.
+        What the optimizer keeps for a parameter goes with it. Every element is written by one rank. The first stage with a
+        tied parameter writes it. Ranks that hold the same tensor take turns, tensor by tensor; of what is cut over shards
+        or shared out each rank writes its own part.
         """
         seat = self.plan.seats[rank]
         held: dict[str, list[tuple[int, int]]] = {}
         for piece in self.held[rank]:
             held.setdefault(piece.name, []).append((piece.start, piece.stop))
-        found: list[Piece] = []
+        found: dict[int, dict[str, tuple[Piece, ...]]] = {}
         for stage in self.plan.stages_of(rank):
             replicas, shards = self.plan.stages[stage].replicas, self.plan.stages[stage].shards
-            for turn, name in enumerate(self._names_of_stage(stage)):
-                replica_turn, shard_turn = turn % replicas, turn // replicas % shards
+            mine = found[stage] = {}
+            for turn, (name, size) in enumerate(self._tensors_of_stage(stage).items()):
                 cut = self._cut(rank, name)
+                replica_writes = self._is_shared_out(name) or turn % replicas == seat.replica
+                shard_writes = cut is not None or turn // replicas % shards == seat.shard
+                if self._first_stage[name] != stage or not (replica_writes and shard_writes):
+                    continue
                 spans: IndexRanges = tuple(held.get(name, ()))
                 if cut is not None:
-                    spans = intersect_ranges(spans, cut.pieces(cut.owned(seat.shard), self.sizes(rank)[name]))
-                mine = self._is_shared_out(name) or replica_turn == seat.replica
-                if self._first_stage[name] == stage and mine and (cut is not None or shard_turn == seat.shard):
-                    found += _pieces(name, spans)
-        return tuple(found)
+                    spans = intersect_ranges(spans, cut.pieces(cut.owned(seat.shard), size))
+                if spans or not size:
+                    mine[name] = _pieces(name, spans)
+        return found
 
     def _is_shared_out(self, name: str) -> bool:
         """Whether the replicas of a stage share a tensor's authoritative state out."""
@@ -149,28 +153,27 @@ class Ownership:
 
     @cached_property
     def _sizes(self) -> tuple[dict[str, int], ...]:
-        """By position: name -> elements of its parameters and buffers."""
+        """By position: name -> elements of its parameters and buffers that are not empty."""
         found: list[dict[str, int]] = [{} for _ in range(self.plan.positions)]
         for stage in self.plan.stages:
             for layer in self.outline.elements[stage.first : stage.last]:
-                found[stage.position].update(layer)
+                found[stage.position].update((name, size) for name, size in layer.items() if size)
         return tuple(found)
 
     @cached_property
     def _first_stage(self) -> dict[str, int]:
         """Name -> the first stage that has the parameter or buffer."""
         found: dict[str, int] = {}
-        for index, stage in enumerate(self.plan.stages):
-            for layer in self.outline.elements[stage.first : stage.last]:
-                for name in layer:
-                    found.setdefault(name, index)
+        for stage in range(len(self.plan.stages)):
+            for name in self._tensors_of_stage(stage):
+                found.setdefault(name, stage)
         return found
 
-    def _names_of_stage(self, stage: int) -> list[str]:
-        """Parameters, then buffers, each in layer order."""
+    def _tensors_of_stage(self, stage: int) -> dict[str, int]:
+        """Name -> elements: parameters, then buffers, each in layer order."""
         place = self.plan.stages[stage]
-        names = dict.fromkeys(name for layer in self.outline.elements[place.first : place.last] for name in layer)
-        return sorted(names, key=lambda name: name in self.outline.buffers)
+        sizes = {name: size for layer in self.outline.elements[place.first : place.last] for name, size in layer.items()}
+        return dict(sorted(sizes.items(), key=lambda tensor: tensor[0] in self.outline.buffers))
 
     def _names(self, rank: int, kind: StateKind) -> list[str]:
         """Tensors of a rank's stages that have this kind of state, in layer order."""
@@ -210,7 +213,11 @@ class Ownership:
 def state_keys(held: Sequence[tuple[Piece, ...]]) -> tuple[int, ...]:
     """By rank, from what each rank holds: the first rank that holds the same pieces. So equal keys are equal state."""
     first: dict[tuple[Piece, ...], int] = {}
-    return tuple(first.setdefault(pieces, rank) for rank, pieces in enumerate(held))
+    compared: dict[int, int] = {}  # by identity: replicas share one long tuple
+    for rank, pieces in enumerate(held):
+        if id(pieces) not in compared:
+            compared[id(pieces)] = first.setdefault(pieces, rank)
+    return tuple(compared[id(pieces)] for pieces in held)
 
 
 def _pieces(name: str, spans: Iterable[tuple[int, int]]) -> tuple[Piece, ...]:

@@ -141,7 +141,7 @@ class ElasticWorker:
         self._done, self.core.end.finished = part.done, part.done - 1
         self._old = base
         self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
-        self.mirror.compared = self.core.ownership(part.assignment.plan).has_copies(transport.rank)
+        self.mirror.compared = self.core.ownership.has_copies(transport.rank)
 
     # -- parts -----------------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class ElasticWorker:
         shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.seats[rank].shard
         cuts = self.core.layout(shards).cuts if shards > 1 else {}
         found: dict[str, Kept] = {}
-        for name, size in self.core.ownership(plan).sizes(rank).items():
+        for name, size in self.core.ownership_of(plan).sizes(rank).items():
             place = ParameterSlice(cuts[name], shard) if name in cuts else ParameterSlice()
             shape, whole = partial(self._shape, name), partial(self._whole, name)
             made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)

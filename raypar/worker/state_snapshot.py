@@ -1,9 +1,9 @@
-"""A worker's state out and in: which of it this worker writes, copies of it, and putting it back."""
+"""A worker's state as a checkpoint has it: copied out, written in the background, put back."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from raypar.errors import CheckpointError
 from raypar.model.initial_values import InitialValues
-from raypar.plan import Crossing, ParallelPlan
 from raypar.worker.checkpoint import (
     BUFFER,
     CACHE,
@@ -34,40 +33,22 @@ WRITE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """Copies of parameters, optimizer state and buffers at one committed step. `ties`: first name -> the other names; `slices`:
-    which part of an unsharded tensor it is, where not the whole."""
+    """Copies of parameters, optimizer state and buffers at one committed step."""
 
     tensors: Mapping[Name, Tensor]
+    """(parameter or buffer, kind of state) -> copy in host memory."""
     scalars: Mapping[Name, Scalar]
+    """(parameter, kind of state) -> number that the optimizer keeps, such as its step count."""
     slices: Mapping[Name, TensorSlices] = field(default_factory=dict)
+    """Which part of the unsharded tensor a copy is; no entry: all of it."""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-def written_state(plan: ParallelPlan, crossing: Crossing, rank: int, stages: Mapping[int, Stage]) -> dict[int, tuple[str, ...]]:
-    """stage -> parameters (and buffers) that this rank writes: replicas take turns, a tied parameter is its first stage's.
-    Of a parameter that is cut every shard writes what it owns; of what all shards hold whole they take turns too."""
-    seat = plan.seats[rank]
-    first = {tie.name: tie.stages[0] for tie in crossing.ties}
-
-    def mine(stage: Stage, turn: int, name: str) -> bool:
-        replicas, shards = plan.stages[stage.index].replicas, plan.stages[stage.index].shards
-        cut = stage.shard is not None and name in stage.shard.layout.cuts
-        return turn % replicas == seat.replica and (cut or turn // replicas % shards == seat.shard)
-
-    return {
-        index: tuple(
-            name
-            for turn, name in enumerate([*stage.parameters, *stage.buffers])
-            if first.get(name, index) == index and mine(stage, turn, name)
-        )
-        for index, stage in stages.items()
-    }
+    """First name of a tied parameter -> its other names."""
 
 
 def take_snapshot(
-    stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, tuple[str, ...]]
+    stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, Iterable[str]]
 ) -> StateSnapshot:
-    """Copies on the CPU of what `names` (stage -> parameters and buffers) says. Takes one pass over that memory."""
+    """Copies on the CPU of the named parameters and buffers (by stage; see `Ownership.written`): one pass over that memory."""
     tensors: dict[Name, Tensor] = {}
     scalars: dict[Name, Scalar] = {}
     slices: dict[Name, TensorSlices] = {}

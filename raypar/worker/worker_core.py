@@ -41,7 +41,7 @@ from raypar.worker.optimizer import build_optimizer
 from raypar.worker.process_state import Warnings
 from raypar.worker.stage import Stage
 from raypar.worker.stage_shard import StageShard
-from raypar.worker.state_snapshot import CheckpointWriter, restore_state, take_snapshot, written_state
+from raypar.worker.state_snapshot import CheckpointWriter, restore_state, take_snapshot
 from raypar.worker.step_commit import InstructionSpan, StepCommit
 
 
@@ -134,6 +134,7 @@ class WorkerCore:
         former = list(self.stages.values())
         reductions = list(self.end.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, rank
+        self.ownership = self.ownership_of(plan)
         routing = Routing(plan, spec.cut)
         seat = plan.seats[rank]
         with self.guard.watching(f"the module of the loss {spec.loss.label}"):
@@ -261,7 +262,7 @@ class WorkerCore:
             self._layouts[shards] = layout_of(self.graph, shards, dict(self.spec.styles))
         return self._layouts[shards]
 
-    def ownership(self, plan: ParallelPlan) -> Ownership:
+    def ownership_of(self, plan: ParallelPlan) -> Ownership:
         """Which rank of a plan keeps which piece of the job's state."""
         shards = {stage.shards for stage in plan.stages if stage.shards > 1}
         return Ownership(plan, replace(self._outline, cuts={count: self.layout(count).cuts for count in shards}))
@@ -374,10 +375,8 @@ class WorkerCore:
 
     def save(self, folder: Path) -> None:
         """Copy this rank's share of the state, and write it in the background; see `save_result`."""
-        names = written_state(self.assignment.plan, self.assignment.crossing, self.rank, self.stages)
-        self._writer.start(
-            folder, f"worker_{self.rank:04d}.safetensors", take_snapshot(self.stages, self.end.optimizers, names)
-        )
+        state = take_snapshot(self.stages, self.end.optimizers, self.ownership.written(self.rank))
+        self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
         """Waits for what `save` began. Raises `CheckpointError` when the disk did not take it."""

@@ -17,7 +17,7 @@ from raypar.worker import checkpoint
 from raypar.worker.checkpoint import PARAMETER, TensorSlices
 from raypar.worker.local_run import LocalJob
 from raypar.worker.numerics import weights_hash
-from raypar.worker.state_snapshot import take_snapshot, written_state
+from raypar.worker.state_snapshot import take_snapshot
 
 SPEC = job("tangled", steps=6)
 LAYERS = 9
@@ -87,7 +87,7 @@ def test_a_run_resumed_under_another_plan_ends_in_the_same_bits(before, after, u
 
 def test_every_parameter_is_written_by_one_worker_only(tmp_path: Path):
     with LocalJob(SPEC, ParallelPlan.mesh(pp=3, dp=2, layers=LAYERS), "1f1b") as local:
-        shares = [written_state(core.assignment.plan, core.assignment.crossing, core.rank, core.stages) for core in local.cores]
+        shares = [core.ownership.written(core.rank) for core in local.cores]
         names = sorted(name for share in shares for mine in share.values() for name in mine)
         assert names == sorted(local.parameters())
 
@@ -95,8 +95,7 @@ def test_every_parameter_is_written_by_one_worker_only(tmp_path: Path):
 def test_a_snapshot_is_a_copy():
     with LocalJob(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
         core = local.cores[0]
-        names = written_state(core.assignment.plan, core.assignment.crossing, 0, core.stages)
-        taken = take_snapshot(core.stages, core.end.optimizers, names)
+        taken = take_snapshot(core.stages, core.end.optimizers, core.ownership.written(0))
         before = taken.tensors["mix0.up.weight", PARAMETER].clone()
         local.step(0)
         assert torch.equal(taken.tensors["mix0.up.weight", PARAMETER], before)

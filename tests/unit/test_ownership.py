@@ -222,10 +222,14 @@ def test_what_is_handed_over_is_where_the_optimizers_state_is():
             assert {"1.old", "0.mask"} <= {p.name for p in keeps.held[rank]} or zero == 3
 
 
+def written_pieces(keeps, rank):
+    return [piece for names in keeps.written(rank).values() for pieces in names.values() for piece in pieces]
+
+
 @pytest.mark.parametrize("zero, name", list(product(range(4), PLANS)))
 def test_every_element_is_written_by_one_rank_that_holds_it(zero, name):
     keeps = Ownership(PLANS[name], TIED, zero)
-    written = [keeps.written(rank) for rank in range(PLANS[name].world)]
+    written = [written_pieces(keeps, rank) for rank in range(PLANS[name].world)]
     everything = {name: size for layer in TIED.elements for name, size in layer.items()}
     assert merge_pieces(p for mine in written for p in mine) == tuple(sorted(Piece(n, 0, s) for n, s in everything.items()))
     assert sum(p.size for mine in written for p in mine) == sum(everything.values()), "nothing twice"
@@ -233,8 +237,15 @@ def test_every_element_is_written_by_one_rank_that_holds_it(zero, name):
 
 
 def test_replicas_take_turns_at_writing():
-    names = [[p.name for p in Ownership(PLANS["3 replicas"], TIED).written(rank)] for rank in range(3)]
+    names = [list(Ownership(PLANS["3 replicas"], TIED).written(rank)[0]) for rank in range(3)]
     assert names == [["0.embed", "1.bias", "0.mask"], ["1.weight", "2.weight", "2.count"], ["1.old", "3.norm"]]
+
+
+def test_a_tie_is_written_with_its_first_stage_and_an_empty_tensor_by_one_rank_too():
+    outline = Outline((), elements=({"a": 3, "none": 0}, {"a": 3}, {"a": 3, "b": 2}))
+    keeps = Ownership(ParallelPlan.mesh(dp=2, pp=3, layers=3), outline)
+    assert [list(names) for rank in range(6) for names in keeps.written(rank).values()] == [["a"], ["none"], [], [], [], ["b"]]
+    assert keeps.written(1) == {0: {"none": ()}} and "none" not in keeps.sizes(0)
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------
