@@ -215,7 +215,7 @@ def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, wh
         for at in range(plain.points // 8, plain.points, 7 if whole else 47):
             world, found = torch_flesh.simulate(work, plan, [Fault(at, "kill")], **quiet)
             assert found == reference, world.tell(f"a kill at {at}: {world.over.why}")
-            adopted = [line for line in world.story if "Adopt(" in line]
+            adopted = [line for line in world.story if "AdoptPlan(" in line]
             assert all("cut=True" in line or "after 0 steps" in line for line in adopted), adopted
             cured += "cut=True" in "".join(adopted)
         for seed in range(30 if whole else 3):
@@ -321,7 +321,7 @@ def test_a_straggler_is_replaced_wherever_it_is_and_the_bits_stay_the_same(shape
         world, found = simulate(work, plan, **quiet, **more)
         assert found == reference, world.tell(f"worker {worker} is slow: {world.over.why}")
         assert not world.processes[worker].alive, "it was drained, then removed"
-        assert sum("Straggles(" in line for line in world.story) == 1, "told once, and nobody else left"
+        assert sum("ReportStraggler(" in line for line in world.story) == 1, "told once, and nobody else left"
         assert sorted(world.driver.machine.members) == sorted({*range(plan.world), plan.world} - {worker})
         world, found = simulate(work, plan, **quiet, **(more | {"replace_stragglers": False}))
         assert found == reference and world.processes[worker].alive
