@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -65,3 +66,11 @@ class BalancedShares:
             heapq.heapreplace(loads, (load - size, owner))
             found[index] = owner
         return found
+
+
+def consecutive_share(sizes: Sequence[int], owner: int, owners: int) -> slice:
+    """Which of the tensors of these sizes one owner has, where owners have whole consecutive ones of about equal size."""
+    total = max(1, sum(sizes))
+    before = accumulate(sizes[:-1], initial=0) if sizes else ()
+    owner_of = [owners * start // total for start in before]  # beyond the last where nothing but empty ones follow
+    return slice(bisect_left(owner_of, owner), len(owner_of) if owner == owners - 1 else bisect_right(owner_of, owner))

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from raypar.errors import PlanError
-from raypar.plan.balanced_shares import BalancedShares
+from raypar.plan.balanced_shares import BalancedShares, consecutive_share
 from raypar.plan.crossing import Outline
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.pieces import Piece
@@ -114,7 +114,23 @@ class Ownership:
             self._answers[key] = tuple(sorted([*self.pieces(rank, "optimizer"), *frozen, *self.pieces(rank, "buffer")]))
         return self._answers[key]
 
-    # -- who writes what -----------------------------------------------------------------------------------------------
+    # -- who does what once for all --------------------------------------------------------------------------------------
+
+    def counted(self, rank: int) -> dict[int, tuple[str, ...]]:
+        """Stage -> trained parameters of whose gradients a rank sums the squares, for the norm; empty ones too.
+
+        Every element is summed by one rank: the replicas of a stage take whole, consecutive parameters in layer order, each
+        shard sums the elements that it owns, and the first stage with a tied parameter sums it. That the gradient is whole
+        on every replica (ZeRO stages 0 and 1) is required.
+        """
+        assert self.zero < SHARED_OUT_FROM["gradient"], "the norm of gradients that replicas share out is summed by piece"
+        seat, found = self.plan.seats[rank], {}
+        for stage in self.plan.stages_of(rank):
+            here = [name for name in self._tensors_of_stage(stage) if self._first_stage[name] == stage]
+            names = [name for name in here if self._is_trained(name)]
+            sizes = [self._owned_elements(rank, name) for name in names]
+            found[stage] = tuple(names[consecutive_share(sizes, seat.replica, self.plan.stages[stage].replicas)])
+        return found
 
     def written(self, rank: int) -> dict[int, dict[str, tuple[Piece, ...]]]:
         """What a rank writes into a checkpoint: stage -> parameter or buffer -> pieces (none of an empty tensor).
@@ -177,10 +193,13 @@ class Ownership:
 
     def _names(self, rank: int, kind: StateKind) -> list[str]:
         """Tensors of a rank's stages that have this kind of state, in layer order."""
-        buffers, frozen = self.outline.buffers, self.outline.frozen
+        buffers, names = self.outline.buffers, self.sizes(rank)
         if kind == "buffer":
-            return [name for name in self.sizes(rank) if name in buffers]
-        return [name for name in self.sizes(rank) if name not in buffers and (kind == "parameter" or name not in frozen)]
+            return [name for name in names if name in buffers]
+        return [name for name in names if self._is_trained(name) or (kind == "parameter" and name not in buffers)]
+
+    def _is_trained(self, name: str) -> bool:
+        return name not in self.outline.buffers and name not in self.outline.frozen
 
     # -- elements by shard and replica ---------------------------------------------------------------------------------
 
@@ -194,6 +213,13 @@ class Ownership:
         """The elements that the rank's shard has of a tensor, all replicas together."""
         cut, size = self._cut(rank, name), self.sizes(rank)[name]
         return ((0, size),) if cut is None else cut.pieces(cut.held[self.plan.seats[rank].shard], size)
+
+    def _owned_elements(self, rank: int, name: str) -> int:
+        """How many elements of a tensor the rank's shard has that no shard before it has."""
+        cut, shard, size = self._cut(rank, name), self.plan.seats[rank].shard, self.sizes(rank).get(name, 0)
+        if cut is None:
+            return size if shard == 0 else 0
+        return count_indices(cut.pieces(cut.owned(shard), size))
 
     def _share(self, rank: int, names: Sequence[str], *, frozen: bool) -> tuple[Piece, ...]:
         """The rank's share of parameters that the replicas of its shard share out."""

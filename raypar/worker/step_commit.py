@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
 import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import ShardLayout
 from raypar.plan import Routing, Tie
 from raypar.plan.addition_tree import TreeNode
+from raypar.plan.ownership import Ownership
 from raypar.plan.vote_result import VoteResult
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.compute_state import StateGuard
@@ -77,6 +76,8 @@ class StepCommit:
     lr_factor: Callable[[int], float]
     layout: Callable[[int], ShardLayout]
     """How the model is cut over so many shards."""
+    ownership: Ownership
+    """Which rank keeps, and so counts, which piece of state."""
     guard: StateGuard
     """Restores process state that the lr_schedule and the optimizer leave changed."""
 
@@ -97,6 +98,7 @@ class StepCommit:
     def __post_init__(self) -> None:
         self._exchange = TieExchange(self.rank, self.graph, self.routing, self.ties, self.transport, self.layout)
         canonical = {name: names[0] for names in self.graph.ties for name in names}
+        self._counted = self.ownership.counted(self.rank)
         self._places: dict[int, dict[str, list[int]]] = {}
         for index, stage in self.stages.items():
             places = self._places[index] = {}
@@ -204,16 +206,10 @@ class StepCommit:
             for microbatch, (total, count) in stage.losses.items():
                 losses += [float(microbatch), float(total), float(count)]
         ballot = [1.0, len(losses) / 3, *losses, len(settled)]
-        first_of = {tie.name: tie.stages[0] for tie in self.ties}
         for index, gradients in settled.items():
             shard = self.stages[index].shard
-            own = [
-                gradient if shard is None else shard.counted(name, gradient)
-                for name, gradient in gradients.items()
-                if gradient is not None and first_of.get(name, index) == index
-            ]
-            share = _share([g.numel() for g in own], seat.replica, plan.stages[index].replicas)
-            squares = parameter_squares(own[share])
+            defined = [(name, g) for name in self._counted[index] if (g := gradients[name]) is not None]
+            squares = parameter_squares([g if shard is None else shard.counted(name, g) for name, g in defined])
             ballot += [index, len(squares), *squares]
         return torch.tensor(ballot, dtype=torch.float64)
 
@@ -311,14 +307,6 @@ def _over_shards(squares: Mapping[int, Sequence[float]]) -> Sequence[float]:
     for more in others:
         total = [a + b for a, b in zip(total, more, strict=True)]
     return total
-
-
-def _share(sizes: Sequence[int], part: int, parts: int) -> slice:
-    """A contiguous part of things of these sizes; all parts together are everything, in order, and about equally large."""
-    total = max(1, sum(sizes))
-    before = itertools.accumulate(sizes[:-1], initial=0) if sizes else ()
-    owners = [parts * start // total for start in before]  # beyond the last where nothing but empty ones follow
-    return slice(bisect.bisect_left(owners, part), len(owners) if part == parts - 1 else bisect.bisect_right(owners, part))
 
 
 def _sum_in_order(uses: list[Tensor | None]) -> Tensor | None:

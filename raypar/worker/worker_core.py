@@ -206,6 +206,7 @@ class WorkerCore:
             spec=spec,
             lr_factor=factor,
             layout=self.layout,
+            ownership=self.ownership,
             guard=self.guard,
         )
         links = StageLinks.of(self.graph, plan, assignment.crossing, shard=seat.shard)

@@ -11,7 +11,6 @@ from raypar.errors import ConfigError
 from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.numerics import norm_and_factor, parameter_squares, weights_hash
 from raypar.worker.optimizer import build_optimizer, check_groups, load_optimizer_state, optimizer_state, set_learning_rate
-from raypar.worker.step_commit import _share
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -111,13 +110,6 @@ def test_the_hash_is_over_names_and_bytes_in_the_order_of_names():
     for name in sorted(named):
         digest.update(f"{name}\0".encode() + named[name].detach().numpy().tobytes())
     assert weights_hash(named) == digest.hexdigest() == weights_hash(dict(reversed(named.items())))
-
-
-@pytest.mark.parametrize("sizes", [[], [0], [5], [3, 0, 0, 4], [1] * 7, [100, 1, 1, 1], [0, 0, 9]], ids=str)
-@pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_shares_of_the_norm_are_everything_in_order(sizes, parts):
-    indices = list(range(len(sizes)))
-    assert [i for part in range(parts) for i in indices[_share(sizes, part, parts)]] == indices
 
 
 def test_a_number_given_as_a_text_is_named():

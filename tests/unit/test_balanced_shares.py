@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from raypar.plan.balanced_shares import CANONICAL_PIECE as PIECE
-from raypar.plan.balanced_shares import BalancedShares
+from raypar.plan.balanced_shares import BalancedShares, consecutive_share
 
 
 def test_pieces_of_a_tensor_lie_side_by_side_and_short_ends_even_out_the_rest():
@@ -36,3 +36,10 @@ def test_every_element_has_one_owner_and_runs_begin_at_canonical_pieces(seed):
     assert max(loads) - min(loads) <= PIECE
     assert all(mine == sorted(mine) for mine in runs)
     assert all(count <= 2 for mine in runs for count in Counter(index for index, _, _ in mine).values()), "few runs"
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [5], [3, 0, 0, 4], [1] * 7, [100, 1, 1, 1], [0, 0, 9]], ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_consecutive_shares_are_everything_in_order(sizes, parts):
+    indices = list(range(len(sizes)))
+    assert [i for part in range(parts) for i in indices[consecutive_share(sizes, part, parts)]] == indices

@@ -248,6 +248,26 @@ def test_a_tie_is_written_with_its_first_stage_and_an_empty_tensor_by_one_rank_t
     assert keeps.written(1) == {0: {"none": ()}} and "none" not in keeps.sizes(0)
 
 
+def test_replicas_take_consecutive_parameters_of_the_norm():
+    counted = [Ownership(PLANS["3 replicas"], TIED).counted(rank)[0] for rank in range(3)]
+    assert counted == [("0.embed", "1.weight"), ("1.bias", "2.weight"), ("3.norm",)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_trained_parameter_is_counted_once_by_each_shard_of_its_first_stage_in_layer_order(name):
+    plan, keeps = PLANS[name], Ownership(PLANS[name], TIED)
+    trained = ["0.embed", "1.weight", "1.bias", "2.weight", "3.norm"]
+    shards = max(stage.shards for stage in plan.stages)
+    for shard in range(shards):
+        by_stage: dict[int, list[str]] = {}
+        for rank in range(plan.world):
+            if plan.seats[rank].shard == shard:
+                for stage, names in keeps.counted(rank).items():
+                    by_stage.setdefault(stage, []).extend(names)
+        found = [name for stage in sorted(by_stage) for name in by_stage[stage]]
+        assert found == [name for name in trained if shard == 0 or plan.stages[keeps._first_stage[name]].shards > shard]
+
+
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
