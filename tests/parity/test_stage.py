@@ -250,10 +250,10 @@ def test_sums_are_final_while_the_last_backward_still_runs():
 def _stop_clock(part: Stage, count):
     finished = part.gradients.finished
 
-    def check(block: int, work: int) -> None:
+    def check(block: int, halves: int) -> None:
         behind = [name for name, _, _ in part.uses if not name.startswith("first.")]  # the backward pass ends in the first
         assert count() == len(behind), "reported only after the backward pass"
-        finished(block, work)
+        finished(block, halves)
 
     return check
 
