@@ -5,12 +5,14 @@ and the inputs. Two features wrap the call later on; neither is built.
 
 - Recomputation keeps the arguments in place of the activations, and makes the same call once more in the backward pass. The
   outputs have the same bits, because the call seeds the generators itself. Aliases of the inputs are arguments, made by the
-  caller, so that their hooks still see one gradient each.
+  caller, so that their hooks still see one gradient each. `torch.utils.checkpoint` must not stop early: it would do so by an
+  exception inside the layer, which the call takes for the layer's own.
 - Mixed precision enters `torch.autocast` around the call, for each call anew: autocast belongs to a thread, and a stage is run
   by a generator that may go on in another one.
 
 A wrapper has the type `LayerFunction`, takes the place of the call in `Stage.layers`, and enters contexts of its own (autocast,
 saved-tensor hooks) together with `StateGuard.accepting_contexts`. Otherwise the check after the layer would undo them.
+`tests/parity/test_layer_call.py` wraps calls in both ways.
 """
 
 from __future__ import annotations

@@ -149,18 +149,20 @@ def test_recomputing_a_call_in_the_backward_pass_gives_the_bits_of_keeping_its_a
     assert scene.guard.lines() == ()
 
 
-def stage(guard: StateGuard) -> Stage:
+def stage(guard: StateGuard, split: bool = False) -> Stage:
     graph = Graph.sequential([("l0", Noisy), ("l1", Noisy), ("l2", partial(nn.Linear, SIZE, 1))], input="x")
     job = ugly_models.job("plain", microbatches=2, virtual_replicas=1)
     plan = ParallelPlan.of((1,), layers=3)
     routing = Routing(plan, job.cut)
-    made = build_stage(graph, plan, 0, spec=job, routing=routing, replica=0, loss_fn=job.loss.partial(), guard=guard)
+    made = build_stage(
+        graph, plan, 0, spec=job, routing=routing, replica=0, loss_fn=job.loss.partial(), split=split, guard=guard
+    )
     made.begin_step(0)
     return made
 
 
-def run_step(part: Stage) -> dict[str, Tensor]:
-    """Use -> sum of its gradients over two microbatches, which are open at the same time."""
+def run_step(part: Stage, split: bool = False) -> dict[str, Tensor]:
+    """Use -> sum of its gradients over two microbatches, which are open at the same time. `split`: the backward in halves."""
     found: dict[str, Tensor] = {}
 
     def report(uses, rows):
@@ -174,15 +176,18 @@ def run_step(part: Stage) -> dict[str, Tensor]:
     for m, batch in enumerate(batches):
         part.forward(m, {}, batch)
     for m in range(2):
-        part.backward(m, {})
+        (part.backward_input if split else part.backward)(m, {})
+    for m in range(2) if split else ():
+        part.backward_weight(m)
     return found
 
 
-def test_a_stage_whose_layers_are_recomputed_has_the_gradients_and_losses_of_one_whose_are_not():
-    plain, again = (stage(StateGuard(torch.get_num_threads())) for _ in range(2))
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_a_stage_whose_layers_are_recomputed_has_the_gradients_and_losses_of_one_whose_are_not(split):
+    plain, again = (stage(StateGuard(torch.get_num_threads()), split) for _ in range(2))
     for layer in again.layers:
         layer.call = recomputed(layer.call, again.guard)
-    want, got = run_step(plain), run_step(again)
+    want, got = run_step(plain, split), run_step(again, split)
     assert want.keys() == got.keys() and len(want) == 6
     assert all(torch.equal(want[name], got[name]) for name in want)
     assert {m: float(s) for m, (s, _) in plain.losses.items()} == {m: float(s) for m, (s, _) in again.losses.items()}
