@@ -303,17 +303,28 @@ SETTINGS: Mapping[str, Setting] = {
 class StateGuard(EnvironmentGuard):
     """Compares the state of the process after calls of users' code, restores it, and keeps a line for the user.
 
-    There is one for each worker (or data process). `training` is the expected state in training, `evaluating` in validation.
-    One thread uses it at a time; at the next step that may be another one, which `establish` puts into the expected state.
-    `base`: the expected state; by default the present one, so make the guard before users' code is imported.
+    There is one for each worker (or data process). One thread uses it at a time. At the next step that may be another thread,
+    which `establish` puts into the expected state.
     """
 
+    training: ComputeState
+    """The state expected in training."""
+    evaluating: ComputeState
+    """The state expected in validation: the same without gradients."""
+    thorough: bool
+    """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
+    _quick: dict[bool, QuickState]
+    """Whether in validation -> the expected `quick_state`."""
+    _threads: threading.local
+    """Of each thread: whether its OpenMP threads have been started (`has_team`)."""
+
     def __init__(self, threads: int, base: ComputeState | None = None) -> None:
+        """`threads`: the job's. `base`: the expected state; by default the present one, so make the guard before users' code is
+        imported."""
         super().__init__()
         off = (False, *FRESH.autocast[1:])
         self._expect((base or without_contexts())._replace(threads=threads, autocast=off))
         self.thorough = False
-        """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
         self._threads = threading.local()
         self.enter_thread()
 
@@ -325,7 +336,6 @@ class StateGuard(EnvironmentGuard):
     def _expect(self, training: ComputeState) -> None:
         self.training, self.evaluating = training, training._replace(grad=False)
         self._quick = {False: quick_part(self.training), True: quick_part(self.evaluating)}
-        """Whether in validation -> the expected `quick_state`."""
 
     @contextlib.contextmanager
     def accepting_contexts(self) -> Iterator[None]:

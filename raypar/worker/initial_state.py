@@ -1,4 +1,4 @@
-"""A stage's state at step 0: values of its parameters and buffers, and digests with which workers compare them."""
+"""A stage's state at step 0: values of parameters and buffers, and digests by which workers compare them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class InitialState:
     """A stage's parameters and buffers at step 0."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> tensor, as `Stage` takes them: slices if the stage is cut over shards."""
+    """Name -> tensor for `build_stage` to take over: a slice if the stage is cut over shards."""
     digests: dict[str, int] = field(default_factory=dict)
-    """Name -> crc32 of the whole tensor's bytes; where only a slice was read, name and indices -> crc32 of the slice's."""
+    """Name -> crc32 of the whole tensor's bytes; where only a slice was read, name and indices -> crc32 of its bytes."""
 
 
 def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None) -> InitialState:
     """The initial state of layers [first, last). Raises `ModelError`.
 
-    A shard reads its slices alone where they come from a file. Other tensors are made whole, each cut before the next.
+    Of tensors that come from a file, a shard reads its slices only. Other tensors are made whole, and cut one after the other.
     """
     made = InitialState()
     dtype = getattr(torch, spec.dtype)
@@ -48,8 +48,9 @@ def initial_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: Sta
 
 
 def unfilled_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None) -> dict[str, Tensor]:
-    """Name -> uninitialised tensor for the state of layers [first, last), as `Stage` takes it; the caller fills them."""
-    found = {}
+    """Name -> uninitialised tensor for the state of layers [first, last), for `build_stage` to take over; the caller fills
+    them."""
+    found: dict[str, Tensor] = {}
     for name, whole in state_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
         cut = shard.layout.cuts.get(name) if shard is not None else None
         local = whole.shape if shard is None or cut is None else elements_on_shard(cut, whole.shape, shard.group.shard)

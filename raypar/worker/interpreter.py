@@ -1,9 +1,9 @@
-"""The only engine: runs one worker's program for one step as a routine (a generator that yields transport waits).
+"""Runs one worker's program for one step, as a routine (a generator that yields its waits).
 
 The same code runs under every transport: `comm.transport.run_routine` blocks on each wait, and
-`comm.local_transport.CooperativeScheduler` interleaves all workers of a plan in one thread on a virtual clock. Posts are
-plain calls; only waits (and the start of work) are yielded, so sends never block compute, receives are posted as early as
-the program says, and a buffer lives until its handle is done.
+`comm.local_transport.CooperativeScheduler` lets all workers of a plan take turns in one thread on a virtual clock. Sends and
+receives are posted by plain calls; only waits, and the start of work, are yielded. So sends never block computation, receives
+are posted as early as the program says, and a buffer lives until its handle is done.
 """
 
 from __future__ import annotations
@@ -54,19 +54,23 @@ class BatchSource(Protocol):
 
 @dataclass
 class StageLinks:
-    """What the program's sends and receives carry, worked out once per plan."""
+    """The values that cross between stages, which the program's sends and receives carry. Worked out once for each plan."""
 
     into: dict[int, tuple[Edge, ...]]
+    """Stage -> edges by which values come into it."""
     out_of: dict[int, tuple[Edge, ...]]
+    """Stage -> edges by which values leave it."""
     counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
     """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
     receivers: dict[tuple[int, int], int]
-    """(maker's stage, user's stage) -> how many of the user's shards get a bundle from this worker's."""
+    """(maker's stage, user's stage) -> number of the user's shards to which this worker sends a bundle."""
 
     @staticmethod
     def of(graph: Graph, plan: ParallelPlan, crossing: Crossing, *, shard: int = 0) -> StageLinks:
-        """Links of all stages, for a worker with this shard of its stages. What crosses is whole on every shard of its maker:
-        shard t of S serves the shards t, t + S, ... of the user."""
+        """The links of all stages, for a worker with this shard of its stages.
+
+        A value that crosses is whole on every shard of its maker: shard t of S sends it to shards t, t + S, ... of the user.
+        """
         stages = range(len(plan.stages))
         return StageLinks(
             {s: crossing.into(s) for s in stages},
@@ -86,31 +90,41 @@ class StageLinks:
 
 @dataclass
 class Interpreter:
-    """Runs programs of one worker; holds nothing between steps but its parts.
-
-    `feeds[stage]`: where the stage's batch fields come from, None for a stage that reads none.
-    `cost_ms(instruction)`: how far the virtual clock moves for it; ignored on real transports.
-    """
+    """Runs the programs of one worker. Keeps nothing from step to step."""
 
     rank: int
+    """This worker's rank."""
     routing: Routing
+    """The plan, and which replica runs a microbatch."""
     links: StageLinks
+    """The values that cross between stages."""
     stages: Mapping[int, Stage]
+    """This worker's stages, by index."""
     transport: Transport
+    """Connects the workers."""
     end: StepCommit
+    """Ends the steps; holds the outcome of the last one."""
     feeds: Mapping[int, BatchSource | None]
+    """Stage -> source of its batch fields; None for a stage that reads none."""
     cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0
+    """How far an instruction moves the virtual clock; real transports ignore it."""
     before: Callable[[int, Instruction], None] | None = None
     """Called with (step, instruction) before each compute instruction: breakpoints of `raypar debug`."""
 
-    _local: dict[Key, list[Tensor]] = field(default_factory=dict)
-    _outgoing: dict[Key, tuple[list[Tensor], int]] = field(default_factory=dict)
-    """bundle -> (its tensors, to how many it is still to be sent)"""
-    _incoming: dict[Key, list[Handle]] = field(default_factory=dict)
-    _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
     spans: list[InstructionSpan] = field(default_factory=list)
+    """The instructions of the last step and their times, if the step was traced."""
     busy_ns: int = 0
-    """Computing in the last step; layers' waiting for other shards does not count."""
+    """Time spent computing in the last step, without the time in which layers waited for other shards."""
+    _local: dict[Key, list[Tensor]] = field(default_factory=dict)
+    """Bundles between two stages of this worker."""
+    _outgoing: dict[Key, tuple[list[Tensor], int]] = field(default_factory=dict)
+    """Bundle -> (its tensors, number of workers to which it is still to be sent)."""
+    _incoming: dict[Key, list[Handle]] = field(default_factory=dict)
+    """Bundle -> its receives, in the order of its tensors."""
+    _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
+    """Sends under way and the tensors that must stay alive, in the order in which they were posted."""
+    _replica: int = field(init=False)
+    """Which replica of its stages this worker is."""
 
     def __post_init__(self) -> None:
         self._replica = self.routing.plan.seats[self.rank].replica

@@ -1,6 +1,6 @@
 """A whole plan in one process: every worker's core over the local transport, interleaved by the cooperative scheduler.
 
-The executable specification of a run: `raypar debug` steps through it, the parity grid compares it with one plain process.
+It is the executable specification of a run: `raypar debug` steps through it, the parity grid compares it with one process.
 """
 
 from __future__ import annotations
@@ -32,10 +32,24 @@ T = TypeVar("T")
 
 
 class LocalJob:
-    """Runs `spec` under `plan`. `schedule`: a name of the registry, or a user's own schedule.
+    """All workers of one plan."""
 
-    `seed` picks the order in which runnable workers are interleaved: results may not depend on it. `guard`: of this process.
-    """
+    spec: JobSpec
+    """The job."""
+    plan: ParallelPlan
+    """The plan that is run."""
+    graph: Graph
+    """The whole model."""
+    guard: StateGuard
+    """Restores process state that users' code leaves changed; all workers are in one process."""
+    warnings: list[str]
+    """Lines about process state that users' code has left changed so far (see `StateGuard`)."""
+    mesh: LocalMesh
+    """The workers' transports."""
+    scheduler: CooperativeScheduler
+    """Lets the workers take turns."""
+    cores: list[WorkerCore]
+    """The workers, by rank."""
 
     def __init__(
         self,
@@ -50,6 +64,8 @@ class LocalJob:
         device: torch.device = CPU,
         guard: StateGuard | None = None,
     ) -> None:
+        """`schedule`: a name of the registry, or a schedule of the user's. `seed`: picks the order in which workers that can
+        run take turns; results do not depend on it. `cost_ms`, `before`: see `Interpreter`."""
         self.spec, self.plan = spec, plan
         self.guard = guard if guard is not None else StateGuard(spec.threads)
         if graph is None:
@@ -57,8 +73,7 @@ class LocalJob:
             graph = make_graph(spec, self.guard.watching)
         self.graph = graph
         order = registry.build_schedule(schedule, Routing(plan, spec.cut)) if isinstance(schedule, str) else schedule
-        self.warnings: list[str] = []
-        """Lines about process state that users' code has left changed so far (see `StateGuard`)."""
+        self.warnings = []
         self.mesh = LocalMesh(plan.world)
         self.scheduler = CooperativeScheduler(seed)
         samples = 0
@@ -85,7 +100,8 @@ class LocalJob:
         self.warnings += [line for report in reports for _, line in report.warnings]
 
     def _run(self, routines: list[Routine[T]]) -> list[T]:
-        """One routine a worker. Layers on shards wait in the middle: their workers run in threads that take turns."""
+        """Run one routine for each worker. Layers on shards wait for each other in the middle of a layer, so their workers run
+        in threads that take turns."""
         return self.scheduler.run(
             [
                 as_routine(partial(blocking_routines.run_or_yield, routine)) if core.blocks else routine
@@ -95,14 +111,15 @@ class LocalJob:
         )
 
     def parameters(self) -> dict[str, list[Tensor]]:
-        """Every holder's copy of every parameter; of what is cut over shards, its slice."""
+        """Parameter -> the copy of every worker that has it; of a parameter that is cut over shards, each worker's slice."""
         return self._collect(lambda parameter: parameter.detach())
 
     def gradients(self) -> dict[str, list[Tensor | None]]:
-        """Every holder's copy of every parameter's scaled gradient of the last step."""
+        """Parameter -> every worker's copy of its scaled gradient in the last step."""
         return self._collect(lambda parameter: parameter.grad)
 
     def _collect(self, read: Callable[[Tensor], Any]) -> dict[str, list[Any]]:
+        """Parameter -> what `read` returns for it on every worker that has it."""
         found: dict[str, list[Any]] = {}
         for core in self.cores:
             for stage in core.stages.values():
@@ -111,7 +128,7 @@ class LocalJob:
         return found
 
     def optimizer_state(self) -> dict[str, list[dict[str, Any]]]:
-        """Every holder's optimizer state of every parameter."""
+        """Parameter -> every worker's optimizer state of it."""
         found: dict[str, list[dict[str, Any]]] = {}
         for core in self.cores:
             for optimizer in core.end.optimizers.values():
@@ -120,7 +137,7 @@ class LocalJob:
         return found
 
     def close(self) -> None:
-        """Stop loaders and transports."""
+        """Stop the workers' loaders and transports."""
         for core in self.cores:
             core.close()
 

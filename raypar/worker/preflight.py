@@ -21,10 +21,10 @@ from raypar.worker.assignment import make_graph
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.job_spec import JobSpec, Ref
+from raypar.worker.layer_call import inputs_unwritten
 from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import check_elementwise, check_groups
 from raypar.worker.profiler import first_batch
-from raypar.worker.stage import inputs_unwritten
 
 
 @dataclass(frozen=True)

@@ -103,13 +103,16 @@ Warnings = tuple[tuple[str, str], ...]
 class EnvironmentGuard:
     """Compares `EnvironmentState` after users' code has run, restores it, and keeps a line for the user."""
 
+    environment: EnvironmentState
+    """The expected state."""
+    _told: set[str]
+    """Keys of all lines so far."""
+    _lines: list[tuple[str, str]]
+    """(key, line) pairs that `lines` has not returned yet."""
+
     def __init__(self) -> None:
         self.environment = environment_state()
-        """The expected state."""
-        self._told: set[str] = set()
-        """Keys of all lines so far."""
-        self._lines: list[tuple[str, str]] = []
-        """Lines that `lines` has not returned yet."""
+        self._told, self._lines = set(), []
 
     def accept_directory(self) -> None:
         """Expect the present working directory from now on."""

@@ -28,6 +28,7 @@ from raypar.worker.job_spec import JobSpec
 from raypar.worker.loss import loss_function
 from raypar.worker.optimizer import build_optimizer, optimizer_state
 from raypar.worker.stage import Stage
+from raypar.worker.stage_builder import build_stage
 
 REPEATS = 5
 BUDGET_MS = 400.0
@@ -118,10 +119,10 @@ def _profile_layer(
 ) -> tuple[LayerProfile, Mapping[str, Tensor]]:
     loss = loss_function(spec.loss)
     whole, split = (
-        Stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
+        build_stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
         for split in (False, True)
     )
-    whole.before_run = split.before_run = True
+    whole.coordinate.before_run = split.coordinate.before_run = True
     fields = {name: batch[name] for name in whole.batch_fields}
     outputs = _forward(whole, received, fields)
     gradients = {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}

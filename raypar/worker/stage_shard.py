@@ -1,4 +1,4 @@
-"""One worker's shard of a stage, as steps' ends and checkpoints see it: what is summed over shards, and what it stands for."""
+"""One worker's shard of a stage, as the end of a step and checkpoints see it: sums over shards, what it counts and writes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from raypar.worker.checkpoint import TensorSlices
 
 @dataclass(frozen=True)
 class StageShard:
-    """`group`: the shards of this replica of the stage; `layout`: how the model is cut over so many."""
+    """Which shard a worker has, and how that is cut out of the stage."""
 
     group: ShardGroup
+    """The shards of this replica of the stage, and which of them this is."""
     layout: ShardLayout
+    """How the model is cut over so many shards."""
 
     def complete(self, names: Sequence[str], gradients: Sequence[Tensor | None], partial: Collection[int]) -> Routine[None]:
-        """Finish, in place, the gradients of uses of parameters (`names`) that are parts of a sum over shards.
+        """Add up over shards, in place, the gradients of uses of parameters (`names`) that are parts of a sum.
 
-        `partial`: indices of uses of parameters that are whole on every shard but meet parts of values.
+        They are those of parameters that several shards hold elements of, and of `partial`: indices of uses of parameters that
+        every shard holds whole but that have met parts of values.
         """
         parts = [i for i, name in enumerate(names) if i in partial or name in self._overlapping]
         yield from complete(
@@ -39,7 +42,7 @@ class StageShard:
         )
 
     def counted(self, name: str, gradient: Tensor) -> Tensor:
-        """What of a parameter's gradient this shard counts in the norm: every element is counted by one shard."""
+        """The elements of a parameter's gradient that this shard counts in the norm: each element is counted by one shard."""
         if name not in self.layout.cuts and self.group.shard > 0:
             return gradient.new_empty(0)
         return self.owned(name, gradient)
@@ -47,26 +50,27 @@ class StageShard:
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This shard's slice of an unsharded parameter, or of optimizer state of its shape; other state is every shard's."""
+        """This shard's slice of an unsharded parameter, or of optimizer state of its shape. State of another shape is returned
+        as it is: every shard has it."""
         cut = self.layout.cuts.get(name)
         if cut is None or whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.size:
             return whole
         return slice_of(self.layout, name, whole, self.group.shard)
 
     def owned(self, name: str, local: Tensor) -> Tensor:
-        """What of a slice no shard before this one has."""
+        """The elements of this shard's slice that no shard before this one has."""
         cut, shard = self._overlapping.get(name), self.group.shard
         if cut is None:
             return local
         return select(local, cut.dim, positions_of(cut.held[shard], cut.owned(shard))).contiguous()
 
     def slices(self, name: str, local: Tensor) -> TensorSlices:
-        """Where that lies in the unsharded tensor."""
+        """Where the elements of `owned` lie in the unsharded tensor."""
         cut = self.layout.cuts[name]
         shape = (*local.shape[: cut.dim], cut.size, *local.shape[cut.dim + 1 :])
         return TensorSlices(shape, cut.dim, cut.owned(self.group.shard))
 
     @cached_property
     def _overlapping(self) -> Mapping[str, Cut]:
-        """Cuts of which several shards hold the same indices."""
+        """Parameter -> its cut, where several shards hold the same indices."""
         return {name: cut for name, cut in self.layout.cuts.items() if cut.shared}

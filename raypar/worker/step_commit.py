@@ -1,4 +1,9 @@
-"""How a step ends on one worker: reduce, complete over shards, add ties, vote, scale once, apply (DESIGN 4.5 and 4.7)."""
+"""How a step ends on one worker: reduce, complete over shards, add ties, vote, scale once, apply.
+
+The order of the additions and the norm are rules 6 to 9 of the numerics contract (`raypar/README.md`). The vote decides for all
+workers at once: a step counts only when every worker has its reduced gradients, so that a worker that is lost afterwards takes
+nothing from the others (`apply_late`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Routine, Transport, Wait
 from raypar.errors import NonFiniteError, RayparError, UserCodeError
+from raypar.model.build import canonical_names
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.styles import ShardLayout
 from raypar.plan import Routing, Tie
@@ -32,29 +38,32 @@ from raypar.worker.tied_gradients import TieExchange
 
 @dataclass(frozen=True, slots=True)
 class InstructionSpan:
-    """One executed instruction: `label` as printed, `time.perf_counter_ns` at its start and end."""
+    """One executed instruction and its times."""
 
     label: str
+    """The instruction as printed."""
     start_ns: int
+    """`time.perf_counter_ns` at its start."""
     end_ns: int
+    """`time.perf_counter_ns` at its end."""
 
 
 class AnyReduction(Protocol):
     """`comm.gradient_reduction.CanonicalReduction` or `FastReduction`."""
 
     note: Callable[[], Collection[int]]
-    """Uses of which the replicas without microbatches are to know what this one knows."""
+    """Returns the uses that this replica notes for all replicas, those without microbatches too."""
     noted: frozenset[int]
-    """After `finish`: those that any replica has noted."""
+    """The uses that any replica has noted; known after `finish`."""
 
     def start(self) -> None:
-        """A new step."""
+        """Begin a new step."""
 
     def ready(self, uses: Sequence[int], rows: Mapping[TreeNode, Sequence[Tensor | None]]) -> None:
-        """The subtree sums of some uses of parameters are final: `rows[node][use]`."""
+        """Take the subtree sums of some uses of parameters, `rows[node][use]`, which are final."""
 
     def poll(self) -> None:
-        """Opportunistic progress."""
+        """Make progress where that needs no waiting."""
 
     def finish(self) -> Routine[list[Tensor | None]]:
         """The reduced gradient of every use, or None where no replica defined one."""
@@ -62,18 +71,28 @@ class AnyReduction(Protocol):
 
 @dataclass
 class StepCommit:
-    """Holds one worker's reductions and optimizers, by stage."""
+    """Ends the steps of one worker: reductions, vote and optimizers of its stages."""
 
     rank: int
+    """This worker's rank."""
     graph: Graph
+    """The whole model."""
     routing: Routing
+    """The plan, and which replica runs a microbatch."""
     ties: tuple[Tie, ...]
+    """Tied parameters of several stages."""
     stages: Mapping[int, Stage]
+    """This worker's stages, by index."""
     reductions: Mapping[int, AnyReduction]
+    """Stage -> reduction of its gradients over replicas."""
     optimizers: Mapping[int, torch.optim.Optimizer]
+    """Stage -> optimizer; stages with nothing to train have none."""
     transport: Transport
+    """Connects the workers; may connect some without a seat, too."""
     spec: JobSpec
+    """The job."""
     lr_factor: Callable[[int], float]
+    """Step -> factor on the learning rates."""
     layout: Callable[[int], ShardLayout]
     """How the model is cut over so many shards."""
     ownership: Ownership
@@ -82,32 +101,44 @@ class StepCommit:
     """Restores process state that the lr_schedule and the optimizer leave changed."""
 
     meanwhile: Callable[[int], None] | None = None
-    """What of the next step can be done while the others' votes are on their way."""
+    """Called with the number of the next step while the votes of other workers are on their way: reads ahead."""
     before_vote: Callable[[], Routine[None]] | None = None
     """What has to be complete here before this worker votes."""
     outcome: VoteResult | None = None
+    """The vote's result, once the vote of the step is whole."""
     applied: bool = False
+    """Whether the optimizer has run in this step."""
     finished: int = -1
-    """The last step whose vote was whole and has been acted on: applied, or skipped by all."""
+    """The last step whose vote was whole and has been acted on: applied, or skipped by all workers."""
     votable: bool = False
-    """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do it."""
+    """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do that."""
     step: int = -1
-    _uses: dict[int, list[Tensor | None]] | None = None
+    """The step under way, from 0; -1 before the first."""
+
+    _reduced_uses: dict[int, list[Tensor | None]] | None = None
+    """Stage -> reduced gradient of each use; None until the reductions are finished."""
     _settled: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
+    """Stage -> canonical parameter name -> gradient, unscaled, uses added up."""
+    _exchange: TieExchange = field(init=False)
+    """Exchanges gradients of tied parameters with workers of other stages."""
+    _counted: dict[int, tuple[str, ...]] = field(init=False)
+    """Stage -> parameters of whose gradients this rank sums the squares, for the norm."""
+    _places: dict[int, dict[str, list[int]]] = field(init=False)
+    """Stage -> canonical parameter name -> indices of its uses, in layer order."""
 
     def __post_init__(self) -> None:
         self._exchange = TieExchange(self.rank, self.graph, self.routing, self.ties, self.transport, self.layout)
-        canonical = {name: names[0] for names in self.graph.ties for name in names}
+        canonical = canonical_names(self.graph)
         self._counted = self.ownership.counted(self.rank)
-        self._places: dict[int, dict[str, list[int]]] = {}
+        self._places = {}
         for index, stage in self.stages.items():
             places = self._places[index] = {}
-            for place, (name, _, _) in enumerate(stage.uses):
-                places.setdefault(canonical.get(name, name), []).append(place)
+            for place, use in enumerate(stage.uses):
+                places.setdefault(canonical.get(use.name, use.name), []).append(place)
 
     def begin(self, step: int) -> None:
-        """Forget the last step; nothing of it is needed any more. Its gradients would be a second set beside the new ones."""
-        self.step, self.outcome, self.applied, self._uses = step, None, False, None
+        """Forget the last step. Its gradients, if they were kept, would be a second set beside those of the new step."""
+        self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
         self.votable = False
         self._settled = {}
         for stage in self.stages.values():
@@ -122,20 +153,21 @@ class StepCommit:
                 self.reductions[index].ready(range(len(stage.uses)), {})
 
     def reduce(self, stage: int) -> None:
-        """All of the stage's gradients on this worker are final; their buckets are posted, help those that wait for a reply."""
+        """All of the stage's gradients on this worker are final and their buckets are posted: make progress with replies."""
         self.reductions[stage].poll()
 
     def _reduced(self) -> Routine[dict[int, list[Tensor | None]]]:
-        if self._uses is None:
+        """Stage -> reduced gradient of each use, complete over replicas and shards; waits for the reductions."""
+        if self._reduced_uses is None:
             found = {}
             for index in sorted(self.stages):
                 found[index] = yield from self.reductions[index].finish()
                 shard = self.stages[index].shard
                 if shard is not None:
-                    names = [name for name, _, _ in self.stages[index].uses]
+                    names = [use.name for use in self.stages[index].uses]
                     yield from shard.complete(names, found[index], self.reductions[index].noted)
-            self._uses = found
-        return self._uses
+            self._reduced_uses = found
+        return self._reduced_uses
 
     # -- ties --------------------------------------------------------------------------------------------------------
 
@@ -144,7 +176,7 @@ class StepCommit:
         return self._places[stage].get(tie, [])
 
     def exchange_ties(self) -> Routine[None]:
-        """Every worker that holds a tied parameter gets the reduced gradients of its uses in all other stages."""
+        """Get the reduced gradients of tied parameters' uses in other stages; every worker that holds one does."""
         reduced = yield from self._reduced()
         yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
 
@@ -169,7 +201,10 @@ class StepCommit:
     # -- vote ----------------------------------------------------------------------------------------------------------
 
     def vote(self) -> Routine[None]:
-        """Gather ready flag, losses, counts and squared norms of all workers; set `outcome` and the parameters' `.grad`."""
+        """Exchange losses, counts and squared norms with all workers, and set `outcome`.
+
+        A worker's vote also says that it has its reduced gradients and is ready to apply them.
+        """
         self.guard.check_all(f"a layer, the loss or the data set, up to step {self.step + 1},")
         self._settled = yield from self._settle()
         self.votable = True
@@ -194,10 +229,11 @@ class StepCommit:
         self._count([ballots[rank].tolist() for rank in range(world)])
 
     def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
-        """float64 [2 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P, squares).
+        """This worker's vote, float64 [2 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P,
+        squares).
 
-        The replicas of a stage have the same gradients: each squares a share of the parameters. Of each parameter every shard
-        squares what it counts; all have the same losses, which the first tells.
+        The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
+        elements that it counts. All shards have the same losses, which the first one tells.
         """
         losses: list[float] = []
         plan = self.routing.plan
@@ -214,6 +250,7 @@ class StepCommit:
         return torch.tensor(ballot, dtype=torch.float64)
 
     def _count(self, ballots: list[list[float]]) -> None:
+        """Set `outcome` from all workers' votes, by rank (rules 7 and 8 of the numerics contract)."""
         losses: dict[int, tuple[float, float]] = {}
         squares: dict[int, dict[int, list[float]]] = {}
         for seat, ballot in zip(self.routing.plan.seats, ballots, strict=True):
@@ -240,9 +277,27 @@ class StepCommit:
     # -- apply ---------------------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Scale every gradient once and run the optimizer; a non-finite step is skipped or stops the job, by policy."""
+        """Scale every gradient once and run the optimizers. A non-finite step is skipped, or stops the job, by policy.
+
+        Raises `NonFiniteError` where it stops the job, `UserCodeError` for what the lr_schedule or an optimizer raises.
+        """
         outcome = self.outcome
         assert outcome is not None, "the optimizer may only run after the whole vote"
+        self._refuse_non_finite(outcome)
+        self._put_gradients(outcome.factor)
+        if not outcome.skipped:
+            for optimizer in self.optimizers.values():
+                with self._user_code("lr_schedule"):
+                    set_learning_rate(optimizer, self.lr_factor(self.step))
+                self.guard.check("the lr_schedule", thorough=True)
+                with self._user_code(f"the optimizer {type(optimizer).__name__}"):
+                    optimizer.step()
+                self.guard.check("the optimizer", thorough=True)
+        self.applied = not outcome.skipped
+        self.votable, self.finished = False, self.step
+
+    def _refuse_non_finite(self, outcome: VoteResult) -> None:
+        """Raises `NonFiniteError` for a step that the job's policy does not skip."""
         if outcome.count == 0 and self.spec.non_finite == "stop":
             raise NonFiniteError(
                 f"step {self.step + 1}: the counts returned by the loss add up to 0 over {self.spec.microbatches} microbatches",
@@ -253,6 +308,10 @@ class StepCommit:
                 f"step {self.step + 1}: loss {outcome.loss}, gradient norm {outcome.norm}",
                 cure="lower the learning rate or set clip_norm; `non_finite: skip` skips such steps instead",
             )
+
+    def _put_gradients(self, factor: float) -> None:
+        """Put the gradients, times `factor`, into the parameters' `.grad`. Parameters of two stages that share a gradient (a
+        tie) get one each."""
         unscaled: dict[int, Tensor] = {}
         shared: list[tuple[nn.Parameter, Tensor]] = []
         for stage, gradients in self._settled.items():
@@ -265,23 +324,13 @@ class StepCommit:
                 if gradient is not None:
                     unscaled[id(gradient)] = gradient
         if unscaled:
-            torch._foreach_mul_(list(unscaled.values()), outcome.factor)
+            torch._foreach_mul_(list(unscaled.values()), factor)
         for parameter, gradient in shared:
             parameter.grad = gradient.clone()
-        if not outcome.skipped:
-            for optimizer in self.optimizers.values():
-                with self._user_code("lr_schedule"):
-                    set_learning_rate(optimizer, self.lr_factor(self.step))
-                self.guard.check("the lr_schedule", thorough=True)
-                with self._user_code(f"the optimizer {type(optimizer).__name__}"):
-                    optimizer.step()
-                self.guard.check("the optimizer", thorough=True)
-        self.applied = not outcome.skipped
-        self.votable, self.finished = False, self.step
 
     @contextlib.contextmanager
     def _user_code(self, what: str) -> Iterator[None]:
-        """Run user code inside; raises a `UserCodeError` that begins with `what` if that raises."""
+        """Run users' code inside. Raises a `UserCodeError` that begins with `what` for what the code raises."""
         try:
             yield
         except RayparError:
@@ -294,7 +343,7 @@ class StepCommit:
             ) from error
 
     def apply_late(self, outcome: VoteResult) -> None:
-        """Act on a vote that was whole elsewhere (DESIGN 4.7): everybody has voted, so our gradients are reduced."""
+        """Act on a vote that other workers have counted and this one has not. All have voted, so the gradients are reduced."""
         assert self.votable, f"no gradients of step {self.step} are kept"
         self.guard.establish()
         self.outcome = outcome
@@ -302,7 +351,7 @@ class StepCommit:
 
 
 def _over_shards(squares: Mapping[int, Sequence[float]]) -> Sequence[float]:
-    """Each parameter's square, ((t0 + t1) + t2) over shards."""
+    """The squares of each parameter, added over shards: ((t0 + t1) + t2)."""
     total, *others = (squares[shard] for shard in sorted(squares))
     for more in others:
         total = [a + b for a, b in zip(total, more, strict=True)]
@@ -310,7 +359,7 @@ def _over_shards(squares: Mapping[int, Sequence[float]]) -> Sequence[float]:
 
 
 def _sum_in_order(uses: list[Tensor | None]) -> Tensor | None:
-    """((u1 + u2) + u3) over the defined ones; a single one is returned as it is."""
+    """((u1 + u2) + u3) over those that are defined; a single one is returned as it is."""
     total: Tensor | None = None
     for use in uses:
         if use is not None:

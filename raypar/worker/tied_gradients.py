@@ -1,4 +1,7 @@
-"""Tied parameters of several stages: every holder gets the reduced gradients of all uses, cut as it holds the parameter."""
+"""Gradients of tied parameters of several stages: each worker that has the parameter gets those of its uses elsewhere.
+
+The gradients are reduced over replicas already, and cut as the receiving shard holds the parameter.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,18 @@ from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_range
 from raypar.worker.tags import tie_tag
 
 Uses = Callable[[int, str], Sequence[Tensor | None]]
-"""(stage, parameter) -> reduced gradients of its uses there, in layer order; none if it is frozen."""
+"""(stage, parameter) -> reduced gradients of the parameter's uses there, in layer order; empty if it is frozen."""
 Source = tuple[int, IndexRanges | None]
-"""A shard that sends, and which indices of the cut dim; None: all that it has."""
+"""(shard that sends, indices of the cut dim that it sends; None for all that it has)."""
 
 
 def tie_sources(
     plan: ParallelPlan, name: str, src: int, dst: int, shard: int, layout: Callable[[int], ShardLayout]
 ) -> list[Source]:
-    """Who sends what of a parameter's gradient in stage `src` to one shard of `dst`: one that has all of it, if there is such
-    a shard."""
+    """Which shards of stage `src` send which part of a parameter's gradient to one shard of stage `dst`.
+
+    A single shard sends if one has all that is needed. `layout`: number of shards -> how the model is cut.
+    """
     givers, takers = plan.stages[src].shards, plan.stages[dst].shards
     near = shard % givers
     if givers == takers:
@@ -43,19 +48,25 @@ def tie_sources(
 
 @dataclass
 class TieExchange:
-    """One worker's part. `layout(shards)`: how the model is cut over so many; asked only where stages of a tie differ in it."""
+    """One worker's part of the exchange."""
 
     rank: int
+    """This worker's rank."""
     graph: Graph
+    """The whole model."""
     routing: Routing
+    """The plan."""
     ties: tuple[Tie, ...]
+    """Tied parameters of several stages, in an order that all workers share."""
     transport: Transport
+    """Connects the workers."""
     layout: Callable[[int], ShardLayout]
+    """Number of shards -> how the model is cut over them; asked only where the stages of a tie differ in their number."""
     found: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
-    """Uses in stages of other positions: (canonical name, stage) -> reduced gradients in layer order."""
+    """(canonical name, stage of another worker) -> reduced gradients of the uses there, in layer order."""
 
     def run(self, step: int, uses: Uses) -> Routine[None]:
-        """Send what others need of the uses here and fill `found`."""
+        """Send what other workers need of the uses here, and fill `found`."""
         self.found.clear()
         sent: list[tuple[Handle, Tensor]] = []
         awaited: list[tuple[str, int, int, list[tuple[Source, Handle]]]] = []
@@ -72,16 +83,18 @@ class TieExchange:
             yield Wait(handle, "the gradients of tied parameters to be taken")
 
     def _here(self, stage: int) -> bool:
+        """Whether this worker has the stage."""
         plan = self.routing.plan
         return plan.stages[stage].position == plan.seats[self.rank].position
 
     def _receivers(self, tie: Tie) -> Iterator[int]:
-        """One stage of every position that holds the parameter: its workers get the uses for all their stages."""
+        """One stage of each pipeline position that has the parameter: its workers receive for all their stages."""
         plan = self.routing.plan
         for position in sorted({plan.stages[s].position for s in tie.stages}):
             yield next(s for s in tie.stages if plan.stages[s].position == position)
 
     def _send(self, step: int, index: int, tie: Tie, uses: Uses) -> Iterator[tuple[Handle, Tensor]]:
+        """Post the sends of one tie: (handle, tensor that must stay alive until then)."""
         plan = self.routing.plan
         seat = plan.seats[self.rank]
         for src in (stage for stage in tie.stages if self._here(stage)):
@@ -99,13 +112,14 @@ class TieExchange:
     def _receive(
         self, step: int, index: int, tie: Tie, uses: Uses
     ) -> Iterator[tuple[str, int, int, list[tuple[Source, Handle]]]]:
+        """Post the receives of one tie: for each use elsewhere (name, its stage, receiving stage, its parts)."""
         plan = self.routing.plan
         seat = plan.seats[self.rank]
         names = next(names for names in self.graph.ties if names[0] == tie.name)
         number = {layer.name: i for i, layer in enumerate(self.graph.layers)}
         receiver = next(stage for stage in self._receivers(tie) if self._here(stage))
         if not uses(receiver, tie.name):
-            return  # it is frozen: nobody has a gradient of it
+            return  # frozen: no worker has a gradient of it
         for src in (stage for stage in tie.stages if not self._here(stage)):
             there = plan.stages[src]
             for use in range(sum(there.first <= number[self.graph.layer_of(name)] < there.last for name in names)):
@@ -119,6 +133,7 @@ class TieExchange:
     # -- pieces --------------------------------------------------------------------------------------------------------
 
     def _part(self, name: str, src: int, gradient: Tensor, spans: IndexRanges | None) -> Tensor:
+        """The indices `spans` of a gradient that is cut as stage `src` cuts it; None: all of it."""
         if spans is None:
             return gradient
         cut = self.layout(self.routing.plan.stages[src].shards).cuts[name]
@@ -126,6 +141,7 @@ class TieExchange:
         return select(gradient, cut.dim, positions_of(held, spans)).contiguous()
 
     def _joined(self, name: str, receiver: int, parts: list[tuple[Source, Tensor]]) -> Tensor | None:
+        """A gradient put together from the parts of several shards; None if it is undefined."""
         first = parts[0][1]
         if first.dim() == 1 and first.numel() == 0:
             return None

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
-from raypar.comm.communicator_key import SHARDS
-from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Routine, Transport, run_routine
 from raypar.errors import WorkerLost
 from raypar.model.build import SkeletonCopies, outline_of
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
-from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
 from raypar.plan import Outline, ParallelPlan, Routing
 from raypar.plan.ownership import Ownership
@@ -33,14 +30,11 @@ from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.compute_state import StateGuard
 from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.gpu_process import DeviceBatchSource
-from raypar.worker.initial_state import initial_state, unfilled_state
 from raypar.worker.interpreter import BatchSource, Interpreter, StageLinks
 from raypar.worker.job_spec import DataSpec, JobSpec
-from raypar.worker.loss import loss_function
-from raypar.worker.optimizer import build_optimizer
 from raypar.worker.process_state import Warnings
 from raypar.worker.stage import Stage
-from raypar.worker.stage_shard import StageShard
+from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state_snapshot import CheckpointWriter, restore_state, take_snapshot
 from raypar.worker.step_commit import InstructionSpan, StepCommit
 
@@ -82,8 +76,50 @@ class ValidationReport:
 
 
 class WorkerCore:
-    """Everything one worker owns; it computes on `device`. `adopt` may be called again with another assignment (a new plan, a
-    new generation). `guard`: of the worker's process; a new one by default."""
+    """Everything one worker owns. `adopt` may be called again with another assignment (a new plan, a new generation)."""
+
+    spec: JobSpec
+    """The job."""
+    graph: Graph
+    """The whole model; its builds are watched by `guard`."""
+    device: torch.device
+    """Where this worker computes."""
+    guard: StateGuard
+    """Restores process state that users' code leaves changed; of the worker's process."""
+    step_timeout_s: float
+    """Bounds every wait of a step."""
+    transport: Transport | None
+    """Connects the workers of the present plan; None before the first plan and after `close`."""
+    stages: dict[int, Stage]
+    """Index -> stage, of this worker's stages in the present plan."""
+    assignment: Assignment
+    """The present plan and this worker's program. Set by `adopt`, as all attributes below."""
+    rank: int
+    """This worker's rank in the present plan."""
+    ownership: Ownership
+    """Which rank of the present plan keeps which piece of state."""
+    end: StepCommit
+    """Ends the steps: reductions, vote, optimizers."""
+    interpreter: Interpreter
+    """Runs training steps."""
+    loader: Loader | None
+    """Reads training samples; None if no stage here reads any."""
+    validator: Interpreter | None
+    """Runs validation passes; None if the job has none."""
+    validation_loader: Loader | None
+    """Reads validation samples; None if no stage here reads any."""
+    _mine: list[int]
+    """Microbatches of a step that this worker runs, ascending."""
+    _validation_mine: list[int]
+    """Microbatches of a validation pass that this worker runs, ascending."""
+    _loaders: list[Loader]
+    """The loaders of the present plan, to be closed."""
+    _datasets: dict[tuple[str | tuple[str, str], ...], Any]
+    """The user's data sets by specification; they outlive plans."""
+    _layouts: dict[int, ShardLayout]
+    """Number of shards -> how the model is cut over them; asked for repeatedly."""
+    _writer: CheckpointWriter
+    """Writes this worker's share of a checkpoint in the background."""
 
     def __init__(
         self,
@@ -102,11 +138,9 @@ class WorkerCore:
         if graph is None:
             graph = make_graph(spec, self.guard.watching)
         self.graph = graph_watched(graph, self.guard)
-        self.stages: dict[int, Stage] = {}
-        self.transport: Transport | None = None
-        self._loaders: list[Loader] = []
-        self._datasets: dict[tuple[str | tuple[str, str], ...], Any] = {}
-        self._layouts: dict[int, ShardLayout] = {}
+        self.stages = {}
+        self.transport = None
+        self._loaders, self._datasets, self._layouts = [], {}, {}
         self._writer = CheckpointWriter()
 
     # -- building ------------------------------------------------------------------------------------------------------
@@ -125,132 +159,70 @@ class WorkerCore:
 
         `values`: tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a checkpoint
         to read them from, with the optimizers' state. With neither, stages begin with the initial values, and the description
-        has the digests of these.
+        contains digests of these. `cost_ms`, `before`: see `Interpreter`.
         """
-        spec, plan, rank = self.spec, assignment.plan, transport.rank
         self.guard.establish()
         self.guard.thorough = True
         self._close_loaders()
         former = list(self.stages.values())
         reductions = list(self.end.reductions.values()) if self.stages else []
-        self.assignment, self.transport, self.rank = assignment, transport, rank
-        self.ownership = self.ownership_of(plan)
-        routing = Routing(plan, spec.cut)
-        seat = plan.seats[rank]
-        with self.guard.watching(f"the module of the loss {spec.loss.label}"):
-            loss = loss_function(spec.loss, self.device)
-        if values is not None:
-            values = {name: value.to(self.device) for name, value in values.items()}
-        stages: dict[int, Stage] = {}
-        digests: dict[str, int] = {}
-        shards = plan.stages[plan.stages_of(rank)[0]].shards
-        for index in plan.stages_of(rank):
-            # A tied parameter of two chunks is two tensors: each chunk has an optimizer of its own, which updates in place.
-            taken = {name for stage in stages.values() for name in stage.parameters}
-            shard = self._shard(index) if shards > 1 else None
-            here = plan.stages[index]
-            if load is not None:
-                own = unfilled_state(self.graph, here.first, here.last, spec, shard)
-            elif values is None:
-                initial = initial_state(self.graph, here.first, here.last, spec, shard)
-                own, digests = initial.values, {**digests, **initial.digests}
-            else:
-                own = {name: value.clone() if name in taken else value for name, value in values.items()}
-            with self.guard.watching(f"the modules of the layers of stage {index}, as they were made,"):
-                stages[index] = Stage(
-                    self.graph,
-                    plan,
-                    index,
-                    spec=spec,
-                    routing=routing,
-                    replica=seat.replica,
-                    loss_fn=loss,
-                    split=assignment.splits_backward,
-                    values=own,
-                    shard=shard,
-                    device=self.device,
-                    guard=self.guard,
-                )
-        self.stages = stages
-        factor = _constant
-        if spec.lr_schedule is not None:
-            with self.guard.watching(f"the module of the lr_schedule {spec.lr_schedule.label}"):
-                factor = spec.lr_schedule.partial()
-        with self.guard.watching(f"the optimizer {spec.optimizer.optimizer.label}, as it was made,"):
-            optimizers = {
-                index: build_optimizer(spec.optimizer, stage.parameters)
-                for index, stage in self.stages.items()
-                if any(p.requires_grad for p in stage.parameters.values())
-            }
-        reduction = CanonicalReduction if spec.reduction == "canonical" else FastReduction
-        self.end = StepCommit(
-            rank=rank,
+        self.assignment, self.transport, self.rank = assignment, transport, transport.rank
+        self.ownership = self.ownership_of(assignment.plan)
+        builder = StageBuilder(
+            spec=self.spec,
             graph=self.graph,
-            routing=routing,
-            ties=assignment.crossing.ties,
-            stages=self.stages,
-            reductions={
-                index: reduction(
-                    transport,
-                    group=plan.replica_ranks(index, seat.shard),
-                    runs=[routing.run(index, r) for r in range(plan.stages[index].replicas)],
-                    blocks=spec.cut.blocks,
-                    parameters=[(shape, dtype) for _, shape, dtype in stage.uses],
-                    channel=index,
-                    device=self.device,
-                )
-                for index, stage in self.stages.items()
-            },
-            optimizers=optimizers,
+            assignment=assignment,
+            routing=Routing(assignment.plan, self.spec.cut),
             transport=transport,
-            spec=spec,
-            lr_factor=factor,
             layout=self.layout,
             ownership=self.ownership,
+            device=self.device,
             guard=self.guard,
+            shard_timeout_s=self.step_timeout_s,
         )
-        links = StageLinks.of(self.graph, plan, assignment.crossing, shard=seat.shard)
-        self._mine = sorted({m for i in self.stages for m in routing.of_replica(i, seat.replica)})
-        self.loader = self._feed(spec.data, spec.cut, training=True)
-        self.end.meanwhile = self._read_ahead
-        self.interpreter = Interpreter(
-            rank=rank,
-            routing=routing,
-            links=links,
-            stages=self.stages,
-            transport=transport,
-            end=self.end,
-            feeds=self._feeds(self.loader),
-            cost_ms=cost_ms,
-            before=before,
-        )
-        self.validator: Interpreter | None = None
-        if assignment.validation_cut is not None and spec.validation is not None:
-            cut = assignment.validation_cut
-            self.validation_loader = self._feed(spec.validation.data, cut, training=False)
-            self._validation_mine = sorted({m for i in self.stages for m in Routing(plan, cut).of_replica(i, seat.replica)})
-            self.validator = Interpreter(
-                rank=rank,
-                routing=Routing(plan, cut),
-                links=links,
-                stages=self.stages,
-                transport=transport,
-                end=self.end,
-                feeds=self._feeds(self.validation_loader),
-            )
-        # They and what hangs on their tensors hold each other, and Python's collector does not look at what is frozen.
+        self.stages, digests = builder.build_stages(values, unfilled=load is not None)
+        self.end = builder.build_step_commit(self.stages)
+        self._build_interpreters(builder.routing, transport, cost_ms, before)
+        # Stages and what hangs on their tensors hold each other in circles, and Python's collector skips what is frozen.
         for stage in former:
             stage.release()
-        for made in reductions:
-            vars(made).clear()
+        for reduction in reductions:
+            vars(reduction).clear()
         if load is not None:
             self.load(load)
         return {
-            "rank": rank,
+            "rank": self.rank,
             "parameters": {name: tuple(p.shape) for s in self.stages.values() for name, p in s.parameters.items()},
             "bytes": sum(p.numel() * p.element_size() for s in self.stages.values() for p in s.parameters.values()),
             "initial": digests,
         }
+
+    def _build_interpreters(
+        self,
+        routing: Routing,
+        transport: Transport,
+        cost_ms: Callable[[Instruction], float],
+        before: Callable[[int, Instruction], None] | None,
+    ) -> None:
+        """Make loaders and interpreters, of training and of validation."""
+        plan, seat = self.assignment.plan, self.assignment.plan.seats[self.rank]
+        links = StageLinks.of(self.graph, plan, self.assignment.crossing, shard=seat.shard)
+        build = partial(Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, end=self.end)
+        self._mine = self._microbatches(routing)
+        self.loader = self._feed(self.spec.data, self.spec.cut, training=True)
+        self.end.meanwhile = self._read_ahead
+        self.interpreter = build(routing=routing, feeds=self._feeds(self.loader), cost_ms=cost_ms, before=before)
+        self.validator = None
+        if self.assignment.validation_cut is not None and self.spec.validation is not None:
+            validation = Routing(plan, self.assignment.validation_cut)
+            self.validation_loader = self._feed(self.spec.validation.data, validation.microbatches, training=False)
+            self._validation_mine = self._microbatches(validation)
+            self.validator = build(routing=validation, feeds=self._feeds(self.validation_loader))
+
+    def _microbatches(self, routing: Routing) -> list[int]:
+        """The microbatches that this worker runs, ascending."""
+        replica = routing.plan.seats[self.rank].replica
+        return sorted({m for index in self.stages for m in routing.of_replica(index, replica)})
 
     def release_initial_values(self) -> None:
         """Free what was kept of the whole model: this worker has its part, or gets it from others."""
@@ -271,18 +243,6 @@ class WorkerCore:
     @cached_property
     def _outline(self) -> Outline:
         return outline_of(self.graph)
-
-    def _shard(self, stage: int) -> StageShard:
-        plan, seat = self.assignment.plan, self.assignment.plan.seats[self.rank]
-        assert self.transport is not None
-        group = ShardGroup(
-            self.transport,
-            [plan.rank(stage, seat.replica, shard) for shard in range(plan.stages[stage].shards)],
-            channel=SHARDS + stage,
-            sequence=self.spec.sequence_parallel,
-            timeout_s=self.step_timeout_s,
-        )
-        return StageShard(group, self.layout(group.size))
 
     @property
     def blocks(self) -> bool:
@@ -323,7 +283,7 @@ class WorkerCore:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def routine(self, step: int, *, trace: bool = False) -> Routine[StepReport]:
-        """One training step as a routine, for `drive` or the cooperative scheduler."""
+        """One training step as a routine, for `run_routine` or the cooperative scheduler."""
         self.guard.establish()
         if self.loader is not None:
             self.loader.prefetch(step, self._mine)
@@ -437,10 +397,6 @@ def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
         for layer in graph.layers
     )
     return replace(graph, layers=layers, init=graph.init and partial(fill, graph.init))
-
-
-def _constant(step: int) -> float:
-    return 1.0
 
 
 def whole_loss(reports: list[ValidationReport]) -> float:

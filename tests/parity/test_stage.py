@@ -20,6 +20,7 @@ from raypar.worker.gradient_accumulator import Row
 from raypar.worker.job_spec import JobSpec, Ref, ValidationSpec
 from raypar.worker.local_run import LocalJob
 from raypar.worker.stage import Stage, gradient_counts
+from raypar.worker.stage_builder import build_stage
 
 S = ugly_models.SEQ
 Sums = dict[str, dict[TreeNode, Tensor]]
@@ -66,7 +67,7 @@ def stages(graph: Graph, job: JobSpec, *cuts: int, replicas: int = 1, replica: i
     plan = ParallelPlan.of((replicas,) * (len(cuts) + 1), layers=len(graph.layers), cuts=cuts)
     routing = Routing(plan, job.cut)
     made = [
-        Stage(graph, plan, i, spec=job, routing=routing, replica=replica, loss_fn=job.loss.partial(), split=split)
+        build_stage(graph, plan, i, spec=job, routing=routing, replica=replica, loss_fn=job.loss.partial(), split=split)
         for i in range(len(cuts) + 1)
     ]
     for part in made:
@@ -90,7 +91,7 @@ def backward(parts: list[Stage], microbatch: int, *, split: bool = False) -> Non
     for part in reversed(parts):
         run = part.backward_input if split else part.backward
         for value, gradients in run(microbatch, pending).items():
-            assert len(gradients) == gradient_counts(part.graph, part._routing.plan, value, part.index)
+            assert len(gradients) == gradient_counts(part.graph, part.routing.plan, value, part.index)
             pending.setdefault(value, []).extend(gradients)
 
 
@@ -106,7 +107,7 @@ def collect(parts: list[Stage]) -> Sums:
                 assert name not in found, f"{name} reported twice"
                 sums = {node: row[use] for node, row in rows.items()}
                 totals = {
-                    node: fold_tree(sums, node, torch.add) for node in covering_nodes(run, part._routing.microbatches.blocks)
+                    node: fold_tree(sums, node, torch.add) for node in covering_nodes(run, part.routing.microbatches.blocks)
                 }
                 found[name] = {node: total.clone() for node, total in totals.items() if total is not None}
 
@@ -210,7 +211,7 @@ def test_blocks_may_be_interleaved_and_each_use_is_reported_once(microbatches, b
     for replica in range(replicas):
         in_turn, mixed = (stages(wide(), spec, 2, replicas=replicas, replica=replica, split=split) for _ in range(2))
         want, got = collect(in_turn), collect(mixed)
-        routing = in_turn[0]._routing
+        routing = in_turn[0].routing
         mine = sorted(m for m in range(microbatches) if routing.replica(0, m) == replica)
         for m in mine:
             forward(in_turn, m)
@@ -249,10 +250,10 @@ def test_sums_are_final_while_the_last_backward_still_runs():
 def _stop_clock(part: Stage, count):
     finished = part.gradients.finished
 
-    def check(block: int, work: int) -> None:
+    def check(block: int, halves: int) -> None:
         behind = [name for name, _, _ in part.uses if not name.startswith("first.")]  # the backward pass ends in the first
         assert count() == len(behind), "reported only after the backward pass"
-        finished(block, work)
+        finished(block, halves)
 
     return check
 

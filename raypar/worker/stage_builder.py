@@ -1,0 +1,366 @@
+"""The one page on which a worker's stages are made, in order: `build_stage` makes one, `StageBuilder` all of a worker's.
+
+A stage is made of whole values or slices of them: modules, device, parameter uses, split backward, accumulators, hooks, calls.
+Beside the stages stand what ends their steps: optimizers, reductions over replicas, and the step commit that runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.communicator_key import SHARDS
+from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
+from raypar.comm.transport import Transport
+from raypar.model.build import materialise
+from raypar.model.graph import Graph, Layer
+from raypar.model.split_linear import split_linears
+from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
+from raypar.model.tensor_parallel.gradient_reuse import GradientBuffers
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
+from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.plan import ParallelPlan, Routing
+from raypar.plan.ownership import Ownership
+from raypar.worker.assignment import Assignment
+from raypar.worker.backward_hooks import BackwardHooks
+from raypar.worker.compute_state import StateGuard
+from raypar.worker.deferred_gradients import DeferredGradients
+from raypar.worker.gpu_process import make_seeder
+from raypar.worker.gradient_accumulator import GradientAccumulator
+from raypar.worker.initial_state import initial_state, unfilled_state
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.layer_call import LayerCall
+from raypar.worker.layer_inputs import LayerInputs
+from raypar.worker.loss import loss_function
+from raypar.worker.loss_call import LossCall
+from raypar.worker.optimizer import build_optimizer
+from raypar.worker.stage import Stage, StageLayer, StageValues, gradient_counts
+from raypar.worker.stage_coordinate import StageCoordinate
+from raypar.worker.stage_shard import StageShard
+from raypar.worker.step_commit import AnyReduction, StepCommit
+from raypar.worker.weights import StageWeights
+
+# -- one stage ---------------------------------------------------------------------------------------------------------------
+
+
+def build_stage(
+    graph: Graph,
+    plan: ParallelPlan,
+    index: int,
+    *,
+    spec: JobSpec,
+    routing: Routing,
+    replica: int,
+    loss_fn: Callable[..., Any],
+    split: bool = False,
+    values: Mapping[str, Tensor] | None = None,
+    shard: StageShard | None = None,
+    device: torch.device = CPU,
+    guard: StateGuard | None = None,
+) -> Stage:
+    """Stage `index` of the plan on one replica, ready for its first step.
+
+    `split`: the schedule computes weight gradients apart. `values`: tensors of all parameters (canonical names) and buffers,
+    on `device`, which the stage takes over without a copy; by default the initial ones. `shard`: which shard of the stage this
+    is, if the stage is cut; `values` are slices then. `guard`: of the worker's process; by default a new one.
+    """
+    guard = guard if guard is not None else StateGuard(spec.threads)
+    layers = graph.layers[plan.stages[index].first : plan.stages[index].last]
+    coordinate = StageCoordinate(index, replica, None if shard is None else shard.group.shard, layers[0].name)
+
+    modules = materialise_modules(graph, plan, index, spec, values, shard)
+    if device != CPU:
+        for module in modules.values():
+            module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
+    weights = StageWeights(graph, layers, modules)
+    deferred = split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
+    gradients = build_accumulator(weights, routing, index, replica)
+    completed = completed_by_autograd(weights, deferred)
+    hooks = BackwardHooks(weights.layer_names, gradients, completed, guard, on_cpu=device == CPU)
+    calls = build_layers(graph, layers, hooks, coordinate, make_seeder(device), guard)
+    return Stage(
+        graph=graph,
+        index=index,
+        coordinate=coordinate,
+        seed=spec.seed,
+        routing=routing,
+        shard=shard,
+        guard=guard,
+        weights=weights,
+        layers=calls,
+        loss=build_loss(graph, plan, index, spec, loss_fn, shard, hooks, coordinate, guard),
+        values=stage_values(graph, plan, index, spec),
+        gradients=gradients,
+        hooks=hooks,
+        deferred=deferred,
+        gradient_buffers=GradientBuffers([part for part in parts_of(modules) if isinstance(part, ShardedLinear)]),
+    )
+
+
+def materialise_modules(
+    graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec, values: Mapping[str, Tensor] | None, shard: StageShard | None
+) -> dict[str, nn.Module]:
+    """Layer name -> module with values; of a stage that is cut, with sharded layers in the place of whole ones."""
+    here, dtype = plan.stages[index], getattr(torch, spec.dtype)
+    if shard is None:
+        return materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
+    layout, group = shard.layout, shard.group
+    return materialise_shard(
+        graph, here.first, here.last, layout=layout, group=group, seed=spec.seed, dtype=dtype, values=values
+    )
+
+
+def split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -> DeferredGradients:
+    """Make the Linears, where that can be, put off their weight gradients."""
+    deferred = DeferredGradients()
+    for module in modules.values():
+        for find in (split_linears, split_sharded_linears) if sharded else (split_linears,):
+            for linear in find(module, deferred.current):
+                deferred.parameters |= {id(p) for p in linear.parameters(recurse=False)}
+    return deferred
+
+
+def build_accumulator(weights: StageWeights, routing: Routing, index: int, replica: int) -> GradientAccumulator:
+    """Adds up gradients over the microbatches and blocks that this replica runs."""
+    run = routing.run(index, replica)
+    sizes = {block: len(routing.microbatches.of_block(block)) for block in run}
+    names = [use.name for use in weights.uses]
+    return GradientAccumulator(weights.leaves, names, run, routing.microbatches.blocks, sizes)
+
+
+def completed_by_autograd(weights: StageWeights, deferred: DeferredGradients) -> list[list[int]]:
+    """By position of the layer: its uses whose gradients a whole backward pass completes, last first."""
+    return [
+        [use for use in reversed(weights.of_layer(i).uses) if id(weights.leaves[use]) not in deferred.parameters]
+        for i in range(len(weights.layer_names))
+    ]
+
+
+def build_layers(
+    graph: Graph,
+    layers: Sequence[Layer],
+    hooks: BackwardHooks,
+    coordinate: StageCoordinate,
+    seed_generators: Callable[[int], Any],
+    guard: StateGuard,
+) -> list[StageLayer]:
+    """How each layer reads its values and is called, in order."""
+    written: set[str] = set()
+    fields = set(graph.batch_fields)
+    made = []
+    for layer, of_layer in zip(layers, hooks.of_layer, strict=True):
+        inputs = LayerInputs(layer, written_here=frozenset(written), batch_fields=fields, hooks=of_layer)
+        call = LayerCall(layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard)
+        made.append(StageLayer(inputs, call, layer.outputs))
+        written |= set(layer.outputs)
+    return made
+
+
+def target_of(spec: JobSpec) -> str:
+    """Name of the value with which the loss compares the model's output."""
+    return spec.data.target or "y"
+
+
+def build_loss(
+    graph: Graph,
+    plan: ParallelPlan,
+    index: int,
+    spec: JobSpec,
+    loss_fn: Callable[..., Any],
+    shard: StageShard | None,
+    hooks: BackwardHooks,
+    coordinate: StageCoordinate,
+    guard: StateGuard,
+) -> LossCall | None:
+    """The loss, where the stage has the last layer."""
+    if plan.stages[index].last < len(graph.layers):
+        return None
+    function = loss_fn if shard is None else sharded_loss(loss_fn, shard.group)
+    return LossCall(
+        function, output=graph.output, target=target_of(spec), hooks=hooks.of_loss, coordinate=coordinate, guard=guard
+    )
+
+
+def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec) -> StageValues:
+    """The values that enter and leave a stage."""
+    here = plan.stages[index]
+    layers = graph.layers[here.first : here.last]
+    written = {v for layer in layers for v in layer.outputs}
+    fields = set(graph.batch_fields)
+    read = [v for layer in layers for v in layer.inputs if v in fields]
+    target = [target_of(spec)] if here.last == len(graph.layers) else []
+    return StageValues(
+        batch_fields=tuple(dict.fromkeys([*read, *target])),
+        outgoing=tuple(v for v in graph.values if v in written and any(c >= here.last for c in graph.consumers(v))),
+        gradient_counts={
+            v: gradient_counts(graph, plan, v, index)
+            for v in graph.values
+            if v not in written and v not in fields and any(here.first <= c < here.last for c in graph.consumers(v))
+        },
+    )
+
+
+def parts_of(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Every module of every layer."""
+    return [part for module in modules.values() for part in module.modules()]
+
+
+# -- all stages of a worker --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageBuilder:
+    """Makes what one worker needs for its seat in a plan: stages, optimizers, reductions, the step commit."""
+
+    spec: JobSpec
+    """The job."""
+    graph: Graph
+    """The whole model, its builds watched by `guard`."""
+    assignment: Assignment
+    """The plan, and what each worker does in it."""
+    routing: Routing
+    """Which replica runs a microbatch."""
+    transport: Transport
+    """Connects the plan's workers."""
+    layout: Callable[[int], ShardLayout]
+    """How the job's styles cut the model over so many shards."""
+    ownership: Ownership
+    """Which rank of the plan keeps which piece of state."""
+    device: torch.device
+    """Where the worker computes."""
+    guard: StateGuard
+    """Restores process state that users' code leaves changed."""
+    shard_timeout_s: float
+    """How long a layer waits for other shards."""
+
+    def build_stages(self, values: Mapping[str, Tensor] | None, *, unfilled: bool) -> tuple[dict[int, Stage], dict[str, int]]:
+        """The worker's stages by index, and digests of the initial values that were made.
+
+        `values`: the state to begin with, which the stages take over; None: the initial values. `unfilled`: leave parameters
+        and buffers uninitialised, for the caller to fill.
+        """
+        plan, rank, spec = self.assignment.plan, self.transport.rank, self.spec
+        with self.guard.watching(f"the module of the loss {spec.loss.label}"):
+            loss = loss_function(spec.loss, self.device)
+        if values is not None:
+            values = {name: value.to(self.device) for name, value in values.items()}
+        stages: dict[int, Stage] = {}
+        digests: dict[str, int] = {}
+        for index in plan.stages_of(rank):
+            taken = {name for stage in stages.values() for name in stage.parameters}
+            shard = self.build_shard(index)
+            own, made = self._state(index, values, taken, shard, unfilled=unfilled)
+            digests.update(made)
+            with self.guard.watching(f"the modules of the layers of stage {index}, as they were made,"):
+                stages[index] = build_stage(
+                    self.graph,
+                    plan,
+                    index,
+                    spec=spec,
+                    routing=self.routing,
+                    replica=plan.seats[rank].replica,
+                    loss_fn=loss,
+                    split=self.assignment.splits_backward,
+                    values=own,
+                    shard=shard,
+                    device=self.device,
+                    guard=self.guard,
+                )
+        return stages, digests
+
+    def _state(
+        self,
+        index: int,
+        values: Mapping[str, Tensor] | None,
+        taken: Collection[str],
+        shard: StageShard | None,
+        *,
+        unfilled: bool,
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Tensors for the stage to take over, and digests of those that are initial values. `taken`: names that other stages
+        of the worker have taken over: of a parameter tied over two of its stages each has an optimizer of its own, which
+        updates a tensor of its own."""
+        here = self.assignment.plan.stages[index]
+        if unfilled:
+            return unfilled_state(self.graph, here.first, here.last, self.spec, shard), {}
+        if values is None:
+            initial = initial_state(self.graph, here.first, here.last, self.spec, shard)
+            return initial.values, initial.digests
+        return {name: value.clone() if name in taken else value for name, value in values.items()}, {}
+
+    def build_shard(self, index: int) -> StageShard | None:
+        """This worker's shard of a stage; None if the stage is not cut."""
+        plan, seat = self.assignment.plan, self.assignment.plan.seats[self.transport.rank]
+        shards = plan.stages[index].shards
+        if shards == 1:
+            return None
+        group = ShardGroup(
+            self.transport,
+            [plan.rank(index, seat.replica, shard) for shard in range(shards)],
+            channel=SHARDS + index,
+            sequence=self.spec.sequence_parallel,
+            timeout_s=self.shard_timeout_s,
+        )
+        return StageShard(group, self.layout(group.size))
+
+    def build_lr_factor(self) -> Callable[[int], float]:
+        """Step -> factor on the learning rates."""
+        if self.spec.lr_schedule is None:
+            return _constant_factor
+        with self.guard.watching(f"the module of the lr_schedule {self.spec.lr_schedule.label}"):
+            return self.spec.lr_schedule.partial()
+
+    def build_optimizers(self, stages: Mapping[int, Stage]) -> dict[int, torch.optim.Optimizer]:
+        """Stage -> optimizer, of the stages that have something to train."""
+        with self.guard.watching(f"the optimizer {self.spec.optimizer.optimizer.label}, as it was made,"):
+            return {
+                index: build_optimizer(self.spec.optimizer, stage.parameters)
+                for index, stage in stages.items()
+                if any(p.requires_grad for p in stage.parameters.values())
+            }
+
+    def build_reductions(self, stages: Mapping[int, Stage]) -> dict[int, AnyReduction]:
+        """Stage -> reduction of gradients over the replicas."""
+        plan, shard = self.assignment.plan, self.assignment.plan.seats[self.transport.rank].shard
+        kind = CanonicalReduction if self.spec.reduction == "canonical" else FastReduction
+        return {
+            index: kind(
+                self.transport,
+                group=plan.replica_ranks(index, shard),
+                runs=[self.routing.run(index, r) for r in range(plan.stages[index].replicas)],
+                blocks=self.spec.cut.blocks,
+                parameters=[(use.shape, use.dtype) for use in stage.uses],
+                channel=index,
+                device=self.device,
+            )
+            for index, stage in stages.items()
+        }
+
+    def build_step_commit(self, stages: Mapping[int, Stage]) -> StepCommit:
+        """What ends a step of these stages."""
+        lr_factor, optimizers = self.build_lr_factor(), self.build_optimizers(stages)
+        return StepCommit(
+            rank=self.transport.rank,
+            graph=self.graph,
+            routing=self.routing,
+            ties=self.assignment.crossing.ties,
+            stages=stages,
+            reductions=self.build_reductions(stages),
+            optimizers=optimizers,
+            transport=self.transport,
+            spec=self.spec,
+            lr_factor=lr_factor,
+            layout=self.layout,
+            ownership=self.ownership,
+            guard=self.guard,
+        )
+
+
+def _constant_factor(step: int) -> float:
+    return 1.0

@@ -1,0 +1,45 @@
+"""Where in the job a stage computes, for messages, and errors of users' code that say so."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+from raypar.errors import RayparError, UserCodeError
+from raypar.user_code import error_text, reraise_ctrl_c
+
+
+@dataclass
+class StageCoordinate:
+    """The place of one worker's stage in the plan."""
+
+    stage: int
+    """Index of the stage."""
+    replica: int
+    """Which replica of the stage this is."""
+    shard: int | None
+    """Which shard of the replica this is; None if the stage is not cut over shards."""
+    first_layer: str
+    """Name of the stage's first layer."""
+    before_run: bool = False
+    """The planner is timing single layers: there is neither a plan of the job's nor a step yet."""
+
+    def describe(self, step: int, microbatch: int) -> str:
+        """Text such as `at stage 1, replica 0, step 3, microbatch 2`. `step` counts from 0, the text from 1."""
+        if self.before_run:
+            return f"in layer {self.first_layer!r}, with the first microbatch, before the run"
+        shard = "" if self.shard is None else f", shard {self.shard}"
+        return f"at stage {self.stage}, replica {self.replica}{shard}, step {step + 1}, microbatch {microbatch}"
+
+    def user_code_error(self, code: str, step: int, microbatch: int, error: BaseException) -> RayparError:
+        """The error to raise for `error`, which users' code (`code` names it) has raised; call it in the `except` block.
+
+        An error that raypar itself raised inside that code is returned as it is. Raises `KeyboardInterrupt` for a real Ctrl-C.
+        """
+        reraise_ctrl_c(error)
+        if isinstance(error, RayparError):
+            return error
+        return UserCodeError(
+            f"{code} raised {error_text(error)}\n  {self.describe(step, microbatch)}\n{traceback.format_exc()}",
+            cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
+        )
