@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Trainer": "raypar.trainer",
-    "Result": "raypar.launch",
+    "Result": "raypar.launch.result",
     "Callback": "raypar.callbacks",
     "EarlyStopping": "raypar.callbacks",
     "Stop": "raypar.callbacks",

@@ -58,6 +58,12 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
     return Path(given)
 
 
+def resume_argument(path: str | os.PathLike[str]) -> str:
+    """What `raypar resume` and `raypar export` find a run by from here: its name under runs/, else its path."""
+    found = Path(path)
+    return found.name if found.parent == Path("runs") else os.fspath(path)
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """One run's folder. Nothing but `create` makes one."""

@@ -230,6 +230,7 @@ class DriverActor:
                 self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
     def _carry_out(self, decision: do.Decision) -> None:
+        """Begin what the machine has decided about steps, and what it wants people to know; the outcome becomes an event."""
         generation, seen = self.machine.generation, self.side_effects.seen
         match decision.action:
             case do.RunStep(step, cut):
@@ -271,6 +272,12 @@ class DriverActor:
                 self.side_effects.note("note", text=text)
             case do.ReportStraggler():
                 self._straggles(decision.action)
+            case _:
+                self._change_membership(decision)
+
+    def _change_membership(self, decision: do.Decision) -> None:
+        """Begin what the machine has decided about workers, the next generation, and the end of the run."""
+        match decision.action:
             case do.StartWorker(worker):
                 self.tasks.spawn(self._hire(worker))
             case do.FirstStepAfterRecovery():
@@ -300,6 +307,8 @@ class DriverActor:
                     self._lost(worker, event_text.give_up_reason(why))
             case do.Teardown():
                 self.tasks.spawn(self.ending.end(decision.action, self.step_calls))
+            case _:
+                raise TypeError(f"the driver cannot carry out {decision.action!r}")
 
     # -- workers that come and go --------------------------------------------------------------------------------------------
 

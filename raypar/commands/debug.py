@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the first steps of a job under `LocalJob`; exit code 0."""
     from raypar.config import load_job
-    from raypar.launch import make_importable
+    from raypar.user_code import make_importable
     from raypar.worker.assignment import make_graph
     from raypar.worker.compute_state import StateGuard
     from raypar.worker.local_run import LocalJob

@@ -27,14 +27,14 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     start = time.monotonic()
-    from raypar.commands._submitted import lasting
     from raypar.config import load_job
     from raypar.console.fault_summary import COUNTED
     from raypar.console.terminal import Console
     from raypar.launch import raise_failure, resume_job
+    from raypar.launch.submitted_job import lasting_run_dir
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.find(args.run, lasting(args.run_dir))
+    folder = RunFolder.find(args.run, lasting_run_dir(args.run_dir))
     job = load_job(folder.job, args.overrides)
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
     console.befell += [event for event in folder.read(folder.events) if event["kind"] in COUNTED]

@@ -48,18 +48,18 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     start = time.monotonic()
-    from raypar.commands._submitted import lasting, submitted, unfinished
     from raypar.config import load_job
     from raypar.console.terminal import Console
     from raypar.launch import raise_failure, run_job
+    from raypar.launch.submitted_job import find_unfinished_run, is_submitted_job, lasting_run_dir
 
     job = load_job(args.job, args.overrides)
-    job = job.model_copy(update={"run_dir": str(lasting(job.run_dir))})
+    job = job.model_copy(update={"run_dir": str(lasting_run_dir(job.run_dir))})
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
     console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
     former = None
-    if submitted() if args.resume is None else args.resume:
-        former, why = unfinished(job)
+    if is_submitted_job() if args.resume is None else args.resume:
+        former, why = find_unfinished_run(job)
         if why:
             console({"kind": "note", "text": why})
     if former is not None:

@@ -6,13 +6,13 @@ import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from raypar.console.event_lines import EventNarrator, coordinate_of, count_noun, replay_line, short_node_id, strip_ray_details
 from raypar.console.fault_summary import fault_summary
 from raypar.console.terminal import format_duration
 from raypar.plan.parallel_plan import describe_mesh
+from raypar.run_folder import resume_argument
 
 RECENT = 20
 """Speed is that of the last steps, so many at most."""
@@ -85,21 +85,12 @@ def run_status(
     `gone`: nodes of the run's own Ray whose raylet does not run any more; `resumable`: there is a checkpoint.
     """
     done = [line for line in metrics if "loss" in line and "step" in line]
-    since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
-    recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
-    seconds = sum(line["seconds"] for line in recent)
-    step_s = statistics.median(line["seconds"] for line in recent) if recent else None
-    last = max((line["time"] for line in (*metrics, *events, members or {}) if line.get("time")), default=None)
+    samples_per_s, step_s = recent_speed(done, events, now)
     ended = end_event(metrics, events, members or {})
     phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
     told = members or {}
-    silent_s = None
-    if (
-        phase in UNDER_WAY
-        and last is not None
-        and now - last > max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
-    ):
-        silent_s = now - last
+    last = max((line["time"] for line in (*metrics, *events, told) if line.get("time")), default=None)
+    why = str(ended.get("why") or ended.get("end", "")) if ended else str(told.get("why") or "")
     return RunStatus(
         run=run,
         path=path,
@@ -107,19 +98,17 @@ def run_status(
         generation=told.get("generation"),
         step=max(done[-1]["step"] if done else 0, told.get("step") or 0),
         steps=steps,
-        samples_per_s=sum(line["samples_per_s"] * line["seconds"] for line in recent) / seconds if seconds else None,
+        samples_per_s=samples_per_s,
         step_s=step_s,
         plan=told.get("plan") or describe_plan_file(plan),
         schedule=told.get("schedule") or (plan or {}).get("schedule"),
         members=tuple(told.get("members", ())),
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
-        why=strip_ray_details(
-            str((ended or {}).get("why") or (ended or {}).get("end", "")) if ended else str(told.get("why") or "")
-        ),
+        why=strip_ray_details(why),
         end=(ended or {}).get("end"),
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
-        silent_s=silent_s,
+        silent_s=silence(phase, last, step_s, now),
         resume=resume_argument(path) if resumable else None,
         driver_pid=told.get("driver_pid") if phase != "ended" else None,
         nodes=tuple(local_node_states(cluster or {}, gone, events)) if phase != "ended" else (),
@@ -127,6 +116,25 @@ def run_status(
         survived=fault_summary(events),
         story=tuple(recent_event_lines(events)),
     )
+
+
+def recent_speed(
+    done: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float
+) -> tuple[float | None, float | None]:
+    """Samples per second and seconds per step of the last steps of the present generation; None where no step is done."""
+    since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
+    recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
+    seconds = sum(line["seconds"] for line in recent)
+    speed = sum(line["samples_per_s"] * line["seconds"] for line in recent) / seconds if seconds else None
+    return speed, statistics.median(line["seconds"] for line in recent) if recent else None
+
+
+def silence(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
+    """Seconds since the `last` line, of a run under way that has been silent for too long; else None."""
+    if phase not in UNDER_WAY or last is None:
+        return None
+    allowed = max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
+    return now - last if now - last > allowed else None
 
 
 def end_event(
@@ -142,11 +150,6 @@ def end_event(
     stepped = bool(metrics) and metrics[-1].get("time", 0.0) > at
     under_way = members.get("phase") in UNDER_WAY and members.get("time", 0.0) > at
     return None if started or stepped or under_way else event
-
-
-def resume_argument(path: str) -> str:
-    """What `raypar resume` finds a run by from here: its name under runs/, else its path."""
-    return Path(path).name if Path(path).parent == Path("runs") else path
 
 
 def local_node_states(

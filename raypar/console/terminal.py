@@ -13,7 +13,7 @@ from raypar.console.fault_summary import COUNTED, fault_summary
 from raypar.run_folder import FULL
 
 if TYPE_CHECKING:
-    from raypar.launch import Result
+    from raypar.launch.result import Result
 
 STAGES = ("read", "checked", "planned", "connected", "started", "built")
 EVERY_S = 10.0
