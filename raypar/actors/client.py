@@ -1,4 +1,4 @@
-"""The client's side of a run: start the driver actor, follow its events, pass Ctrl-C on, remove what is left."""
+"""The client's side of a run: starts the driver actor, follows its events, passes Ctrl-C on, removes what is left."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from raypar.elastic.actions import End
 from raypar.errors import ActiveError, ClusterError, OutlivedError, RayparError, WorkerLost
 
 GRACE_S = 1.5
-"""How long the steps in flight may take after Ctrl-C before they are made void."""
+"""How long the steps in flight may take after Ctrl-C before they are voided."""
 
 TURN_S = 0.5
+"""Time of one wait for the driver; signals are looked at in between."""
 
 DRIVER_SILENT_S = 30.0
-"""How long the driver may take to answer; it only passes on what has happened."""
+"""How long the driver may take to answer: it only reports what has happened."""
 
 DRIVER_START_S = 300.0
-"""How long the driver's process may take to start: on a busy machine more than half a minute."""
+"""How long the driver's process may take to start: more than half a minute on a busy machine."""
 
 ALONE_S = 10.0
-"""A client asks for news all the time: a driver that has heard nothing for so long has none any more."""
+"""Time without a poll after which a driver has lost its client: clients poll all the time."""
 
 DRIVER_BACK_S = 60.0
-"""How long Ray may take to start the driver of an elastic run again."""
+"""How long Ray may take to restart the driver of an elastic run."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. `done`: steps of the job that are done."""
+    """How a run ended: kind of end, reason, number of steps of the job that are done, error of a failed run."""
 
     end: End
     why: str
@@ -53,10 +54,10 @@ class RunEnd:
 
 
 def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEnd:
-    """Run a request on the Ray this process is connected to; every event is given to `tell`. Blocks until the run is over.
+    """Run a request on the Ray cluster this process is connected to, until the run is over; `tell` gets every event.
 
     The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
-    Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself dies.
+    Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself is lost.
     """
     place = run_namespace(request.run)
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -84,7 +85,7 @@ def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> R
 
 
 def remove_run(driver: Any, run: str) -> None:
-    """The driver, and what it has left on the cluster."""
+    """Remove the driver and whatever the run has left on the cluster."""
     with contextlib.suppress(Exception):
         ray.kill(driver, no_restart=True)
     with contextlib.suppress(Exception):
@@ -94,8 +95,11 @@ def remove_run(driver: Any, run: str) -> None:
 
 
 def refuse_active_run(run: str) -> None:
-    """Raises `ActiveError` when a driver of this run lives on the Ray this process is connected to. Who has lost its client
-    saves and ends first (`OutlivedError`), so that the next attempt finds a newer checkpoint and nobody else."""
+    """Raise `ActiveError` if a driver of this run lives on the Ray cluster this process is connected to.
+
+    A driver that has lost its client is told to save and end first; then `OutlivedError` is raised, and the next attempt to
+    resume finds the newer checkpoint.
+    """
     try:
         driver = ray.get_actor("driver", namespace=run_namespace(run))
     except ValueError:
@@ -118,12 +122,12 @@ def refuse_active_run(run: str) -> None:
     raise OutlivedError(
         f"run {run!r} was still active on this cluster, without a client for {alone_s:.0f} s; now it has ended, "
         f"after {ends[0]['done']} steps",
-        cure="the same command again goes on from its last checkpoint",
+        cure="the driver has saved: run the same command again to resume from its last checkpoint",
     )
 
 
 def active_run_error(run: str) -> ActiveError:
-    """There can be only one of a name."""
+    """The error when another run of this name is active."""
     minutes = (ABANDONED_S + CLIENT_GONE_S) / 60
     ends = f"one whose client is gone saves its state and ends by itself within {minutes:.0f} minutes"
     return ActiveError(
@@ -246,10 +250,10 @@ class RunFollower:
 
 
 def wait_for_driver(asking: Any, asked: list[str], patience_s: float) -> bool:
-    """Whether the driver answers within `patience_s`, if only by its death.
+    """Whether the driver answers or dies within `patience_s`.
 
-    After Ctrl-C it has `DRIVER_SILENT_S` at most; a second Ctrl-C ends the wait. Turns are counted, not seconds: time in which
-    this process was itself stopped (Ctrl-Z, a frozen container) does not count.
+    After Ctrl-C the driver has `DRIVER_SILENT_S` at most; a second Ctrl-C ends the wait. Turns are counted, not seconds: time
+    in which this process itself was stopped (Ctrl-Z, a frozen container) does not count.
     """
     turns = patience_s / TURN_S
     while not ray.wait([asking], timeout=TURN_S)[0] and len(asked) < 2:
@@ -261,7 +265,7 @@ def wait_for_driver(asking: Any, asked: list[str], patience_s: float) -> bool:
 
 @contextlib.contextmanager
 def collect_signals() -> Iterator[list[str]]:
-    """Collects Ctrl-C, SIGTERM and SIGHUP instead of raising; in a thread other than the main one, signals stay as they are."""
+    """Collect the names of signals (Ctrl-C, SIGTERM, SIGHUP) instead of raising; in other threads than the main one, none."""
     asked: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield asked

@@ -263,7 +263,7 @@ def worker_as_dict(
         "parameter_bytes": sum(layer.nbytes for layer in layers),
         "blocks": len(routing.run(stages[0], seat.replica)),
         "microbatches": mine,
-        "share": mine * plan.stages[stages[0]].replicas / routing.cut.count,
+        "share": mine * plan.stages[stages[0]].replicas / routing.microbatches.count,
     }
 
 

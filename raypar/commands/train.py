@@ -32,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that `train` and `resume` share."""
     parser.add_argument("--stop-at-step", type=int, metavar="K", help="stop after K steps with a checkpoint, to be resumed")
-    parser.add_argument("--address", help="join the Ray cluster there (default: RAY_ADDRESS, else a Ray of its own)")
+    parser.add_argument("--address", help="join the Ray cluster there (default: RAY_ADDRESS, else a local Ray cluster)")
     parser.add_argument(
         "--local-nodes",
         type=int,
         default=1,
         metavar="N",
-        help="a Ray of its own has N nodes on this machine, each of which may be killed or drained (default 1)",
+        help="start the local Ray cluster with N nodes on this machine, each of which may be killed or drained (default 1)",
     )
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 

@@ -32,7 +32,7 @@ class RunStatus:
     `silent_s`: since when nothing was written, though the run has not ended; None while it is as fast as it was.
     `end`: done, stopped, interrupted or failed; `resume`: what `raypar resume` finds the run by, None without a checkpoint.
     `members`, `spares`: worker, coordinate, node, pid, host, the last ones of a run that has ended.
-    `nodes`: raylets of a Ray of its own: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone.
+    `nodes`: raylets of a local Ray cluster: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone.
     `survived`: what has happened to the run, counted, in one line.
     `replaying`: the `step` that is executed again, and `until` which one. `story`: (time, line), oldest first.
     """
