@@ -36,13 +36,10 @@ class MembersFile:
     ) -> str | None:
         """The new text; None if only the number of steps has changed. While steps are replayed: one every `AGAIN_S` seconds."""
         plan = machine.plan or self.request.plan
-        recovering = machine.phase in RECOVERING
-        last_copy = recovering and machine.waits and machine.phase is not Phase.WAITING
+        phase, why = _phase_and_reason(machine)
         there = [n for n in machine.members if n not in machine.gone]
         facts = {
-            "phase": "waiting"
-            if last_copy or machine.silence
-            else _PHASES.get(machine.phase, "recovering" if recovering else "running"),
+            "phase": phase,
             "generation": machine.generation,
             "plan": plan.describe(),
             "stages": [asdict(stage) for stage in plan.stages],
@@ -51,9 +48,7 @@ class MembersFile:
             "spares": [who(n) for n in sorted(machine.spares)],
             "starting": sorted(machine.hiring),
             "wanted": machine.wanted,
-            "why": (machine.recovery.awaited if last_copy else machine.recovery.why)
-            if recovering
-            else (silent_worker_rules.reason(machine.silence) if machine.silence else ""),
+            "why": why,
         }
         again = machine.committed < machine.journalled and machine.phase not in _PHASES
         now = time.time()
@@ -63,6 +58,17 @@ class MembersFile:
         more = {"time": now, "step": machine.emitted, "steps": self.request.policy.last, "driver_pid": os.getpid()}
         replaying = {"step": machine.committed, "until": machine.journalled} if again else None
         return json.dumps({**more, **facts, "replaying": replaying}, indent=1) + "\n"
+
+
+def _phase_and_reason(machine: RunMachine) -> tuple[str, str]:
+    """The run's phase in a word, and why it recovers or waits."""
+    if machine.silence:
+        return "waiting", silent_worker_rules.reason(machine.silence)
+    if machine.phase not in RECOVERING:
+        return _PHASES.get(machine.phase, "running"), ""
+    if machine.waits and machine.phase is not Phase.WAITING:
+        return "waiting", machine.recovery.awaited
+    return _PHASES.get(machine.phase, "recovering"), machine.recovery.why
 
 
 _PHASES = {Phase.STARTING: "starting", Phase.WAITING: "waiting", Phase.OVER: "ended"}

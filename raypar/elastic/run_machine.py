@@ -261,6 +261,7 @@ class RunMachine:
 
     def over(self, end: End, why: str, error: Exception | None = None) -> None:
         """The last decision of a run."""
+        self.silence.clear()
         self.go(Phase.OVER)
         self.decide(Teardown(end, why, self.emitted, error), why)
 
@@ -483,6 +484,7 @@ class RunMachine:
         if event.kind == "aborted" and self._we_aborted:
             return
         self.failures.append(event)
+        self.silence.clear()  # nobody is waited for any more
         self.go(Phase.FAILING, deadline_s=self.policy.root_cause_s if self.saving is None else self.policy.save_grace_s)
         self.decide(AbortGroups(f"{type(event.error).__name__} elsewhere"), "no worker may wait for one that has failed")
         self.conclude()
