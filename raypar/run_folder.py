@@ -1,4 +1,4 @@
-"""The folder of one run: where everything lies, how it is made and found again. `run_dir/NAME/`."""
+"""The folder of one run, `run_dir/NAME/`: its files, how it is made, found, locked, read and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raypar plan JOB`: who would hold what, how long a step would take, and why; nothing is trained."""
+"""`raypar plan JOB`: shows the plan of a job without training: placement, memory, predicted step, the planner's reasons."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
+    """Print stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
     from raypar.config import load_job
     from raypar.model.build import layer_sizes
     from raypar.planner.plan_search import predict_step
@@ -136,7 +136,7 @@ def plan_of_job(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> Sh
 
 
 def schedule_origin(job: Job) -> Callable[[Routing], Schedule] | None:
-    """What makes the schedule, where its name alone does not say it (a file, a warmup)."""
+    """Makes the job's schedule, if its name alone does not determine it (a file, a warmup); else None."""
     from raypar.config import PlanConfig
     from raypar.launch.chosen_plan import schedule_builder
 
@@ -146,14 +146,14 @@ def schedule_origin(job: Job) -> Callable[[Routing], Schedule] | None:
 
 
 def _shards_of(job: Job) -> int:
-    """The planner keeps the job's, on which the bits depend."""
+    """The job's number of shards, which the planner keeps because results depend on it."""
     from raypar.config import PlanConfig
 
     return max(job.plan.shards_per_stage) if isinstance(job.plan, PlanConfig) else 1
 
 
 def predicted_step_text(timeline: Timeline) -> str:
-    """The predicted step as text, a row for every worker; empty where the terminal is too narrow for it."""
+    """The predicted step as text, a row per worker; empty if the terminal is too narrow."""
     import shutil
 
     from raypar.commands.simulate import grid_for_width
@@ -162,7 +162,7 @@ def predicted_step_text(timeline: Timeline) -> str:
 
 
 def write_predicted_step(file: Path, title: str, timeline: Timeline, crossing: Crossing) -> None:
-    """Write the predicted step, a lane for every worker. Raises `ConfigError`."""
+    """Draw the predicted step as an SVG with a lane per worker. Raises `ConfigError` if the file cannot be written."""
     from raypar.run_folder import write_whole
     from raypar.schedule.swimlane_svg import swimlane_svg
 
@@ -171,7 +171,7 @@ def write_predicted_step(file: Path, title: str, timeline: Timeline, crossing: C
 
 
 def layer_styles(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
-    """Layer name -> style, of layers in stages with shards."""
+    """Layer name -> style, for layers in stages with shards."""
     from raypar.model.tensor_parallel.styles import layout_of
 
     most = max(stage.shards for stage in plan.stages)
@@ -268,7 +268,7 @@ def worker_as_dict(
 
 
 def group_similar_layers(styles: Mapping[str, str]) -> list[str]:
-    """`block*.up column (4)`: layers whose names differ in a number are named once."""
+    """Layers with their styles; names that differ only in a number are grouped: `block*.up column (4)`."""
     counts: dict[str, int] = {}
     for name, style in styles.items():
         what = f"{re.sub(r'[0-9]+', '*', name)} {style}"
@@ -278,7 +278,7 @@ def group_similar_layers(styles: Mapping[str, str]) -> list[str]:
 
 
 def plan_as_text(found: dict[str, Any]) -> str:
-    """For people."""
+    """The plan as text for the terminal. `found`: from `plan_as_dict`."""
     workers = found["workers"]
     lines = [
         f"{found['plan']}, schedule {found['schedule']}, {found['microbatches']} microbatches in "

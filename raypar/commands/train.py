@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from raypar.run_folder import RunFolder
 
 FORMER_S = 20.0
-"""How long a client may be silent until it is known to be gone (`actors.client.ALONE_S`), and some more."""
+"""How long a former client may still seem to live: somewhat longer than `actors.client.ALONE_S`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="go on with the last run of this name if it is the same job and has steps left, else begin a new one (the default "
-        "where `ray job submit` has started this)",
+        help="resume the last run of this name if it is the same job and has steps left, else begin a new one (the default "
+        "in a job of `ray job submit`)",
     )
     add_run_arguments(parser)
 
@@ -44,7 +44,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; exit code 0, or 130 after Ctrl-C. Raises what the run failed with."""
+    """Train; exit code 0. Raises what the run failed with, `Interrupted` after Ctrl-C."""
     import time
 
     start = time.monotonic()
@@ -71,15 +71,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resume_existing_run(job: Job, former: RunFolder, console: Console, args: argparse.Namespace) -> Result:
-    """Go on with a run of this job. Whoever stopped it may have killed its client before its driver was done: that is waited
-    for. Raises `ActiveError` when it has a client that lives."""
+    """Resume a run of this job, after waiting for its former driver, which may still be saving if its client was killed.
+
+    Raises `ActiveError` if the run has a live client.
+    """
     import time
 
     from raypar.console.fault_summary import COUNTED
     from raypar.errors import ActiveError, OutlivedError
     from raypar.launch import resume_job
 
-    console.befell += [event for event in former.read(former.events) if event["kind"] in COUNTED]
+    console.faults += [event for event in former.read(former.events) if event["kind"] in COUNTED]
     until_s = time.monotonic() + FORMER_S
     while True:
         try:
