@@ -1,4 +1,4 @@
-"""raypar: train PyTorch models on a Ray cluster that grows, shrinks and fails, with the bits of one process."""
+"""raypar: train PyTorch models on a Ray cluster that grows, shrinks and fails, with the results of one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Trainer": "raypar.trainer",
-    "Result": "raypar.launch",
+    "Result": "raypar.launch.result",
     "Callback": "raypar.callbacks",
     "EarlyStopping": "raypar.callbacks",
     "Stop": "raypar.callbacks",

@@ -1,7 +1,7 @@
-"""What users hook into a run: callbacks, early stopping, and the trackers TensorBoard, Weights & Biases and MLflow.
+"""User hooks of a run: callbacks, early stopping, and the trackers TensorBoard, Weights & Biases and MLflow.
 
-Callbacks are pickled, live in the driver and are called off its event loop: each hook once for every committed step, validation
-or checkpoint, in order, however the cluster behaves. A resumed run makes them anew.
+Callbacks are pickled, live in the driver and are called off its event loop. Each hook is called once for every committed step,
+validation or checkpoint, in order, whatever faults happen. A resumed run makes its callbacks anew.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ CallbackInfo = TypeVar("Info")
 
 
 def _info(kind: type[CallbackInfo], facts: Mapping[str, Any]) -> CallbackInfo:
-    """An info of the facts it has names for; `metrics` gets all of them."""
+    """An info object with the facts that it has fields for; its `metrics` gets all facts."""
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return kind(**{k: v for k, v in {**facts, "metrics": dict(facts)}.items() if k in names})
 
@@ -146,7 +146,7 @@ RETRY_TIMES = 10.0
 
 @dataclass
 class _Outage:
-    """A tracker that cannot write. `retry_s`: not called before (monotonic); `missed`: calls whose numbers it lacks."""
+    """The state of a tracker that cannot write. `retry_s`: when to call it again (monotonic); `missed`: calls it has missed."""
 
     retry_s: float = 0.0
     missed: int = 0
@@ -155,14 +155,16 @@ class _Outage:
 class Callbacks:
     """All callbacks of a run. Every one of them is called even if one before it raises.
 
-    A tracker that cannot write (a full disk, a server that is down) does not end the run: `lines` returns what to tell people.
+    A tracker that cannot write (a full disk, a server that is down) does not end the run: `lines` then has a warning.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._callbacks = tuple(callbacks)
+        """In the order in which they are called."""
         self._outages: dict[int, _Outage] = {}
-        """Index of a tracker -> since when it cannot write."""
+        """Index of a tracker that cannot write -> its outage."""
         self._lines: list[tuple[str, str]] = []
+        """Lines for the user since the last `lines`."""
 
     def lines(self) -> list[tuple[str, str]]:
         """(kind, text) of each line for the user since the last call: `warning` when a tracker fails, `note` when it works."""
@@ -215,7 +217,7 @@ class Callbacks:
         return stop, metrics
 
     def _cannot_write(self, index: int, tracker: Tracker, hook: str, error: BaseException, began_s: float) -> None:
-        """Tell it once, and call the tracker again later; never again if it has not even begun."""
+        """Warn once that a tracker cannot write; call it again later, or never if it could not begin."""
         now_s, name = time.monotonic(), type(tracker).__name__
         known = index in self._outages
         outage = self._outages.setdefault(index, _Outage())
@@ -255,7 +257,7 @@ class EarlyStopping(Callback):
     """Stop when `metric` has not fallen by more than `min_delta` below its best for `patience` validations in a row.
 
     `metric`: of a validation (`validation_loss`), or of a step (`loss`), or one that a callback before this one added.
-    A resumed run goes on counting: what came before is read from its metrics.jsonl.
+    A resumed run continues the count: earlier values are read from its metrics.jsonl.
     """
 
     patience: int = 3
@@ -265,7 +267,7 @@ class EarlyStopping(Callback):
     waited: int = 0
 
     def on_start(self, info: StartInfo) -> None:
-        """Catch up with what the run did before."""
+        """Catch up with the earlier metrics of a resumed run."""
         if info.first > 1:
             from raypar.run_folder import RunFolder
 
@@ -275,11 +277,11 @@ class EarlyStopping(Callback):
                     self._look(line)
 
     def on_step(self, info: StepInfo) -> HookResult:
-        """Judges metrics of steps."""
+        """Look at the metrics of a step."""
         return self._look(info.metrics)
 
     def on_validation(self, info: ValidationInfo) -> HookResult:
-        """Judges metrics of validations."""
+        """Look at the metrics of a validation."""
         return self._look(info.metrics)
 
     def _look(self, metrics: Mapping[str, Any]) -> Stop | None:
@@ -299,15 +301,15 @@ class EarlyStopping(Callback):
 
 
 class Tracker(Callback):
-    """Sends the numbers of every step and validation somewhere. Needs its package when it is made, on whatever machine.
+    """Sends the metrics of every step and validation to another program, whose package must be installed where it is made.
 
     If it cannot write, the run goes on: see `may_fail`.
     """
 
     packages: ClassVar[Sequence[str]] = ()
-    """Any one of these will do."""
+    """Packages of which any one is enough."""
     begun: bool = True
-    """Whether `log` may be called; False where `on_start` has to succeed first, and has not."""
+    """Whether `log` may be called; False while `on_start` has to succeed first."""
 
     def may_fail(self, hook: str, error: BaseException) -> bool:
         """Whether the run goes on in spite of `error`: an `OSError` or its consequence; once the run has begun, whatever a
@@ -334,7 +336,7 @@ class Tracker(Callback):
         self.log(info.step, _numbers(info.metrics))
 
     def on_validation(self, info: ValidationInfo) -> None:
-        """Only the loss: seconds and count of a validation would mix with those of steps."""
+        """The validation loss only: seconds and count of a validation would mix with those of steps."""
         self.log(info.step, {"validation_loss": info.validation_loss})
 
 
@@ -343,7 +345,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 REMOTE_FLUSH_S = 120.0
-"""How often event files that are not local are uploaded."""
+"""Time from one upload of a remote event file to the next."""
 
 
 class TensorBoard(Tracker):
@@ -361,14 +363,14 @@ class TensorBoard(Tracker):
         self._flushed_s = 0.0
 
     def on_start(self, info: StartInfo) -> None:
-        """Open the event file; steps that a resumed run does again replace the old ones."""
+        """Open the event file; the steps of a resumed run replace the old ones."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._directory = self.log_dir or str(Path(info.folder) / "tensorboard")
         self._write(Event(step=info.first, session_log=SessionLog(status=SessionLog.START), wall_time=time.time()))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar a metric."""
+        """Write a scalar for each metric."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.summary import scalar
@@ -377,8 +379,8 @@ class TensorBoard(Tracker):
         self._write(Event(step=step, summary=Summary(value=values), wall_time=time.time()))
 
     def _write(self, event: Any) -> None:
-        """Write in this thread: tensorboardX's `SummaryWriter` has a thread of its own, and when that dies of a full disk its
-        queue fills, and every later call waits for ever."""
+        """Write an event in this thread. A full disk ends the thread of tensorboardX's `SummaryWriter`; its queue then
+        fills, and every later call waits for ever."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.record_writer import directory_check
 
@@ -413,7 +415,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """A Weights & Biases run of the run's name; `options` go to `wandb.init`. A resumed run goes on in the same one."""
+    """Logs to a Weights & Biases run of the same name; `options` go to `wandb.init`. A resumed run continues it."""
 
     packages = ("wandb",)
 
@@ -446,7 +448,7 @@ class WandB(Tracker):
 
 
 class MLflow(Tracker):
-    """An MLflow run of the run's name. A resumed run goes on in the same one."""
+    """Logs to an MLflow run of the same name. A resumed run continues it."""
 
     packages = ("mlflow",)
 
@@ -485,12 +487,12 @@ class MLflow(Tracker):
 
 
 def _noted(note: Path) -> str | None:
-    """The id that a former start of this run has kept; None if there is none."""
+    """The tracker's run id that an earlier start of this run has stored; None if there is none."""
     return (note.read_text().strip() or None) if note.is_file() else None
 
 
 def _keep_note(note: Path, text: str) -> None:
-    """Keep an id for a resumed run, whole or not at all. Raises `OSError`, which names the file."""
+    """Store the tracker's run id for a resumed run. Raises `OSError`, which names the file."""
     from raypar.run_folder import replace_whole
 
     try:
@@ -506,9 +508,9 @@ TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB
 
 
 def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
-    """What a job file asks for: its callbacks first (they may add metrics), then early stopping, then trackers.
+    """The callbacks of a job file: its own first (they may add metrics), then early stopping, then trackers.
 
-    Raises `ConfigError` for functions that give no callback and trackers whose package is missing.
+    Raises `ConfigError` for functions that return no callback and trackers whose package is missing.
     """
     found: list[Callback] = []
     for config in job.callbacks:
@@ -534,7 +536,7 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
 
 
 def check_callbacks(given: Any) -> tuple[Callback, ...]:
-    """Callbacks as `Trainer` takes them. Raises `ConfigError` unless it is a list of objects that are `checked`."""
+    """The callbacks given to `Trainer`. Raises `ConfigError` unless `given` is a list of valid callbacks."""
     if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
         raise ConfigError(f"callbacks is {given!r}, not a list", cure=f"give a list: callbacks=[{_shown(given)}]")
     return tuple(check_callback(one, one.__name__ if isinstance(one, type) else type(one).__name__) for one in given)
@@ -547,7 +549,7 @@ def _shown(given: Any) -> str:
 
 
 def check_callback(made: Any, name: str) -> Callback:
-    """Raises `ConfigError` unless it is a `Callback`, all of whose `on_...` methods are hooks."""
+    """The callback itself. Raises `ConfigError` unless it is a `Callback` all of whose `on_...` methods are hooks."""
     if isinstance(made, type) and issubclass(made, Callback):
         raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")
     if not isinstance(made, Callback):

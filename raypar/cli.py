@@ -25,11 +25,11 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 COMMANDS = {
     "train": "train a job; leaves a run folder",
-    "resume": "go on from a run's last checkpoint, under another plan if you like",
-    "plan": "who would hold what, and how long a step would take",
+    "resume": "train on from a run's last checkpoint, under another plan if you like",
+    "plan": "placement, memory and predicted step time of a job's plan",
     "simulate": "a schedule's makespan, bubble and memory, and its picture",
-    "status": "how a run is getting on: its workers, and what has happened",
-    "drain": "a node is going to leave: runs move their work off it",
+    "status": "phase, speed and workers of a run, and what has happened to it",
+    "drain": "announce that a node will leave: runs move their work off it",
     "export": "the whole model of a run as one file",
     "prepare": "a memory-mapped token file from a text",
     "debug": "a job's whole plan in one process, with breakpoints",
@@ -50,10 +50,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit code. `--help` and `--version` leave by SystemExit, as argparse does it.
+    """Run one subcommand; returns its exit code. `--help` and `--version` raise SystemExit, as argparse does.
 
-    Without `argv` (as a command) a process that has loaded Ray leaves at once: taking torch and Ray apart object by object
-    takes a second or more, and whoever has pressed Ctrl-C waits for it.
+    Without `argv` (as a command) a process that has loaded Ray exits at once: destroying torch's and Ray's objects one by one
+    takes a second or more, for which a user who has pressed Ctrl-C would wait.
     """
     if argv is not None:
         return _guarded(argv)
@@ -129,7 +129,7 @@ def _overview() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="raypar",
         usage="raypar COMMAND ...",
-        description="Train PyTorch models on a Ray cluster, in stages, replicas and shards, with the bits of one process.",
+        description="Train PyTorch models on a Ray cluster, in stages, replicas and shards, with the results of one process.",
         epilog="commands:\n"
         + "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
         + "\n\n`raypar COMMAND --help` says more.",

@@ -41,7 +41,7 @@ from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, Valida
 from raypar.worker.weights_matching import WeightsSource
 
 _AUTO, _GIVEN = "<auto>", "<given>"
-"""Branches of `plan`, as pydantic names them in error locations; taken out again before anyone sees them."""
+"""Pydantic's names of the branches of `plan` in error locations; removed before a message is shown."""
 
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
@@ -133,11 +133,11 @@ Counts = Annotated[Any, BeforeValidator(_counts)]
 
 
 class PlanConfig(_Section):
-    """Who holds what, and in which order. `stages`: workers along the pipeline; `chunks`: stages per worker (None: the
+    """Placement and schedule. `stages`: workers along the pipeline; `chunks`: stages per worker (None: the
     schedule's default); `cuts`: first layer of stages 1, 2, ...; `warmup`: forwards before the first backward, per stage.
 
     `shards`: workers that share the layers of one replica of a stage. `styles`: pattern of layer names -> how such a layer is
-    cut over them, the first that matches counts; others get what is inferred. `sequence_parallel`: between sharded layers
+    cut over the shards; the first match counts, other layers get inferred styles. `sequence_parallel`: between sharded layers
     values [batch, sequence, features] are cut over the sequence.
     """
 
@@ -164,7 +164,7 @@ class PlanConfig(_Section):
 
     @property
     def workers(self) -> int:
-        """How many it takes."""
+        """Number of workers of the plan."""
         return sum(r * s for r, s in zip(self.replicas_per_stage, self.shards_per_stage, strict=True))
 
     @model_validator(mode="after")
@@ -214,20 +214,20 @@ class CheckpointConfig(_Section):
 
 
 class ElasticConfig(_Section):
-    """A lost worker is not the end of the run: it goes on with those left, while they are `min_workers` or more; with fewer it
-    waits for others, up to `wait_for_workers_s`.
+    """How a run survives lost workers: it continues with the others while there are `min_workers` or more; with fewer it waits
+    for others, up to `wait_for_workers_s`.
 
-    Missing workers are replaced, up to `max_workers` (None: as many as the plan has); `standbys` more are started and wait,
-    so that a seat that gets empty is filled at once. Those that join get a seat between two steps, when all are there or
+    Lost workers are replaced, up to `max_workers` (None: as many as the plan has). `standbys` extra workers are started and
+    wait, so that an empty seat is filled at once. Joining workers get seats between two steps, when all have started or
     `grow_after_s` after the first, if that saves more time than the move costs.
 
-    `step_deadline_s`: a step that takes longer than this and than 5 times the longest of the last 100 steps has hung; who does
-    not answer then is given up. Who holds the only copy of a state (one in the mirror is another copy) is waited for
-    `last_copy_wait_s` more, while nothing says that its process or its node has ended. `mirror`: copies of the state in the
-    memory of two workers, for when the last live copy dies; every so many steps, or `auto`: as often as it costs 2 % of the
-    time.
-    `stragglers`: a worker that computes more than `straggler_times` as long as its replicas for 20 steps in a row (where a
-    stage has one replica: as in its own first 20) is only reported, or leaves when another one can take its place (`replace`).
+    `step_deadline_s`: a step has hung if it takes longer than this and than 5 times the longest of the last 100 steps; workers
+    that do not answer then are given up. A worker with the only copy of some state (a copy in the mirror counts as another) is
+    waited for `last_copy_wait_s` longer, while nothing says that its process or its node has ended. `mirror`: how often the
+    state is copied to another worker's memory, for when the last live copy dies: every so many steps, or `auto`, as often as
+    2 % of the time allows.
+    `stragglers`: a worker that computes more than `straggler_times` as long as its replicas for 20 steps in a row (in a stage
+    with one replica: as its own first 20) is reported (`report`), or leaves when another can take its place (`replace`).
     """
 
     min_workers: PositiveInt = 1
@@ -328,8 +328,8 @@ class TrackerConfig(_Section):
 
 
 class Job(_Section):
-    """A whole job file. `device`: what every worker has one of; the bits of one kind are not those of the other. `max_time_s`,
-    `wait_for_workers_s`: seconds; `trace_every`: steps between kept traces, 0: a few."""
+    """A whole job file. `device`: results on CPUs and GPUs differ. `max_time_s`, `wait_for_workers_s`: seconds;
+    `trace_every`: steps between measured steps, 0: a few."""
 
     name: str
     seed: int = 0
@@ -392,7 +392,7 @@ class Job(_Section):
 
     @property
     def plan_is_auto(self) -> bool:
-        """Whether the planner is to choose."""
+        """Whether the planner chooses the plan."""
         return self.plan == "auto"
 
     @property
@@ -419,7 +419,7 @@ class Job(_Section):
         return self.plan
 
     def to_spec(self) -> JobSpec:
-        """What the job is, apart from any plan."""
+        """The job as a `JobSpec`, with nothing about the cluster."""
         validation = self.validation
         plan = self.plan if isinstance(self.plan, PlanConfig) else PlanConfig()
         return JobSpec(
@@ -488,7 +488,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def parse_job(text: str, overrides: Sequence[str] = (), *, source: str = "job", name: str | None = None) -> Job:
-    """`load_job` of a text; `name`: of the job, should the text give none; `source`: for messages."""
+    """The job in a YAML text. `name`: the job's name if the text gives none; `source`: name of the text in messages."""
     tree = parse_yaml(text, source)
     if not isinstance(tree, dict):
         raise ConfigError(f"{source} holds a {type(tree).__name__}, not keys and values", cure=f"keys: {', '.join(_keys(Job))}")
@@ -604,7 +604,7 @@ def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
 
 
 def _nearest(key: str, path: Sequence[str | int]) -> str | None:
-    """The full name of the key of that very name in another section, else of the most similar one here."""
+    """The full name of a key of the same name in another section, else of the most similar key in this one."""
     elsewhere = [k for k in _all_keys(Job) if k.rpartition(".")[2] == key]
     if elsewhere:
         return elsewhere[0]
@@ -613,7 +613,7 @@ def _nearest(key: str, path: Sequence[str | int]) -> str | None:
 
 
 def _told(error: ValidationError, inside: tuple[str, ...], *, of_trainer: bool = False) -> ConfigError:
-    """One error for all findings; `inside`: the section that was checked alone; `of_trainer`: for who has called `Trainer`."""
+    """One error for all of pydantic's findings. `inside`: the section that was checked; `of_trainer`: name arguments."""
     found = [_explain({**one, "loc": (*inside, *one["loc"])}, of_trainer) for one in error.errors()]
     return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
 

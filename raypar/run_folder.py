@@ -1,4 +1,4 @@
-"""The folder of one run: where everything lies, how it is made and found again. `run_dir/NAME/`."""
+"""The folder of one run, `run_dir/NAME/`: its files, how it is made, found, locked, read and written."""
 
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
             cure="give the path of a folder (on a cluster, of storage that all nodes have mounted), and copy to or from there",
         )
     return Path(given)
+
+
+def resume_argument(path: str | os.PathLike[str]) -> str:
+    """What `raypar resume` and `raypar export` find a run by from here: its name under runs/, else its path."""
+    found = Path(path)
+    return found.name if found.parent == Path("runs") else os.fspath(path)
 
 
 @dataclass(frozen=True)

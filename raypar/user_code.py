@@ -1,4 +1,4 @@
-"""Which exceptions of user code are caught, and how a real Ctrl-C is told from a `KeyboardInterrupt` that user code raises.
+"""User code: where it is imported from, which of its exceptions are caught, and how a real Ctrl-C is told from its own.
 
 `SystemExit` (`sys.exit()` in a data set) and `KeyboardInterrupt` are no `Exception`: uncaught, the one ends a worker without a
 message and the other looks like a Ctrl-C. Wherever user code is called, `USER_CODE_ERRORS` is caught instead of `Exception`.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 USER_CODE_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
@@ -61,3 +63,9 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt (raised by the code itself: nobody has pressed Ctrl-C)"
     return f"{type(error).__name__}: {error}"
+
+
+def make_importable(folder: Path) -> None:
+    """Let functions of a job file be imported from the folder that the job was started in; workers inherit this path."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

@@ -26,11 +26,14 @@ from raypar.actors import client
 from raypar.actors.driver_actor import DriverActor
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.transport import run_routine
-from raypar.launch import Options, choose, launch, make_importable
+from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.launch_run import launch_run
+from raypar.launch.run_options import RunOptions
 from raypar.plan import ParallelPlan, Routing
 from raypar.run_folder import RunFolder
 from raypar.schedule import registry
 from raypar.schedule.instructions import ExchangeTies, OptimizerStep, Reduce, Vote
+from raypar.user_code import make_importable
 from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.worker_core import WorkerCore
@@ -94,10 +97,10 @@ def run(microbatches: int, steps: int) -> dict[str, int]:
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         place = RunFolder.create(folder, "control")
-        options = Options(folder=lambda planned: place)
-        result = launch(
+        options = RunOptions(folder=lambda planned: place)
+        result = launch_run(
             spec,
-            lambda checked: choose(spec, checked, lambda layers: plan, "1f1b", plan.world),
+            lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", plan.world),
             options,
             lambda event: None,
         )

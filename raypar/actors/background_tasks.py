@@ -1,4 +1,4 @@
-"""Work that goes on beside the driver's loop; what goes wrong in it is told to the machine."""
+"""Tasks that run beside the driver's loop; their failures become events of the run machine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from raypar.errors import RayparError, UserCodeError
 
 
 class BackgroundTasks:
-    """`post`: gives an event to the machine."""
+    """Starts tasks, holds on to them while they run, and reports those that raise."""
 
     def __init__(self, post: Callable[[on.Event], None]) -> None:
         self.post = post
+        """Gives an event to the run machine."""
         self._open: set[asyncio.Task[None]] = set()
+        """Tasks that have not ended: asyncio alone would let them be garbage-collected."""
 
     def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        """Begin it; it is kept until it ends."""
+        """Start a task in the background; returns the task."""
         task: asyncio.Task[None] = asyncio.ensure_future(work)
         self._open.add(task)
         task.add_done_callback(self._settled)
         return task
 
     def _settled(self, task: asyncio.Task[None]) -> None:
-        """A task that raised is a mistake of ours; it must end the run, not leave it waiting for an event that never comes."""
+        """End the run if the task raised: that is a bug of raypar, and the run would wait for an event that never comes."""
         self._open.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             text = "".join(traceback.format_exception(error)).rstrip()
@@ -33,7 +35,7 @@ class BackgroundTasks:
             self.post(on.CallFailed("error", wrong))
 
     async def guarded(self, work: Awaitable[on.Event | None]) -> None:
-        """What it returns, or the failure that it raises, goes to the machine."""
+        """Await `work`; post the event that it returns, or the failure that it raises."""
         try:
             event = await work
         except RayparError as error:

@@ -1,4 +1,4 @@
-"""A checkpoint, from the members' snapshots to its name, while training goes on."""
+"""Writes one checkpoint while training continues: snapshots on all workers, files, manifest, final name."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from raypar.errors import RayparError
 
 @dataclass
 class CheckpointTask:
-    """Ends in `SnapshotTaken`, after which training may go on, and then `CheckpointSaved`; or in `CheckpointFailed`.
-
-    `post`: gives an event to
-    the machine."""
+    """Posts `SnapshotTaken`, after which training may continue, and then `CheckpointSaved`; or `CheckpointFailed`."""
 
     machine: RunMachine
     pool: WorkerPool
@@ -30,12 +27,13 @@ class CheckpointTask:
     side_effects: SideEffectThread
     calls: WorkerCalls
     post: Callable[[on.Event], None]
+    """Gives an event to the run machine."""
 
     def __post_init__(self) -> None:
         self._disk = ThreadPoolExecutor(1, "raypar-disk")
 
     async def save(self, done: int) -> None:
-        """Snapshot on every worker, then, while training goes on, wait for the files and give the checkpoint its name."""
+        """Take a snapshot on every worker; then, while training continues, wait for the files and commit the checkpoint."""
         generation, recorder = self.machine.generation, self.recorder
         try:
             folder = await asyncio.to_thread(recorder.checkpoint_begin, done)

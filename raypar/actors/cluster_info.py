@@ -1,4 +1,4 @@
-"""What the cluster has, what it can ever have, and which of its nodes are going to leave."""
+"""What Ray knows of the cluster: its CPUs and GPUs, how far an autoscaler may grow it, and which nodes are being drained."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class ClusterCapacity:
-    """Logical CPUs and GPUs of the cluster.
-
-    `ever`, `gpus_ever`: what an autoscaler may bring them to, if it says so; else None. `grows`: whether there is an autoscaler
-    that may add nodes.
-    """
+    """Logical CPUs and GPUs of the cluster, now and at most."""
 
     nodes: int
+    """Nodes that are alive."""
     total: int
+    """CPUs of these nodes."""
     free: int
+    """CPUs that nothing uses."""
     ever: int | None
+    """CPUs to which an autoscaler may grow the cluster; None if it does not say."""
     gpus: int = 0
+    """GPUs of the nodes that are alive."""
     gpus_ever: int | None = None
+    """GPUs to which an autoscaler may grow the cluster; None if it does not say."""
     grows: bool = False
+    """Whether there is an autoscaler that may add nodes."""
 
 
 def cluster_capacity() -> ClusterCapacity:
-    """Ask Ray. `free` lags a little behind."""
+    """The capacity that Ray reports. `free` lags a little behind."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     total = sum(node["Resources"].get("CPU", 0.0) for node in alive)
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive)
@@ -50,14 +53,14 @@ def cluster_capacity() -> ClusterCapacity:
 
 
 def max_workers_per_node(gpus: int = 0) -> int:
-    """Workers of 1 CPU, and of `gpus` GPUs, for which the node that can take most has the hardware."""
+    """The most workers that one node has the hardware for, each with 1 CPU and `gpus` GPUs."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     each = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
     return max((min(int(has.get(kind, 0.0) // needed) for kind, needed in each.items()) for has in alive), default=0)
 
 
 def autoscaler_capacity(resource: str) -> int | None:
-    """What an autoscaler may bring, from the cluster configuration it publishes; Ray offers this in a private place only."""
+    """How much of `resource` an autoscaler may bring, from its published configuration, which only a private API of Ray has."""
     try:
         from ray._private.state import state
 
@@ -70,14 +73,14 @@ def autoscaler_capacity(resource: str) -> int | None:
 AUTOSCALER_STATUS = b"__autoscaling_status"
 """Key of Ray's key-value store under which the autoscaler (version 1) keeps its status, as JSON."""
 ANONYMOUS = re.compile(r"node_[0-9a-f]{56}")
-"""Node type that Ray makes up where nobody has defined types. The autoscaler, which every head runs, then adds no nodes."""
+"""Name that Ray makes up for a node type nobody has defined. The autoscaler of every head then adds no nodes."""
 
 
 def has_autoscaler() -> bool:
     """Whether an autoscaler runs that may add nodes.
 
-    Ray 2.60 never publishes how far an autoscaler goes (`autoscaled` is None); both of its autoscalers publish a status. Only
-    private parts of Ray read it, hence the broad `suppress`: with a Ray that lacks them no autoscaler is seen.
+    Ray 2.60 never publishes how far an autoscaler goes (`autoscaler_capacity` is None), but both of its autoscalers publish a
+    status. Only private parts of Ray read the status, hence the broad `suppress`: without them no autoscaler is seen.
     """
     with contextlib.suppress(Exception):
         if defines_node_types(_internal_kv_get(AUTOSCALER_STATUS)):
@@ -92,7 +95,7 @@ def has_autoscaler() -> bool:
 
 
 def defines_node_types(status: bytes | None) -> bool:
-    """Whether the status of an autoscaler of version 1 has node types that somebody has defined, so that it can add nodes."""
+    """Whether the status of a version 1 autoscaler names user-defined node types, so that it can add nodes."""
     try:
         report = json.loads(status or b"{}").get("autoscaler_report") or {}
     except ValueError:
@@ -102,15 +105,15 @@ def defines_node_types(status: bytes | None) -> bool:
 
 
 def is_user_defined(node_type: str) -> bool:
-    """Whether somebody has given the node type this name."""
+    """Whether a user has given the node type this name."""
     return bool(node_type) and ANONYMOUS.fullmatch(node_type) is None
 
 
 def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan: str = "") -> None:
     """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one.
 
-    `plan`: how it comes to so many, for the message. Where an autoscaler runs that does not say how far it goes, nothing is
-    raised: workers are waited for.
+    `plan`: the plan in words, for the message. Nothing is raised where an autoscaler runs that does not say how far it goes:
+    the run then waits for workers.
     """
     if cluster.grows and cluster.ever is None:
         return
@@ -131,7 +134,7 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One that is alive. `node`: Ray's id in hex; `ip`: its address, shared by the nodes of one machine."""
+    """A live node. `node`: Ray's id in hex; `ip`: its address, which all nodes of one machine share."""
 
     node: str
     ip: str
@@ -143,7 +146,7 @@ class ClusterNode:
 
 
 def nodes_at(address: str) -> list[ClusterNode]:
-    """The nodes of the cluster whose control store answers at `host:port`; this process need not have joined it.
+    """The live nodes of the cluster whose control store answers at `host:port`; this process need not have joined it.
 
     Raises `ClusterError`.
     """
@@ -164,7 +167,7 @@ def nodes_at(address: str) -> list[ClusterNode]:
 
 
 def draining_nodes_at(address: str) -> dict[str, float]:
-    """As `draining_nodes`, of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
+    """`draining_nodes` of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
     with _private("draining nodes cannot be seen"):
         options = ray._raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
         accessor = ray._raylet.GlobalStateAccessor(options)
@@ -175,7 +178,7 @@ def draining_nodes_at(address: str) -> dict[str, float]:
 
 
 def find_node(word: str, nodes: Sequence[ClusterNode]) -> ClusterNode:
-    """The node whose id begins with `word`, or whose address it is. Raises `ConfigError` unless there is exactly one."""
+    """The node whose id begins with `word`, or whose address is `word`. Raises `ConfigError` unless there is exactly one."""
     found = [node for node in nodes if node.node.startswith(word.lower())] or [node for node in nodes if node.ip == word]
     if len(found) == 1:
         return found[0]
@@ -186,10 +189,10 @@ def find_node(word: str, nodes: Sequence[ClusterNode]) -> ClusterNode:
 
 
 def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) -> None:
-    """Tell Ray that a node is going to leave in `deadline_s` seconds, as a cloud does before it takes a machine back.
+    """Tell Ray that a node leaves in `deadline_s` seconds, as a cloud does before it takes a machine back.
 
-    The node takes nothing new, and its raylet ends when nothing runs there any more; what runs there Ray leaves alone. Who
-    polls `draining_nodes` moves it off. Raises `ConfigError` for the head, without which there is no cluster.
+    Ray starts nothing new on the node, leaves alone what runs there, and ends its raylet once nothing does. A run that polls
+    `draining_nodes` moves its workers off. Raises `ConfigError` for the head, without which there is no cluster.
     """
     if node.head:
         raise ConfigError(
@@ -208,14 +211,14 @@ def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) 
 
 
 def dead_nodes() -> set[str]:
-    """Ids of those that Ray's node table has as dead."""
+    """Ids of the nodes that Ray has marked dead."""
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
 
 def draining_nodes() -> dict[str, float]:
-    """Ids in hex of the nodes that are going to leave, and when (Unix time, s; infinite if nobody said). Blocks for a moment.
+    """Ids in hex of the draining nodes, each with its deadline (Unix time, s; infinite if none was given). Blocks briefly.
 
-    Ray offers this in a private place only, which Ray Train polls too. Raises `ClusterError` where it is gone.
+    Only a private API of Ray offers this; Ray Train polls it too. Raises `ClusterError` where it is gone.
     """
     with _private("draining nodes cannot be seen"):
         found: dict[str, int] = ray._private.state.state.get_draining_nodes()
@@ -223,13 +226,13 @@ def draining_nodes() -> dict[str, float]:
 
 
 def _moments(found: dict[str, int]) -> dict[str, float]:
-    """Deadlines of Ray (ms, 0 for none) in seconds."""
+    """Ray's deadlines (ms, 0 for none) in seconds."""
     return {node: at / 1000 if at > 0 else math.inf for node, at in found.items()}
 
 
 @contextlib.contextmanager
 def _private(what: str) -> Iterator[None]:
-    """Names that are private to Ray may be gone in another version."""
+    """Turn the absence of a private API of Ray, which other versions may lack, into a `ClusterError`."""
     try:
         for name in ("_private.state", "_raylet", "core.generated.autoscaler_pb2", "core.generated.gcs_pb2"):
             importlib.import_module(f"ray.{name}")

@@ -1,7 +1,7 @@
-"""The driver of one run: an event loop around `elastic.run_machine`; it decides nothing and computes nothing by itself.
+"""The driver of one run: an event loop around `elastic.run_machine`, which makes all decisions.
 
-Every event goes through the machine; every decision is carried out here, by those that the driver has for it. What they do
-ends in events again.
+Every event goes to the run machine. The driver carries out what the machine decides, with the objects that `_set_up`
+makes; whatever comes of that is an event again.
 """
 
 from __future__ import annotations
@@ -47,30 +47,42 @@ from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
 from raypar.plan.ownership import Ownership
 
 TICK_S = 0.25
+"""Time from one `Tick` event to the next."""
 ABANDONED_S = 300.0
-"""A run that no client has asked for news for so long is saved and ended."""
+"""Time without a client after which the run is saved and ended."""
 BEGIN_AGAIN_S = 60.0
+"""How long a restarted driver tries to find the run in Ray's store."""
 ASK_AGAIN_S = 0.25
+"""Time from one try to the next of a restarted driver to call itself."""
 
 
 class DriverActor:
-    """Async actor: `start` it, then poll `events` until one says that the run is over.
+    """Async actor: call `start`, then poll `events` until one says that the run is over.
 
-    Of an elastic run Ray starts it again when it dies: it then finds the run in the journal and starts by itself.
+    Ray restarts the driver of an elastic run when it dies. The new driver finds the run in the journal and starts by itself.
     """
 
     def __init__(self, run: str) -> None:
         self.run = run
+        """The run's name."""
         self.journal = Journal(run)
+        """The state of the run that outlives this driver."""
         self.feed = EventFeed()
+        """What the client is told."""
         self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
-        """From the very beginning: Ctrl-C may come before the request."""
+        """Events for the run machine. Made before the request is known: Ctrl-C may come first."""
         self.tasks = BackgroundTasks(self.queue.put_nowait)
+        """Work beside the event loop."""
         self.starting = asyncio.Lock()
-        self.asked = self.begun = False
+        """Held by `start`: a client and a restarted driver may call it at the same time."""
+        self.asked = False
+        """Whether `begin_again` has been called."""
+        self.begun = False
+        """Whether `start` has found or been given a request."""
         self.finding = False
-        """Taking over: who the members are is not known yet."""
+        """Whether this driver is taking over and does not know the members yet."""
         self.step_calls = 0
+        """Calls to workers for steps, for the report at the end."""
         context = ray.get_runtime_context()
         with warnings.catch_warnings():  # Ray asks itself by a name that it has deprecated
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -79,13 +91,17 @@ class DriverActor:
             threading.Thread(target=self._ask_to_begin, args=(context.current_actor,), name="raypar-begin", daemon=True).start()
 
     def _ask_to_begin(self, itself: Any) -> None:
-        """Until it has heard: while the news that this actor is back has not reached its own process, Ray drops what it calls
-        ("The actor is restarting"), whatever the number of retries."""
+        """Call this actor's own `begin_again` until the call arrives.
+
+        Ray drops the actor's calls to itself ("The actor is restarting"), whatever the number of retries, until its own process
+        knows that the actor is back.
+        """
         while not self.asked:
             with contextlib.suppress(Exception):  # not `ray.get`, which would warn: this is an actor with an event loop
                 itself.begin_again.remote().future().result(ASK_AGAIN_S)
 
     def _set_up(self, request: RunRequest, credential: RunCredential) -> None:
+        """Make the run machine and the objects that carry out what it decides; the request is known now."""
         journal, feed, tasks = self.journal, self.feed, self.tasks
         self.request = request
         self.machine = machine = RunMachine(
@@ -111,8 +127,11 @@ class DriverActor:
     # -- called by the client ----------------------------------------------------------------------------------------------
 
     async def start(self, request: RunRequest | None = None) -> None:
-        """Begin, or, without a request, go on with the run that is in the journal; returns at once. When there is none, its
-        driver died before it had kept the request: the client brings it again."""
+        """Begin the run of `request`, or continue the run in the journal; returns at once.
+
+        Without a request and without a run in the journal nothing happens: the former driver died before it had stored the
+        request, and the client sends it again.
+        """
         async with self.starting:
             if self.begun:
                 return
@@ -135,8 +154,10 @@ class DriverActor:
             self.tasks.spawn(self.tasks.guarded(self.beginning.start()))
 
     async def begin_again(self) -> None:
-        """`start` of a driver that Ray has started again. Nobody waits for its answer, so a store that does not answer is asked
-        again for a while, and then the client is told."""
+        """Continue the run after Ray has restarted this driver.
+
+        Nobody awaits this call, so it retries for `BEGIN_AGAIN_S` if Ray's store does not answer, and then tells the client.
+        """
         if self.asked:
             return
         self.asked = True
@@ -154,7 +175,7 @@ class DriverActor:
             await asyncio.sleep(TICK_S)
 
     async def _go_on(self, record: MembershipRecord) -> None:
-        """What was told meanwhile (Ctrl-C, a worker that has started) is heard after where the run stands."""
+        """Take over the run, then start the loop. Events that came meanwhile are handled after the takeover's own event."""
         await self.tasks.guarded(self._take_over(record))
         told = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
         for event in (told[-1], *told[:-1]):
@@ -162,11 +183,13 @@ class DriverActor:
         self.tasks.spawn(self._run())
 
     async def _take_over(self, record: MembershipRecord) -> on.Event:
+        """The event of the takeover."""
         event = await self.beginning.take_over(record)
         self.finding = False
         return event
 
     def _begin_journal(self, request: RunRequest) -> None:
+        """Start the run's journal anew, with the request and a new credential."""
         self.journal.erase()
         self.journal.put_credential(RunCredential.fresh(request.run))
         self.journal.put_request(request)
@@ -177,17 +200,17 @@ class DriverActor:
         return await self.feed.after(epoch, cursor, wait_s)
 
     async def alone_s(self) -> float:
-        """For how long no client has asked for news."""
+        """Seconds since a client last polled."""
         return time.monotonic() - self.feed.heard_s
 
     async def stop(self, reason: str, grace_s: float) -> None:
-        """Ctrl-C: finish or void the steps in flight, save, end."""
+        """Ctrl-C: finish the steps in flight within `grace_s`, or void them; save; end."""
         self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Until the machine is over. A mistake in here must not leave actors behind either."""
+        """Handle events until the run is over. A bug in here must not leave actors behind either."""
         self.tasks.spawn(self._tick())
         self.tasks.spawn(self.registry.watch(self.request.silent_s, lambda: self.machine.phase is Phase.OVER))
         try:
@@ -207,6 +230,7 @@ class DriverActor:
             self.tasks.spawn(self.ending.end(do.Teardown("failed", str(error), self.machine.emitted, wrong), self.step_calls))
 
     async def _tick(self) -> None:
+        """Post a `Tick` four times a second; stop the run after its maximal time, or when no client polls any more."""
         self.feed.heard_s = time.monotonic()
         start = self.feed.heard_s - self.recorder.age_s
         while self.machine.phase is not Phase.OVER:
@@ -231,6 +255,7 @@ class DriverActor:
                 self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
     def _carry_out(self, decision: do.Decision) -> None:
+        """Begin what the machine has decided about steps, and what it wants people to know; the outcome becomes an event."""
         generation, seen = self.machine.generation, self.side_effects.seen
         match decision.action:
             case do.RunStep(step, cut):
@@ -272,6 +297,12 @@ class DriverActor:
                 self.side_effects.note("note", text=text)
             case do.ReportStraggler():
                 self._straggles(decision.action)
+            case _:
+                self._change_membership(decision)
+
+    def _change_membership(self, decision: do.Decision) -> None:
+        """Begin what the machine has decided about workers, the next generation, and the end of the run."""
+        match decision.action:
             case do.StartWorker(worker):
                 self.tasks.spawn(self._hire(worker))
             case do.FirstStepAfterRecovery():
@@ -301,10 +332,13 @@ class DriverActor:
                     self._lost(worker, event_text.give_up_reason(why))
             case do.Teardown():
                 self.tasks.spawn(self.ending.end(decision.action, self.step_calls))
+            case _:
+                raise TypeError(f"the driver cannot carry out {decision.action!r}")
 
     # -- workers that come and go --------------------------------------------------------------------------------------------
 
     async def _hire(self, number: int) -> None:
+        """Start one more worker, under a number that no other worker ever gets."""
         request = self.request
         await asyncio.to_thread(self.journal.hired, number)
         text = f"a worker is wanted: worker {number} starts as soon as there is room"
@@ -312,7 +346,7 @@ class DriverActor:
         await self.registry.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
 
     def _lost(self, number: int, why: str, with_node: bool = False) -> None:
-        """Told once, and so is its node, if that is lost; what is left of it is removed."""
+        """Report a lost worker, once, and its node if that is lost too; remove what is left of the worker."""
         if number not in self.pool.workers:
             return
         coordinate, who = self.calls.coordinate(number), self.registry.who(number)
@@ -323,7 +357,7 @@ class DriverActor:
             self.side_effects.note("node", **node)
 
     def _straggles(self, found: do.ReportStraggler) -> None:
-        """Told in one line; the next worker is to be hired elsewhere when this one leaves."""
+        """Report a straggler. If it has to leave, the worker in its place is started on another node."""
         coordinate, who = self.calls.coordinate(found.worker), self.registry.who(found.worker)
         if found.leaves and not found.over:
             self.registry.slow(found.worker)
@@ -340,6 +374,7 @@ class DriverActor:
         return report
 
     def _check_replay(self, step: int, doubted: bool) -> None:
+        """Compare a replayed step with its first execution; `doubted`: the first one may have been wrong, so only warn."""
         changed = self.reports.changed(step)
         if changed is None:
             return
@@ -357,7 +392,7 @@ class DriverActor:
             self.queue.put_nowait(on.CallFailed("error", error))
 
     def _keep_status(self) -> None:
-        """members.json, if anything in it has changed."""
+        """Write members.json if anything in it has changed."""
         text = None if self.finding else self.status.changed(self.machine, self.registry.who, self.plans.schedule)
         if text is not None:
             self.side_effects.aside(self.recorder.keep_status, text)

@@ -1,4 +1,4 @@
-"""How a driver ends: everything of the run is removed, the client is told, and only then the actor leaves."""
+"""The end of a driver: it removes everything of the run, tells the client, and only then exits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLIENT_GONE_S = 60.0
 
 @dataclass
 class DriverShutdown:
-    """`keep_status`: writes members.json."""
+    """Ends the run on the cluster and this driver with it."""
 
     journal: Journal
     pool: WorkerPool
@@ -33,11 +33,12 @@ class DriverShutdown:
     side_effects: SideEffectThread
     feed: EventFeed
     keep_status: Callable[[], None]
+    """Writes members.json."""
 
     async def end(self, teardown: do.Teardown, step_calls: int) -> None:
-        """Remove everything, then tell the client. The actor itself leaves when the client has seen it, or is gone."""
+        """Remove everything, tell the client, and exit once the client has seen the end or is gone."""
         facts = {"end": teardown.end, "why": teardown.why, "done": teardown.done, "error": pickle_error(teardown.error)}
-        if teardown.end == "deposed":  # another driver goes on with the workers, the journal and the run folder
+        if teardown.end == "deposed":  # another driver uses the workers, the journal and the run folder
             self.feed.tell("end", **facts)
             return
         with contextlib.suppress(Exception):
@@ -56,7 +57,7 @@ class DriverShutdown:
         await self._leave(facts)
 
     async def again(self, facts: dict[str, Any]) -> None:
-        """A driver that was killed while it ended the run: what is left to do of that is done, whatever goes wrong in it."""
+        """Finish the end that a former driver had begun when it was killed; a failing part does not stop the others."""
         for work in (lambda: remove_leftovers(self.pool.run), lambda: self.recorder.finish(facts)):
             try:
                 await asyncio.to_thread(work)
@@ -66,6 +67,7 @@ class DriverShutdown:
         await self._leave(facts)
 
     async def _leave(self, facts: dict[str, Any]) -> None:
+        """Tell the end; once the client has seen it or is gone, erase the journal and end this actor."""
         self.feed.tell("end", **facts)
         self.feed.heard_s = time.monotonic()
         while time.monotonic() - self.feed.heard_s < CLIENT_GONE_S:

@@ -1,4 +1,4 @@
-"""How a driver begins: with new workers, or with those of a driver that is gone."""
+"""The start of a driver: with new workers, or with the workers of a former driver."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from raypar.plan.ownership import state_keys
 
 @dataclass
 class DriverStart:
-    """`start` or `take_over`; each returns the event that the machine waits for, or raises what ends the run."""
+    """`start` or `take_over`: each returns the event that the run machine waits for, or raises the error that ends the run."""
 
     request: RunRequest
     machine: RunMachine
@@ -51,8 +51,10 @@ class DriverStart:
     feed: EventFeed
 
     async def start(self) -> on.Event | None:
-        """Place and start the workers of the job's plan, and build their stages. None when one was lost on the way: the
-        machine has been told, and an elastic run goes on with the others."""
+        """Place and start the workers of the job's plan, and build their stages.
+
+        None if a worker was lost on the way: the machine has been told, and an elastic run continues with the others.
+        """
         request, plan, recorder = self.request, self.request.plan, self.recorder
         swept = await asyncio.to_thread(remove_leftovers, request.run)
         if swept:
@@ -106,8 +108,11 @@ class DriverStart:
         return on.WorkersReady()
 
     async def _everybody(self, call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
-        """All workers' answers by number; the most blameworthy failure of several is raised. Those of an elastic run that are
-        lost are told to the machine, and left out."""
+        """Call every worker; the answers by worker number.
+
+        Of several failures the most telling one is raised: of user code, then of raypar, then a loss. An elastic run reports
+        lost workers to the machine instead and leaves them out of the answers.
+        """
         numbers = list(self.pool.workers)
         asking = [asyncio.ensure_future(self.calls.ask(n, call(n, self.pool.workers[n]))) for n in numbers]
         waiting, start_s = set(asking), time.monotonic()
@@ -142,7 +147,7 @@ class DriverStart:
         return {n: a for n, a in answers.items() if n not in failed}
 
     async def take_over(self, record: MembershipRecord) -> on.Event:
-        """Find the workers of a driver that is gone, and what people have seen of the run."""
+        """Find the workers of the former driver, and what the user has seen of the run."""
         request, recorder = self.request, self.recorder
         await asyncio.to_thread(self.pool.find)
         workers = dict(self.pool.workers)

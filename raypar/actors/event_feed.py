@@ -1,4 +1,4 @@
-"""What a driver tells its client, in order, kept until the client has it."""
+"""The events that a driver sends its client, in order, each kept until the client has received it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from typing import Any
 
 
 class EventFeed:
-    """One client asks again and again for what came after the last line it has."""
+    """A queue that one client polls: it asks for the events after the last one it has."""
 
     def __init__(self) -> None:
         self.epoch = time.time_ns()
-        """Tells the client that the lines are another driver's."""
+        """Identifies this driver: another epoch tells the client that the driver was replaced."""
         self.heard_s = time.monotonic()
-        """When the client asked last."""
+        """When the client last polled."""
         self._kept: list[dict[str, Any]] = []
+        """Events that the client may not have received."""
         self._heard = 0
-        """So many came before those kept: the client has them."""
+        """Number of events before `_kept`: the client has received them."""
         self._more = asyncio.Condition()
+        """Notified when an event is added."""
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """One line more, from within the event loop."""
+        """Add an event. Call it from within the event loop only."""
         self._kept.append({"kind": kind, "time": time.time(), **facts})
         asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
 
     def pass_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Lines that somebody else has made, each with its `kind`."""
+        """Add events that are complete already, each with its `kind`."""
         for line in lines:
             self.tell(**line)
 
     async def after(self, epoch: int, cursor: int, wait_s: float) -> tuple[list[dict[str, Any]], int, int]:
-        """What came after `cursor` of `epoch`, waiting up to `wait_s` for more; the epoch here, and the next cursor. What came
-        before is forgotten. Another epoch's cursor means nothing here: all that is kept is given."""
+        """(events after `cursor`, this driver's epoch, the next cursor); waits up to `wait_s` for an event.
+
+        Events before `cursor` are dropped. A cursor of another `epoch` means nothing here: then all events are returned.
+        """
         self.heard_s = time.monotonic()
         async with self._more:
             if epoch == self.epoch:

@@ -1,4 +1,4 @@
-"""What happened to workers and generations, as the driver tells it: sentences and facts. Pure."""
+"""Events about workers and generations, as sentences for users and as facts for programs. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypar.plan import ParallelPlan
 
 
 def describe_generation(order: AdoptPlan) -> str:
-    """A new generation: who is in it, its plan, and where its state comes from."""
+    """A new generation in words: number of workers, plan, and where the state comes from."""
     moved = sum(move.piece.size for move in order.moves)
     state = f"{moved:,} parameters and their optimizer state move"
     if order.load:
@@ -23,7 +23,7 @@ def describe_generation(order: AdoptPlan) -> str:
 
 
 def generation_facts(order: AdoptPlan, schedule: str) -> dict[str, Any]:
-    """The same for programs. `state`: beginning, checkpoint, cut or live; `moved_elements`: of parameters."""
+    """A new generation as data. `state`: beginning, checkpoint, cut (the mirror's) or live; `moved_elements`: of parameters."""
     if order.load:
         state = "checkpoint" if order.done else "beginning"
     else:
@@ -41,36 +41,36 @@ def generation_facts(order: AdoptPlan, schedule: str) -> dict[str, Any]:
 
 
 def format_shards(plan: ParallelPlan) -> str:
-    """Over how many shards its layers are cut: `2`, or `2/1` where stages differ."""
+    """The number of shards of a plan's layers as text: `2`, or `2/1` where stages differ."""
     return "/".join(str(count) for count, _ in groupby(shards_by_layer(plan)))
 
 
 def shards_by_layer(plan: ParallelPlan) -> tuple[int, ...]:
-    """Number of shards of every layer: the only thing of a plan on which the bits depend."""
+    """Number of shards of every layer: the only part of a plan on which results depend."""
     return tuple(stage.shards for stage in plan.stages for _ in range(stage.first, stage.last))
 
 
 def resumed_text(order: AdoptPlan, seconds: float, again: int) -> str:
-    """The first step of a new generation is committed; `again`: steps that people have seen already."""
+    """The line when a new generation has committed its first step. `again`: steps to replay, which were reported before."""
     text = f"training goes on with {len(order.members)} workers, {order.plan.describe()}, after {seconds:.2f} s"
     return f"{text}; {again} steps are executed again" if again else text
 
 
 def worker_lost_event(coordinate: str, who: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """A worker is gone, in words and facts. `who`: as `WorkerRegistry.who` says it."""
+    """The event of a lost worker: text and facts. `who`: facts of the worker (`WorkerRegistry.who`)."""
     where = f", node {who['node']}, pid {who['pid']}" if "pid" in who else ""
     text = f"{coordinate} (worker {who['worker']}{where}) is lost: {why}"
     return {"text": text, "coordinate": coordinate, "why": why, **who}
 
 
 def give_up_reason(why: str) -> str:
-    """Why a worker is lost that has not died: it hangs, cannot be reached, or computes wrongly."""
+    """Why a worker that has not died is given up: it hangs, cannot be reached, or computes wrongly."""
     cause = "did not answer (it hangs, or cannot be reached)" if why == "did not answer" else why
     return f"{cause}; its process is killed"
 
 
 def straggler_text(found: ReportStraggler, coordinate: str, who: Mapping[str, Any]) -> str:
-    """A worker is slow, or is not slow any more."""
+    """The line when a worker has become slow, or is not slow any more."""
     place = coordinate.partition("(")[2].rstrip(")")
     at = f"worker {found.worker} ({place}, node {who.get('node', 'unknown')})"
     like = "in its first steps" if found.alone else "its replicas"

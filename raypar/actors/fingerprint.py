@@ -1,4 +1,6 @@
-"""What a worker computes with: versions, processor or GPU, threads, the digest of a tiny set of kernels (DESIGN 4.5)."""
+"""What a worker computes with: versions, processor or GPU, threads, and a digest of the results of a few kernels.
+
+Workers whose fingerprints differ may not give bit-identical results (the numerics contract in raypar/README.md)."""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ SETTINGS = (
     + ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY")
     + ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 )
-"""Environment variables by which a library chooses among kernels whose results have other bits."""
+"""Environment variables that make a library choose kernels with other rounding."""
 
 
 def fingerprint(threads: int, device: torch.device) -> dict[str, str]:
-    """Of this process, with `threads` threads set. Takes a few milliseconds, on a GPU its first kernels too."""
+    """The fingerprint of this process with `threads` threads. Takes some milliseconds; on a GPU it loads kernels too."""
     import numpy
     import torch
 
@@ -64,7 +66,7 @@ def processor_model() -> str:
 
 
 def kernel_digest(device: torch.device) -> str:
-    """Digest of what matrix product, exponential, normalisation and sum give for fixed numbers."""
+    """Digest of the results of matrix product, exponential, normalisation and sum for fixed numbers."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +92,7 @@ def kernel_digest(device: torch.device) -> str:
 
 
 def fingerprint_differences(prints: Sequence[Fingerprint]) -> list[str]:
-    """Lines that say in what the workers differ, worker by worker; none when they are alike."""
+    """A line for every property in which the workers differ, with each worker's value."""
     lines = []
     for key in prints[0]:
         values = [p[key] for p in prints]

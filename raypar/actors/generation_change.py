@@ -1,4 +1,4 @@
-"""From one generation of a run to the next: what the machine decides there is carried out, and told."""
+"""Carries out the change from one generation of workers to the next, as the run machine decides it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from raypar.plan.ownership import state_keys
 
 @dataclass
 class GenerationChange:
-    """Claims them, frees the workers from the last one, and gives each its part of the next."""
+    """Claims a generation, releases the workers from the former one, and gives each its part of the new plan."""
 
     request: RunRequest
     machine: RunMachine
@@ -45,16 +45,16 @@ class GenerationChange:
     calls: WorkerCalls
     tasks: BackgroundTasks
     order: do.AdoptPlan | None = None
-    """The last one, of this driver."""
+    """The order of this driver's last generation."""
     resumed_at: int = -1
     """The first step of the present generation."""
     schedule: str | None = None
-    """That of the last generation that people have been told of."""
+    """The schedule of the last generation reported to the user."""
     plan: ParallelPlan | None = None
-    """Likewise."""
+    """The plan of that generation."""
 
     async def claim(self, generation: int) -> None:
-        """Not behind the callbacks: they may take long."""
+        """Claim `generation` in the journal; not in the thread of the callbacks, which may take long."""
         try:
             ok = await asyncio.to_thread(self.journal.claim, generation)
         except Exception as error:
@@ -63,7 +63,7 @@ class GenerationChange:
             self.tasks.post(on.GenerationClaimed(generation, ok))
 
     def fence(self, generation: int, number: int, reason: str) -> None:
-        """First beside what the worker does, so that it stops; then behind it."""
+        """Tell a worker of a new generation while its step runs, so that it stops; then ask for its status once it has."""
         worker, heard = self.pool.workers[number], self.reports.heard
         self.calls.call(number, generation, worker.hear.remote(generation, reason), lambda number, _: on.Tick())
         self.calls.call(
@@ -71,19 +71,19 @@ class GenerationChange:
         )
 
     def settle(self, order: do.ApplyKeptGradients) -> None:
-        """Those that are a step behind apply it."""
+        """Have the workers that are a step behind apply the gradients they have kept."""
         heard = self.reports.heard
         for number in order.workers:
             ref = self.pool.workers[number].settle.remote(order.generation, order.step, order.outcome)
             self.calls.call(number, order.generation, ref, lambda _, stand: on.WorkerSettled(order.generation, heard(stand)))
 
     async def choose(self, generation: int, workers: int) -> None:
-        """The planner's plan for so many."""
+        """Choose the plan for so many workers."""
         now = self.machine.plan
         self.tasks.post(await asyncio.to_thread(self.plans.choose, generation, workers, now))
 
     async def adopt(self, order: do.AdoptPlan, reason: str) -> None:
-        """Lower the plan, and let everybody connect, hand over, take over and build."""
+        """Lower the plan; have every worker connect, exchange state and build its stages."""
         request, plan = self.request, order.plan
         self.reports.forget()
         assignments = await asyncio.to_thread(self.plans.assignments, plan)
@@ -133,7 +133,7 @@ class GenerationChange:
             self.calls.call(number, order.generation, ref, adopted)
 
     def resumed(self, found: do.FirstStepAfterRecovery) -> None:
-        """The first step of a new generation is committed."""
+        """Report the new generation to the user: its first step is committed."""
         self.resumed_at = found.step
         order = self.order
         if order is None:
@@ -152,6 +152,6 @@ class GenerationChange:
         self.tasks.spawn(self._prepare(len(order.members)))
 
     async def _prepare(self, workers: int) -> None:
-        """Off the critical path: what would be done with one worker less."""
+        """Find the plan for one worker less before it is needed."""
         if workers > 1:
             await asyncio.to_thread(self.plans.prepare, workers - 1)

@@ -1,5 +1,8 @@
-"""What must outlive a driver, in Ray's internal key-value store: who may commit, what is committed, who holds what
-(DESIGN 4.7, 4.13). Who writes first wins: compare-and-set."""
+"""The state of a run that outlives its driver, in Ray's key-value store: generations, committed steps, members, workers.
+
+Two drivers may believe at once that the run is theirs. A generation belongs to the driver that writes its key first
+(compare-and-set), and only the driver of the newest generation commits steps.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
 KEPT_STEPS = 1000
-"""Steps of which the journal keeps what people have seen, for a new driver that does not find them in the run folder."""
+"""How many of the last steps keep their reports here, for a new driver that does not find them in the run folder."""
 
 
 @dataclass(frozen=True)
 class MembershipRecord:
-    """Who held what in a generation: `members[rank]` is the worker in that seat of `plan`."""
+    """The members of a generation: `members[rank]` is the number of the worker in that seat of `plan`."""
 
     generation: int
     plan: ParallelPlan
@@ -32,15 +35,21 @@ class MembershipRecord:
 
 
 class DriverReplaced(ClusterError):
-    """Another driver has claimed a newer generation: this one may not write any more."""
+    """Raised when another driver has claimed a newer generation: this driver may not commit any more."""
 
 
 class Journal:
-    """One run's keys. All calls block for about a millisecond."""
+    """One run's keys in Ray's key-value store. Every call blocks for about a millisecond."""
 
     def __init__(self, run: str) -> None:
-        self.run, self.prefix, self.generation = run, f"raypar/{run}/", 1
+        self.run = run
+        """The run's name."""
+        self.prefix = f"raypar/{run}/"
+        """How all keys of the run begin."""
+        self.generation = 1
+        """The newest generation that this driver has claimed."""
         self.identity = uuid.uuid4().bytes
+        """What this driver writes as the value of a claim."""
         self._validations: deque[int] = deque()
         """Steps after which validations are in the store, ascending; empty until this driver writes the first."""
 
@@ -55,10 +64,10 @@ class Journal:
         return True
 
     def commit(self, step: int, facts: Any = None) -> None:
-        """Store that step `step` is committed, with `facts`, what people are to see of it.
+        """Store that step `step` is committed, with its report `facts`.
 
-        What a former driver has stored of this step is kept: it is the same step, since one is committed only after all workers
-        have applied it. Raises `DriverReplaced` when another driver has taken over.
+        What a former driver has stored of this step stays: a step is committed only after all workers have applied it, so the
+        two are the same. Raises `DriverReplaced` when another driver has taken over.
         """
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
@@ -71,16 +80,16 @@ class Journal:
             _internal_kv_del(f"{self.prefix}step/{step - KEPT_STEPS}")
 
     def committed(self) -> list[int]:
-        """The last steps that are committed, ascending; the first of a run are deleted."""
+        """The last committed steps, ascending; older ones have been deleted."""
         return sorted(self._numbers("step"))
 
     def facts(self, step: int) -> Any:
-        """What was given with `commit` for this step; None if the journal does not have it (any more)."""
+        """The report given to `commit` for this step; None if the journal does not have it (any more)."""
         value = _internal_kv_get(f"{self.prefix}step/{step}")
         return None if value is None else pickle.loads(value)[1]
 
     def validated(self, done: int, line: dict[str, Any]) -> None:
-        """Store the line of a validation after `done` steps; removes old ones."""
+        """Store the metrics line of the validation after `done` steps; remove old lines."""
         _internal_kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
         if not self._validations:
             self._validations.extend(self.validations())
@@ -90,11 +99,11 @@ class Journal:
             _internal_kv_del(f"{self.prefix}validation/{self._validations.popleft()}")
 
     def validations(self) -> list[int]:
-        """Numbers of steps after which there were validations, ascending; those of the last `KEPT_STEPS`."""
+        """The steps after which validations are stored, ascending; those of the last `KEPT_STEPS` steps."""
         return sorted(self._numbers("validation"))
 
     def validation(self, done: int) -> dict[str, Any] | None:
-        """What was given with `validated`."""
+        """The metrics line given to `validated`; None if the journal does not have it."""
         value = _internal_kv_get(f"{self.prefix}validation/{done}")
         return None if value is None else pickle.loads(value)
 
@@ -114,14 +123,14 @@ class Journal:
         _internal_kv_del(f"{self.prefix}lines/{file}/{'' if block is None else block}", del_by_prefix=block is None)
 
     def record(self, record: MembershipRecord) -> None:
-        """Before the workers of a generation begin: a new driver has to find them."""
+        """Store the members of a generation, before they begin: a new driver has to find them. Removes old records."""
         _internal_kv_put(f"{self.prefix}record/{record.generation}", pickle.dumps(record), overwrite=True)
         for generation in self._numbers("record"):
             if generation < record.generation - 1:
                 _internal_kv_del(f"{self.prefix}record/{generation}")
 
     def last_record(self) -> MembershipRecord | None:
-        """Of the newest generation that had members; None while there has been none."""
+        """The record of the newest generation that had members; None while there has been none."""
         for generation in sorted(self._numbers("record"), reverse=True):
             value = _internal_kv_get(f"{self.prefix}record/{generation}")
             if value is not None:
@@ -130,32 +139,32 @@ class Journal:
         return None
 
     def claimed(self) -> int:
-        """The newest generation that anybody has claimed; 1 is the first driver's."""
+        """The newest generation that any driver has claimed; 1 is the first driver's."""
         return max(self._numbers("generation"), default=1)
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 
     def hired(self, number: int) -> None:
-        """`number` has been given to a worker, and is never given again."""
+        """Store that `number` has been given to a worker; no other worker ever gets it."""
         _internal_kv_put(f"{self.prefix}hired", str(number + 1).encode(), overwrite=True)
 
     def numbers(self) -> int:
-        """How many numbers have been given."""
+        """How many worker numbers have been given."""
         return int(_internal_kv_get(f"{self.prefix}hired") or 0)
 
     def met(self, number: int, hello: WorkerHello) -> None:
-        """A worker has started; how a new driver finds it."""
+        """Store the hello of a worker that has started, so that a new driver knows the worker."""
         _internal_kv_put(f"{self.prefix}hello/{number}", pickle.dumps(hello), overwrite=True)
 
     def hellos(self) -> dict[int, WorkerHello]:
-        """Of all workers that have ever started, also those that are gone."""
+        """Worker number -> hello, of all workers that have ever started, lost ones too."""
         found = {number: _internal_kv_get(f"{self.prefix}hello/{number}") for number in self._numbers("hello")}
         return {number: pickle.loads(value) for number, value in found.items() if value is not None}
 
     # -- the run -----------------------------------------------------------------------------------------------------------
 
     def put_credential(self, credential: RunCredential) -> None:
-        """Store the run's credential; before the request, so that whoever finds that finds this too."""
+        """Store the run's credential, before the request: a driver that finds the request then finds the credential too."""
         _internal_kv_put(f"{self.prefix}credential", pickle.dumps(credential), overwrite=True)
 
     def credential(self) -> RunCredential:
@@ -170,16 +179,16 @@ class Journal:
         return found
 
     def put_request(self, request: Any) -> None:
-        """What the run is: a driver that is started again by Ray reads it here."""
+        """Store the run's request: a driver that Ray has restarted reads it here."""
         _internal_kv_put(f"{self.prefix}request", cloudpickle.dumps(request), overwrite=True)
 
     def request(self) -> Any:
-        """See `put_request`. None when the run is over, or has not begun."""
+        """The run's `RunRequest`; None if the run is over or has not begun."""
         value = _internal_kv_get(f"{self.prefix}request")
         return None if value is None else pickle.loads(value)
 
     def end(self, facts: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """Store how the run ended, before anything is removed. Without `facts`: what was stored; None while the run goes on."""
+        """Store how the run ended, before anything is removed. Without `facts`: what was stored; None while the run lasts."""
         key = f"{self.prefix}end"
         if facts is not None:
             _internal_kv_put(key, pickle.dumps(facts), overwrite=True)

@@ -21,13 +21,14 @@ A shorter interruption of the network does not count as the end of a process."""
 
 
 class LifelineListener:
-    """A worker's end: a listening socket that never accepts, so it needs no thread. The kernel closes it with the process."""
+    """The worker's side: a listening socket that never accepts, so needs no thread. The kernel closes it with the process."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{self._socket.getsockname()[1]}"
+        """Where the driver connects: `host:port`."""
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
@@ -35,14 +36,13 @@ class LifelineListener:
 
 
 class Lifelines:
-    """The driver's connections to the workers.
-
-    `ended`: numbers of workers whose process or machine is gone. A worker that could never be reached is not among them.
-    """
+    """The driver's connections to the workers."""
 
     def __init__(self) -> None:
         self.ended: set[int] = set()
+        """Workers whose process or machine is gone. A worker that could never be reached is not among them."""
         self._held: dict[int, asyncio.Task[None]] = {}
+        """Worker -> the task that watches its connection."""
 
     def hold(self, number: int, address: str) -> None:
         """Connect to a worker in the background, and watch the connection."""

@@ -28,13 +28,13 @@ BLOCK_LINES = 64
 """Lines in one entry of the journal."""
 
 Signature = tuple[int, int] | None
-"""(inode, bytes) of a file, None if it does not exist. A difference shows that somebody else has changed the file."""
+"""(inode, bytes) of a file, None if it does not exist. Another signature shows that another process has changed the file."""
 NEVER_MATCHES = (-1, -1)
 """The signature of no file: makes the next `_flush` write the whole file again."""
 
 
 class LineStore(Protocol):
-    """A second place for lines, in numbered blocks: the journal."""
+    """Stores lines a second time, in numbered blocks; the journal does."""
 
     def keep_lines(self, file: str, block: int, text: str) -> None:
         """Store the lines of a block, in place of those it had."""

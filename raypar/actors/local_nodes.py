@@ -1,4 +1,4 @@
-"""More nodes for a Ray of our own: raylets on this machine that stand for machines of a cluster, and may be killed."""
+"""More nodes for the local Ray cluster: raylets on this machine that stand for machines, and may be killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOIN_S = 60.0
 
 @dataclass(frozen=True)
 class LocalNode:
-    """A raylet of ours. `node`: Ray's id in hex. The run cannot outlive the head's: this process is connected through it."""
+    """A raylet of the local Ray cluster. `node`: Ray's id in hex. The run cannot outlive the head's: it is connected there."""
 
     node: str
     pid: int
@@ -27,19 +27,19 @@ class LocalNode:
 
 
 def cpus_per_node(workers: int, nodes: int) -> int:
-    """Logical CPUs of each node: all together there is room for every worker and at least one more.
+    """Logical CPUs of each node: the nodes together have room for every worker and at least one more.
 
-    A node more or less is then felt: what fits on `nodes` of them need not fit on `nodes` - 1.
+    So few CPUs make the loss of a node matter: what fits on `nodes` nodes need not fit on `nodes` - 1.
     """
     return -(-(workers + 1) // nodes)
 
 
 @contextlib.contextmanager
 def start_local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> Iterator[tuple[LocalNode, ...]]:
-    """The head that `ray.init` has started in this process, and `count` - 1 raylets beside it. Ray's files lie in `folder`.
+    """Start `count` - 1 raylets beside the head that `ray.init` has started in this process; yields all of them.
 
-    Like the head they die with the thread that starts them, so with this process however it ends. Ray offers further nodes
-    in a process in private places only (`ray.cluster_utils.Cluster` too is made of them). Raises `ClusterError`.
+    Ray's files lie in `folder`. Like the head, the raylets die with the thread that starts them, so with this process. Only
+    private APIs of Ray start further nodes in a process (`ray.cluster_utils.Cluster` uses them too). Raises `ClusterError`.
     """
     started: list[Any] = []
     try:
@@ -70,7 +70,7 @@ def start_local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> 
 
 
 def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path) -> Any:
-    """A raylet that joins the Ray at `address`; returns Ray's private `Node`."""
+    """Start a raylet that joins the cluster at `address`; returns Ray's private `Node`."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -89,14 +89,14 @@ def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path) -> Any
 
 
 def reap_raylet(node: Any) -> int:
-    """The pid of a node's raylet. A thread waits for its end: workers do not see a raylet die that stays a zombie."""
+    """The pid of a node's raylet. A thread reaps the process: workers do not notice the death of a zombie."""
     process = node.all_processes["raylet"][0].process
     threading.Thread(target=process.wait, name=f"raypar-reaper-{process.pid}", daemon=True).start()
     return int(process.pid)
 
 
 def parse_raylet_command(pid: int) -> tuple[str, str] | None:
-    """(Ray's id of the node, address of its cluster) of a raylet of this machine, from its command line; None if it is none."""
+    """(Ray's node id, address of its cluster) from the command line of the process `pid`; None if it is no raylet."""
     try:
         words = (Path("/proc") / str(pid) / "cmdline").read_text().split("\0")
     except OSError:
@@ -108,7 +108,7 @@ def parse_raylet_command(pid: int) -> tuple[str, str] | None:
 
 
 def wait_for_nodes(nodes: tuple[LocalNode, ...]) -> None:
-    """Wait until Ray counts on all of them. Raises `ClusterError`."""
+    """Wait until Ray lists all the nodes as alive. Raises `ClusterError` after `JOIN_S`."""
     import ray
 
     deadline = time.monotonic() + JOIN_S

@@ -1,4 +1,4 @@
-"""members.json: who does what in a run right now, for people and for scripts."""
+"""The text of members.json: phase, plan and workers of a run right now, for users and for scripts."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from raypar.elastic.transition_table import RECOVERING
 from raypar.plan import ParallelPlan
 
 AGAIN_S = 2.0
+"""How often the file is written while steps are replayed."""
 
 
 class MembersFile:
-    """Makes the text when something in it has changed."""
+    """Makes the text of members.json whenever its content has changed."""
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request
         self._last: dict[str, Any] | None = None
+        """The facts in the last text."""
         self._again = False
-        """Whether the last text said that steps were being executed again."""
+        """Whether the last text said that steps were being replayed."""
         self._at = 0.0
+        """When the last text was made (Unix time)."""
 
     def changed(
         self, machine: RunMachine, who: Callable[[int], dict[str, Any]], schedule: Callable[[ParallelPlan], str]
     ) -> str | None:
-        """None while nothing has changed but the number of steps; while some are executed again, that is told now and then."""
+        """The new text; None if only the number of steps has changed. While steps are replayed: one every `AGAIN_S` seconds."""
         plan = machine.plan or self.request.plan
         phase, why = _phase_and_reason(machine)
         there = [n for n in machine.members if n not in machine.gone]

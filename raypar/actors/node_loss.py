@@ -1,4 +1,4 @@
-"""Nodes that a run has lost whole: told beside the losses of their workers. Pure; time is an argument."""
+"""Recognises that a whole node was lost, from the losses of its workers and Ray's node table. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from collections.abc import Collection
 from typing import Any
 
 TOGETHER_S = 10.0
-"""Workers that are lost within so many seconds are lost together: some are noticed by their silence only."""
+"""Losses within this time count as one event: the loss of some workers shows only by their silence."""
 NOTICED_S = 90.0
-"""Ray may take up to a minute to notice that a node is gone."""
+"""How long after a worker its node may be reported dead: Ray takes up to a minute to notice that."""
 
 
 class NodeLossTracker:
-    """Hears of every worker that is lost."""
+    """Collects the losses of workers by node."""
 
     def __init__(self) -> None:
         self._lost: dict[str, dict[int, float]] = {}
-        """node -> worker -> when it was lost, of those whose node has not been told"""
+        """Node -> worker -> time of its loss, for nodes whose loss has not been reported."""
 
     def lost(self, worker: int, node: str, left: Collection[int], with_node: bool, now_s: float) -> dict[str, Any] | None:
-        """What is to be told of the node, if anything. `left`: workers that are still there; `with_node`: Ray says that the
-        node has died. Where it does not, several must be lost together: one alone may have died of itself.
+        """The node-lost event, if this was the node's last worker and the node is gone with it.
+
+        `left`: the node's workers that are still there; `with_node`: Ray says that the node has died. If Ray does not say so,
+        several workers must have been lost together: a single one may have died alone.
         """
         lost = self._lost.setdefault(node, {})
         lost[worker] = now_s
@@ -35,14 +37,16 @@ class NodeLossTracker:
         )
 
     def died(self, node: str, now_s: float) -> dict[str, Any] | None:
-        """Ray's node table has it as dead, which it may say long after the workers were lost; told once, and not of nodes that
-        have taken nobody along."""
+        """The node-lost event of a node that Ray's node table lists as dead, often long after its workers were lost.
+
+        None if no worker was lost with the node, or if its loss was reported before.
+        """
         with_it = sorted(number for number, at_s in self._lost.pop(node, {}).items() if now_s - at_s < NOTICED_S)
         return node_loss_event(node, f"node {node[:8]} is lost, with {list_workers(with_it)}", with_it) if with_it else None
 
 
 def node_loss_event(node: str, text: str, workers: Collection[int]) -> dict[str, Any]:
-    """In words and facts."""
+    """The node-lost event, with its text and facts."""
     return {"text": text, "node": node[:8], "workers": list(workers)}
 
 

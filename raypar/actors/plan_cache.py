@@ -1,4 +1,4 @@
-"""The plans of a run: what is chosen for how many workers, under which schedule, and what each worker is told of it."""
+"""The plans of a run, each computed once: plan by number of workers, schedule by plan, assignments, predicted times."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from raypar.schedule.assignment import Assignment, assign
 
 
 class PlanCache:
-    """Called from any thread; what has been computed once is kept."""
+    """Plans and what follows from them. Methods may be called from any thread."""
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request
         self.schedules: dict[ParallelPlan, str] = {request.plan: request.schedule_name}
+        """Plan -> name of the schedule it was chosen with."""
         self._found: dict[int, ParallelPlan | PlanError] = {request.plan.world: request.plan}
-        """By workers; as many as the job asks for have the job's own plan."""
+        """Number of workers -> plan, or why there is none; the job's own number has the job's own plan."""
         self._passes: dict[ParallelPlan, tuple[int, ...]] = {}
+        """Plan -> `passes`."""
         self._lock = threading.Lock()
+        """Held while a plan is looked up or searched."""
 
     def choose(self, generation: int, workers: int, now: ParallelPlan | None) -> on.PlanChosen:
-        """The best plan for up to that many workers, and how long its steps take beside those of `now`."""
+        """The best plan for up to `workers` workers, with the predicted step times of this plan and of `now`."""
         found = self._for(workers)
         if isinstance(found, PlanError):
             return on.PlanChosen(generation, None, found.what)
         return on.PlanChosen(generation, found, "", self._step_s(found), self._step_s(now) if now is not None else 0.0)
 
     def prepare(self, workers: int) -> None:
-        """Find the plan for that many workers before it is needed."""
+        """Search the plan for so many workers before it is needed."""
         self._for(workers)
 
     def _for(self, workers: int) -> ParallelPlan | PlanError:
@@ -45,7 +48,7 @@ class PlanCache:
             return found
 
     def _searched(self, workers: int) -> ParallelPlan | PlanError:
-        """With as many shards as the job asks for, as long as there are workers for them: with fewer the bits are others."""
+        """The best plan with the job's number of shards, if there are workers for them: that number changes results."""
         most = max(stage.shards for stage in self.request.plan.stages)
         shards = next(n for n in possible_shards(self.request.plan) if most % n == 0 and n <= max(1, workers))
         try:
@@ -56,7 +59,7 @@ class PlanCache:
         return choice.plan
 
     def schedule(self, plan: ParallelPlan) -> str:
-        """The one the plan was chosen with, else the job's, where the plan has the stages for it."""
+        """The plan's schedule: the one it was chosen with, else the job's own if it can run on the plan's stages."""
         for name in (self.schedules.get(plan), self.request.schedule_name, "1f1b"):
             if name is not None and registry.can_run(name, plan):
                 self.schedules[plan] = name
@@ -64,7 +67,7 @@ class PlanCache:
         return "interleaved"
 
     def why(self, plan: ParallelPlan) -> str:
-        """Why `schedule` is that one, in a few words."""
+        """Why the plan has its schedule, in a few words."""
         if self.schedule(plan) == self.request.schedule_name:
             return "the job's own"
         if plan in list(self._found.values()):
@@ -72,17 +75,17 @@ class PlanCache:
         return "the job's own does not fit this plan"
 
     def assignments(self, plan: ParallelPlan) -> tuple[Assignment, ...]:
-        """By rank."""
+        """Every worker's assignment under the plan, by rank."""
         request = self.request
         made = registry.build_schedule(self.schedule(plan), Routing(plan, request.cut))
         return assign(made, plan, request.outline.crossing(plan), request.cut, request.validation_cut)
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
-        """What a worker holds, and what would fit where it does not."""
+        """Two texts for a worker that ran out of memory: what it holds, and which plan would fit."""
         return out_of_memory_advice(self.request.profile, plan, self.schedule(plan), self.request.cut, rank)
 
     def passes(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """By rank: how many microbatches it takes through its stages in a step, those of each chunk counted."""
+        """By rank: microbatches that a worker takes through its stages in a step, counted for each of its chunks."""
         if plan not in self._passes:
             routing = Routing(plan, self.request.cut)
             self._passes[plan] = tuple(
@@ -92,6 +95,7 @@ class PlanCache:
         return self._passes[plan]
 
     def _step_s(self, plan: ParallelPlan) -> float:
+        """The predicted time of a step under the plan."""
         request = self.request
         made = registry.build_schedule(self.schedule(plan), Routing(plan, request.cut))
         timeline, _ = predict_step(request.profile, plan, made, request.cut)

@@ -1,4 +1,4 @@
-"""Nothing of a Ray of our own outlives us: a shell that waits for our end, however it comes, and then clears its folder."""
+"""Removes the local Ray cluster when this process ends, even by SIGKILL: a shell waits for the end and cleans up."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ for turn in 1 2; do
     rm -rf "$1"
 done
 """
-"""With a word on its input all has ended well; at the end of the input we were killed. Then Ray's processes die with us, and
-workers end by themselves within 3 s. Left are those that are stuck: workers that are stopped, and Ray's agents, which look for
-its control store for a minute. They are known by their output: a worker's (1) goes to a file of our folder, and an agent has
-inherited that of its raylet (3)."""
+"""The shell's script; `$1` is the folder of the local Ray cluster.
+
+A word on its input means that this process has ended well. The end of the input means that it was killed: Ray's processes then
+die too, and workers exit within 3 s. What remains is stuck: workers that are stopped, and Ray's agents, which look for the
+control store for a minute. The script recognises them by their open files: a worker's output (1) goes to a file below the
+folder, and an agent has inherited that of its raylet (3)."""
 
 PATIENCE_S = 15.0
+"""How long the shell may take after a good end."""
 
 
 @contextlib.contextmanager
 def remove_ray_on_exit(folder: Path) -> Iterator[None]:
-    """After the body: no process that writes its output below `folder`, and no folder. In a session of its own, as Ray is."""
+    """After the body, kill the processes that write below `folder` and remove it. The shell has its own session, like Ray."""
     shell = subprocess.Popen(["sh", "-c", SCRIPT, "raypar-cleaner", str(folder)], stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The connection to Ray: a cluster that is named, the one this process has already joined, or a Ray of our own."""
+"""Connects this process to Ray: to a named cluster, to the one it has joined already, or to a new local Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from raypar.actors.ray_cleanup import remove_ray_on_exit
 from raypar.errors import ClusterError, ConfigError, first_line
 
 OBJECT_STORE_BYTES = 150 * 2**20
-"""Modest: no tensor goes through the object store."""
+"""Size of the local Ray cluster's object store; modest, as no tensor goes through it."""
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Settings that keep Ray from sending statistics and from printing warnings."""
 
 PATIENT = {
     "RAY_gcs_server_port_wait_time_s": "180",
@@ -34,11 +35,11 @@ PATIENT = {
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_grpc_client_keepalive_timeout_ms": "3600000",
 }
-"""Longer deadlines for a Ray of our own: for its processes to start, on a busy machine, and for one that is stopped before Ray
-calls it lost (7 minutes otherwise, which are meant for machines that are gone)."""
+"""Longer deadlines for the local Ray cluster: its processes may start on a busy machine, and one of them may be stopped for a
+while before Ray calls it lost (Ray's own limit of 7 minutes is meant for machines that are gone)."""
 
 ATTEMPTS = 3
-"""How often Ray is started before it is an error that it is late: it gives its raylet 30 s, which no setting changes."""
+"""How often the start of Ray is attempted: Ray gives its raylet 30 s, which no setting changes."""
 
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
@@ -60,20 +61,22 @@ SOCKET_PATH_ROOM = 40
 
 @dataclass(frozen=True)
 class RayConnection:
-    """How this process is connected. `host`: what workers should listen on; None means their node's own address.
-
-    `address`: where Ray's control store answers; `nodes`: the raylets of a Ray of our own, where there are several.
-    """
+    """How this process is connected to Ray."""
 
     kind: Literal["own", "joined", "found"]
+    """own: a local Ray cluster; joined: a cluster that was named; found: the one this process had joined before."""
     text: str
+    """The connection in words."""
     address: str
+    """Where Ray's control store answers: `host:port`."""
     host: str | None = None
+    """The address that workers listen on; None: their node's address."""
     nodes: tuple[LocalNode, ...] = ()
+    """The raylets of a local Ray cluster with several nodes."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the run folder: with it another process of this machine finds the cluster of a run that is under way."""
+        """The content of cluster.json, by which another process of this machine finds the cluster of a run under way."""
         return {"kind": self.kind, "address": self.address, "nodes": [asdict(node) for node in self.nodes]}
 
 
@@ -81,14 +84,14 @@ class RayConnection:
 def connect_ray(
     address: str | None, workers: int, working_dir: Path, nodes: int = 1, gpus: bool = False
 ) -> Iterator[RayConnection]:
-    """Connect for the length of a run. Raises `ClusterError` when `address` does not answer.
+    """Connect to Ray for the length of a run. Raises `ClusterError` when `address` does not answer.
 
-    With an address (or `RAY_ADDRESS`) that cluster is joined. In a process that has called `ray.init` its cluster is used and
-    left alone. Else raypar starts a Ray of its own with `workers` + 1 logical CPUs, which ends with this process, however
-    that ends, and leaves nothing behind. A Ray that happens to run on the machine is never attached to.
+    With an address (or `RAY_ADDRESS`), join that cluster. In a process that has called `ray.init`, use its cluster and leave it
+    running. Else start a local Ray cluster with `workers` + 1 logical CPUs, which ends with this process, however that ends,
+    and leaves nothing behind. A Ray cluster that happens to run on the machine is never used.
 
-    `nodes`: of a Ray of our own; more than one share out the CPUs. Raises `ConfigError` when they are not `possible`.
-    `gpus`: workers need the machine's GPUs, which a Ray of our own offers only then. Raises `ConfigError` where it has none.
+    `nodes`: of the local Ray cluster; they share its CPUs. Raises `ConfigError` where there cannot be so many
+    (`check_local_nodes`). `gpus`: whether the local Ray cluster offers the machine's GPUs. Raises `ConfigError` without one.
     """
     check_local_nodes(address, nodes)
     if gpus and nodes > 1:
@@ -97,7 +100,7 @@ def connect_ray(
             cure="leave --local-nodes out for workers on GPUs, or set device: cpu",
         )
     address = address or os.environ.get("RAY_ADDRESS")
-    # Workers are all that our own Ray is for: other processes of the machine do not come before them, as Ray has it.
+    # The local cluster is for workers only: unlike Ray's default, other processes of the machine do not come before them.
     ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
     with environment_variables(QUIET if address else {**QUIET, **ours}):
         import ray
@@ -123,7 +126,7 @@ def connect_ray(
 
 
 def require_gpu_here() -> None:
-    """Raise `ConfigError` where a Ray of our own would have no GPU that PyTorch can use."""
+    """Raise `ConfigError` if PyTorch finds no GPU on this machine."""
     import torch
 
     if torch.cuda.device_count() == 0:
@@ -135,27 +138,27 @@ def require_gpu_here() -> None:
 
 
 def uses_existing_ray(address: str | None) -> bool:
-    """Whether `connected` uses a Ray that is there already."""
+    """Whether `connect_ray` uses a cluster that is there already."""
     import ray
 
     return bool(address or os.environ.get("RAY_ADDRESS")) or ray.is_initialized()
 
 
 def check_local_nodes(address: str | None, nodes: int) -> None:
-    """Raise `ConfigError` when there cannot be so many nodes of a Ray of our own, because there is another Ray to use."""
+    """Raise `ConfigError` if there cannot be so many local nodes: fewer than 1, or several beside a cluster to join."""
     address = address or os.environ.get("RAY_ADDRESS")
     if nodes < 1:
         raise ConfigError(f"{nodes} local nodes", cure="ask for 1 or more")
     if nodes > 1 and address:
         raise ConfigError(
             f"{nodes} local nodes, and a cluster to join at {address}",
-            cure="local nodes are those of a Ray of raypar's own: leave out --address and RAY_ADDRESS, or --local-nodes",
+            cure="local nodes belong to a local Ray cluster: leave out --address and RAY_ADDRESS, or --local-nodes",
         )
 
 
 @contextlib.contextmanager
 def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
-    """A cluster that runs already. Its workers import from the working directory, which is sent there if it is elsewhere."""
+    """Join a running cluster. Its workers import from the working directory, which is sent there if it is elsewhere."""
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
@@ -181,7 +184,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     except (RuntimeError, ValueError, TimeoutError, RayError) as error:
         raise ClusterError(
             f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
-            cure="check `ray status --address ...`, or leave the address out: raypar then starts a Ray of its own",
+            cure="check `ray status --address ...`, or leave the address out: raypar then starts a local Ray cluster",
         ) from error
     try:
         yield RayConnection("joined", f"joined the Ray cluster at {address}", ray.get_runtime_context().gcs_address)
@@ -199,16 +202,16 @@ def check_address(address: str) -> None:
     except OSError as error:
         raise ClusterError(
             f"nothing answers at {address!r}: {error}",
-            cure="check the address (`ray status --address ...`), or leave it out: raypar then starts a Ray of its own",
+            cure="check the address (`ray status --address ...`), or leave it out: raypar then starts a local Ray cluster",
         ) from error
 
 
 @contextlib.contextmanager
 def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterator[RayConnection]:
-    """A Ray of our own with so many raylets, in a folder of its own.
+    """Start a local Ray cluster with so many raylets, in a new folder.
 
-    Ray's processes die with this one (Ray asks the kernel for that); `cleared` sees to what is left of them, also if we are
-    killed.
+    Ray's processes die with this one (Ray asks the kernel for that); `remove_ray_on_exit` removes what is left of them, even if
+    this process is killed.
     """
     import ray
 
@@ -238,9 +241,9 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
 
 
 def start_with_deadline(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
-    """The folder of a Ray that `start(folder)` has started; it ends with `stack`. Raises what Ray raises.
+    """Start Ray by `start(folder)` in a new folder, which is returned; Ray ends with `stack`. Raises what Ray raises.
 
-    A Ray that was too late is cleared away and started again: on a busy machine the next attempt may be in time.
+    If Ray is too late, it is removed and started again: on a busy machine the next attempt may be in time.
     """
     import ray
 
@@ -262,7 +265,7 @@ def start_with_deadline(start: Callable[[Path], None], stack: contextlib.ExitSta
 
 @contextlib.contextmanager
 def _started() -> Iterator[None]:
-    """Ray raises a bare `Exception` when its processes are not up in time."""
+    """Turn the bare `Exception` that Ray raises when its processes do not start in time into a `ClusterError`."""
     try:
         yield
     except Exception as error:
@@ -273,20 +276,20 @@ def _started() -> Iterator[None]:
 
 
 def describe_local_ray(cpus: int, nodes: tuple[LocalNode, ...]) -> str:
-    """`a Ray of our own with 3 nodes (pids of the raylets 7 (the head: the run ends with it), 8, 9), 6 logical CPUs`."""
+    """`a local Ray cluster with 3 nodes (pids of the raylets 7 (the head: the run ends with it), 8, 9), 6 logical CPUs`."""
     if not nodes:
-        return f"a Ray of our own with {cpus} logical CPUs"
+        return f"a local Ray cluster with {cpus} logical CPUs"
     pids = ", ".join(f"{node.pid}" + " (the head: the run ends with it)" * node.head for node in nodes)
-    return f"a Ray of our own with {len(nodes)} nodes (pids of the raylets {pids}), {cpus} logical CPUs"
+    return f"a local Ray cluster with {len(nodes)} nodes (pids of the raylets {pids}), {cpus} logical CPUs"
 
 
 @contextlib.contextmanager
 def without_user_seed() -> Iterator[None]:
-    """Python's random numbers are not those that somebody has seeded, and afterwards these go on as if nothing had been.
+    """Give Ray fresh random numbers in the body, and restore the state of Python's generator afterwards.
 
-    Ray 2.60 draws from them the names under which a client listens to the control store. Reading a sample seeds them (as a
-    user's script may): of two clients with the same name each takes the other's calls, 1,800 times a second, and the control
-    store spends half a processor on that.
+    Ray 2.60 draws from that generator the name under which a client listens to the control store. Reading a sample seeds the
+    generator, as a user's script may, so two clients may get the same name. Each then takes the other's calls, 1,800 times a
+    second, which costs the control store half a processor.
     """
     state = random.getstate()
     random.seed()
@@ -298,7 +301,7 @@ def without_user_seed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def delay_ctrl_c() -> Iterator[None]:
-    """A Ctrl-C that Ray's start swallows is raised when the start is over."""
+    """Raise a Ctrl-C that Ray's start would swallow once the body is over."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -321,10 +324,10 @@ def delay_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_new_sessions() -> Iterator[None]:
-    """Ray's processes are started outside our process group.
+    """Have Ray start its processes outside this process's group.
 
-    Slurm, systemd and `timeout` send SIGTERM to the whole group: it would end Ray's control store at once, while this process
-    still wants to finish the step and save. The name is private to Ray; where it is gone, only that protection is.
+    Slurm, systemd and `timeout` send SIGTERM to the whole group. That would end Ray's control store at once, while this process
+    still has to finish the step and save. The patched name is private to Ray; without it only this protection is missing.
     """
     from ray._private import services
 
@@ -341,10 +344,10 @@ def in_new_sessions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_death_notices() -> Iterator[None]:
-    """Ray does not print that a node or a worker has died: raypar says so itself, in one line instead of twenty of a log.
+    """Keep Ray from printing that a node or a worker has died: raypar says so in one line instead of twenty.
 
-    Ray prints it to stdout, in the middle of our JSON lines too. The name is private to Ray; where it is gone, the lines are
-    there. What workers print comes through.
+    Ray prints such lines to stdout, even between the lines of `--json`. What workers print is still shown. The patched name is
+    private to Ray; without it the lines are printed.
     """
     from ray._private import worker
 
@@ -373,7 +376,7 @@ def make_short_temp_dir() -> Path:
 
 
 def worker_python_path(working_dir: Path) -> str:
-    """PYTHONPATH for workers on this machine: they import what this process can import."""
+    """PYTHONPATH for workers on this machine, with which they can import what this process can import."""
     places = [str(working_dir), *(p for p in sys.path if p and "site-packages" not in p and Path(p).is_dir())]
     inherited = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(dict.fromkeys([*places, *inherited.split(os.pathsep)] if inherited else places))

@@ -1,6 +1,6 @@
-"""What people see of a run: metrics.jsonl, callbacks, checkpoints, the picture. Runs in the driver, off its event loop.
+"""Records a run for its user: metrics.jsonl, events.jsonl, callbacks, checkpoints, pictures. Runs off the event loop.
 
-Steps are counted from 1 here: `step` 50 is the fiftieth, and `checkpoint`s and validations carry the number of steps done.
+Users' steps are counted from 1: `step` 50 is the fiftieth. Checkpoints and validations carry the number of steps done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.process_state import EnvironmentGuard
 
 RETOLD = 1000
-"""How many steps a new driver tells the client again: more than it can have missed."""
+"""How many of the last lines a new driver sends the client again: more than the client can have missed."""
 
 COMPARED = 3
 """How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""
@@ -43,10 +43,10 @@ COMPARED = 3
 
 @dataclass(frozen=True)
 class RecordedProgress:
-    """What people have seen of a run, as its folder and its journal say together."""
+    """What the user has seen of a run, as its folder and its journal say together."""
 
     steps: int
-    """Number of steps."""
+    """Number of steps that the user has seen."""
     outcomes: Mapping[int, tuple[float, float]]
     """Step (from 0) -> (loss, norm)."""
     validated: int | None
@@ -56,54 +56,64 @@ class RecordedProgress:
     last_s: float | None
     """When the last step was written (Unix time)."""
     lost: frozenset[int] = frozenset()
-    """Workers that people were told to be lost."""
+    """Workers whose loss was reported."""
     unseen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Step (from 0) -> what the journal has of it (`reports.merge_reports`), for steps that people may not have seen."""
+    """Step (from 0) -> its report in the journal (`step_reports.merge_reports`), for steps that the user may not have seen."""
 
 
 class RunRecorder:
-    """Side effects of one run, each exactly once and in order; called from one thread at a time."""
+    """Writes and shows what happens in one run, each thing once and in order. Call it from one thread at a time."""
 
     def __init__(self, request: RunRequest, journal: Journal | None = None) -> None:
         self.request, self.journal = request, journal
         self.folder = Path(request.folder)
+        """The run folder."""
         run = RunFolder(self.folder)
         self._new_events: list[dict[str, Any]] = []
+        """Events for the client since the last `new_events`."""
         self.metrics = LineFile(run.metrics, self._say, journal)
         self.events = LineFile(run.events, self._say, journal, mirrored=True)
         self._seconds: deque[float] = deque(maxlen=50)
+        """Durations of the last steps, for the time that is left."""
         self.traced: dict[str, Any] | None = None
+        """The last measured step: its number, spans, ledger and nodes."""
         self.replanned = True
-        """The plan is another one than the picture's, or not known yet: see `seat`."""
+        """Whether the plan differs from the picture's, or is not known yet (`seat`)."""
         self.callbacks: Any = None
+        """The user's callbacks; None before `begin`."""
         self._guard: EnvironmentGuard | None = None
-        """Of the driver's process, where callbacks run."""
+        """Guards the state of the driver's process, where callbacks run."""
         self._with_torch = False
         """Whether `_guard` covers PyTorch's state too."""
         self.nodes: list[str] = []
+        """By rank: the node of the worker in that seat."""
         self._last: dict[str, Any] = {}
+        """Loss and norm of the last step, for a checkpoint's manifest."""
         self.checkpoint_path: Path | None = None
+        """The last checkpoint."""
         self.age_s = 0.0
         """Seconds that former drivers have worked since the run was last started or resumed."""
 
     def new_events(self) -> list[dict[str, Any]]:
-        """What the client should hear, since the last call."""
+        """The events for the client since the last call."""
         events, self._new_events = self._new_events, []
         return events
 
     def meet(self, hellos: Sequence[WorkerHello]) -> list[str]:
-        """Compare what the workers compute with; warnings when they differ."""
+        """Warnings for differences between the workers' fingerprints."""
         return [
             f"not bitwise: the workers differ in {line}" for line in fingerprint_differences([h.fingerprint for h in hellos])
         ]
 
     def seat(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
-        """From now on steps are those of another generation; `nodes[rank]` is where that seat of its plan is."""
+        """Note that a generation with this plan begins; `nodes[rank]` is the node of the worker in that seat."""
         self.replanned, self.nodes = plan != self.request.plan, list(nodes)
 
     def take_over(self) -> RecordedProgress:
-        """Continue the folder that another driver has filled, and somebody may have damaged since; returns what people have
-        seen. The client is told again what it may have missed."""
+        """Continue the run folder of a former driver, which may have been damaged since; returns what the user has seen.
+
+        The client is sent again what it may have missed.
+        """
         first, journal = self.request.policy.first, self.journal
         known = [] if journal is None else journal.committed()
         events = self.events.open()
@@ -152,9 +162,10 @@ class RunRecorder:
         )
 
     def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
-        """The lines of metrics as people have seen them: those `found`, without another run's, and those that the file lacks.
+        """The lines of metrics as the user has seen them: those `found`, without another run's, and those that are missing.
 
-        `known`: steps (from 0) in the journal, which has the latter; their numbers (from 1) are added to `rebuilt`.
+        `known`: steps (from 0) in the journal, from which missing lines are rebuilt. Their numbers (from 1) are added to
+        `rebuilt`.
         """
         if self.journal is None:
             return found
@@ -181,29 +192,32 @@ class RunRecorder:
         return [by_place[place] for place in sorted(by_place)]
 
     def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
-        """How many steps people have seen for certain: those that have lines (`there`, from 1), and those that the journal has
-        (`known`, from 0) but for the last `DEPTH`: a step is issued only when all but so many before it were shown."""
+        """How many steps the user has seen for certain.
+
+        These are the steps with a line (`there`, from 1), and those in the journal (`known`, from 0) but for the last `DEPTH`:
+        a step is issued only when all but `DEPTH` of the steps before it were shown.
+        """
         return max([self.request.policy.first, *there, *(step + 1 - DEPTH for step in known[-1:])])
 
     def _tell_gaps(self, lines: Iterable[Line], first: int, seen: int) -> None:
-        """Warn of steps that people have seen and of which the file has no lines."""
+        """Warn of steps that the user has seen and whose lines are missing from the file."""
         gaps = sorted(set(range(first + 1, seen + 1)) - {line["step"] for line in lines if "loss" in line})
         if gaps:
             text = f"{self.metrics.path} has no lines of {format_step_ranges(gaps)} any more; training is not touched by that"
             self._warn(text, "take them from what was printed; leave the files of a run alone while it trains")
 
     def _warn(self, text: str, cure: str) -> None:
-        """Show a warning, and keep it with the events."""
+        """Show a warning and write it to events.jsonl."""
         event = {"kind": "warning", "text": f"{text}\n  cure: {cure}"}
         self._new_events.append(event)
         self.note(event)
 
     def _say(self, kind: str, text: str) -> None:
-        """Show a line, without keeping it."""
+        """Show a line without writing it to events.jsonl."""
         self._new_events.append({"kind": kind, "text": text})
 
     def clock(self) -> None:
-        """The next step's time begins now."""
+        """Start measuring the next step's time."""
         self._last_s = time.monotonic()
 
     def _lines_of_metrics(self) -> list[Line]:
@@ -216,7 +230,7 @@ class RunRecorder:
     # -- steps -------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The workers are there."""
+        """Load the callbacks and call `on_start`; the workers have started."""
         guard = self._guard_of_callbacks()
         with guard.watching("a module of the callbacks"):
             self.callbacks = pickle.loads(self.request.callbacks)
@@ -225,8 +239,10 @@ class RunRecorder:
         self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.first + 1})
 
     def step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
-        """Metrics and callbacks of a committed step; the reason to stop, if a callback gave one. `fresh`: the first of a new
-        generation, whose time is its own, without the pause before it."""
+        """Write the metrics of a committed step and call its callbacks; the reason to stop, if a callback gave one.
+
+        `fresh`: the first step of a new generation, whose time does not include the pause before it.
+        """
         request, brief = self.request, merge_reports(reports)
         now = time.monotonic()
         wall, self._last_s = now - self._last_s, now
@@ -249,7 +265,7 @@ class RunRecorder:
         return stop
 
     def _metrics(self, step: int, brief: Mapping[str, Any], wall: float) -> dict[str, Any]:
-        """Of a step (from 0) that took `wall` seconds; `brief`: see `merge_reports`."""
+        """The metrics of a step (from 0) that took `wall` seconds. `brief`: its merged report (`merge_reports`)."""
         longest = brief["seconds"]
         metrics = {
             "step": step + 1,
@@ -265,7 +281,10 @@ class RunRecorder:
         return metrics | {"skipped": True} if brief["skipped"] else metrics
 
     def validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
-        """The validation loss: sums in microbatch order / count."""
+        """Write the validation loss and call its callbacks; the reason to stop, if a callback gave one.
+
+        The loss is the sum over the microbatches, in their order, divided by the count.
+        """
         losses = {m: pair for report in reports for m, pair in report["losses"].items()}
         total = count = 0.0
         for microbatch in sorted(losses):
@@ -283,15 +302,15 @@ class RunRecorder:
         return stop
 
     def note(self, facts: Mapping[str, Any]) -> None:
-        """A line in events.jsonl."""
+        """Write a line to events.jsonl."""
         self._append(self.events, facts)
 
     def keep_status(self, text: str) -> None:
-        """members.json, whole or not at all."""
+        """Replace members.json."""
         self._replace(RunFolder(self.folder).members, text)
 
     def plan_changed(self, plan: ParallelPlan, schedule: str) -> None:
-        """plan.json is that of the present generation."""
+        """Replace plan.json by the present generation's."""
         run = RunFolder(self.folder)
         facts = {
             "schedule": schedule,
@@ -301,7 +320,7 @@ class RunRecorder:
         self._replace(run.plan, json.dumps(facts, indent=1) + "\n")
 
     def _replace(self, path: Path, text: str) -> None:
-        """Replace a file that `raypar status` reads. A full disk must not end the run: the old content stays."""
+        """Replace a file that `raypar status` reads, or keep it as it was: a full disk must not end the run."""
         with contextlib.suppress(OSError):
             replace_whole(path, text.encode(), lasting=False)
 
@@ -309,13 +328,13 @@ class RunRecorder:
         self._append(self.metrics, metrics)
 
     def _append(self, file: LineFile, facts: Mapping[str, Any]) -> None:
-        """Add a line to a file of the run. On a full disk training goes on: lines wait until they can be written."""
+        """Add a line to a file of the run. On a full disk training continues: lines wait until they can be written."""
         file.append(_finite({"time": time.time(), **facts}))
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
     def _call(self, hook: str, facts: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-        """(reason to stop, metrics they added). Raises `UserCodeError`."""
+        """Call a hook of all callbacks: (reason to stop, metrics they added). Raises `UserCodeError`."""
         if self.callbacks is None:  # a run that failed before it began has none
             return None, {}
         guard = self._guard_of_callbacks()
@@ -327,17 +346,17 @@ class RunRecorder:
         return stop, metrics
 
     def _warn_of_what_is_left(self, guard: EnvironmentGuard) -> None:
-        """Show and keep the guard's lines about process state that callbacks have left changed."""
+        """Warn of process state that callbacks have left changed."""
         self._tell_all(("warning", text) for _, text in guard.lines())
 
     def _tell_all(self, lines: Iterable[tuple[str, str]]) -> None:
-        """(kind, text) of lines for people, kept with the events."""
+        """Show lines, given as (kind, text), and write them to events.jsonl."""
         for kind, text in lines:
             self.note({"kind": kind, "text": text})
             self._say(kind, text)
 
     def _guard_of_callbacks(self) -> EnvironmentGuard:
-        """The guard of this process. It covers PyTorch's state if a callback has imported torch: raypar itself does not."""
+        """The guard of this process. It covers PyTorch's state once a callback has imported torch."""
         loaded = "torch" in sys.modules
         if self._guard is None or loaded != self._with_torch:
             if loaded:
@@ -354,15 +373,15 @@ class RunRecorder:
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def checkpoint_begin(self, done: int) -> Path:
-        """A new folder aside, in which workers write. Raises `CheckpointError`."""
+        """Make the temporary folder into which workers write a checkpoint. Raises `CheckpointError`."""
         return checkpoint.create_checkpoint(self.folder / "checkpoints", done)
 
     def checkpoint_drop(self, folder: Path) -> None:
-        """Forget one that could not be finished."""
+        """Remove a checkpoint that could not be finished."""
         checkpoint.discard_checkpoint(folder)
 
     def checkpoint_end(self, done: int, folder: Path, records: Sequence[ShardRecord | None]) -> None:
-        """Manifest, final name; the oldest ones beyond `keep` are removed. Raises `CheckpointError`."""
+        """Write the manifest, give the checkpoint its name, remove the oldest beyond `keep`. Raises `CheckpointError`."""
         written = [record for record in records if record is not None]
         try:
             for record in written:
@@ -380,7 +399,7 @@ class RunRecorder:
         checkpoint.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep)
 
     def checkpoint_seen(self, done: int) -> None:
-        """Tell people."""
+        """Report the checkpoint to the client and the callbacks."""
         facts = {"step": done, "path": str(self.checkpoint_path)}
         self._new_events.append({"kind": "checkpoint", **facts})
         self._call("on_checkpoint", facts)
@@ -388,7 +407,7 @@ class RunRecorder:
     # -- the end -----------------------------------------------------------------------------------------------------------
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """The end that a former driver had decided on (`WriteJournal.end`), as far as people have not seen it."""
+        """Record the end that a former driver had decided on (`Journal.end`), unless it is recorded already."""
         self.take_over()
         events = [json.loads(line) for line in self.events.recent.texts]
         last = next((e["kind"] for e in reversed(events) if e["kind"] in ("started", "generation", "end")), "")
@@ -399,7 +418,7 @@ class RunRecorder:
             self.end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
 
     def end(self, teardown: Teardown, step_calls: int | None) -> None:
-        """The pictures, the end in events.jsonl, and the last callbacks. `step_calls`: None where nobody has counted them."""
+        """Record the end: files, pictures, last callbacks. `step_calls`: calls to workers for steps; None if not counted."""
         steps = teardown.done - self.request.policy.first
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
         calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
@@ -421,7 +440,7 @@ class RunRecorder:
 
 
 def lost_workers(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
-    """Workers reported lost since the run was last started or resumed, when their numbers begin again."""
+    """Workers reported lost since the run was last started or resumed; worker numbers begin anew there."""
     lost: set[int] = set()
     for event in events:
         if event["kind"] == "started":
@@ -432,7 +451,7 @@ def lost_workers(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
 
 
 def matches_journal(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
-    """Whether a line of metrics agrees with what the journal has of its step; True if it has nothing (`facts` None)."""
+    """Whether a line of metrics agrees with the journal's report of its step; True if there is none (`facts` None)."""
     found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
     return all(line.get(key) == value for key, value in found.items())
 
@@ -449,5 +468,5 @@ def format_step_ranges(steps: Sequence[int]) -> str:
 
 
 def _finite(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """With null in place of NaN and infinities, which JSON does not have."""
+    """The facts with None in place of NaN and infinities, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}

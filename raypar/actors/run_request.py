@@ -1,4 +1,4 @@
-"""What the client hands to the driver actor: everything about one run, and nothing that makes the driver import user code."""
+"""What the client sends the driver: everything about one run. Unpickling a request imports neither user code nor torch."""
 
 from __future__ import annotations
 
@@ -14,38 +14,57 @@ from raypar.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run. `gpus`: of each worker; `environment`: of its process, where the job's own runtime environment does not say
-    otherwise. `spec` and `assignments` are pickled for the workers; the driver passes them on unopened.
-
-    `folder`: absolute path of the run folder; `resume`: checkpoint that workers load, None for a new run; `host`: what workers
-    listen on, None for their node's address; `trace`: steps whose spans are kept for the picture; `callbacks`: pickled, they
-    are called in the driver. `outline`, `validation_cut` and `profile` are what another plan is made from, when workers are
-    lost.
-    """
+    """One run."""
 
     run: str
+    """The run's name."""
     folder: str
+    """Absolute path of the run folder."""
     policy: RunPolicy
+    """What the run machine goes by."""
     plan: ParallelPlan
+    """The first generation's plan."""
     schedule_name: str
+    """The schedule of `plan`."""
     crossing: Crossing
+    """What crosses between the stages of `plan`."""
     cut: Microbatches
+    """How a batch is cut into microbatches and blocks."""
     spec: bytes
+    """The `JobSpec`, pickled for the workers; the driver does not open it."""
     assignments: tuple[bytes, ...]
+    """By rank: the worker's `Assignment`, pickled; the driver does not open it."""
     callbacks: bytes
+    """The `Callbacks`, pickled; they are called in the driver."""
     contract: Mapping[str, Any]
+    """What a checkpoint says of the job, to recognise it again."""
     predicted: Timeline
+    """The predicted step, for the picture."""
     outline: Outline
+    """The model's layers and edges, from which another plan is made when workers come or go."""
     profile: ModelProfile
+    """Times and sizes of the layers, for the planner's choice of another plan."""
     validation_cut: Microbatches | None = None
+    """How a whole validation pass is cut; None without validation."""
     resume: str | None = None
+    """The checkpoint folder that workers load; None for a new run."""
     keep: int = 2
+    """How many checkpoints are kept."""
     host: str | None = None
+    """The address that workers listen on; None: their node's address."""
     trace: Collection[int] = frozenset()
+    """Steps whose instructions are timed for the picture."""
     max_time_s: float | None = None
+    """Time after which the run saves and stops."""
     wait_for_workers_s: float = 300.0
+    """How long the run waits for a place for its workers."""
     start_deadline_s: float = 300.0
+    """How long a worker may take to start, and to build its stages."""
     orphan_timeout_s: float = 60.0
+    """How long a worker waits for its driver before it exits."""
     silent_s: float = 10.0
+    """Time without an answer after which a worker is silent."""
     gpus: int = 0
+    """GPUs of each worker."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of worker processes; the job's own runtime environment overrides them."""

@@ -1,4 +1,4 @@
-"""Side effects of a run: one after the other, in a thread beside the driver's loop, for callbacks may take long."""
+"""The thread for side effects of a run, such as files and callbacks, which must not block the driver's event loop."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from raypar.user_code import error_text
 
 
 class SideEffectThread:
-    """Metrics, events and callbacks, in the order in which they were asked for."""
+    """Performs side effects one after the other, in the order in which they were requested."""
 
     def __init__(self, recorder: RunRecorder, machine: RunMachine, feed: EventFeed, tasks: BackgroundTasks) -> None:
         self.recorder, self.machine, self.feed, self.tasks = recorder, machine, feed, tasks
         self._thread = ThreadPoolExecutor(1, "raypar-effects")
+        """The one thread: nothing else calls the recorder."""
 
     def perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
-        """What it returns becomes an event; so does what it raises."""
+        """Perform a side effect; `event(its result)`, or its failure, goes to the run machine."""
         self.tasks.spawn(self._perform(call, event))
 
     async def _perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
@@ -42,7 +43,7 @@ class SideEffectThread:
             self.tasks.post(event(result))
 
     async def awaited(self, call: Callable[[], Any]) -> Any:
-        """Its result. The loop goes on meanwhile: a driver that does not answer is taken for hung by its client."""
+        """The result of a side effect. The event loop stays free meanwhile: the client takes a silent driver for hung."""
 
         def called() -> Any:
             try:
@@ -56,15 +57,15 @@ class SideEffectThread:
         return await asyncio.get_running_loop().run_in_executor(self._thread, called)
 
     def aside(self, call: Callable[..., Any], *facts: Any) -> None:
-        """Nobody waits for it."""
+        """Perform a side effect whose result nobody needs."""
         self._thread.submit(call, *facts)
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Tell the client, and keep it in the run folder."""
+        """Send an event to the client and write it to events.jsonl."""
         self.feed.tell(kind, **facts)
         self.aside(self.recorder.note, {"kind": kind, **facts})
 
     def seen(self, event: on.Event) -> on.Event:
-        """`event` is an effect's: what the recorder has to say of it is told first."""
+        """The event of a side effect, after the recorder's lines about the side effect were sent to the client."""
         self.feed.pass_on(self.recorder.new_events())
         return event

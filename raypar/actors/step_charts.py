@@ -1,4 +1,4 @@
-"""The swimlane sheet and the Chrome trace of a run: the step as predicted and as measured."""
+"""Writes the pictures of a step: predicted and measured swimlanes, and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_step_charts(request: RunRequest, step: int, spans: Rows, nodes: Sequen
 
 
 def align_clocks(rows: Rows, nodes: Sequence[str]) -> Rows:
-    """Workers of one machine share a clock; those of others are moved so that the vote ends everywhere at once."""
+    """The rows on one clock. Other machines' clocks are shifted so that the vote ends everywhere at the same time."""
     ends = [next((end for label, _, end in reversed(row) if label == "V"), 0.0) for row in rows]
     shift = {node: ends[0] - ends[nodes.index(node)] for node in set(nodes)}
     if nodes:

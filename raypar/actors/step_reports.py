@@ -1,4 +1,4 @@
-"""What the members of a run report of steps and validations, kept until people have seen it."""
+"""Workers' reports of steps and validations, kept until the user has seen them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from raypar.elastic.member import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 
 Report = dict[str, Any]
-"""What a worker says of one step: loss, norm, count, seconds and what it cost."""
+"""A worker's report of one step: loss, norm, count, seconds and costs."""
 
 
 class StepReports:
-    """By step (from 0), then by rank."""
+    """Reports by step (from 0), then by rank."""
 
     def __init__(self, machine: RunMachine, plans: PlanCache) -> None:
         self.machine, self.plans = machine, plans
         self.outcomes: dict[int, tuple[float, float]] = {}
-        """(loss, norm) of every step seen: what is executed again must give the same."""
+        """Step -> (loss, norm) as the user has seen them: a replayed step must give the same."""
         self.journalled: dict[int, Report] = {}
-        """Step -> what a former driver has put into the journal (`merge_reports`), for steps that people may not have seen."""
+        """Step -> its merged report in a former driver's journal, for steps that the user may not have seen."""
         self.validations: dict[int, Any] = {}
-        """worker -> its part of the validation that is under way"""
+        """Worker -> its report of the present validation."""
         self._open: dict[int, dict[int, Report]] = defaultdict(dict)
+        """Step -> rank -> report, of steps that are not committed."""
         self._unseen: dict[int, dict[int, Report]] = {}
-        """Of steps that are being journalled and emitted."""
+        """Step -> rank -> report, of committed steps that the user has not seen."""
         self._warned: set[str] = set()
-        """Keys of warnings that were shown: workers run the same code, and each reports them."""
+        """Keys of warnings that were shown: all workers run the same code, and each reports its warnings."""
 
     def stepped(self, number: int, generation: int, step: int, report: Report) -> on.Event:
-        """A worker's report of a step; the event that it is."""
+        """Keep a worker's report of a step; the event for the run machine."""
         machine, busy_s = self.machine, None
         if generation == machine.generation:
             rank = machine.members.index(number)
@@ -44,51 +45,53 @@ class StepReports:
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
     def validated(self, number: int, generation: int, done: int, report: Any) -> on.Event:
-        """A worker's part of a validation; the event that it is."""
+        """Keep a worker's report of a validation; the event for the run machine."""
         if generation == self.machine.generation:
             self.validations[number] = report
         return on.ValidationReported(number, done, generation)
 
     def warnings(self, report: Report) -> list[str]:
-        """The warnings in a worker's report of a step or a validation that no worker has given before."""
+        """The warnings in a worker's report that no worker has given before."""
         fresh = [(key, line) for key, line in report.get("warnings", ()) if key not in self._warned]
         self._warned.update(key for key, _ in fresh)
         return [line for _, line in fresh]
 
     def heard(self, stand: WorkerStatus) -> WorkerStatus:
-        """Steps that a worker has applied and nobody has reported to the end are committed by the machine; people see their
-        loss."""
+        """The worker's status. Keeps reports of steps that the worker has applied and whose reports are not complete.
+
+        The machine commits such steps, and the user sees their loss.
+        """
         for step, outcome in stand.outcomes.items():
             if step >= self.machine.journalled:
                 self._open[step] = {0: reconstruct_report(outcome)}
         return stand
 
     def commit(self, step: int) -> None:
-        """Mark a step as committed and not seen yet.
+        """Mark a step as committed and not yet seen.
 
-        What a former driver has put into the journal is preferred: workers remember less of a step, and the last steps only.
+        A former driver's report in the journal takes precedence: workers remember less of a step, and only the last steps.
         """
         if step in self.journalled:
             self._open[step] = {0: {**self.journalled[step], "spans": [], "ledger": {}}}
         self._unseen[step] = self._open.pop(step)
 
     def brief(self, step: int) -> Report:
-        """A step that is committed and not seen yet, as `merge_reports` gives it."""
+        """The merged report of a committed step that has not been seen."""
         return merge_reports(self._unseen[step])
 
     def emit(self, step: int) -> dict[int, Report]:
-        """What people are to see of it, by rank."""
+        """The reports of a committed step by rank; marks the step as seen."""
         reports = self._unseen.pop(step)
         self.outcomes[step] = loss_and_norm(reports)
         return reports
 
     def changed(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
-        """(loss, norm) that was seen and that was found now that the step was executed again; None where these are the same."""
+        """(loss, norm) of a replayed step as seen before and as found now; None if they are equal."""
         found, before = loss_and_norm(self._open.pop(step)), self.outcomes.get(step)
         return None if before is None or repr(found) == repr(before) else (before, found)  # NaN is equal to NaN here
 
     def forget(self) -> None:
-        """Steps that are not committed never happened."""
+        """Drop the reports of steps that are not committed."""
         self._open.clear()
 
 
@@ -99,7 +102,7 @@ def loss_and_norm(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, floa
 
 
 def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
-    """One report for all workers' reports of a step: the longest time of any, the work and the memory of all."""
+    """One report from all workers' reports of a step: the longest time of any, the work and memory of all."""
     one = next(iter(reports.values()))
     if "workers" in one:  # made by this function already
         return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
@@ -113,6 +116,6 @@ def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
 
 
 def reconstruct_report(outcome: Any) -> Report:
-    """What can be said of a step that was found applied, and whose reports went to nobody or are not whole."""
+    """A report of a step that a worker has applied and whose own reports were lost: loss, norm and count only."""
     known = {"loss": outcome.loss, "norm": outcome.norm, "count": outcome.count, "skipped": outcome.skipped}
     return {**known, "seconds": 0.0, "busy_seconds": 0.0, "peak_rss_bytes": 0, "spans": [], "ledger": {}}

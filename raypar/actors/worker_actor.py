@@ -1,7 +1,7 @@
-"""One worker as a Ray actor: a thin shell around `elastic.member.Member` and `ElasticWorker`, which decide and do.
+"""One worker as a Ray actor: a thin shell around `elastic.member.Member`, which decides, and `ElasticWorker`, which acts.
 
-Methods of the group `step` run one after the other in one thread, in the order they were called; those of `ctl` answer while a
-step runs. Failures travel as values (`CallFailure`), so that they arrive whole and of their own class.
+Methods of the group `step` run one after the other in one thread, in the order of their calls; those of `ctl` answer while a
+step runs. Failures are returned as values (`CallFailure`), so that they arrive whole and of their own class.
 """
 
 from __future__ import annotations
@@ -32,37 +32,53 @@ from raypar.user_code import USER_CODE_ERRORS, error_text
 
 ORPHAN_THREAD = "raypar-orphan"
 STEP_TIMEOUT_S = 900.0
-"""Longer than the driver of a run that is not elastic waits for a silent worker (`RunPolicy.last_copy_wait_s`), for whom its
-peers wait in communication."""
+"""Time limit of a step. It exceeds the time that a run which is not elastic waits for a silent worker
+(`RunPolicy.last_copy_wait_s`): the worker's peers wait in communication all the while."""
 LEAVE_S = 5.0
+"""How long a worker that ends waits for Ray or its driver before it exits."""
 LOADING, LOADING_S = "loading its code", 600.0
-"""Nobody pings a worker meanwhile. A cold disk may take minutes for torch and the model's imports."""
+"""What a worker says while it loads, and how long that may take without a ping: a cold disk needs minutes for torch."""
 ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
-"""PyTorch's, in a RuntimeError, on a CPU; Windows; a GPU before torch 2.5."""
+"""Texts of out-of-memory RuntimeErrors: PyTorch's on a CPU, Windows's, and a GPU's before torch 2.5."""
 
 
 class WorkerActor:
-    """Created in a placement group of its own; gets everything else by calls. `number` is never given to another worker."""
+    """A worker process in a placement group; everything but its job comes by calls. No other worker ever has its `number`."""
 
     def __init__(self, credential: RunCredential, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
         self.credential, self.number, self.pickled_spec = credential, number, spec
         self.coordinate = f"worker {number}"
+        """The worker's seat in words, for messages."""
         self.footing = WorkingDir()
+        """Keeps the current directory valid."""
         self.spec: Any = None
+        """The `JobSpec`; None, like all that follows to `mesh`, before `hello`."""
         self.host = host
+        """The address to listen on; None: the node's address."""
         self.core: Any = None
+        """The `WorkerCore`: stages, transport, data."""
         self.guard: Any = None
+        """The `StateGuard` around user code."""
         self.body: Any = None
+        """The core as the elastic protocol sees it (`ElasticWorker`)."""
         self.member: Any = None
+        """What this worker may do in which generation (`Member`)."""
         self.mesh: Any = None
+        """Makes the connections to other workers, generation by generation."""
         self.heard_s = time.monotonic()
+        """When the driver last called."""
         self.orphan_timeout_s = orphan_timeout_s
+        """How long this worker lives without a call of its driver."""
         self.doing = "starting"
+        """What the worker does, in words."""
         self.said: WorkerHello | None = None
+        """Its hello, for a new driver that asks again."""
         self.lifeline: LifelineListener | None = None
+        """Shows the driver that this process exists."""
         self.computes = 0
-        """Native id of the thread that executes steps; 0 before the first."""
+        """Native id of the thread that executes steps; 0 before the first step."""
         self.leaving = False
+        """Whether this process was asked to end (SIGTERM)."""
         with contextlib.suppress(ValueError):  # not the main thread: then a SIGTERM ends the process at once, as Ray has it
             signal.signal(signal.SIGTERM, self._asked_to_leave)
         threading.Thread(target=self._leave_when_orphaned, name=ORPHAN_THREAD, daemon=True).start()
@@ -71,8 +87,10 @@ class WorkerActor:
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def hello(self, joining: bool = False) -> WorkerHello | CallFailure:
-        """Load torch, listen for the other workers; all that can be done before there is a plan. `joining`: in the middle of a
-        run, where the others will have to wait for what is left to do."""
+        """Load torch and listen for other workers: all that can be done before there is a plan.
+
+        `joining`: during a run, where the other workers would wait for anything that is left to do.
+        """
         return self._guard(LOADING, lambda: self._hello(joining))
 
     def _hello(self, joining: bool) -> WorkerHello:
@@ -123,7 +141,7 @@ class WorkerActor:
     def adopt(
         self, generation: int, part: bytes, coordinate: str, addresses: Sequence[str], deadline_s: float
     ) -> dict[str, Any] | CallFailure | None:
-        """Connect to the other workers of `generation`, hand over and take over state, build this worker's stages."""
+        """Connect to the other workers of `generation`, exchange state with them, build this worker's stages."""
 
         def build() -> dict[str, Any] | None:
             from raypar.comm.transport import run_routine
@@ -185,46 +203,49 @@ class WorkerActor:
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def stand(self, generation: int) -> Any:
-        """Where this worker stands (`elastic.member.WorkerStatus`), once what it was doing has ended."""
+        """This worker's status (`elastic.member.WorkerStatus`), once what it was doing has ended."""
         return self._guard("saying where it stands", lambda: self.member.stand(generation))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def settle(self, generation: int, step: int, outcome: Any) -> Any:
-        """Apply `step` late; where this worker stands then."""
+        """Apply `step` late, with the gradients that were kept; the worker's status then."""
         return self._guard(f"settling step {step + 1}", lambda: self.member.settle(generation, step, outcome))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def save(self, generation: int, done: int, folder: str) -> Any:
-        """Copy the state after `done` steps, write it in the background; `save_result` has the outcome."""
+        """Copy the state after `done` steps and start writing it in the background; `save_result` returns the outcome."""
         return self._guard("saving", lambda: self.member.save(generation, done, lambda: self.core.save(Path(folder))))
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
-        """Waits for the writer: its record, or `CallFailure` with the error of the disk."""
+        """Wait for the writer: its record, or `CallFailure` with the error of the disk."""
         return self._guard("writing", self.core.save_result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str, bool, float]:
-        """(steps done, what it does, whether it has to leave, seconds that its computing thread has waited for a processor);
-        keeps the worker from thinking that it is an orphan."""
+        """(steps done, what it does, whether it has to leave, seconds that its computing thread has waited for a processor).
+
+        A ping also shows the worker that its driver lives.
+        """
         self.heard_s = time.monotonic()
         return self._done, self.doing, self.leaving, processor_wait_s(self.computes)
 
     def _asked_to_leave(self, number: int, frame: Any) -> None:
-        """A cloud's notice. The driver hears of it by the next ping and moves the work off; if nobody asks, it ends."""
+        """On SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work; exit if no driver pings."""
         if self.leaving and time.monotonic() - self.heard_s > LEAVE_S:
             os._exit(0)
         self.leaving = True
 
     @property
     def _done(self) -> int:
+        """Steps that this worker has applied."""
         return 0 if self.body is None else self.body.applied()
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def hear(self, generation: int, reason: str) -> Any:
-        """A new generation: what is done for an older one is aborted, and calls of it are refused from now on."""
+        """Note a new generation: abort what is done for an older one, and refuse its calls from now on."""
         self.heard_s = time.monotonic()
         try:
             self.member.hear(generation, reason)
@@ -236,7 +257,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def abort(self, reason: str) -> None:
-        """Every pending wait of this worker's transport raises at once."""
+        """Make every pending wait of this worker's transport raise at once."""
         self.heard_s = time.monotonic()
         if self.mesh is not None:
             self.mesh.abort_connect(reason)
@@ -246,7 +267,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def stacks(self) -> str:
-        """The stacks of the threads that work for raypar, as text."""
+        """The stacks of raypar's threads as text."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         texts = [f"{self.doing}, after {self._done} steps"]
         for ident, frame in sys._current_frames().items():
@@ -271,6 +292,7 @@ class WorkerActor:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _guard(self, doing: str, call: Callable[[], Any]) -> Any:
+        """The result of `call`, or its failure as a `CallFailure`. `doing`: what the worker does, for pings and messages."""
         self.heard_s = time.monotonic()
         self.doing = doing
         try:
@@ -285,6 +307,7 @@ class WorkerActor:
             self.doing = "idle"
 
     def _judge(self, doing: str, error: BaseException) -> CallFailure:
+        """The failure with who is to blame: an abort, user code, or raypar."""
         if isinstance(error, StaleGeneration):
             return CallFailure("aborted", error)
         if isinstance(error, CommError):
@@ -309,14 +332,16 @@ class WorkerActor:
         )
 
     def _free_peers(self) -> None:
-        """Peers that wait for this worker learn it from the closed connection."""
+        """Close the connections: peers that wait for this worker learn of its failure from that."""
         with contextlib.suppress(Exception):
             self.core.abort(f"{self.coordinate} has failed")
         self._end_if_stuck()
 
     def _end_if_stuck(self) -> None:
-        """What NCCL does not let go of would keep this process's GPU busy in the next generation too. Its end is heard at once,
-        and another worker can be hired."""
+        """Exit if NCCL operations cannot be ended: they would keep this process's GPU busy in the next generation too.
+
+        The driver notices the end at once and can start another worker.
+        """
         stuck = getattr(self.core.transport, "stuck", ()) if self.core is not None else ()
         stuck = (*stuck, *getattr(self.mesh, "stuck", ()))
         if stuck:
@@ -324,8 +349,10 @@ class WorkerActor:
             os._exit(1)
 
     def _leave_when_orphaned(self) -> None:
-        """Without a driver nobody would ever remove this worker: it removes its own placement group, which ends it. Where Ray
-        does not answer, it ends all the same."""
+        """Exit when no driver has called for `orphan_timeout_s`: nobody else would ever remove this worker.
+
+        The worker removes its own placement group, which ends it; it also exits if Ray does not answer.
+        """
         while time.monotonic() - self.heard_s < (LOADING_S if self.doing == LOADING else self.orphan_timeout_s):
             turn_s, before_s = min(1.0, self.orphan_timeout_s / 4), time.monotonic()
             time.sleep(turn_s)
@@ -339,7 +366,7 @@ class WorkerActor:
 
 
 def remove_own_placement_group() -> None:
-    """Remove the placement group this process is in; with it goes the process."""
+    """Remove the placement group of this process, which ends the process."""
     group = ray.util.get_current_placement_group()
     if group is not None:
         ray.util.remove_placement_group(group)
@@ -347,7 +374,7 @@ def remove_own_placement_group() -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it, or what it was raised from, says that memory could not be had."""
+    """Whether the error, or one of its causes, says that memory could not be allocated."""
     for each in chain_of(error):
         refused = isinstance(each, RuntimeError) and any(words in str(each) for words in ALLOCATORS_SAY)
         if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError" or refused:
@@ -356,5 +383,5 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def worker_actor_class() -> Any:
-    """The actor class. `io` is apart from `ctl`, so that a slow disk does not keep a worker from answering."""
+    """The actor class. `io` is a group of its own, so that a slow disk does not keep a worker from answering pings."""
     return ray.remote(concurrency_groups={"step": 1, "ctl": 2, "io": 1}, max_restarts=0)(WorkerActor)

@@ -1,4 +1,4 @@
-"""Calls to workers: each is a task that ends in an event, in words that say who the worker is."""
+"""Calls to workers: each becomes an event, and failures name the worker."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ STACKS_S = 5.0
 
 
 class WorkerCalls:
-    """One call per worker and step, whatever the number of microbatches. `met`: workers that have started."""
+    """Makes one call per worker and step, whatever the number of microbatches."""
 
     def __init__(
         self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, met: Container[int]
     ) -> None:
-        self.machine, self.pool, self.plans, self.tasks, self.met = machine, pool, plans, tasks, met
+        self.machine, self.pool, self.plans, self.tasks = machine, pool, plans, tasks
+        self.met = met
+        """Workers that have started."""
         self._answered: set[asyncio.Task[None]] = set()
+        """Calls whose answer is awaited."""
 
     def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
-        """One call to every member; each answer becomes an event."""
+        """Call every member; each answer becomes an event."""
         for number in self.machine.members:
             if number in self.pool.workers:  # else the machine has been told that it is lost
                 self.call(number, self.machine.generation, call(self.pool.workers[number]), event)
 
     def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
-        """`event(number, answer)` once it answers, `CallFailed` of that generation if it fails."""
+        """Post `event(number, answer)` when the call is answered, or `CallFailed` of that generation when it fails."""
         task = self.tasks.spawn(self._answer(number, generation, ref, event))
         self._answered.add(task)
         task.add_done_callback(self._answered.discard)
@@ -50,7 +53,7 @@ class WorkerCalls:
             self.tasks.post(on.CallFailed(answer.kind, answer.error, number, of))
 
     async def ask(self, number: int, ref: Any) -> Any:
-        """The answer of one worker, or `CallFailure`."""
+        """The answer of a call to one worker, or a `CallFailure` that names the worker."""
         who = self.coordinate(number)
         try:
             return await ref
@@ -65,12 +68,12 @@ class WorkerCalls:
             return CallFailure("error", error)
 
     def coordinate(self, number: int) -> str:
-        """Its seat, for people; its number where it has none."""
+        """The worker's seat in words, or its number if it has no seat."""
         members, plan = self.machine.members, self.machine.plan
         return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
 
     def explained(self, number: int, error: Exception) -> Exception:
-        """With what it holds and what would fit, where memory was lacking. Takes long enough for a thread."""
+        """The error; of an out-of-memory error with what the worker holds and what would fit. Slow: call it in a thread."""
         members, plan = self.machine.members, self.machine.plan
         if not isinstance(error, OutOfMemory) or plan is None or number not in members:
             return error
@@ -78,8 +81,10 @@ class WorkerCalls:
         return OutOfMemory(f"{error.what}\n{held}", fits)
 
     async def abort(self, why: str) -> None:
-        """Abort all transports, wait for the calls in flight to come back, and say where the members stand. Who is still being
-        started has no transport, and does not answer; who waits for a seat stands nowhere."""
+        """Abort all transports, wait for the calls in flight to return, and post how many steps each member has done.
+
+        Workers that have not started are left out: they have no transport and do not answer.
+        """
         workers = {number: worker for number, worker in self.pool.workers.items() if number in self.met}
         await answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
         if self._answered:
@@ -89,11 +94,11 @@ class WorkerCalls:
         self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.members)))
 
     async def probe(self, numbers: tuple[int, ...]) -> None:
-        """Where they are in their code."""
+        """Post the stacks of these workers."""
         self.tasks.post(on.StacksReported(await self.stacks(list(numbers))))
 
     async def stacks(self, numbers: list[int]) -> str:
-        """The stacks of these workers, for people."""
+        """The stacks of these workers as text."""
         texts = await answers_within([self.pool.workers[n].stacks.remote() for n in numbers], STACKS_S)
         return "\n".join(
             f"--- {self.coordinate(number)}\n{text or 'does not answer: it is stopped, dead or busy outside Python'}"

@@ -1,4 +1,4 @@
-"""What workers answer, and what the client hears of an error. Importable without torch, so that the driver starts quickly."""
+"""Messages of workers to the driver, and errors as bytes for the client. Imports no torch, so the driver starts quickly."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from raypar.errors import RayparError
 
 @dataclass(frozen=True)
 class CallFailure:
-    """A call that failed, and who is to blame."""
+    """The failure of a call, sent as a value so that the error arrives whole and of its own class."""
 
     kind: Kind
+    """Who is to blame: user code, raypar, a lost worker, or an abort."""
     error: Exception
 
 
 @dataclass(frozen=True)
 class WorkerHello:
-    """What a worker says of itself before it knows its plan. `lifeline`: address of its `LifelineListener`; empty: none."""
+    """What a worker says of itself when it has started, before it knows a plan."""
 
     address: str
+    """Where other workers connect: `host:port`."""
     node: str
+    """Ray's id of its node, in hex."""
     pid: int
+    """Its process."""
     fingerprint: dict[str, str]
+    """What it computes with (`fingerprint.py`)."""
     lifeline: str = ""
+    """Address of its `LifelineListener`; empty: it has none."""
 
 
 def pickle_error(error: Exception | None) -> bytes | None:
-    """The error for the client, or its text when it cannot be pickled."""
+    """The error as bytes for the client; if it cannot be pickled, an error with its text."""
     if error is None:
         return None
     try:

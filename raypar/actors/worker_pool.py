@@ -1,4 +1,4 @@
-"""The seats of a run: one detached placement group and its worker actors per replica of a stage, and their removal."""
+"""The workers of a run on the Ray cluster: one detached placement group per seat, worker actors in them, their removal."""
 
 from __future__ import annotations
 
@@ -22,41 +22,47 @@ from raypar.plan import ParallelPlan
 
 POLL_S = 0.05
 SWEEP_S = 20.0
+"""How long actors of an earlier driver may take to end."""
 SAY_S, SAY_AGAIN_S = 2.0, 30.0
-"""Pauses between two lines about what is waited for: when it has changed, and when not."""
+"""Time between two lines about the workers that are waited for: if their number has changed, and if not."""
 SHUN_S = 15.0
-"""How long a worker that is hired waits for a place elsewhere than on a node that is known to be slow."""
+"""How long a new worker waits for a place on another node than one that is known to be slow."""
 NODE_LABEL = "ray.io/node-id"
 
 
 def run_namespace(run: str) -> str:
-    """Every actor and group of a run lives here, so that a start-up can find what an earlier driver left."""
+    """The Ray namespace of all actors and groups of a run, where a new driver finds what an earlier one has left."""
     return f"raypar-{run}"
 
 
 class WorkerPool:
-    """Placement groups and workers by number. All detached: they outlive whoever made them, until they are removed.
-
-    `credential`: the run's name, and the secret by which its workers recognise each other. `gpus`: of each worker;
-    `environment`: of its process, where the job's own runtime environment does not say otherwise.
-    """
+    """Placement groups and workers by worker number. All are detached: they outlive their driver until they are removed."""
 
     def __init__(self, credential: RunCredential, gpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
-        self.credential, self.run, self.gpus, self.environment = credential, credential.run, gpus, dict(environment or {})
+        self.credential = credential
+        """The run's name, and the secret by which its workers recognise each other."""
+        self.run = credential.run
+        """The run's name."""
+        self.gpus = gpus
+        """GPUs of each worker."""
+        self.environment = dict(environment or {})
+        """Environment variables of worker processes; the job's own runtime environment overrides them."""
         self.groups: dict[int, PlacementGroup] = {}
-        """By worker number; the shards of one seat share theirs."""
+        """Worker -> its placement group; the shards of one replica share a group."""
         self.bundles: dict[int, int] = {}
+        """Worker -> index of its bundle in the group."""
         self.workers: dict[int, Any] = {}
+        """Worker -> actor handle."""
         self.closed = False
-        """Nobody is hired any more."""
+        """Whether the run has ended: no worker is started any more."""
 
     # -- placing -----------------------------------------------------------------------------------------------------------
 
     async def reserve(self, plan: ParallelPlan, wait_s: float, say: Callable[[str], None]) -> None:
-        """One group per seat (a replica of a position with all its shards), on one node where one is large enough; numbers are
-        the plan's ranks.
+        """Reserve a placement group for each replica of each position, with a bundle per shard; wait until all are placed.
 
-        Raises `ClusterError` when they are not there after `wait_s` seconds.
+        A group lies on one node where a node is large enough. Worker numbers are the plan's ranks. Raises `ClusterError` when
+        not all groups are placed after `wait_s` seconds.
         """
         self._still_open()
         for rank, seat in enumerate(plan.seats):
@@ -80,8 +86,11 @@ class WorkerPool:
             await asyncio.sleep(POLL_S)
 
     async def reserve_one(self, number: int, avoid: Collection[str], shun: Collection[str] = ()) -> None:
-        """A group for one more worker, for however long that takes; not on the nodes `avoid`, and not on those to `shun` unless
-        there has been no other place for `SHUN_S`. Meanwhile it is demand that an autoscaler sees."""
+        """Reserve a group for one more worker; wait until it is placed, however long that takes.
+
+        Not on the nodes `avoid`, and not on the nodes `shun` either unless no other node has had room for `SHUN_S`. While it
+        waits, an autoscaler sees the demand.
+        """
         group = await asyncio.to_thread(self._group, number, 1, {*avoid, *shun})
         if self.closed:  # meanwhile
             await asyncio.to_thread(remove_placement_group, group)
@@ -100,6 +109,7 @@ class WorkerPool:
             await asyncio.sleep(4 * POLL_S)
 
     def _group(self, number: int, bundles: int, avoid: Collection[str] = ()) -> PlacementGroup:
+        """A new placement group, not placed yet, for the workers from `number` on; not on the nodes `avoid`."""
         selector = [{NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * bundles if avoid else None
         return placement_group(
             [{"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}] * bundles,
@@ -110,7 +120,7 @@ class WorkerPool:
         )
 
     def _there(self, only: int | None = None) -> int:
-        """Workers whose groups are placed."""
+        """How many workers have groups that are placed; with `only`, whether that one has."""
         table = placement_group_table()
         groups = self.groups if only is None else {n: g for n, g in self.groups.items() if n == only}
         return sum(table.get(group.id.hex(), {}).get("state") == "CREATED" for group in groups.values())
@@ -118,8 +128,10 @@ class WorkerPool:
     # -- workers -----------------------------------------------------------------------------------------------------------
 
     def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
-        """Start an actor in its place; it loads torch when it is asked for its first call. Raises ValueError when another
-        driver has given that number away, `ClusterError` when the run has ended meanwhile."""
+        """Start a worker actor in its placement group; it loads torch at its first call. Returns its handle.
+
+        Raises ValueError when another driver has used the number, `ClusterError` when the run has ended meanwhile.
+        """
         self._still_open()
         strategy = PlacementGroupSchedulingStrategy(self.groups[number], placement_group_bundle_index=self.bundles[number])
         made = worker_actor_class().options(
@@ -134,14 +146,14 @@ class WorkerPool:
         return self.workers[number]
 
     def _of_its_own(self) -> dict[str, Any]:
-        """Of a worker with GPUs: they, and a process that is started for it."""
+        """Options of an actor with GPUs: their number, and environment variables, with which Ray starts a new process."""
         if not self.gpus:
             return {}
         given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
         return {"num_gpus": self.gpus, "runtime_env": {"env_vars": {**self.environment, **given}}}
 
     def find(self) -> None:
-        """Take over what an earlier driver has made: all workers of the run that Ray knows, and their groups."""
+        """Take over the workers of an earlier driver, all that Ray knows of the run, and their groups."""
         for number in named_workers(self.run):
             with contextlib.suppress(ValueError):  # gone since it was listed
                 self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
@@ -155,8 +167,7 @@ class WorkerPool:
                 remove_placement_group(group)
 
     def dismiss(self, number: int) -> Callable[[], None]:
-        """From now on nothing is called there. Returns what remains to be done and may block: kill it (it is not waited for),
-        return its CPU. Idempotent."""
+        """Forget a worker. Returns the rest of the work, which may block: kill the actor, return its CPU. Idempotent."""
         worker, group = self.workers.pop(number, None), self.groups.pop(number, None)
         last = group is not None and all(group.id != other.id for other in self.groups.values())
 
@@ -171,11 +182,12 @@ class WorkerPool:
         return rest
 
     def _still_open(self) -> None:
+        """Raise `ClusterError` if the run has ended."""
         if self.closed:
             raise ClusterError(f"run {self.run} has ended before its workers were there", cure="nothing is to be done")
 
     async def close(self, patience_s: float = 1.0) -> None:
-        """Workers close their loaders and sockets, then they and their groups are removed; who was to be hired is not."""
+        """End the run's workers: they close loaders and sockets, then actors and groups are removed. No worker starts then."""
         self.closed = True
         with contextlib.suppress(Exception):
             closing = [asyncio.ensure_future(_quietly(w.close.remote())) for w in self.workers.values()]
@@ -190,7 +202,7 @@ class WorkerPool:
 
 
 def placement_wait_text(there: int, wanted: int, grows: bool) -> str:
-    """The line while workers are not placed: `waiting for 3 more workers: the cluster has a place for 1 of 4, ...`."""
+    """The line while workers are not placed: `waiting for 3 more workers: the cluster has a place for 1 of 4`."""
     more = "1 more worker" if wanted - there == 1 else f"{wanted - there} more workers"
     return f"waiting for {more}: the cluster has a place for {there} of {wanted}" + ", an autoscaler is running" * grows
 
@@ -211,6 +223,7 @@ def placement_timeout_error(there: int, wanted: int, wait_s: float, cluster: Clu
 
 
 async def _quietly(ref: Any) -> None:
+    """Await a call and ignore its failure."""
     with contextlib.suppress(Exception):
         await ref
 
@@ -231,9 +244,9 @@ def named_workers(run: str) -> list[int]:
 
 
 def remove_leftovers(run: str) -> int:
-    """Remove placement groups that an earlier driver of this run left behind, and the actors in them; how many there were.
+    """Remove the placement groups that an earlier driver of this run has left, with their actors. Returns their number.
 
-    Raises `ClusterError` when their names are not free again after `SWEEP_S`.
+    Raises `ClusterError` when the actors' names are not free again after `SWEEP_S`.
     """
     left = leftover_groups(run)
     for info in left:

@@ -1,6 +1,6 @@
-"""The workers of a run as people: who they are, whether they still answer, who is hired and who leaves. Knows no plan.
+"""Keeps track of a run's worker processes: started, silent, lost, draining; starts and dismisses them. Knows no plan.
 
-All that happens is told to the machine as events; nothing is decided here.
+Whatever happens is posted to the run machine as an event; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from raypar.elastic.cpu_contention import CpuContention
 from raypar.errors import ClusterError, OutOfMemory, WorkerLost, first_line
 
 PING_S = 0.4
+"""Time from one ping to the next."""
 UNHEARD_S = 1.2
+"""Time without an answer after which a worker may be lost."""
 DRAIN_POLL_S = 1.0
+"""Time from one look at Ray's node table to the next."""
 
 
 class WorkerRegistry:
-    """`post`: gives an event to the machine; `note`: tells people and keeps it (kind, facts); `works`: whether a worker has a
-    seat."""
+    """The workers of a run by number."""
 
     def __init__(
         self,
@@ -40,40 +42,52 @@ class WorkerRegistry:
         note: Callable[..., None],
         works: Callable[[int], bool],
     ) -> None:
-        self.pool, self.journal, self.post, self.note, self.works = pool, journal, post, note, works
-        self.fallen = NodeLossTracker()
+        self.pool, self.journal = pool, journal
+        self.post = post
+        """Gives an event to the run machine."""
+        self.note = note
+        """Shows an event (kind, facts) and writes it to events.jsonl."""
+        self.works = works
+        """Whether a worker has a seat."""
+        self.node_losses = NodeLossTracker()
         self.lifelines = Lifelines()
+        """Connections that show the end of a worker's process."""
         self.crowding = CpuContention()
-        """How long the workers wait for processors, as their pings say."""
+        """How long the workers wait for processors."""
         self.hellos: dict[int, WorkerHello] = {}
+        """Worker -> its hello, of all workers that have started."""
         self.suspects: set[str] = set()
-        """Nodes whose workers were lost or hung: nobody is hired there before Ray's node table has had time to notice."""
+        """Nodes whose workers were lost or hung: no worker is started there, as Ray may not have noticed a dead node yet."""
         self.slow_nodes: set[str] = set()
-        """Nodes whose worker was a straggler: nobody is hired there while another node has room."""
+        """Nodes whose worker was a straggler: no worker is started there while another node has room."""
         self.where: dict[int, str] = {}
-        """worker -> node, of all that have ever started."""
+        """Worker -> node, of all workers that have ever started."""
         self._answered_s: dict[int, float] = {}
+        """Worker -> time of its last answer, of workers that have not been dismissed."""
         self._leaving: set[int] = set()
+        """Workers that were asked to leave."""
         self._drained: set[str] = set()
-        """Nodes that leave because they were asked to."""
+        """Nodes that were being drained: their death is expected."""
         self._told: set[int] = set()
-        """Whose silence has been told."""
+        """Workers whose silence has been reported."""
         self._asked: dict[int, asyncio.Task[None]] = {}
+        """Worker -> its pending ping."""
         self._dismissing: set[asyncio.Task[None]] = set()
+        """Dismissals under way."""
 
     def met(self, number: int, hello: WorkerHello) -> None:
-        """A worker has started."""
+        """Note that a worker has started."""
         self.hellos[number] = hello
         self.where[number] = hello.node
         self._answered_s[number] = time.monotonic()
         self.lifelines.hold(number, hello.lifeline)
 
     def nodes(self, numbers: Iterable[int]) -> dict[int, str]:
-        """worker -> node, of those that have started."""
+        """Worker -> node, of those workers that have started."""
         return {n: self.hellos[n].node for n in numbers if n in self.hellos}
 
     def who(self, number: int) -> dict[str, Any]:
-        """For people: worker, node, pid, host."""
+        """Facts of a worker for events: worker, node, pid, host."""
         hello = self.hellos.get(number)
         facts: dict[str, Any] = {"worker": number}
         if hello is not None:
@@ -83,8 +97,7 @@ class WorkerRegistry:
     # -- hiring and dismissing -----------------------------------------------------------------------------------------------
 
     async def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float, start_s: float) -> None:
-        """Start one more worker in the background: place, process, torch, model code. Ends in
-        `WorkerJoined` or `WorkerStartFailed`."""
+        """Start one more worker: place, process, torch, model code. Posts `WorkerJoined` or `WorkerStartFailed`."""
         try:
             await self.pool.reserve_one(number, self.suspects, self.slow_nodes)
             if number not in self.pool.groups:
@@ -96,7 +109,7 @@ class WorkerRegistry:
             self.failed(number, error)
 
     async def welcome(self, number: int, worker: Any, start_s: float) -> None:
-        """Wait until it has loaded everything."""
+        """Wait until a new worker has loaded everything. Posts `WorkerJoined` or `WorkerStartFailed`."""
         try:
             hello = await asyncio.wait_for(asyncio.wrap_future(worker.hello.remote(joining=True).future()), start_s)
         except asyncio.TimeoutError:
@@ -114,12 +127,12 @@ class WorkerRegistry:
         self.post(on.WorkerJoined(number))
 
     def failed(self, number: int, error: Exception) -> None:
-        """It did not start."""
+        """Dismiss a worker that did not start; posts `WorkerStartFailed`."""
         self.dismiss(number)
         self.post(on.WorkerStartFailed(number, error))
 
     def dismiss(self, number: int) -> None:
-        """Kill it and return its CPU, without waiting for that."""
+        """Kill a worker and return its CPU, in the background."""
         self._answered_s.pop(number, None)
         self.lifelines.drop(number)
         task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
@@ -127,45 +140,45 @@ class WorkerRegistry:
         task.add_done_callback(self._dismissing.discard)
 
     def preempted(self, number: int, error: Exception) -> bool:
-        """Whether it died because it was asked to leave, or with its machine."""
+        """Whether a worker died because it was asked to leave, or with its machine."""
         return number in self._leaving or died_with_node(error)
 
     def fell(self, number: int, with_node: bool) -> dict[str, Any] | None:
-        """It is lost and dismissed: what is to be told of its node, if that has lost them all."""
+        """The node-lost event, if this lost worker was its node's last one and the node is gone with it."""
         if number not in self.where:
             return None
         node = self.where[number]
         left = [n for n in self.pool.workers if self.where.get(n) == node]
-        return self.fallen.lost(number, node, left, with_node, time.monotonic())
+        return self.node_losses.lost(number, node, left, with_node, time.monotonic())
 
     def suspect(self, number: int) -> None:
-        """It does not answer, or died with its node: nobody is sent there for a while."""
+        """Start no worker on this worker's node for a while: it does not answer, or has died with its node."""
         if self._alone_there(number):
             self.suspects.add(self.where[number])
 
     def slow(self, number: int) -> None:
-        """It computes too slowly, and leaves: the next one is sent elsewhere, if there is room."""
+        """Prefer other nodes to this worker's node for new workers: it computes too slowly there."""
         if self._alone_there(number):
             self.slow_nodes.add(self.where[number])
 
     def _alone_there(self, number: int) -> bool:
-        """Where others of the run are well on its node, it is not the node's fault."""
+        """Whether this worker is alone on its node: a node whose other workers are well is not at fault."""
         others = [n for n in self.pool.workers if n != number and n in self.where]
         return number in self.where and all(self.where[n] != self.where[number] for n in others)
 
     def unheard(self) -> frozenset[int]:
-        """Who should have answered a ping by now."""
+        """Workers that should have answered a ping by now."""
         now = time.monotonic()
         return frozenset(n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > UNHEARD_S)
 
     def ended(self) -> frozenset[int]:
-        """Of those, whose process or machine is gone."""
+        """Workers among `unheard` whose process or machine is gone."""
         return self.unheard() & self.lifelines.ended
 
     # -- watching --------------------------------------------------------------------------------------------------------------
 
     async def watch(self, silent_s: float, over: Callable[[], bool]) -> None:
-        """Ask every worker twice a second whether it is there; a silence of `silent_s` is told once."""
+        """Ping every worker twice a second until the run is over; post `WorkerSilent` for a worker silent for `silent_s`."""
         polled_s = 0.0
         polling: asyncio.Task[None] | None = None
         while not over():
@@ -181,18 +194,19 @@ class WorkerRegistry:
                 self._told.add(number)
                 self.post(on.WorkerSilent(number, silent_s))
             if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
-                polled_s = now  # beside the pings: without a head it blocks for as long as there is none
+                polled_s = now  # in a task of its own: without a head it blocks
                 polling = asyncio.ensure_future(self._look_at_nodes())
             before = time.monotonic()
             await asyncio.sleep(PING_S)
             now = time.monotonic()
             late_s = now - before - PING_S
-            # Where this process stood still, what they said meanwhile is still to be heard; or processors are short.
+            # No worker is to blame for time in which this process stood still, or in which processors were short.
             excused_s = late_s if late_s > PING_S else self.crowding.uncounted_s(now, before)
             if excused_s:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
     async def _ask(self, number: int, worker: Any) -> None:
+        """Ping one worker; a dead one becomes `CallFailed`, one that is silent no event."""
         try:
             _, _, leaving, waited_s = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
         except OutOfMemoryError as error:
@@ -213,6 +227,7 @@ class WorkerRegistry:
                 self.leaves(number, "its process was asked to end (SIGTERM)")
 
     async def _look_at_nodes(self) -> None:
+        """Ask Ray which nodes are being drained and which are dead; report what that means for the workers."""
         try:
             draining, dead = await asyncio.to_thread(lambda: (draining_nodes(), dead_nodes()))
         except Exception:
@@ -223,12 +238,12 @@ class WorkerRegistry:
                 self.leaves(number, f"node {hello.node[:8]} is being drained")
         self._drained |= set(draining)
         for node in dead - self._drained:
-            told = self.fallen.died(node, time.monotonic())
+            told = self.node_losses.died(node, time.monotonic())
             if told is not None:
                 self.note("node", **told)
 
     def leaves(self, number: int, why: str) -> None:
-        """Told once."""
+        """Report, once, that a worker has to leave; posts `DrainAsked`."""
         if number not in self._leaving:
             self._leaving.add(number)
             self.note(
@@ -238,17 +253,17 @@ class WorkerRegistry:
 
 
 def died_with_node(error: Exception) -> bool:
-    """Whether Ray says of a worker that it was lost with its node."""
+    """Whether Ray says that a worker was lost with its node."""
     return "its node has died" in str(error)
 
 
 def killed_for_memory(who: str, error: Exception) -> OutOfMemory:
-    """Ray's memory monitor has chosen it, because its node had nearly none left."""
+    """The error of a worker that Ray's memory monitor has killed because its node had nearly no memory left."""
     return OutOfMemory(f"{who} was killed because its node ran out of memory: {error}", cure="use workers with more memory")
 
 
 async def answers_within(refs: Iterable[Any], timeout_s: float) -> list[Any]:
-    """Answers that come within the time; None for the others and for failures."""
+    """The answers that arrive in time; None for the others and for failures."""
 
     async def one(ref: Any) -> Any:
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""The folder of a job as Ray unpacks it on its nodes, and a process's current directory in it."""
+"""Copes with Ray's `working_dir`: Ray may remove and unpack the job's folder anew while processes run in it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 log = logging.getLogger(__name__)
 
 GONE = " (deleted)"
+"""What Linux appends to the path of a directory that was removed."""
 NOWHERE = "/"
+"""A directory that nobody removes."""
 
 UNPACKED_S = 30.0
-"""How long nodes may take to unpack a job's folder before we go on without them."""
+"""How long nodes may take to unpack a job's folder before the run begins without them."""
 
 
 def wait_until_unpacked() -> None:
-    """Return when those nodes that share a machine have unpacked the folder of this process's job, if it has one.
+    """Wait until the nodes that share a machine have unpacked the folder of this process's job, if it has one.
 
-    They share the folder of unpacked `working_dir`s too, and begin to remove it and unpack it anew as soon as a process of the
-    job has joined the cluster: what is imported from it meanwhile, here or in a worker, may not be found. A node that takes
-    longer than `UNPACKED_S`, or is lost, is no reason not to begin; the plan's workers are waited for as always.
+    Such nodes share one copy of the folder. Each of them removes the copy and unpacks it anew as soon as a process of the job
+    has joined the cluster; meanwhile imports from it may fail, here and in workers. Nodes that take longer than `UNPACKED_S`,
+    or are lost, do not keep the run from beginning.
     """
     if "working_dir" not in ray.get_runtime_context().runtime_env:
         return
@@ -45,16 +47,18 @@ def wait_until_unpacked() -> None:
 
 
 class WorkingDir:
-    """Several raylets of one machine share a folder of unpacked `working_dir`s, and each that needs one removes it and unpacks
-    it anew: whoever works there stands in a folder that is gone, and whatever asks for the current directory fails. The new
-    one has the same path."""
+    """Keeps the current directory of this process valid.
+
+    Several raylets of one machine share the unpacked `working_dir`, and each removes it and unpacks it anew, at the same path.
+    A process in it is then in a directory that is gone, and whatever asks for the current directory fails.
+    """
 
     def __init__(self) -> None:
         self._wanted: str | None = None
-        """Where we were before it was gone, until it is there again."""
+        """The directory to return to, once it exists again; None while this process is in it."""
 
     def keep(self) -> None:
-        """Stand somewhere, and where we stood if that is possible."""
+        """Make sure that the current directory exists; return to the former one if it exists again."""
         try:
             here = os.getcwd()
         except FileNotFoundError:
@@ -68,8 +72,11 @@ class WorkingDir:
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """In a place that nobody removes: torch asks for the current directory in the middle of its imports, and half an import
-        cannot be made good. Not for code of the user's, which may open files of the job's folder."""
+        """Run the body in a directory that nobody removes.
+
+        For importing torch, which asks for the current directory in the middle of its imports: half an import cannot be
+        repaired. Not for user code, which may open files of the job's folder.
+        """
         self.keep()
         if self._wanted is None:
             self._wanted = os.getcwd()

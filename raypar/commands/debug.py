@@ -1,4 +1,4 @@
-"""`raypar debug JOB`: the whole plan in one process and one thread, so that pdb works anywhere in it."""
+"""`raypar debug JOB`: runs the whole plan in one process and one thread, so that pdb works everywhere."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the first steps of a job under `LocalJob`; exit code 0."""
+    """Run the first steps of a job in this process; exit code 0, or 130 if the debugger was left."""
     from raypar.config import load_job
-    from raypar.launch import make_importable
+    from raypar.user_code import make_importable
     from raypar.worker.assignment import make_graph
     from raypar.worker.compute_state import StateGuard
     from raypar.worker.local_run import LocalJob

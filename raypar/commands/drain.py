@@ -1,4 +1,4 @@
-"""`raypar drain NODE`: tells Ray that a node is going to leave; a run that has workers there moves its work off."""
+"""`raypar drain NODE`: tells Ray that a node will leave; a run with workers there moves their work to other workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 when Ray knows, now or already. Raises `ConfigError`, `ClusterError`."""
+    """Drain the node; exit code 0, also if it is being drained already. Raises `ConfigError` or `ClusterError`."""
     import math
     import os
     import time

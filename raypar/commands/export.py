@@ -1,4 +1,4 @@
-"""`raypar export RUN --out FILE`: the whole model of a run as one file, `.safetensors` or `.pt` (a state_dict)."""
+"""`raypar export RUN --out FILE`: writes the whole model of a run to one file, `.safetensors` or `.pt` (a state_dict)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the file and prints the weights hash of what is in it; exit code 0.
+    """Write the file and print the hash of its weights; exit code 0.
 
-    Parameters and persistent buffers, so that `load_state_dict` takes a .pt as it is. A tied parameter has all names in a .pt;
-    in a .safetensors, which holds a tensor once, it has its first name, and the metadata lead from the others to it.
+    The file has all parameters and persistent buffers, so that `load_state_dict` takes a .pt unchanged. A tied parameter has
+    all its names in a .pt. A .safetensors holds each tensor once, under its first name; the metadata map the other names to it.
     """
     out = local_path(args.out, "--out")
     if out.suffix not in SUFFIXES or not out.parent.is_dir():
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             import torch
 
             whole = dict(tensors)
-            with open(aside, "wb") as file:  # an OSError of ours says why; those of torch's own file class do not
+            with open(aside, "wb") as file:  # unlike torch's own file class, this one says why writing failed
                 torch.save(whole | {name: whole[first] for name, first in ties.items()}, file)
         else:
             write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise unwritable_out_error(out, error.__cause__) from error
     except Exception as error:
-        # torch tells of a full disk in classes of its own.
+        # torch raises its own classes for a full disk.
         raise unwritable_out_error(out, error) from error
     finally:
         with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
@@ -76,7 +76,7 @@ def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
 
 
 def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
-    """The checkpoint folder meant; what had to be skipped is said on stderr. Raises `CheckpointError`."""
+    """The checkpoint folder that `run` and `step` mean; warns of skipped ones on stderr. Raises `CheckpointError`."""
     from raypar.worker.checkpoint import MANIFEST, latest_usable_checkpoint, verify_checkpoint
 
     if os.path.lexists(local_path(run, "the run") / MANIFEST):

@@ -1,4 +1,4 @@
-"""`raypar plan JOB`: who would hold what, how long a step would take, and why; nothing is trained."""
+"""`raypar plan JOB`: shows the plan of a job without training: placement, memory, predicted step, the planner's reasons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
+    """Print stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
     from raypar.config import load_job
-    from raypar.launch import make_importable
     from raypar.model.build import layer_sizes
     from raypar.planner.plan_search import predict_step
+    from raypar.user_code import make_importable
     from raypar.worker.assignment import make_graph
-    from raypar.worker.profiler import profile_job
 
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
@@ -50,81 +49,111 @@ def run(args: argparse.Namespace) -> int:
     spec = job.to_spec()
     graph = make_graph(spec)
     choose = args.workers is not None or job.plan_is_auto
-    if choose and args.no_profile:
-        raise ConfigError(
-            "a plan cannot be chosen without a profile", cure="leave out --no-profile, or name stages and replicas"
-        )
-    if args.svg is not None and args.no_profile:
-        raise ConfigError("a step cannot be predicted without a profile", cure="leave out --no-profile, or --svg")
+    if args.no_profile:
+        check_needs_no_profile(choose, args.svg)
     import torch
 
     sizes = layer_sizes(graph, getattr(torch, spec.dtype))
-    choice: PlanChoice | None = None
-    why = ""
-    profile: ModelProfile | None = None
-    if choose:
-        from raypar.planner.plan_search import search_plans
-
-        workers, shards = args.workers or job.workers, _shards_of(job)
-        if workers < shards:
-            raise ConfigError(
-                f"{workers} worker{'s' * (workers > 1)} for a job whose layers are cut over {shards} shards",
-                cure=f"give --workers {shards} or more",
-            )
-        profile = profile_job(spec, workers=workers, graph=graph, shards={shards})
-        choice = search_plans(profile, workers, spec.cut, shards)
-        plan, name, schedule = choice.plan, choice.schedule, None
-    else:
-        plan, name, schedule = job.to_plan(len(graph.layers)), job.schedule_name, schedule_origin(job)
-        counts = {stage.shards for stage in plan.stages}
-        if not args.no_profile:
-            if max(counts) > 1 or spec.styles:
-                from raypar.worker.preflight import check_shards, preflight
-
-                check_shards(spec, preflight(spec), plan)
-            profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
-    made = schedule(Routing(plan, spec.cut)) if schedule is not None else None
-    found = plan_as_dict(plan, name, spec.cut, sizes, profile, made, elements_by_shard(graph, spec, plan, sizes))
+    shown = choose_for_job(job, spec, graph, args.workers) if choose else plan_of_job(job, spec, graph, not args.no_profile)
+    plan, name, profile = shown.plan, shown.name, shown.profile
+    found = plan_as_dict(plan, name, spec.cut, sizes, profile, shown.schedule, elements_by_shard(graph, spec, plan, sizes))
     found["cut"] = layer_styles(graph, spec, plan)
-    if choice is not None:
-        from raypar.planner.plan_report import plan_report, plan_report_as_dict
-
-        found["choice"] = plan_report_as_dict(choice)
-        why = plan_report(choice)
     parts = [plan_as_text(found)]
     if profile is not None:
-        timeline, _ = predict_step(profile, plan, made or name, spec.cut)
+        timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.cut)
         parts.append(predicted_step_text(timeline))
         if args.svg is not None:
             write_predicted_step(args.svg, f"{job.name}: {found['plan']}, schedule {name}", timeline, profile.crossing(plan))
+    if shown.choice is not None:
+        from raypar.planner.plan_report import plan_report, plan_report_as_dict
+
+        found["choice"] = plan_report_as_dict(shown.choice)
+        parts.append(plan_report(shown.choice))
     if args.json:
         print(json.dumps(found), flush=True)
         return 0
-    print("\n\n".join(part for part in (*parts, why) if part), flush=True)
+    print("\n\n".join(part for part in parts if part), flush=True)
     if args.svg is not None:
         print(f"wrote {args.svg}")
     return 0
 
 
+@dataclass(frozen=True)
+class ShownPlan:
+    """The plan to show, from the job or from the planner."""
+
+    plan: ParallelPlan
+    name: str
+    """The schedule's name."""
+    profile: ModelProfile | None
+    """Times and sizes of the layers; None with `--no-profile`."""
+    schedule: Schedule | None = None
+    """The schedule itself, where its name alone does not say it."""
+    choice: PlanChoice | None = None
+    """What the planner weighed up; None for the job's own plan."""
+
+
+def check_needs_no_profile(choose: bool, svg: Path | None) -> None:
+    """Raise `ConfigError` if `--no-profile` is given with something that needs a profile."""
+    if choose:
+        raise ConfigError(
+            "a plan cannot be chosen without a profile", cure="leave out --no-profile, or name stages and replicas"
+        )
+    if svg is not None:
+        raise ConfigError("a step cannot be predicted without a profile", cure="leave out --no-profile, or --svg")
+
+
+def choose_for_job(job: Job, spec: JobSpec, graph: Graph, workers: int | None) -> ShownPlan:
+    """The planner's choice for `workers`, or for as many as the job says. Raises `ConfigError` for fewer than its shards."""
+    from raypar.planner.plan_search import search_plans
+    from raypar.worker.profiler import profile_job
+
+    workers, shards = workers or job.workers, _shards_of(job)
+    if workers < shards:
+        raise ConfigError(
+            f"{workers} worker{'s' * (workers > 1)} for a job whose layers are cut over {shards} shards",
+            cure=f"give --workers {shards} or more",
+        )
+    profile = profile_job(spec, workers=workers, graph=graph, shards={shards})
+    choice = search_plans(profile, workers, spec.cut, shards)
+    return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
+
+
+def plan_of_job(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> ShownPlan:
+    """The plan that the job gives. Raises `PlanError` if layers cannot be cut over its shards."""
+    from raypar.worker.profiler import profile_job
+
+    plan, build = job.to_plan(len(graph.layers)), schedule_origin(job)
+    profile, counts = None, {stage.shards for stage in plan.stages}
+    if with_profile:
+        if max(counts) > 1 or spec.styles:
+            from raypar.worker.preflight import check_shards, preflight
+
+            check_shards(spec, preflight(spec), plan)
+        profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
+    schedule = build(Routing(plan, spec.cut)) if build is not None else None
+    return ShownPlan(plan, job.schedule_name, profile, schedule)
+
+
 def schedule_origin(job: Job) -> Callable[[Routing], Schedule] | None:
-    """What makes the schedule, where its name alone does not say it (a file, a warmup)."""
+    """Makes the job's schedule, if its name alone does not determine it (a file, a warmup); else None."""
     from raypar.config import PlanConfig
-    from raypar.launch import orders_of
+    from raypar.launch.chosen_plan import schedule_builder
 
     if not isinstance(job.plan, PlanConfig) or (job.plan.schedule_file is None and job.plan.warmup is None):
         return None
-    return orders_of(job.plan)
+    return schedule_builder(job.plan)
 
 
 def _shards_of(job: Job) -> int:
-    """The planner keeps the job's, on which the bits depend."""
+    """The job's number of shards, which the planner keeps because results depend on it."""
     from raypar.config import PlanConfig
 
     return max(job.plan.shards_per_stage) if isinstance(job.plan, PlanConfig) else 1
 
 
 def predicted_step_text(timeline: Timeline) -> str:
-    """The predicted step as text, a row for every worker; empty where the terminal is too narrow for it."""
+    """The predicted step as text, a row per worker; empty if the terminal is too narrow."""
     import shutil
 
     from raypar.commands.simulate import grid_for_width
@@ -133,7 +162,7 @@ def predicted_step_text(timeline: Timeline) -> str:
 
 
 def write_predicted_step(file: Path, title: str, timeline: Timeline, crossing: Crossing) -> None:
-    """Write the predicted step, a lane for every worker. Raises `ConfigError`."""
+    """Draw the predicted step as an SVG with a lane per worker. Raises `ConfigError` if the file cannot be written."""
     from raypar.run_folder import write_whole
     from raypar.schedule.swimlane_svg import swimlane_svg
 
@@ -142,7 +171,7 @@ def write_predicted_step(file: Path, title: str, timeline: Timeline, crossing: C
 
 
 def layer_styles(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
-    """Layer name -> style, of layers in stages with shards."""
+    """Layer name -> style, for layers in stages with shards."""
     from raypar.model.tensor_parallel.styles import layout_of
 
     most = max(stage.shards for stage in plan.stages)
@@ -180,36 +209,11 @@ def plan_as_dict(
     schedule: Schedule | None = None,
     held: Mapping[tuple[int, int], tuple[LayerSize, ...]] | None = None,
 ) -> dict[str, Any]:
-    """The plan as data, under the schedule of that name or the user's own orders.
+    """The plan as data, under the schedule called `name` or the user's own `schedule`.
 
-    `sizes`: of each layer; `held`: what a worker holds of it, by (number of shards, shard). `share` is a worker's microbatches
-    over the mean of its position's replicas.
+    `sizes`: of each layer; `held`: what a worker holds of each layer, by (number of shards, shard).
     """
-    routing = Routing(plan, cut)
-    workers = []
-    for rank, seat in enumerate(plan.seats):
-        stages = plan.stages_of(rank)
-        mine_of = held[plan.stages[stages[0]].shards, seat.shard] if held is not None else sizes
-        chunks = [mine_of[plan.stages[s].first : plan.stages[s].last] for s in stages]
-        layers = [layer for chunk in chunks for layer in chunk]
-        mine = len(routing.of_replica(stages[0], seat.replica))
-        replicas = plan.stages[stages[0]].replicas
-        workers.append(
-            {
-                "rank": rank,
-                "position": seat.position,
-                "replica": seat.replica,
-                "shard": seat.shard,
-                "shards": plan.stages[stages[0]].shards,
-                "stages": list(stages),
-                "layers": [[layer.name for layer in chunk] for chunk in chunks],
-                "parameters": sum(layer.parameters for layer in layers),
-                "parameter_bytes": sum(layer.nbytes for layer in layers),
-                "blocks": len(routing.run(stages[0], seat.replica)),
-                "microbatches": mine,
-                "share": mine * replicas / cut.count,
-            }
-        )
+    workers = [worker_as_dict(plan, Routing(plan, cut), rank, sizes, held) for rank in range(plan.world)]
     found: dict[str, Any] = {
         "plan": f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}",
         "schedule": name,
@@ -234,8 +238,37 @@ def plan_as_dict(
     return found
 
 
+def worker_as_dict(
+    plan: ParallelPlan,
+    routing: Routing,
+    rank: int,
+    sizes: tuple[LayerSize, ...],
+    held: Mapping[tuple[int, int], tuple[LayerSize, ...]] | None,
+) -> dict[str, Any]:
+    """One worker's part of the plan as data. `share`: its microbatches over the mean of its position's replicas."""
+    seat, stages = plan.seats[rank], plan.stages_of(rank)
+    mine_of = held[plan.stages[stages[0]].shards, seat.shard] if held is not None else sizes
+    chunks = [mine_of[plan.stages[s].first : plan.stages[s].last] for s in stages]
+    layers = [layer for chunk in chunks for layer in chunk]
+    mine = len(routing.of_replica(stages[0], seat.replica))
+    return {
+        "rank": rank,
+        "position": seat.position,
+        "replica": seat.replica,
+        "shard": seat.shard,
+        "shards": plan.stages[stages[0]].shards,
+        "stages": list(stages),
+        "layers": [[layer.name for layer in chunk] for chunk in chunks],
+        "parameters": sum(layer.parameters for layer in layers),
+        "parameter_bytes": sum(layer.nbytes for layer in layers),
+        "blocks": len(routing.run(stages[0], seat.replica)),
+        "microbatches": mine,
+        "share": mine * plan.stages[stages[0]].replicas / routing.microbatches.count,
+    }
+
+
 def group_similar_layers(styles: Mapping[str, str]) -> list[str]:
-    """`block*.up column (4)`: layers whose names differ in a number are named once."""
+    """Layers with their styles; names that differ only in a number are grouped: `block*.up column (4)`."""
     counts: dict[str, int] = {}
     for name, style in styles.items():
         what = f"{re.sub(r'[0-9]+', '*', name)} {style}"
@@ -245,7 +278,7 @@ def group_similar_layers(styles: Mapping[str, str]) -> list[str]:
 
 
 def plan_as_text(found: dict[str, Any]) -> str:
-    """For people."""
+    """The plan as text for the terminal. `found`: from `plan_as_dict`."""
     workers = found["workers"]
     lines = [
         f"{found['plan']}, schedule {found['schedule']}, {found['microbatches']} microbatches in "

@@ -1,4 +1,4 @@
-"""`raypar prepare TEXT --out FILE.bin`: a memory-mapped token file from text, for `raypar.worker.tokens:TokenFile`."""
+"""`raypar prepare TEXT --out FILE.bin`: makes a memory-mapped token file from text, for `raypar.worker.tokens:TokenFile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.run_folder import local_path
 
 PIECE_BYTES = 4 << 20
-"""Read and tokenized at a time; text for a tokenizer is cut after a line."""
+"""How much text is read and tokenized at a time; a tokenizer gets whole lines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes FILE.bin and FILE.bin.json; exit code 0."""
+    """Write FILE.bin and FILE.bin.json; exit code 0."""
     files = [Path(name) for name in args.text]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
@@ -61,7 +61,7 @@ def _tokenizer(name: str) -> Callable[[str], Sequence[int]] | None:
 
 
 def _pieces(files: Sequence[Path], encode: Callable[[str], Sequence[int]] | None) -> Iterator[Any]:
-    """The ids of one piece of text after the other; says on a terminal how far it is."""
+    """The token ids, piece by piece; shows the progress on a terminal."""
     import numpy
 
     total = sum(file.stat().st_size for file in files)

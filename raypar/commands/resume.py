@@ -1,4 +1,4 @@
-"""`raypar resume RUN`: goes on from a run's last good checkpoint, under another plan if you like."""
+"""`raypar resume RUN`: resumes training from a run's last good checkpoint, under another plan if you like."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="a.b=c",
-        help="override a job key (not what decides the bits)",
+        help="override a job key (not one on which results depend)",
     )
     parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains on; exit codes as `raypar train`."""
+    """Train from the last checkpoint; exit codes as `raypar train`."""
     import time
 
     start = time.monotonic()
-    from raypar.commands._submitted import lasting
     from raypar.config import load_job
     from raypar.console.fault_summary import COUNTED
     from raypar.console.terminal import Console
     from raypar.launch import raise_failure, resume_job
+    from raypar.launch.submitted_job import lasting_run_dir
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.find(args.run, lasting(args.run_dir))
+    folder = RunFolder.find(args.run, lasting_run_dir(args.run_dir))
     job = load_job(folder.job, args.overrides)
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
-    console.befell += [event for event in folder.read(folder.events) if event["kind"] in COUNTED]
+    console.faults += [event for event in folder.read(folder.events) if event["kind"] in COUNTED]
     console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.path}: {job.steps} steps"})
     result = resume_job(
         job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes

@@ -1,7 +1,7 @@
-"""raypar simulate: how long a step of a schedule takes, what idles, what it holds in memory, and its picture.
+"""raypar simulate: the time, idle time and memory of a step of a schedule, and its picture.
 
-Nothing runs: times are given (or the defaults, forward 1 ms and backward 2 ms). All times are those of one microbatch
-through one worker, all of its chunks together. Lists are one value, or one per stage: `1 1 3 1` or `1,1,3,1`.
+Nothing runs: times are given (by default forward 1 ms and backward 2 ms), each for one microbatch through all chunks of one
+worker. Lists are one value, or one per stage: `1 1 3 1` or `1,1,3,1`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raypar.schedule.simulate import Costs, Timeline, simulate
 
 BYTES_PER_MS_OF_GBPS = 1e9 / 8 / 1e3
 MOST_ROWS = 32
-"""A terminal is no place for a grid of more workers."""
+"""The most workers whose grid is printed."""
 
 T = TypeVar("T", int, float)
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds, simulates, writes and prints; exit code 0."""
+    """Build, simulate, write and print; exit code 0."""
     name, schedule, routing = _from_file(args) if args.schedule_file else _built(args)
     plan = routing.plan
     costs, crossing = _costs(args, plan)
@@ -96,7 +96,7 @@ def _built(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
 
 
 def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
-    """A user's schedule; who hosts which stage is read off it."""
+    """The schedule of a file, and the plan that it implies."""
     from raypar.schedule.schedule_csv import read_csv
     from raypar.schedule.validate import validate
 
@@ -116,7 +116,7 @@ def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
             f"{path} has {len(schedule)} workers, in {len(replicas)} groups with {replicas} replicas",
             cure="make --stages and --replicas agree with it, or leave them out",
         )
-    # Lines at the end of the file that hold nothing are workers too, when there are more replicas than microbatches.
+    # Empty lines at the end of the file are workers too, when there are more replicas than microbatches.
     schedule += ((),) * (sum(replicas) - len(schedule))
     plan = _plan_of(schedule, replicas)
     count = args.microbatches or 1 + max(i.microbatch for order in schedule for i in order)
@@ -126,7 +126,7 @@ def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
 
 
 def _replicas_of(schedule: Schedule) -> list[int]:
-    """Neighbouring workers with the same stages are replicas of one position."""
+    """Replicas per position: neighbouring workers with the same stages are replicas of one position."""
     hosted = [frozenset(i.stage for i in order) for order in schedule]
     if frozenset() in hosted:
         raise ConfigError(
@@ -137,7 +137,7 @@ def _replicas_of(schedule: Schedule) -> list[int]:
 
 
 def _plan_of(schedule: Schedule, replicas: Sequence[int]) -> ParallelPlan:
-    """The workers of a position host the stages that their lines name."""
+    """The plan of a schedule: the workers of a position host the stages that their lines name."""
     lines = iter(schedule)
     hosted = [sorted({i.stage for order in itertools.islice(lines, count) for i in order}) for count in replicas]
     position = {stage: place for place, stages in enumerate(hosted) for stage in stages}
@@ -153,7 +153,7 @@ def _plan_of(schedule: Schedule, replicas: Sequence[int]) -> ParallelPlan:
 
 
 def _costs(args: argparse.Namespace, plan: ParallelPlan) -> tuple[Costs, Crossing]:
-    """Per worker as given -> per stage: a worker's chunks share its times and memory equally."""
+    """Costs per stage from costs per worker: a worker's chunks share its times and memory equally."""
     p = plan.positions
     forward = _per_stage("--forward-ms", args.forward_ms, p, 1)
     backward = _per_stage("--backward-ms", args.backward_ms, p, 2)
@@ -187,7 +187,7 @@ def _costs(args: argparse.Namespace, plan: ParallelPlan) -> tuple[Costs, Crossin
 
 
 def _per_stage(option: str, values: list[list[T]] | None, stages: int, default: T) -> list[T]:
-    """One value for all stages, or one each."""
+    """The values of an option, one per stage; a single value stands for all stages."""
     flat = [value for group in values or () for value in group] or [default]
     if len(flat) not in (1, stages):
         raise ConfigError(f"{option} has {len(flat)} values for {stages} stages", cure=f"give 1 or {stages}")
@@ -273,7 +273,7 @@ def _facts(name: str, routing: Routing, timeline: Timeline) -> dict[str, Any]:
 
 
 def _tidy(value: float) -> float:
-    """33 rather than 33.0, and without the noise that sums of thirds or tenths leave in the last bits."""
+    """The value as an int if it is whole, without the rounding noise of sums of thirds or tenths."""
     near = round(value, 6)
     if abs(near - value) > 1e-9:
         return value
@@ -281,7 +281,7 @@ def _tidy(value: float) -> float:
 
 
 def _report(title: str, timeline: Timeline, columns: int) -> str:
-    """Title, grid if it fits, table."""
+    """The printed report: title, grid if it fits, table."""
     from raypar.schedule.text_grid import milliseconds
 
     lines = [title, ""]
@@ -305,7 +305,7 @@ def _report(title: str, timeline: Timeline, columns: int) -> str:
 
 
 def grid_for_width(timeline: Timeline, columns: int) -> str | None:
-    """The exact grid if it fits, else one squeezed to the terminal if every instruction still has a column or two."""
+    """The exact grid if it fits the terminal, else a squeezed one if every instruction keeps a column; else None."""
     from raypar.schedule.text_grid import text_grid
 
     if len(timeline.spans) > MOST_ROWS or max(map(len, timeline.spans)) > columns:
@@ -319,7 +319,7 @@ def grid_for_width(timeline: Timeline, columns: int) -> str | None:
 
 
 def _values(shown: Sequence[str], most: int = 16) -> str:
-    """All of them, or the first few and the last."""
+    """The values as text; of many the first ones and the last."""
     return " ".join(shown if len(shown) <= most else [*shown[: most // 2], "...", shown[-1]])
 
 

@@ -1,4 +1,4 @@
-"""`raypar status [RUN]`: how a run is getting on, from its folder alone; no Ray is asked."""
+"""`raypar status [RUN]`: prints the status of a run from its folder alone, without asking Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run", nargs="?", help="name of a run under --run-dir, or the path of its folder (default: the one started last there)"
     )
     parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
-    parser.add_argument("--svg", metavar="FILE", help="draw samples/s and workers over time, with what befell the run")
+    parser.add_argument("--svg", metavar="FILE", help="draw samples/s and workers over time, with the faults")
     parser.add_argument(
         "--trace", metavar="FILE", help="the same as a trace that opens in Perfetto: steps, and the gaps between"
     )
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0, whatever the run's own end was. Raises `ConfigError` when there is no such run."""
+    """Print the status; exit code 0, however the run ended. Raises `ConfigError` if there is no such run."""
     import json
     import time
 
@@ -101,7 +101,7 @@ def read_status(folder: RunFolder, now: float) -> RunStatus:
 
 
 def job_steps(folder: RunFolder) -> int | None:
-    """Steps of the run's job; None if its file is missing or damaged. Raises `ConfigError` for a link, a FIFO, or too much."""
+    """The run's number of steps; None if job.yaml is missing or damaged. Raises `ConfigError` for a link, FIFO or large one."""
     import os
 
     from raypar.errors import ConfigError
@@ -122,7 +122,7 @@ def job_steps(folder: RunFolder) -> int | None:
 
 
 def dead_local_nodes(cluster: Mapping[str, Any]) -> list[str]:
-    """Nodes of a run's own Ray that have died. None where the head is not seen either: the run is elsewhere, or over."""
+    """Nodes of the run's local Ray cluster that have died; empty without its head: the run is elsewhere, or over."""
     from raypar.actors.local_nodes import parse_raylet_command
 
     there = {

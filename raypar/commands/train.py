@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from raypar.run_folder import RunFolder
 
 FORMER_S = 20.0
-"""How long a client may be silent until it is known to be gone (`actors.client.ALONE_S`), and some more."""
+"""How long a former client may still seem to live: somewhat longer than `actors.client.ALONE_S`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="go on with the last run of this name if it is the same job and has steps left, else begin a new one (the default "
-        "where `ray job submit` has started this)",
+        help="resume the last run of this name if it is the same job and has steps left, else begin a new one (the default "
+        "in a job of `ray job submit`)",
     )
     add_run_arguments(parser)
 
@@ -32,34 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that `train` and `resume` share."""
     parser.add_argument("--stop-at-step", type=int, metavar="K", help="stop after K steps with a checkpoint, to be resumed")
-    parser.add_argument("--address", help="join the Ray cluster there (default: RAY_ADDRESS, else a Ray of its own)")
+    parser.add_argument("--address", help="join the Ray cluster there (default: RAY_ADDRESS, else a local Ray cluster)")
     parser.add_argument(
         "--local-nodes",
         type=int,
         default=1,
         metavar="N",
-        help="a Ray of its own has N nodes on this machine, each of which may be killed or drained (default 1)",
+        help="start the local Ray cluster with N nodes on this machine, each of which may be killed or drained (default 1)",
     )
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; exit code 0, or 130 after Ctrl-C. Raises what the run failed with."""
+    """Train; exit code 0. Raises what the run failed with, `Interrupted` after Ctrl-C."""
     import time
 
     start = time.monotonic()
-    from raypar.commands._submitted import lasting, submitted, unfinished
     from raypar.config import load_job
     from raypar.console.terminal import Console
     from raypar.launch import raise_failure, run_job
+    from raypar.launch.submitted_job import find_unfinished_run, is_submitted_job, lasting_run_dir
 
     job = load_job(args.job, args.overrides)
-    job = job.model_copy(update={"run_dir": str(lasting(job.run_dir))})
+    job = job.model_copy(update={"run_dir": str(lasting_run_dir(job.run_dir))})
     console = Console(steps=job.steps, as_json=args.json, start_s=start)
     console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
     former = None
-    if submitted() if args.resume is None else args.resume:
-        former, why = unfinished(job)
+    if is_submitted_job() if args.resume is None else args.resume:
+        former, why = find_unfinished_run(job)
         if why:
             console({"kind": "note", "text": why})
     if former is not None:
@@ -71,15 +71,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resume_existing_run(job: Job, former: RunFolder, console: Console, args: argparse.Namespace) -> Result:
-    """Go on with a run of this job. Whoever stopped it may have killed its client before its driver was done: that is waited
-    for. Raises `ActiveError` when it has a client that lives."""
+    """Resume a run of this job, after waiting for its former driver, which may still be saving if its client was killed.
+
+    Raises `ActiveError` if the run has a live client.
+    """
     import time
 
     from raypar.console.fault_summary import COUNTED
     from raypar.errors import ActiveError, OutlivedError
     from raypar.launch import resume_job
 
-    console.befell += [event for event in former.read(former.events) if event["kind"] in COUNTED]
+    console.faults += [event for event in former.read(former.events) if event["kind"] in COUNTED]
     until_s = time.monotonic() + FORMER_S
     while True:
         try:

@@ -1,6 +1,6 @@
-"""The events of a run in words: one line each, for the terminal and for `raypar status`. Pure.
+"""The events of a run as lines of text, for the terminal and for `raypar status`. Pure.
 
-Of every node its id's first 8 characters are shown. `step` in an event is the number of steps done.
+Nodes are shown by the first 8 characters of their id. `step` in an event is the number of steps done.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ Event = Mapping[str, Any]
 
 
 def event_line(event: Event) -> str | None:
-    """One line for people; None for events that tell them nothing new (a step has a progress line of its own)."""
+    """The line of an event; None for events that tell users nothing new (steps have a progress line)."""
     say = LINE_OF_KIND.get(event["kind"])
     return say(event) if say is not None else None
 
 
 class EventNarrator:
-    """Tells events one after the other, and of a generation that came to nothing that it is given up."""
+    """Makes the lines of events in order; also reports generations that were tried and given up."""
 
     def __init__(self) -> None:
         self.trying: int | None = None
+        """The generation that is being tried; None while none is."""
         self.known = 1
-        """The last generation of which people know what became of it."""
+        """The last generation whose outcome was reported."""
 
     def __call__(self, event: Event) -> str | None:
-        """One line for people, or None."""
+        """The line of the next event, or None."""
         kind, trying = event["kind"], self.trying
         if kind == "recovering" and "workers" in event:
             self.trying = event["generation"]
@@ -45,15 +46,17 @@ class EventNarrator:
 
 
 def started_line(event: Event) -> str | None:
+    """The workers have started."""
     return str(event["text"]) if "text" in event else None
 
 
 def lost_line(event: Event) -> str:
+    """A worker is lost."""
     return f"lost {worker_label(event)}: {short_reason(event.get('why') or 'it died')}"
 
 
 def recovering_line(event: Event) -> str:
-    """Twice for one generation: when training is stopped, and when it is known how it goes on."""
+    """A recovery has begun (training stops), or has a plan for the next generation (an event with `workers`)."""
     if "workers" not in event:
         return f"training stands still: {strip_ray_details(event['text'])}"
     plan = f" = {event['plan']}" if event.get("plan") else ""
@@ -66,16 +69,19 @@ def recovering_line(event: Event) -> str:
 
 
 def joined_line(event: Event) -> str:
+    """A worker has started during the run."""
     return f"joined: {worker_label(event)}"
 
 
 def draining_line(event: Event) -> str:
+    """A worker was asked to leave."""
     return f"{worker_label(event)} is going to leave: {event.get('why') or 'its node is drained'}; " + (
         "its work moves off" if event.get("works", True) else "it has no work"
     )
 
 
 def generation_line(event: Event) -> str:
+    """A new generation trains: its workers, plan and schedule, and what the change has cost."""
     facts = [count_noun(len(event["workers"]), "worker")]
     if event.get("plan"):
         facts[0] += f" = {event['plan']}"
@@ -97,24 +103,27 @@ def generation_line(event: Event) -> str:
 
 
 def replay_line(event: Event) -> str:
-    """Of a roll-back: the step that runs, and the last one that people have seen."""
+    """Steps are replayed: the one that runs, and the last one that was seen before."""
     return f"executing steps again: {event['step']} of {event['until']}"
 
 
 def own_text(event: Event) -> str | None:
-    """What the event says itself."""
+    """The event's own text."""
     return str(event["text"]) if event.get("text") else None
 
 
 def warning_line(event: Event) -> str:
+    """A warning."""
     return f"warning: {event['text']}"
 
 
 def checkpoint_line(event: Event) -> str:
+    """A checkpoint was saved."""
     return f"step {event['step']}: checkpoint {event['path']}"
 
 
 def end_line(event: Event) -> str:
+    """The run has ended."""
     why = event.get("why") or event.get("text")
     return f"{event.get('end') or 'ended'} after {count_noun(event.get('step', event.get('done', 0)), 'step')}" + (
         f": {strip_ray_details(why)}" if why else ""
@@ -148,27 +157,27 @@ STATE_SOURCES = {
     "checkpoint": "no memory has all of the state any more: all begin again from the checkpoint after {step} steps",
     "beginning": "no memory has all of the state any more: all begin again from the initial weights",
 }
-"""Where a new generation has its state from, if not from the workers that live."""
+"""Where a new generation has its state from, if not from live workers."""
 
 PLAINLY = (
     (r"its node has died", "its node died"),
     (r"The actor died unexpectedly", "its process died"),
     (r"The actor( \w+)? is (temporarily )?unavailable", "it cannot be reached"),
 )
-"""Parts of Ray's messages about actors, in words."""
+"""Parts of Ray's messages about actors -> plain words."""
 
 RAYS = re.compile(r"(The actor\b.*?(?:[.\n]|$)).*", re.DOTALL)
-"""Where a message of Ray begins, its first sentence, and the rest, which is for those who debug Ray."""
+"""A message of Ray: its first sentence, and the rest, which helps only to debug Ray."""
 
 BROKEN = re.compile(r"(.*?)[^:]* of rank (\d+) with [\d, ]+ \(generation \d+\): lost rank (\d+): .*")
-"""An operation between workers that has failed: where, by whose word, and the rank that it lost; a peer has no other name."""
+"""A failed operation between workers: where, which rank reports it, and which rank that one has lost."""
 
 TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
-"""Message tags: numbers that say nothing to people."""
+"""Message tags, which mean nothing to users."""
 
 
 def worker_label(event: Event) -> str:
-    """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, as far as it is known."""
+    """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, with what the event has."""
     place = coordinate_of(event.get("coordinate") or "")
     where = ", ".join(
         f"{name} {short_node_id(event[key]) if key == 'node' else event[key]}"
@@ -180,17 +189,17 @@ def worker_label(event: Event) -> str:
 
 
 def coordinate_of(coordinate: str) -> str:
-    """`stage 1, replica 1` of `worker 3 (stage 1, replica 1)`: workers keep their number, ranks change with the plan."""
+    """`stage 1, replica 1` of `worker 3 (stage 1, replica 1)`: the rank before it changes with every plan."""
     return coordinate.partition("(")[2].rpartition(")")[0]
 
 
 def short_reason(why: str) -> str:
-    """Without what `lost` says already, and without Ray's words for the ends that are common."""
+    """The reason of a loss, without what `lost_line` says already and without Ray's details."""
     return strip_ray_details(why.rpartition(" was lost: ")[2])
 
 
 def strip_ray_details(text: str) -> str:
-    """A message of ours or of Ray's in words: without tags and Ray's details."""
+    """A message of raypar or Ray, without message tags and Ray's details."""
     rays = RAYS.search(text)
     if rays is not None:
         words = next((words for theirs, words in PLAINLY if re.search(theirs, rays[0])), rays[1].strip().rstrip("."))
@@ -203,7 +212,7 @@ def strip_ray_details(text: str) -> str:
 
 
 def short_node_id(node: Any) -> str:
-    """Enough of a node's id for people, and for `raypar drain`."""
+    """The first 8 characters of a node's id: enough for `raypar drain`."""
     return str(node)[:8]
 
 

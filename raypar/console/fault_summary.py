@@ -1,4 +1,4 @@
-"""What a run has survived, in one line, counted from its events. Pure."""
+"""The faults that a run has survived, counted from its events, in one line. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from raypar.console.event_lines import count_noun
 
 COUNTED = ("lost", "node", "driver", "draining", "joined", "generation")
-"""Kinds of events that `toll` looks at."""
+"""Kinds of events that are counted."""
 
 
 def fault_summary(events: Sequence[Mapping[str, Any]]) -> str | None:

@@ -1,4 +1,4 @@
-"""The lines of a run folder as a history that can be drawn: when which step ran, who trained, what befell the run. Pure."""
+"""The history of a run, to be drawn: when each step ran, how many workers trained, which faults happened. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ MANY = 10
 SAME = 0.004
 """Marks of one kind that lie closer than this share of the time are one mark: a node takes several workers with it."""
 WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resumed")}
-"""What happens to the run as a whole: in brief, and in words."""
+"""Kind of event that concerns the whole run -> its short and its long label."""
 
 
 def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
-    """From metrics.jsonl and events.jsonl. Time 0 is the start of the first step; of a run that was resumed the time in which
-    nobody was at it is left out."""
+    """The history in the lines of metrics.jsonl and events.jsonl. Time 0 is the start of the first step.
+
+    The time between the end of a run and its resumption is left out.
+    """
     done = [line for line in metrics if "samples_per_s" in line and "time" in line]
     if not done:
         return RunHistory((), (), (), (), 0.0)
@@ -38,7 +40,7 @@ def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
 
 
 def uptime(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
-    """Unix time -> seconds in which the run was under way: from what was written last to the next start nobody was."""
+    """Converts Unix time to seconds in which the run was under way: from a last line to the next start it was not."""
     starts = [event["time"] for event in events if event["kind"] == "started" and "time" in event][1:]
     written = [line["time"] for line in (*done, *events) if "time" in line]
     idle = [(start, start - max((at for at in written if at < start), default=start)) for start in starts]
@@ -46,7 +48,7 @@ def uptime(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], fl
 
 
 def step_intervals(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]:
-    """(start, end, samples). A step has its own seconds, also the first one after a pause, which lies at the pause's end."""
+    """(start, end, samples) of every step. A step after a pause has only its own seconds, at the pause's end."""
     free = 0.0
     for line in done:
         start = max(free, line["at"] - line["seconds"])
@@ -73,7 +75,7 @@ def worker_counts(first: Line, told: Sequence[Line]) -> tuple[tuple[float, int],
 
 
 def history_marks(told: Sequence[Line], extent: float) -> tuple[ChartMark, ...]:
-    """One for each loss, join, drain, death of a driver and resumption; those of a kind at one moment together."""
+    """A mark for each loss, join, drain, driver loss and resumption; events of one kind at one moment share a mark."""
     groups: list[tuple[float, str, list[Line]]] = []
     for event in told:
         if event["kind"] not in KINDS:

@@ -1,4 +1,4 @@
-"""How a run is getting on, from the lines in its folder alone: what `raypar status` prints. Pure; time is an argument."""
+"""The status of a run, from the files in its folder alone, and its text for `raypar status`. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from raypar.console.event_lines import EventNarrator, coordinate_of, count_noun, replay_line, short_node_id, strip_ray_details
 from raypar.console.fault_summary import fault_summary
 from raypar.console.terminal import format_duration
 from raypar.plan.parallel_plan import describe_mesh
+from raypar.run_folder import resume_argument
 
 RECENT = 20
-"""Speed is that of the last steps, so many at most."""
+"""How many of the last steps give the speed."""
 SILENT_S, SILENT_STEPS = 10.0, 5.0
-"""A run that says it is under way and has written nothing for longer than both of these (seconds, median steps) is silent."""
+"""A run under way is silent if it has written nothing for longer than both of these: seconds, and median steps."""
 QUIET_S = {"starting": 60.0, "waiting": 45.0}
-"""More than `SILENT_S` for who loads torch, or waits for workers and says so twice a minute."""
+"""Phase -> a longer limit than `SILENT_S`: torch is loading, or the run waits and says so only twice a minute."""
 STORY_LINES = 12
+"""How many of the last events are printed."""
 STATES = {"there": "", "leaving": ", drained: it leaves", "gone": ", gone"}
+"""State of a node -> how it is printed."""
 UNDER_WAY = ("starting", "running", "recovering", "waiting")
+"""Phases of a run that has not ended."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run at one moment. Times in Unix seconds; what the folder does not say is None, or empty.
+    """A run at one moment. Times are Unix seconds; what the folder does not say is None or empty.
 
-    `silent_s`: since when nothing was written, though the run has not ended; None while it is as fast as it was.
-    `end`: done, stopped, interrupted or failed; `resume`: what `raypar resume` finds the run by, None without a checkpoint.
-    `members`, `spares`: worker, coordinate, node, pid, host, the last ones of a run that has ended.
-    `nodes`: raylets of a Ray of its own: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone.
-    `survived`: what has happened to the run, counted, in one line.
-    `replaying`: the `step` that is executed again, and `until` which one. `story`: (time, line), oldest first.
+    `silent_s`: seconds without a line, though the run has not ended; None while it is as fast as it was.
+    `end`: done, stopped, interrupted or failed; `resume`: the argument for `raypar resume`, None without a checkpoint.
+    `members`, `spares`: worker, coordinate, node, pid and host of each worker; of an ended run the last ones.
+    `nodes`: raylets of a local Ray cluster: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone.
+    `survived`: the faults of the run, counted, in one line.
+    `replaying`: the `step` that is replayed, and `until` which one. `story`: (time, line) of events, oldest first.
     """
 
     run: str
@@ -62,7 +65,7 @@ class RunStatus:
     story: tuple[tuple[float | None, str], ...]
 
     def facts(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The status as data, for `--json`."""
         return asdict(self)
 
 
@@ -80,26 +83,17 @@ def run_status(
     resumable: bool = False,
     now: float,
 ) -> RunStatus:
-    """What the files of a run folder say together. `plan` is plan.json; runs that are not elastic have no `members`.
+    """The status that the files of a run folder show. `plan` is plan.json, `members` members.json.
 
-    `gone`: nodes of the run's own Ray whose raylet does not run any more; `resumable`: there is a checkpoint.
+    `gone`: nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint.
     """
     done = [line for line in metrics if "loss" in line and "step" in line]
-    since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
-    recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
-    seconds = sum(line["seconds"] for line in recent)
-    step_s = statistics.median(line["seconds"] for line in recent) if recent else None
-    last = max((line["time"] for line in (*metrics, *events, members or {}) if line.get("time")), default=None)
+    samples_per_s, step_s = recent_speed(done, events, now)
     ended = end_event(metrics, events, members or {})
     phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
     told = members or {}
-    silent_s = None
-    if (
-        phase in UNDER_WAY
-        and last is not None
-        and now - last > max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
-    ):
-        silent_s = now - last
+    last = max((line["time"] for line in (*metrics, *events, told) if line.get("time")), default=None)
+    why = str(ended.get("why") or ended.get("end", "")) if ended else str(told.get("why") or "")
     return RunStatus(
         run=run,
         path=path,
@@ -107,19 +101,17 @@ def run_status(
         generation=told.get("generation"),
         step=max(done[-1]["step"] if done else 0, told.get("step") or 0),
         steps=steps,
-        samples_per_s=sum(line["samples_per_s"] * line["seconds"] for line in recent) / seconds if seconds else None,
+        samples_per_s=samples_per_s,
         step_s=step_s,
         plan=told.get("plan") or describe_plan_file(plan),
         schedule=told.get("schedule") or (plan or {}).get("schedule"),
         members=tuple(told.get("members", ())),
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
-        why=strip_ray_details(
-            str((ended or {}).get("why") or (ended or {}).get("end", "")) if ended else str(told.get("why") or "")
-        ),
+        why=strip_ray_details(why),
         end=(ended or {}).get("end"),
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
-        silent_s=silent_s,
+        silent_s=silence(phase, last, step_s, now),
         resume=resume_argument(path) if resumable else None,
         driver_pid=told.get("driver_pid") if phase != "ended" else None,
         nodes=tuple(local_node_states(cluster or {}, gone, events)) if phase != "ended" else (),
@@ -129,10 +121,29 @@ def run_status(
     )
 
 
+def recent_speed(
+    done: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float
+) -> tuple[float | None, float | None]:
+    """Samples per second and seconds per step of the last steps of the present generation; None where no step is done."""
+    since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
+    recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
+    seconds = sum(line["seconds"] for line in recent)
+    speed = sum(line["samples_per_s"] * line["seconds"] for line in recent) / seconds if seconds else None
+    return speed, statistics.median(line["seconds"] for line in recent) if recent else None
+
+
+def silence(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
+    """Seconds since the `last` line, of a run under way that has been silent for too long; else None."""
+    if phase not in UNDER_WAY or last is None:
+        return None
+    allowed = max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
+    return now - last if now - last > allowed else None
+
+
 def end_event(
     metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], members: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """The event of the run's end; None of a run that has none, or that has been resumed and has written something since."""
+    """The event of the run's end; None if there is none, or if the run has been resumed since."""
     ends = [(number, event) for number, event in enumerate(events) if event["kind"] == "end"]
     if not ends:
         return None
@@ -144,15 +155,10 @@ def end_event(
     return None if started or stepped or under_way else event
 
 
-def resume_argument(path: str) -> str:
-    """What `raypar resume` finds a run by from here: its name under runs/, else its path."""
-    return Path(path).name if Path(path).parent == Path("runs") else path
-
-
 def local_node_states(
     cluster: Mapping[str, Any], gone: Collection[str], events: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """The raylets of a Ray of the run's own, with the state of each."""
+    """The raylets of the run's local Ray cluster, with the state of each."""
     leaving = {short_node_id(event["node"]) for event in events if event["kind"] == "draining" and event.get("node")}
     for node in cluster.get("nodes", ()):
         yield {
@@ -169,7 +175,7 @@ def describe_plan_file(plan: Mapping[str, Any] | None) -> str | None:
 
 
 def recent_event_lines(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:
-    """The events in words, oldest first; of the checkpoints the last one only, and of a recovery that is over its end."""
+    """(time, line) of the events, oldest first; only the last checkpoint, and only the ends of recoveries that are over."""
     saved = next((event for event in reversed(events) if event["kind"] == "checkpoint"), None)
     over = max((number for number, event in enumerate(events) if event["kind"] in ("started", "generation")), default=-1)
     told = [
@@ -183,7 +189,7 @@ def recent_event_lines(events: Sequence[Mapping[str, Any]]) -> list[tuple[float 
 
 
 def format_status(status: RunStatus) -> str:
-    """For the terminal."""
+    """The status as text for the terminal."""
     title = f"run {status.run}: {status.phase}"
     if status.silent_s is not None:
         title = f"run {status.run}: no news for {format_duration(status.silent_s)}: stuck or killed; it was {status.phase}"
@@ -228,14 +234,14 @@ def format_status(status: RunStatus) -> str:
 
 
 def resume_advice(resume: str | None) -> str:
-    """What to do about a run that was killed or has ended early; one that is only stuck refuses to be resumed."""
+    """What to do about a run that was killed or has ended early. A run that is only stuck refuses to be resumed."""
     if resume is None:
         return "`raypar train` anew: there is no checkpoint to go on from"
     return f"`raypar resume {resume}` goes on from the last checkpoint"
 
 
 def format_worker_table(status: RunStatus) -> list[str]:
-    """worker, place, node, pid, host; columns as wide as they must be."""
+    """The table of workers: worker, place, node, pid, host."""
     rows = [("worker", "place", "node", "pid", "host")]
     for place, among in (("", status.members), ("spare", status.spares)):
         rows += [
@@ -253,12 +259,12 @@ def format_worker_table(status: RunStatus) -> list[str]:
 
 
 def local_time(at: float | None) -> str:
-    """Local time of the day."""
+    """Local time of the day, `14:03:59`; blanks for None."""
     return time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else " " * 8
 
 
 def indent_rest(line: str) -> str:
-    """Further lines stand under the first one."""
+    """The text with its further lines indented below the first."""
     return line.replace("\n", "\n" + " " * 12)
 
 

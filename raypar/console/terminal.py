@@ -1,4 +1,4 @@
-"""What a training run prints: numbered start-up lines with seconds, one progress line, plain events; or JSON lines."""
+"""What a training run prints: numbered start-up lines, a progress line, lines for events; or JSON lines."""
 
 from __future__ import annotations
 
@@ -13,33 +13,43 @@ from raypar.console.fault_summary import COUNTED, fault_summary
 from raypar.run_folder import FULL
 
 if TYPE_CHECKING:
-    from raypar.launch import Result
+    from raypar.launch.result import Result
 
 STAGES = ("read", "checked", "planned", "connected", "started", "built")
 EVERY_S = 10.0
 """How often a progress line is printed where the output is not a terminal."""
 REDRAW_S = 0.1
+"""How often the progress line is redrawn on a terminal."""
 
 
 class Console:
-    """Give it every event. On a terminal the progress line is redrawn in place."""
+    """Prints the events of a run; call it with each event. On a terminal the progress line is redrawn in place."""
 
     def __init__(self, *, steps: int, as_json: bool = False, start_s: float | None = None, out: TextIO | None = None) -> None:
         self.out = out or sys.stdout
         self.start_s = time.monotonic() if start_s is None else start_s
+        """When the command was started."""
         self.steps, self.as_json = steps, as_json
         self.live = self.out.isatty()
+        """Whether the progress line can be redrawn."""
         self.drawn_s = float("-inf")
+        """When the progress line was last drawn."""
         self.width = 0
+        """Length of the progress line that is being redrawn; 0 if the last line is complete."""
         self.validation: float | None = None
+        """The last validation loss."""
         self.members = ""
+        """Generation and workers for the progress line; empty in the first generation."""
         self.again = False
+        """Whether the last progress line was one of replayed steps."""
         self.words = EventNarrator()
-        self.befell: list[dict[str, Any]] = []
-        """What has happened to the run, of a resumed one also before; counted at its end."""
+        """Makes the lines of events."""
+        self.faults: list[dict[str, Any]] = []
+        """Faults and changes of the run, counted at its end; of a resumed run also those of before."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
+        """The last steps, for their mean speed."""
         self.seconds = self.samples = self.counted = 0.0
-        """Of all steps that were shown."""
+        """Sums over all steps that were shown."""
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Show an event."""
@@ -50,7 +60,7 @@ class Console:
             return
         kind = event["kind"]
         if kind in COUNTED:
-            self.befell.append(event)
+            self.faults.append(event)
         if kind == "stage":
             number = STAGES.index(event["stage"]) + 1
             first, *more = event["text"].splitlines()
@@ -75,7 +85,7 @@ class Console:
             self.line(words)
 
     def membership(self, event: dict[str, Any]) -> None:
-        """From now on other workers train, at another speed."""
+        """Note a new generation: other workers train, at another speed."""
         shards = f", {event['plan'].rpartition(' x ')[2]}" if "shard" in event.get("plan", "") else ""
         self.members = (
             f"  gen {event['generation']}, {count_noun(len(event['workers']), 'worker')}{shards}"
@@ -85,7 +95,7 @@ class Console:
         self.recent.clear()
 
     def progress(self, event: dict[str, Any]) -> None:
-        """`step 50/200  loss 2.41  3 100 samples/s ...`; of a run that has lost or won workers also `gen 3, 3 workers`."""
+        """Draw the progress line: `step 50/200  loss 2.41  3,100 samples/s ...`, after a recovery also `gen 3, 3 workers`."""
         now, last = time.monotonic(), event["step"] >= self.steps
         first = len(self.recent) == 1
         if not (first or last or now - self.drawn_s > (REDRAW_S if self.live else EVERY_S)):
@@ -104,7 +114,7 @@ class Console:
         self.draw(text)
 
     def replay(self, event: dict[str, Any]) -> None:
-        """Steps that were seen are executed again, which makes no step event: `executing steps again: 20 of 25`."""
+        """Draw the progress of replayed steps, for which there is no step event: `executing steps again: 20 of 25`."""
         now, last = time.monotonic(), event["step"] >= event["until"]
         if self.again and not last and now - self.drawn_s <= (REDRAW_S if self.live else EVERY_S):
             return
@@ -112,7 +122,7 @@ class Console:
         self.draw(replay_line(event))
 
     def draw(self, text: str) -> None:
-        """A progress line: on a terminal it replaces the one before."""
+        """Print a progress line; on a terminal it replaces the one before."""
         if self.live:
             self.put("\r" + text.ljust(self.width))
             self.width = len(text)
@@ -120,12 +130,12 @@ class Console:
             self.line(text)
 
     def line(self, text: str) -> None:
-        """A line that stays; an unfinished progress line is kept above it."""
+        """Print a complete line, below the progress line if there is one."""
         ended, self.width = "\n" * (self.width > 0), 0
         self.put(ended + text + "\n")
 
     def put(self, text: str) -> None:
-        """Print and flush. If the output is a file on a full disk the run goes on, and the text is missing in the file."""
+        """Print and flush. If the output is a file on a full disk, the text is lost and the run continues."""
         try:
             self.out.write(text)
             self.out.flush()
@@ -134,20 +144,20 @@ class Console:
                 raise
 
     def speed(self) -> str:
-        """Of all steps: `310 samples/s, 39,700 tokens/s`."""
+        """The mean speed of all steps: `310 samples/s, 39,700 tokens/s`."""
         if not self.seconds:
             return "no steps"
         samples, counted = self.samples / self.seconds, self.counted / self.seconds
         return f"{samples:,.0f} samples/s" + (f", {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
 
     def finish(self, result: Result) -> int:
-        """What the run came to; the hash of the weights is the last line. Returns the exit code."""
+        """Print the result; its last line is the hash of the weights. Returns the exit code."""
         if self.as_json:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
             self.line(json.dumps({"kind": "result", **facts}))
             return 0
         lines = [f"{result.why}: {result.done} steps, {self.speed()}"]
-        survived = fault_summary(self.befell)
+        survived = fault_summary(self.faults)
         if survived is not None:
             lines.append(f"survived: {survived}")
         if self.validation is not None:
@@ -170,7 +180,7 @@ class Console:
 
 
 def format_duration(seconds: float) -> str:
-    """`45 s`, `3 min 05 s`, `2 h 10 min`."""
+    """A duration as text: `45 s`, `3 min 05 s`, `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -82,7 +82,7 @@ def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch
 def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, stops):
     """Each new driver gave it the whole time again."""
     driver = DriverActor.__new__(DriverActor)
-    driver.news, driver.queue = EventFeed(), asyncio.Queue()
+    driver.feed, driver.queue = EventFeed(), asyncio.Queue()
     driver.request = SimpleNamespace(max_time_s=3600.0)
     driver.recorder = SimpleNamespace(age_s=age_s)
     driver.staff = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=CpuContention())

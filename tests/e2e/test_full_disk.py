@@ -12,7 +12,6 @@ import torch
 from helpers.full_disk import room
 from helpers.tiny_job import write_job
 
-from raypar import launch
 from raypar.actors import step_charts
 from raypar.actors.cluster_info import ClusterCapacity
 from raypar.actors.ray_connection import RayConnection
@@ -22,6 +21,7 @@ from raypar.console.terminal import Console
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_machine import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
+from raypar.launch import Result, new_run, resume
 from raypar.run_folder import RunFolder, write_whole
 from raypar.worker import checkpoint
 
@@ -112,7 +112,7 @@ def test_a_job_that_cannot_be_kept_is_not_started_and_leaves_no_run_folder(tmp_p
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
     monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
     job = str(write_job(tmp_path))
-    monkeypatch.setattr(launch, "plan_json", lambda planned: "p" * 5000)
+    monkeypatch.setattr(new_run, "plan_json", lambda chosen: "p" * 5000)
     for nbytes in (0, 32, 3000):  # job.yaml, the same, plan.json
         with room(nbytes):
             status = main(["train", job])
@@ -126,19 +126,19 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     folder.append(folder.metrics, {**LINE, "step": 2})
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     monkeypatch.setattr("raypar.actors.client.refuse_active_run", lambda name: None)
-    monkeypatch.setattr(launch, "resumed", lambda options, path, spec, plan, tell: (options, plan))
-    monkeypatch.setattr(launch, "options_of", lambda job, found, *given: SimpleNamespace(folder=found, first=1))
-    monkeypatch.setattr(launch, "launch", lambda spec, plan, options, tell: options.folder(None))
-    monkeypatch.setattr(launch, "plan_json", lambda planned: "p" * 500)
-    monkeypatch.setattr(launch, "chooser", lambda job, spec: None)
+    monkeypatch.setattr(resume, "resume_from", lambda path, options, spec, choose, tell: (options, choose))
+    monkeypatch.setattr(resume, "options_from_job", lambda job, found, *given: SimpleNamespace(folder=found, first=1))
+    monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.folder(None))
+    monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
+    monkeypatch.setattr(resume, "plan_chooser", lambda job, spec: None)
     job = SimpleNamespace(source_dir=Path(), to_spec=lambda: None, to_yaml=lambda: "y" * 5000)
     with room(50), pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl: File too large"):
-        launch.resume_job(job, folder, print)
+        resume.resume_job(job, folder, print)
     with room(400), pytest.raises(ConfigError, match=r"cannot write .*plan\.json: File too large"):
-        launch.resume_job(job, folder, print)
+        resume.resume_job(job, folder, print)
     assert folder.plan.read_bytes() == before[folder.plan]
     with room(2000), pytest.raises(ConfigError, match=r"cannot write .*job\.yaml: File too large"):
-        launch.resume_job(job, folder, print)
+        resume.resume_job(job, folder, print)
     assert folder.job.read_bytes() == before[folder.job]
     assert [line["step"] for line in folder.read(folder.metrics)] == [1], "no step after the checkpoint"
 
@@ -179,7 +179,7 @@ def test_a_line_that_cannot_be_printed_does_not_end_the_run():
 
     console = Console(steps=10, out=Full())
     console({"kind": "note", "text": "something"})
-    console.finish(launch.Result({}, "runs/x", "done", 10, "all steps are done"))
+    console.finish(Result({}, "runs/x", "done", 10, "all steps are done"))
 
 
 def test_output_that_does_not_fit_is_told_on_stderr(monkeypatch, capsys):

@@ -8,7 +8,9 @@ import torch
 from helpers.parity import STEPS, Layout, expected
 
 from raypar.actors.ray_connection import connect_ray
-from raypar.launch import Options, choose, launch
+from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.launch_run import launch_run
+from raypar.launch.run_options import RunOptions
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import PARAMETER, read_tensors
 
@@ -29,10 +31,10 @@ def own_ray():
 
 def check(layout, tmp_path):
     job = layout.job
-    result = launch(
+    result = launch_run(
         job,
-        lambda checked: choose(job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world),
-        Options(folder=lambda planned: RunFolder.create(tmp_path, "parity")),
+        lambda checked: choose_plan(job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world),
+        RunOptions(folder=lambda planned: RunFolder.create(tmp_path, "parity")),
         lambda event: None,
     )
     assert result.error is None

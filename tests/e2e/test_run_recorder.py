@@ -50,7 +50,7 @@ def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, mon
     def full(folder, records, **facts):
         raise CheckpointError("No space left on device")
 
-    monkeypatch.setattr(module.checkpoint, "commit", full)
+    monkeypatch.setattr(module.checkpoint, "commit_checkpoint", full)
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path, contract={}))
     folder = recorder.checkpoint_begin(4)
     with pytest.raises(CheckpointError):

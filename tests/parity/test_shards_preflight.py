@@ -11,7 +11,7 @@ from torch import nn
 from examples import gpt
 from raypar.config import parse_job
 from raypar.errors import ConfigError, InputError, ModelError, PlanError
-from raypar.launch import choose
+from raypar.launch.chosen_plan import choose_plan
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
 from raypar.worker.optimizer import check_elementwise
@@ -28,7 +28,7 @@ def spec_of(model: Ref | None = None, **changes) -> JobSpec:
 def check(spec: JobSpec, *shards: int) -> None:
     """As far as `raypar train` comes before it starts workers."""
     checked = preflight(spec)
-    choose(spec, checked, lambda layers: ParallelPlan.of([1] * len(shards), shards, layers=layers), "1f1b", 1)
+    choose_plan(spec, checked, lambda layers: ParallelPlan.of([1] * len(shards), shards, layers=layers), "1f1b", 1)
 
 
 class NoHeads(nn.Module):
@@ -178,7 +178,7 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
     spec = spec_of()
     checked = preflight(spec)
     plans = [ParallelPlan.mesh(tp=shards, layers=4) for shards in (1, 2, 4)]
-    planned = [choose(spec, checked, lambda layers, plan=plan: plan, "1f1b", 1) for plan in plans]
+    planned = [choose_plan(spec, checked, lambda layers, plan=plan: plan, "1f1b", 1) for plan in plans]
     from raypar.planner.memory_sheet import memory_sheet
     from raypar.worker.local_run import LocalJob
 
@@ -198,7 +198,7 @@ def test_a_job_file_with_shards_makes_the_plan_and_the_job():
     )
     spec = job.to_spec()
     checked = preflight(spec)
-    planned = choose(spec, checked, job.to_plan, "1f1b", job.workers)
+    planned = choose_plan(spec, checked, job.to_plan, "1f1b", job.workers)
     assert planned.plan.world == job.workers == 4 and planned.plan.describe() == "2 stages x 1 replica x 2 shards"
     assert len(graph("gpt").layers) == 8 and len(checked.graph.layers) == 4
 

@@ -18,7 +18,7 @@ from raypar.callbacks import Callback, EarlyStopping
 from raypar.cli import main
 from raypar.config import ElasticConfig, parse_init_from
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
-from raypar.launch import resumed
+from raypar.launch.resume import resume_from
 from raypar.worker import checkpoint, profiler
 from raypar.worker.job_spec import DataSpec, Ref, label_of, text_of, without_stable_text
 from raypar.worker.preflight import preflight
@@ -217,7 +217,7 @@ def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkey
     monkeypatch.setattr(checkpoint, "load_manifest", lambda path: SimpleNamespace(steps_done=225))
     monkeypatch.setattr(checkpoint, "check_contract", lambda manifest, spec: None)
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
-        resumed(SimpleNamespace(stop_at_step=None), Path("c"), SimpleNamespace(steps=10), None, None)
+        resume_from(Path("c"), SimpleNamespace(stop_at_step=None), SimpleNamespace(steps=10), None, None)
     assert "--set steps=450" in x.value.cure
 
 

@@ -752,7 +752,7 @@ def test_a_damaged_line_ends_nothing_and_status_shows_what_is_left(
     def goes_on(*_: object) -> None:
         raise ConfigError("the run goes on", cure="let it")
 
-    monkeypatch.setattr("raypar.launch.resumed", goes_on)
+    monkeypatch.setattr("raypar.launch.resume.resume_from", goes_on)
     command, spoil = DAMAGED[name]
     before = lines_of(place)
     spoil(place)

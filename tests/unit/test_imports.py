@@ -29,11 +29,29 @@ MAY_IMPORT = {
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
-EDGE = ("cli", "commands", "console", "launch", "trainer", "run_folder", "callbacks", "__init__", "__main__")
+EDGE_FILES = (
+    "ray_train_config",
+    "run_folder",
+    "callbacks",
+    "launch",
+    "console",
+    "trainer_arguments",
+    "trainer",
+    "commands",
+    "cli",
+    "__main__",
+)
+"""The shell, from the bottom up: one of these imports only those named before it, types included. `console` knows of `launch`
+only what a run came to."""
+EDGE = (*EDGE_FILES, "__init__")
 """The shell: imports anything, but heavy things inside functions only, so that the command line starts at once."""
 
 HEAVY = {"torch", "ray", "cupy", "numpy", "pydantic"}
-ONLY_IN = {"cupy": ("comm/nccl/bindings.py",), "pydantic": ("config.py",), "ray": ("actors/", "launch.py")}
+ONLY_IN = {
+    "cupy": ("comm/nccl/bindings.py",),
+    "pydantic": ("config.py",),
+    "ray": ("actors/", "launch/request.py", "launch/result.py"),
+}
 THIRD_PARTY = HEAVY | {"yaml", "safetensors"}
 IMPURE = {"time", "random", "os", "datetime", "secrets", "socket", "subprocess", "threading", "multiprocessing"}
 """Clock, chance and environment are arguments of the pure packages, never fetched by them."""
@@ -100,6 +118,23 @@ def test_pure_packages_use_the_standard_library_without_clock_chance_or_environm
         if package_of(path) == package
         for name in imports(ast.parse(path.read_text()))
         if name.split(".")[0] not in {"raypar", *sys.stdlib_module_names} or name.split(".")[0] in IMPURE
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", EDGE_FILES)
+def test_the_shell_has_an_order(package: str):
+    above = EDGE_FILES[EDGE_FILES.index(package) + 1 :]
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in files()
+        if package_of(path) == package
+        for name in imports(ast.parse(path.read_text()))
+        if name.startswith("raypar.")
+        and (
+            name.split(".")[1] in above
+            or (package == "console" and name.startswith("raypar.launch") and name != "raypar.launch.result")
+        )
     ]
     assert not wrong
 

@@ -6,10 +6,10 @@ import pytest
 
 from raypar.cli import main
 from raypar.commands import train
-from raypar.commands._submitted import MARK, lasting, unfinished
 from raypar.config import load_job
 from raypar.errors import ActiveError, OutlivedError
 from raypar.launch import Result
+from raypar.launch.submitted_job import SUBMITTED_VARIABLE, find_unfinished_run, lasting_run_dir
 from raypar.run_folder import RunFolder
 from raypar.worker import checkpoint
 
@@ -32,7 +32,7 @@ def home(tmp_path, monkeypatch) -> Path:
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy/small.yaml").write_text(JOB)
     monkeypatch.chdir(tmp_path / "copy")
-    monkeypatch.setenv(MARK, '{"metadata": {"job_submission_id": "raysubmit_1"}}')
+    monkeypatch.setenv(SUBMITTED_VARIABLE, '{"metadata": {"job_submission_id": "raysubmit_1"}}')
     return tmp_path / "home"
 
 
@@ -59,10 +59,10 @@ def launched(monkeypatch) -> list:
 
 
 def test_runs_of_a_submitted_job_lie_where_nobody_removes_them(home, monkeypatch):
-    assert lasting("runs/") == home / "raypar/runs"
-    assert lasting("/shared/runs") == Path("/shared/runs")
-    monkeypatch.delenv(MARK)
-    assert lasting("runs/") == Path("runs")
+    assert lasting_run_dir("runs/") == home / "raypar/runs"
+    assert lasting_run_dir("/shared/runs") == Path("/shared/runs")
+    monkeypatch.delenv(SUBMITTED_VARIABLE)
+    assert lasting_run_dir("runs/") == Path("runs")
 
 
 def test_the_same_command_again_goes_on_with_the_run_that_was_stopped(home, launched):
@@ -74,7 +74,7 @@ def test_the_same_command_again_goes_on_with_the_run_that_was_stopped(home, laun
 
 
 def test_outside_of_the_job_server_a_new_run_begins_unless_the_last_one_is_asked_for(home, launched, monkeypatch):
-    monkeypatch.delenv(MARK)
+    monkeypatch.delenv(SUBMITTED_VARIABLE)
     folder = stopped(Path("runs"), 5)
     assert main(["train", "small.yaml"]) == 0 and main(["train", "small.yaml", "--resume"]) == 0
     assert launched == [("new", "runs"), ("again", folder.path)]
@@ -83,13 +83,13 @@ def test_outside_of_the_job_server_a_new_run_begins_unless_the_last_one_is_asked
 def test_the_last_run_of_the_name_is_the_one_to_go_on_with(home):
     runs = home / "raypar/runs"
     job = load_job("small.yaml", [f"run_dir={runs}"])
-    assert unfinished(job) == (None, "")
+    assert find_unfinished_run(job) == (None, "")
     stopped(runs, 5, "name=smaller")
-    assert unfinished(job) == (None, ""), "another name"
+    assert find_unfinished_run(job) == (None, ""), "another name"
     stopped(runs, 5)
     second = stopped(runs, 6)
-    assert unfinished(job) == (second, "") and second.name == "small-2"
-    assert unfinished(load_job("small.yaml", [f"run_dir={runs}", "steps=6"])) == (None, ""), "it has done them all"
+    assert find_unfinished_run(job) == (second, "") and second.name == "small-2"
+    assert find_unfinished_run(load_job("small.yaml", [f"run_dir={runs}", "steps=6"])) == (None, ""), "it has done them all"
 
 
 def test_a_run_of_another_job_is_left_alone_and_why_is_said(home, launched, capsys):

@@ -1,4 +1,4 @@
-"""A job of Ray's job server (`ray job submit`): where its runs lie, and with which of them it goes on. No Ray is asked."""
+"""Jobs of Ray's job server (`ray job submit`): where their runs lie, and which run a resubmitted job resumes. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raypar.run_folder import RunFolder, local_path
+
 if TYPE_CHECKING:
     from raypar.config import Job
-    from raypar.run_folder import RunFolder
 
-MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+SUBMITTED_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray's job server gives to every job's command."""
-FOLDER = "raypar"
-"""Below the home directory of whoever runs the head of the cluster."""
+RUNS_FOLDER = "raypar"
+"""Folder below the home directory of the user who runs the head of the cluster."""
 
 
-def submitted() -> bool:
-    """Whether this process belongs to such a job."""
-    return MARK in os.environ
+def is_submitted_job() -> bool:
+    """Whether Ray's job server has started this process."""
+    return SUBMITTED_VARIABLE in os.environ
 
 
-def lasting(run_dir: str | os.PathLike[str]) -> Path:
-    """Where `run_dir` lies: a submitted job stands in a copy of its folder that Ray removes, so that what is relative lies
-    under `~/raypar` there. Raises `ConfigError` for a URI."""
-    from raypar.run_folder import local_path
-
+def lasting_run_dir(run_dir: str | os.PathLike[str]) -> Path:
+    """`run_dir`, moved below `~/raypar` if it is relative and this is a submitted job: Ray removes the folder such a job
+    runs in. Raises `ConfigError` for a URI."""
     path = local_path(run_dir, "run_dir")
-    return Path.home() / FOLDER / path if submitted() else path
+    return Path.home() / RUNS_FOLDER / path if is_submitted_job() else path
 
 
-def unfinished(job: Job) -> tuple[RunFolder | None, str]:
-    """The run of this name that was started or resumed last, if it has a checkpoint of this very job from which there are
-    steps left; and why there is none to go on with, empty where there has been no run or it has done all of its steps."""
-    from raypar.run_folder import RunFolder
+def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
+    """The run that `job` can resume, or None with the reason.
+
+    It is the run of the job's name that was started or resumed last. It must have a whole checkpoint of the same job with
+    steps left. The reason is empty if there has been no run, or if the run has done all its steps.
+    """
     from raypar.worker.checkpoint import contract_differences, latest_usable_checkpoint, load_manifest
 
     numbered = re.compile(rf"{re.escape(job.name)}(-\d+)?")

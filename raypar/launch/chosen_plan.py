@@ -1,0 +1,126 @@
+"""The plan that a run starts with: chosen for a checked job, described in words, and as `plan.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypar.plan import ParallelPlan, Routing
+from raypar.worker.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from raypar.config import Job, PlanConfig
+    from raypar.planner.model_profile import ModelProfile
+    from raypar.schedule.instructions import Schedule
+    from raypar.schedule.timeline import Timeline
+    from raypar.worker.preflight import PreflightResult
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """A plan with its schedule, its predicted step, and why it was chosen."""
+
+    plan: ParallelPlan
+    """Which worker holds which layers."""
+    schedule: str
+    """The schedule's name, for people; `orders` is what runs."""
+    orders: Schedule
+    """The instructions of every worker, in order."""
+    predicted: Timeline
+    """The step as the simulator predicts it."""
+    profile: ModelProfile
+    """Times and sizes of the layers, from which the step was predicted."""
+    why: str = ""
+    """The planner's reasons, one or more lines; empty for a plan that was given."""
+
+
+PlanChooser = Callable[["PreflightResult"], ChosenPlan]
+"""Chooses the plan of a job whose model and data have been checked."""
+
+
+def choose_plan(
+    spec: JobSpec,
+    checked: PreflightResult,
+    plan: Callable[[int], ParallelPlan] | None,
+    schedule: str,
+    workers: int,
+    orders: Callable[[Routing], Schedule] | None = None,
+) -> ChosenPlan:
+    """The given plan with its predicted step; without `plan`, the planner's choice for `workers` with its reasons.
+
+    `plan`: makes the plan for a number of layers. `orders`: makes the schedule, where the name alone does not say it (a file,
+    a warmup).
+    """
+    from raypar.planner.plan_report import plan_report
+    from raypar.planner.plan_search import predict_step, search_plans
+    from raypar.schedule import registry
+    from raypar.worker.preflight import check_shards
+    from raypar.worker.profiler import profile_job
+
+    fixed = plan(len(checked.graph.layers)) if plan is not None else None
+    if fixed is not None:
+        check_shards(spec, checked, fixed)
+    profile = profile_job(
+        spec,
+        workers=fixed.world if fixed is not None else workers,
+        graph=checked.graph,
+        shards={stage.shards for stage in fixed.stages} if fixed is not None else (),
+    )
+    if fixed is None:
+        choice = search_plans(profile, workers, spec.cut)
+        timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.cut)
+        made = registry.build_schedule(choice.schedule, Routing(choice.plan, spec.cut))
+        return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
+    routing = Routing(fixed, spec.cut)
+    made = registry.build_schedule(schedule, routing) if orders is None else orders(routing)
+    timeline, _ = predict_step(profile, fixed, made, spec.cut)
+    return ChosenPlan(fixed, schedule, made, timeline, profile)
+
+
+def plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
+    """Chooses the plan that a job file asks for."""
+    from raypar.config import PlanConfig
+
+    config = job.plan
+    if not isinstance(config, PlanConfig):
+        return lambda checked: choose_plan(spec, checked, None, "", job.workers)
+    name, orders = config.schedule_file or config.schedule, schedule_builder(config)
+    return lambda checked: choose_plan(spec, checked, config.to_plan, name, job.workers, orders)
+
+
+def schedule_builder(config: PlanConfig) -> Callable[[Routing], Schedule]:
+    """Makes the schedule that a plan section asks for: a file, or a name with an optional warmup. The file is read at once."""
+    from raypar.input_files import SCHEDULE_BYTES, read_text
+    from raypar.schedule import registry
+    from raypar.schedule.schedule_csv import read_csv
+
+    if config.schedule_file is not None:
+        cure = "name a schedule file; `raypar simulate --csv F` writes one"
+        schedule = read_csv(read_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure))
+        return lambda routing: schedule
+    return lambda routing: registry.build_schedule(config.schedule, routing, warmup=config.warmup)
+
+
+def describe_chosen_plan(chosen: ChosenPlan) -> str:
+    """`4 workers = 2 stages x 2 replicas, schedule 1f1b; predicted step 85 ms, bubble 11 %`, and the reasons below."""
+    plan = chosen.plan
+    bubble = 100 * chosen.predicted.bubble_of_total
+    text = (
+        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {chosen.schedule}; "
+        f"predicted step {chosen.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
+    )
+    return f"{text}\n{chosen.why}" if chosen.why else text
+
+
+def plan_json(chosen: ChosenPlan) -> str:
+    """The text of a run folder's plan.json: schedule, stages, workers, and the predicted step."""
+    facts: dict[str, Any] = {
+        "schedule": chosen.schedule,
+        "stages": [asdict(stage) for stage in chosen.plan.stages],
+        "workers": [chosen.plan.coordinate(rank) for rank in range(chosen.plan.world)],
+    }
+    facts |= {"predicted_ms": chosen.predicted.makespan_ms, "predicted_bubble": chosen.predicted.bubble_of_total}
+    return json.dumps(facts, indent=1) + "\n"

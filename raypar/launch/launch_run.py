@@ -1,0 +1,154 @@
+"""One run from its job to its result: check, plan, connect, follow the driver, clean up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import InputError, UserCodeError
+from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
+from raypar.launch.generated_sample import generate_sample
+from raypar.launch.request import prepare_request
+from raypar.launch.result import Result
+from raypar.launch.run_options import EventHandler, RunOptions
+from raypar.run_folder import RunFolder, write_whole
+from raypar.user_code import error_text, recording_ctrl_c, reraise_ctrl_c
+from raypar.worker.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from raypar.actors.run_request import RunRequest
+
+MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
+
+
+def launch_run(spec: JobSpec, choose: PlanChooser, options: RunOptions, tell: EventHandler) -> Result:
+    """The result of a whole run, also of one that fails or is interrupted. Raises `RayparError` if nothing was started.
+
+    `tell` gets every event; the first ones are the numbered stages of the start-up.
+    """
+    spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
+    _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
+    result = _connect_and_follow(spec, chosen, make_request, options, tell)
+    if result.end in ("done", "stopped") and result.checkpoint_path is not None:
+        from raypar.worker.checkpoint import checkpoint_weights_hash
+
+        result.weights_sha256 = checkpoint_weights_hash(Path(result.checkpoint_path))
+        with recording_ctrl_c():
+            result.sample = generate_sample(spec, Path(result.checkpoint_path))
+    return result
+
+
+def _check_and_plan(
+    spec: JobSpec, choose: PlanChooser, options: RunOptions, tell: EventHandler
+) -> tuple[JobSpec, ChosenPlan, MakeRequest]:
+    """The job with its weights file pinned, its plan, and what makes its request. Calls the user's code for the first time."""
+    from raypar.worker.preflight import preflight
+    from raypar.worker.weights_initial import with_fingerprint
+
+    with recording_ctrl_c():
+        try:
+            # A resumed run has its values in the checkpoint; the file may be gone by now.
+            spec = with_fingerprint(spec) if options.resume is None else replace(spec, init_from=None)
+            checked = preflight(spec)
+            text = f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples"
+            _tell_stage(tell, "checked", text)
+            for line in checked.notes:
+                tell({"kind": "warning", "text": line})
+            chosen = choose(checked)
+            return spec, chosen, prepare_request(spec, checked, chosen, options)
+        except UserCodeError as error:
+            raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
+        except (SystemExit, KeyboardInterrupt) as error:
+            reraise_ctrl_c(error)
+            raise InputError(
+                f"the job's code raised {error_text(error)}\n{traceback.format_exc()}",
+                cure="the last lines of the traceback are where it did",
+            ) from error
+
+
+def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: RunOptions) -> list[str]:
+    """What to know about a plan beside its description."""
+    from raypar.planner.plan_report import fewer_shards
+
+    notes = ["times are of this machine's processors, not of GPUs"] * (spec.device == "gpu")
+    if options.elastic is not None:
+        notes += fewer_shards(chosen.plan, options.elastic.min_workers)
+    return notes
+
+
+def _connect_and_follow(
+    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: RunOptions, tell: EventHandler
+) -> Result:
+    """Connect to Ray, make the run folder, run. The folder is removed again if the run ends before its first step."""
+    from raypar.actors.cluster_info import cluster_capacity, require_capacity
+    from raypar.actors.ray_connection import connect_ray
+
+    gpus = int(spec.device == "gpu")
+    with connect_ray(
+        options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)
+    ) as connection:
+        require_capacity(chosen.plan.world, cluster_capacity(), gpus, chosen.plan.describe())
+        folder = options.folder(chosen)
+        begun = options.resume is not None
+        try:
+            write_whole(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
+            text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}"
+            _tell_stage(tell, "connected", text)
+            request = make_request(folder, connection.host)
+            if connection.kind == "joined":  # Ray gives every worker a processor of its own, on whichever machine
+                request = replace(request, profile=replace(chosen.profile, processors=None))
+
+            def tell_and_watch(event: dict[str, Any]) -> None:
+                nonlocal begun
+                begun = begun or event["kind"] in ("step", "checkpoint")
+                tell(event)
+
+            return _follow(request, folder, tell_and_watch)
+        finally:
+            if not begun and not folder.metrics.exists():  # it may be missing because the disk is full
+                shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _most_workers(chosen: ChosenPlan, options: RunOptions) -> int:
+    """How many workers the run may have at once, standbys included: the processors that a local Ray cluster offers."""
+    most, elastic = chosen.plan.world, options.elastic
+    return most if elastic is None else max(most, elastic.max_workers or 0) + elastic.standbys
+
+
+def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler) -> Result:
+    """Run the request to its end; the result is gathered from the events."""
+    from raypar.actors.client import follow_run
+
+    result = Result({}, str(folder.path), "failed", request.policy.first, checkpoint_path=request.resume)
+
+    def gather(event: dict[str, Any]) -> None:
+        facts = {key: value for key, value in event.items() if key not in ("kind", "time")}
+        if event["kind"] in ("started", "built"):
+            _tell_stage(tell, event["kind"], event["text"])
+            return
+        if event["kind"] == "step":
+            result.metrics.update(facts)
+            result.history.append(facts)
+        elif event["kind"] == "validation":
+            result.metrics["validation_loss"] = event["validation_loss"]
+            result.history.append(facts)
+        elif event["kind"] == "checkpoint":
+            result.checkpoint_path = event["path"]
+        elif event["kind"] == "picture":
+            result.picture_path = event["path"]
+        tell(event)
+
+    end = follow_run(request, gather)
+    result.end, result.done, result.why, result.error = end.end, end.done, end.why, end.error
+    tell({"kind": "end", "end": end.end, "text": end.why, "done": end.done})
+    return result
+
+
+def _tell_stage(tell: EventHandler, stage: str, text: str) -> None:
+    """Tell that a stage of the start-up is over."""
+    tell({"kind": "stage", "stage": stage, "text": text})

@@ -1,0 +1,162 @@
+"""From a checked job and its plan to the request that a driver runs. All checks that a plan needs are made here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import ConfigError
+from raypar.launch.chosen_plan import ChosenPlan
+from raypar.launch.run_options import RunOptions
+from raypar.plan import ParallelPlan
+from raypar.run_folder import RunFolder
+from raypar.worker.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from raypar.actors.run_request import RunRequest
+    from raypar.config import ElasticConfig
+    from raypar.elastic.run_machine import RunPolicy
+    from raypar.model.graph import Graph
+    from raypar.schedule.assignment import Assignment
+    from raypar.worker.preflight import PreflightResult
+
+MIRROR_COST = 0.02
+"""Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
+
+GPU_DEADLINES = {"adopt_s": 90.0, "stand_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
+"""Fields of `RunPolicy` that differ on GPUs, in seconds: a generation's communicators have to be made
+(`nccl_mesh.MAKING_S`), and the last one's aborted (`nccl_transport.ABORT_S`). Nobody has measured how long that takes on a
+GPU."""
+
+
+def prepare_request(
+    spec: JobSpec, checked: PreflightResult, chosen: ChosenPlan, options: RunOptions
+) -> Callable[[RunFolder, str | None], RunRequest]:
+    """Makes the driver's request, once the run folder and the driver's host are known.
+
+    Lowers the schedule, so that a bad one is refused before anything starts. Raises `ConfigError` or `PlanError`.
+    """
+    from ray import cloudpickle
+
+    from raypar.actors.run_request import RunRequest
+    from raypar.callbacks import Callbacks
+    from raypar.model.tensor_parallel.styles import outline_of_shards
+    from raypar.planner.plan_search import possible_shards
+    from raypar.worker.assignment import assignments
+    from raypar.worker.checkpoint import contract_of
+    from raypar.worker.preflight import check_fewer_shards
+
+    shards = possible_shards(chosen.plan)
+    if options.elastic is not None:
+        check_worker_limits(options.elastic, chosen.plan.world)
+        check_fewer_shards(spec, checked, chosen.plan, shards)
+    outline = outline_of_shards(checked.graph, shards, dict(spec.styles))
+    lowered = assignments(spec, checked.graph, chosen.plan, chosen.orders, validation_samples=checked.validation_samples)
+    policy = run_policy(spec, chosen.plan.world, options)
+    environment = worker_environment(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
+
+    def request(folder: RunFolder, host: str | None) -> RunRequest:
+        return RunRequest(
+            run=folder.name,
+            folder=str(folder.path.resolve()),
+            policy=policy,
+            plan=chosen.plan,
+            schedule_name=chosen.schedule,
+            predicted=chosen.predicted,
+            crossing=lowered[0].crossing,
+            cut=spec.cut,
+            spec=cloudpickle.dumps(spec),
+            assignments=tuple(cloudpickle.dumps(a) for a in lowered),
+            callbacks=cloudpickle.dumps(Callbacks(options.callbacks)),
+            contract=contract_of(spec),
+            outline=outline,
+            profile=chosen.profile,
+            validation_cut=lowered[0].validation_cut,
+            resume=str(options.resume.resolve()) if options.resume is not None else None,
+            keep=options.keep,
+            host=host,
+            trace=traced_steps(policy.first, policy.end, options.trace_every),
+            max_time_s=options.max_time_s,
+            wait_for_workers_s=options.wait_for_workers_s,
+            orphan_timeout_s=options.orphan_timeout_s,
+            gpus=int(spec.device == "gpu"),
+            environment=environment,
+        )
+
+    return request
+
+
+def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
+    """Raise `ConfigError` if a plan of `world` workers is outside of the limits of an elastic run."""
+    if elastic.min_workers > world:
+        raise ConfigError(
+            f"elastic.min_workers is {elastic.min_workers}, but the plan has {world} workers",
+            cure=f"set it to {world} or less",
+        )
+    if (elastic.max_workers or world) < world:
+        raise ConfigError(
+            f"elastic.max_workers is {elastic.max_workers}, but the plan has {world} workers",
+            cure=f"set it to {world} or more, or leave it out",
+        )
+
+
+def run_policy(spec: JobSpec, world: int, options: RunOptions) -> RunPolicy:
+    """What the run machine goes by: how far to train, when to save and validate, which deadlines hold."""
+    from raypar.elastic.run_machine import RunPolicy
+
+    return RunPolicy(
+        workers=world,
+        last=spec.steps,
+        first=options.first,
+        validates=spec.validation is not None,
+        validate_every=spec.validation.every if spec.validation is not None else 0,
+        save_every=options.save_every,
+        save_at_end=options.save_at_end,
+        stop_at=options.stop_at_step,
+        **(elastic_policy(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
+        **(GPU_DEADLINES if spec.device == "gpu" else {}),
+    )
+
+
+def elastic_policy(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
+    """The fields of `RunPolicy` that an elastic run sets. Deadlines are short: a wrong suspicion costs a recovery, not the
+    run."""
+    return {
+        "elastic": True,
+        "hires": True,
+        "min_workers": elastic.min_workers,
+        "max_workers": elastic.max_workers,
+        "standbys": elastic.standbys,
+        "grow_after_s": elastic.grow_after_s,
+        "step_deadline_s": elastic.step_deadline_s,
+        "step_deadline_times": 5.0,
+        "capacity_s": wait_for_workers_s,
+        "last_copy_wait_s": elastic.last_copy_wait_s,
+        "replace_stragglers": elastic.stragglers == "replace",
+        "straggler_times": elastic.straggler_times,
+        "mirror_every": elastic.mirror if isinstance(elastic.mirror, int) else 0,
+        "mirror_cost": MIRROR_COST if elastic.mirror == "auto" else 0.0,
+    }
+
+
+def worker_environment(
+    spec: JobSpec, graph: Graph, plan: ParallelPlan, lowered: Sequence[Assignment], *, elastic: bool
+) -> dict[str, str]:
+    """Environment variables of every worker process: empty on CPUs. Raises `PlanError` for a plan with too many communicators
+    for a GPU."""
+    if spec.device != "gpu":
+        return {}
+    from raypar.comm.nccl.device import WORKER_ENVIRONMENT
+    from raypar.worker.communicators import check_communicators
+    from raypar.worker.gpu_process import ENVIRONMENT
+
+    check_communicators(spec, graph, plan, lowered, elastic=elastic)
+    return {**WORKER_ENVIRONMENT, **ENVIRONMENT}
+
+
+def traced_steps(first: int, end: int, every: int) -> Collection[int]:
+    """Steps whose instructions are timed; the latest one is drawn. Without `every`: a few, the first among them, because the
+    run may end early."""
+    if every:
+        return range(first, end, every)
+    return frozenset(s for s in (first, first + 4, first + 20, first + 100, end - 1) if first <= s < end)

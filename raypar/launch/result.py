@@ -1,0 +1,73 @@
+"""What a run came to: the result that users get, and the error that a failed run raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypar.errors import Interrupted, RayparError
+from raypar.run_folder import resume_argument
+
+
+@dataclass
+class Result:
+    """What `fit` returns: the fields of `ray.train.Result`, and the history of the run."""
+
+    metrics: dict[str, Any]
+    """Of the last step, with the last `validation_loss`."""
+    path: str
+    """The run folder."""
+    end: str
+    """done, stopped, interrupted, failed, or deposed (another driver has taken the run over)."""
+    done: int
+    """Number of steps of the job that are done."""
+    why: str = ""
+    """Why the run has ended, in words."""
+    error: Exception | None = None
+    """What a failed run has failed with."""
+    checkpoint_path: str | None = None
+    """Folder of the last checkpoint."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """The facts of every step and validation, in order."""
+    weights_sha256: str | None = None
+    """Hash of the weights in the last checkpoint, of a run that was not interrupted."""
+    sample: str | None = None
+    """What the trained model generates (`generated_sample.py`)."""
+    picture_path: str | None = None
+    """The drawing of the predicted and the measured schedule."""
+
+    @property
+    def handle(self) -> str:
+        """What `raypar resume` and `raypar export` find the run by from here: its name under runs/, else its path."""
+        return resume_argument(self.path)
+
+    @property
+    def checkpoint(self) -> Any:
+        """The last checkpoint as a `ray.train.Checkpoint`, or None."""
+        if self.checkpoint_path is None:
+            return None
+        from ray.train import Checkpoint
+
+        return Checkpoint.from_directory(self.checkpoint_path)
+
+    @property
+    def metrics_dataframe(self) -> Any:
+        """The history as a pandas data frame, one row per step or validation."""
+        import pandas
+
+        return pandas.DataFrame(self.history)
+
+
+def raise_failure(result: Result) -> None:
+    """Raise what a failed run failed with, or `Interrupted`; nothing for a run that is done or was stopped."""
+    if result.end == "failed":
+        if isinstance(result.error, RayparError):
+            result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
+            raise result.error
+        raise RayparError(f"the run failed after {result.done} steps: {result.why}") from result.error
+    if result.end == "deposed":
+        raise RayparError(f"this driver gave way to another after {result.done} steps: {result.why}", cure="follow that one")
+    if result.end == "interrupted":
+        at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
+        cure = f"raypar resume {result.handle}" if result.checkpoint_path else ""
+        raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)

@@ -1,0 +1,156 @@
+"""Resuming: from which checkpoint a run goes on, whether it may, and `raypar resume` itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import CheckpointError, ConfigError
+from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, plan_chooser, plan_json
+from raypar.launch.launch_run import launch_run
+from raypar.launch.result import Result
+from raypar.launch.run_options import EventHandler, RunOptions, options_from_job
+from raypar.run_folder import (
+    RunFolder,
+    explain_read_errors,
+    explain_write_errors,
+    has_content,
+    local_path,
+    replace_whole,
+    write_whole,
+)
+from raypar.user_code import make_importable
+from raypar.worker.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from raypar.config import Job
+    from raypar.worker.preflight import PreflightResult
+
+
+def resume_job(
+    job: Job,
+    folder: RunFolder,
+    tell: EventHandler,
+    *,
+    stop_at_step: int | None = None,
+    address: str | None = None,
+    local_nodes: int = 1,
+) -> Result:
+    """Train on from the last good checkpoint of a run, under the plan of `job`.
+
+    Raises `CheckpointError` without such a checkpoint, `ConfigError` or `ClusterError` when the run is under way.
+    """
+    make_importable(job.source_dir)
+    spec = job.to_spec()
+
+    def rewind_folder(chosen: ChosenPlan) -> RunFolder:
+        from raypar.actors.client import refuse_active_run
+
+        refuse_active_run(folder.name)  # its client may be gone, and its driver not
+        kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.first]
+        text = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        if not has_content(folder.metrics, text):
+            with explain_write_errors(folder.metrics):
+                replace_whole(folder.metrics, text)
+        write_whole(folder.plan, plan_json(chosen))
+        folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
+        return folder
+
+    with folder.held():
+        try:
+            path = last_checkpoint(folder, tell)
+        except CheckpointError:
+            end_orphaned_driver(folder, address)
+            raise
+        for _ in folder.read(folder.metrics):  # what is wrong with them is said before anything is started
+            pass
+        options = options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
+        options, choose = resume_from(path, options, spec, plan_chooser(job, spec), tell)
+        return launch_run(spec, choose, options, tell)
+
+
+def resume_from(
+    path: Path, options: RunOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
+) -> tuple[RunOptions, PlanChooser]:
+    """Options and plan chooser of a run that resumes from the checkpoint at `path`; tells so.
+
+    Raises `CheckpointError` if the checkpoint is another job's or has done all the steps.
+    """
+    from raypar.worker.checkpoint import changes_of_shards, check_contract, check_model, load_manifest
+
+    manifest = load_manifest(path)
+    check_contract(manifest, spec)
+    if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
+        more = 2 * max(spec.steps, manifest.steps_done)
+        raise CheckpointError(
+            f"checkpoint {path}: {manifest.steps_done} of {spec.steps} steps already done",
+            cure=f"raise steps (--set steps={more}) or the step to stop at (--stop-at-step)",
+        )
+
+    def check_and_choose(checked: PreflightResult) -> ChosenPlan:
+        from raypar.model.build import parameter_shapes
+
+        check_model(manifest, parameter_shapes(checked.graph))
+        return choose(checked)
+
+    text = f"from {path.name}: {manifest.steps_done} steps are done"
+    if changed := changes_of_shards(manifest, spec):
+        text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
+    tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
+    return replace(options, resume=path, first=manifest.steps_done), check_and_choose
+
+
+def last_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:
+    """The run's last checkpoint that is whole; tells which were skipped. Raises `CheckpointError` if there is none."""
+    from raypar.worker.checkpoint import latest_usable_checkpoint
+
+    path, skipped = latest_usable_checkpoint(folder.checkpoints)
+    for line in skipped:
+        tell({"kind": "warning", "text": line})
+    if path is None:
+        raise CheckpointError(f"run {folder.name} has no usable checkpoint under {folder.checkpoints}", cure="train it again")
+    return path
+
+
+def find_checkpoint(given: Any, tell: EventHandler) -> Path:
+    """The checkpoint meant by a `ray.train.Checkpoint`, the path of a checkpoint, or the path of a run (its last one).
+
+    Raises `CheckpointError` if there is none or it is not whole, `ConfigError` if it lies on other storage than a folder.
+    """
+    from raypar.worker.checkpoint import MANIFEST, verify_checkpoint
+
+    elsewhere = getattr(given, "filesystem", None)
+    if elsewhere is not None and elsewhere.type_name != "local":
+        raise ConfigError(
+            f"resume_from_checkpoint lies on a file system of its own ({elsewhere.type_name}), and raypar reads folders only",
+            cure="copy it here first: resume_from_checkpoint=checkpoint.to_directory()",
+        )
+    given = getattr(given, "path", given)
+    if not given or not isinstance(given, (str, os.PathLike)):
+        raise ConfigError(
+            f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
+        )
+    path = local_path(given, "resume_from_checkpoint")
+    with explain_read_errors(path):
+        is_run, is_checkpoint = (path / "checkpoints").is_dir(), (path / MANIFEST).is_file()
+    if is_run:
+        return last_checkpoint(RunFolder(path), tell)
+    if not is_checkpoint:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_...")
+    return verify_checkpoint(path).path
+
+
+def end_orphaned_driver(folder: RunFolder, address: str | None) -> None:
+    """Have a driver that has outlived its client save and end, if it runs on the cluster that would be joined.
+
+    Raises `OutlivedError` once it has ended, because the run can be resumed now, and `ActiveError` if it has not.
+    """
+    from raypar.actors.client import refuse_active_run
+    from raypar.actors.ray_connection import connect_ray, uses_existing_ray
+
+    if uses_existing_ray(address):
+        with connect_ray(address, 0, Path.cwd()):
+            refuse_active_run(folder.name)
