@@ -107,12 +107,12 @@ def match_workers_to_seats(
     copies: Sequence[Hashable] = (),
     replicas: Sequence[Hashable] = (),
 ) -> tuple[int, ...]:
-    """Which worker takes which seat: those who hold most of what a seat needs first; among equals the lowest numbers.
+    """By seat: the worker that takes it. Workers that hold most of what a seat needs come first, then the lowest numbers.
 
-    `need[rank]`: what the seat needs. With `nodes` (worker -> node) and `copies` (by rank, what it is a copy of), copies of the
-    same sit on different nodes as far as that moves nothing more; before that, the shards of one of the `replicas` (by rank,
-    which one it is a part of) sit on one node. Returns one worker a seat. Raises `PlanError` when there are fewer workers than
-    seats.
+    `need[rank]`: the pieces that a seat needs. `nodes`: worker -> node. `copies[rank]`: equal for seats that compute the same.
+    `replicas[rank]`: equal for the shards of one replica. As far as nothing more has to move, the shards of a replica get
+    workers on one node; as far as that allows, seats that compute the same get workers on different nodes.
+    Raises `PlanError` when there are fewer workers than seats.
     """
     if len(workers) < len(need):
         raise PlanError(f"{len(need)} seats but {len(workers)} workers", cure="choose a plan for the workers there are")
@@ -129,11 +129,11 @@ def match_workers_to_seats(
     members = [chosen[rank] for rank in range(len(need))]
     if nodes and len(set(nodes.values())) > 1 and copies:
         cost = {(rank, worker): size for size, rank, worker in pairs}
-        _placed(members, sorted(set(workers) - set(members)), cost, nodes, copies, replicas or range(len(need)))
+        _improve_seating(members, sorted(set(workers) - set(members)), cost, nodes, copies, replicas or range(len(need)))
     return tuple(members)
 
 
-def _placed(
+def _improve_seating(
     members: list[int],
     idle: list[int],
     cost: Mapping[tuple[int, int], int],
@@ -141,15 +141,17 @@ def _placed(
     copies: Sequence[Hashable],
     replicas: Sequence[Hashable],
 ) -> None:
-    """Exchange two members, or one for an idle worker, wherever that moves less; or as much and brings shards of a replica
-    together; or that too and parts two copies that share a node. In place; ends because every exchange lowers (elements to
-    move, pairs of shards apart, pairs of copies on one node)."""
+    """Exchange members with each other and with idle workers, in place, for as long as an exchange improves the seating.
+
+    It improves if it lowers (elements to move, pairs of a replica's shards on different nodes, pairs of copies on one node);
+    the first number counts before the second, the second before the third. So the exchanges come to an end.
+    """
 
     def shared(of: Sequence[Hashable]) -> Counter[tuple[Hashable, str]]:
         return Counter((of[rank], nodes.get(worker, "")) for rank, worker in enumerate(members))
 
     def more(of: Sequence[Hashable], here: Counter[tuple[Hashable, str]], rank: int, other: int | None, worker: int) -> int:
-        """Pairs of the same on one node that there are more of."""
+        """How many more pairs of the same sit on one node after the exchange."""
         old, changed = members[rank], Counter[tuple[Hashable, str]]()
         changed[of[rank], nodes.get(worker, "")] += 1
         changed[of[rank], nodes.get(old, "")] -= 1
@@ -159,8 +161,10 @@ def _placed(
         return sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in changed.items())
 
     def gain(rank: int, other: int | None, worker: int) -> tuple[int, int, int]:
-        """(elements, pairs apart, pairs of copies) that there are more of when `worker`, now at rank `other` or idle, comes to
-        `rank`."""
+        """How many more (elements move, pairs of shards are apart, pairs of copies share a node) when `worker` gets `rank`.
+
+        `other`: the rank that it has now, which the present member of `rank` gets; None: it is idle.
+        """
         elements = cost[rank, worker] - cost[rank, members[rank]]
         if other is not None:
             elements += cost[other, members[rank]] - cost[other, worker]

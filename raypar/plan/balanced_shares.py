@@ -10,7 +10,8 @@ from functools import cached_property
 from itertools import accumulate
 
 CANONICAL_PIECE = 32_768
-"""Elements of a flattened tensor by which the norm is summed (rule 7 of the numerics contract).
+"""Elements of a flattened tensor whose squares are summed in its own dtype, before float64 takes over (rule 7 of the numerics
+contract in raypar/README.md).
 
 Owners' runs begin at multiples of it. So an owner computes whole terms of the norm, and optimizers on runs of elements,
 fused ones too, have the bits of the whole tensor.

@@ -83,6 +83,13 @@ class Ownership:
         """Name -> elements when whole, of each parameter and buffer of a rank's stages that is not empty, in layer order."""
         return self._sizes[self.plan.seats[rank].position]
 
+    def cut_of(self, rank: int, name: str) -> Cut | None:
+        """How a tensor is cut over the shards of a rank's stages; None: it is whole on each of them."""
+        shards = self.plan.stages[self.plan.stages_of(rank)[0]].shards
+        if shards > 1 and shards not in self.outline.cuts:
+            raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
+        return self.outline.cuts[shards].get(name) if shards > 1 else None
+
     # -- who holds the same --------------------------------------------------------------------------------------------
 
     @cached_property
@@ -148,7 +155,7 @@ class Ownership:
             replicas, shards = self.plan.stages[stage].replicas, self.plan.stages[stage].shards
             mine = found[stage] = {}
             for turn, (name, size) in enumerate(self._tensors_of_stage(stage).items()):
-                cut = self._cut(rank, name)
+                cut = self.cut_of(rank, name)
                 replica_writes = self._is_shared_out(name) or turn % replicas == seat.replica
                 shard_writes = cut is not None or turn // replicas % shards == seat.shard
                 if self._first_stage[name] != stage or not (replica_writes and shard_writes):
@@ -203,20 +210,14 @@ class Ownership:
 
     # -- elements by shard and replica ---------------------------------------------------------------------------------
 
-    def _cut(self, rank: int, name: str) -> Cut | None:
-        shards = self.plan.stages[self.plan.stages_of(rank)[0]].shards
-        if shards > 1 and shards not in self.outline.cuts:
-            raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
-        return self.outline.cuts[shards].get(name) if shards > 1 else None
-
     def _on_shard(self, rank: int, name: str) -> IndexRanges:
         """The elements that the rank's shard has of a tensor, all replicas together."""
-        cut, size = self._cut(rank, name), self.sizes(rank)[name]
+        cut, size = self.cut_of(rank, name), self.sizes(rank)[name]
         return ((0, size),) if cut is None else cut.pieces(cut.held[self.plan.seats[rank].shard], size)
 
     def _owned_elements(self, rank: int, name: str) -> int:
         """How many elements of a tensor the rank's shard has that no shard before it has."""
-        cut, shard, size = self._cut(rank, name), self.plan.seats[rank].shard, self.sizes(rank).get(name, 0)
+        cut, shard, size = self.cut_of(rank, name), self.plan.seats[rank].shard, self.sizes(rank).get(name, 0)
         if cut is None:
             return size if shard == 0 else 0
         return count_indices(cut.pieces(cut.owned(shard), size))

@@ -1,4 +1,4 @@
-"""Who holds what: the plan is a list of stages, a mesh is the special case in which all stages agree (DESIGN 4.1)."""
+"""Which worker has which layers: a plan is a list of stages; in the special case of a mesh all stages agree."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Routing:
-    """Which replica of a stage runs a microbatch: replicas hold contiguous runs of blocks (DESIGN 4.5)."""
+    """Which replica of a stage runs a microbatch: replicas hold contiguous runs of blocks (rule 6 of the numerics contract)."""
 
     plan: ParallelPlan
     microbatches: Microbatches

@@ -1,4 +1,4 @@
-"""Which indices of one dim each shard holds (DESIGN 4.9: state is addressed by name and slice of the unsharded tensor)."""
+"""Which indices of one dim of a tensor each shard holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory: what a worker holds under its plan, and which plans would hold less. Predictions from a profile; pure."""
+"""What a worker is predicted to hold in memory, and, where that was too much, which plans are predicted to hold less."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from raypar.errors import PlanError
 from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.layer_partition import balanced_cuts
 from raypar.planner.model_profile import ModelProfile
-from raypar.planner.plan_search import format_mib, predict_step
+from raypar.planner.plan_search import format_mib, predict_step, state_bytes
 from raypar.schedule import registry
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySheet:
-    """Bytes of one worker; `activations` at the peak of a step."""
+    """Bytes that one worker holds, by kind."""
 
     parameters: int
     gradients: int
     optimizer: int
+    """What the optimizer keeps."""
     activations: int
+    """At the peak of a step."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all kinds."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
@@ -38,27 +40,20 @@ class MemorySheet:
 def memory_sheet(
     profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int
 ) -> MemorySheet:
-    """What is predicted of one rank of a plan. Gradients include the open sums of the canonical reduction (DESIGN 4.5)."""
-    routing = Routing(plan, microbatches)
-    parameters = gradients = optimizer = 0
-    for stage in plan.stages_of(rank):
-        part = profile.stage(plan.stages[stage])
-        blocks = len(routing.run(stage, plan.seats[rank].replica))
-        parameters += part.parameter_bytes
-        gradients += part.parameter_bytes * max(1, blocks.bit_length())
-        optimizer += part.optimizer_bytes
+    """What one rank of a plan is predicted to hold."""
+    state = state_bytes(profile, Routing(plan, microbatches), rank)
     total = predict_step(profile, plan, schedule, microbatches)[1][rank]
-    return MemorySheet(parameters, gradients, optimizer, total - parameters - gradients - optimizer)
+    return MemorySheet(*state, total - sum(state))
 
 
 def out_of_memory_advice(
     profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int
 ) -> tuple[str, str]:
-    """(what the worker of that rank holds and may hold, what would fit): for an error."""
+    """(what a rank holds and may hold, which plans would fit): two sentences for the error of a worker without memory."""
     held = memory_sheet(profile, plan, schedule, microbatches, rank)
     stages = ", ".join(str(stage) for stage in plan.stages_of(rank))
     what = f"stage {stages} is predicted to hold {held}"
-    # It did not fit, whatever was measured before: only less than that may.
+    # What is held did not fit, whatever memory was measured before: so only less than that may fit.
     limit = held.total
     if profile.memory_bytes is not None:
         what += f"; when the job was planned, a worker had {format_mib(profile.memory_bytes)}"
@@ -71,7 +66,7 @@ def out_of_memory_advice(
 
 
 def _smaller(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, limit: int) -> Iterator[str]:
-    """The first number of stages, the first schedule and the first number of microbatches whose largest worker stays below."""
+    """More stages, another schedule and more microbatches, the fewest whose largest worker stays below `limit` bytes."""
     layers, replicas = len(profile.layers), max(stage.replicas for stage in plan.stages)
     shards = max(stage.shards for stage in plan.stages)
     for stages in range(plan.positions + 1, layers + 1):
@@ -98,7 +93,7 @@ def _smaller(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatc
 
 
 def _most(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches) -> int | None:
-    """Bytes of the largest worker; None where the schedule cannot have that shape."""
+    """Bytes of the largest worker; None where the schedule cannot run the plan."""
     try:
         return max(predict_step(profile, plan, schedule, microbatches)[1])
     except PlanError:

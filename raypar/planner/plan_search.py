@@ -123,10 +123,7 @@ def predict_step(
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
             timeline = simulate(orders, routing, crossing, slower)
     activations = timeline.peak_bytes or (0,) * plan.world
-    memory = tuple(
-        activations[rank] + sum(_state_bytes(profile, routing, stage, rank) for stage in plan.stages_of(rank))
-        for rank in range(plan.world)
-    )
+    memory = tuple(activations[rank] + sum(state_bytes(profile, routing, rank)) for rank in range(plan.world))
     return timeline, memory
 
 
@@ -154,12 +151,20 @@ def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float
     return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
 
 
-def _state_bytes(profile: ModelProfile, routing: Routing, stage: int, rank: int) -> int:
-    """Parameters, optimizer state, and one gradient per open subtree of the run: floor(log2 blocks) + 1 (DESIGN 4.5)."""
-    place = routing.plan.stages[stage]
-    part = profile.stage(place)
-    blocks = len(routing.run(stage, routing.plan.seats[rank].replica))
-    return part.parameter_bytes * (1 + max(1, blocks.bit_length())) + part.optimizer_bytes
+def state_bytes(profile: ModelProfile, routing: Routing, rank: int) -> tuple[int, int, int]:
+    """Bytes of a rank's (parameters, gradients, optimizer state).
+
+    Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so
+    floor(log2 blocks) + 1 of them.
+    """
+    parameters = gradients = optimizer = 0
+    for stage in routing.plan.stages_of(rank):
+        part = profile.stage(routing.plan.stages[stage])
+        blocks = len(routing.run(stage, routing.plan.seats[rank].replica))
+        parameters += part.parameter_bytes
+        gradients += part.parameter_bytes * max(1, blocks.bit_length())
+        optimizer += part.optimizer_bytes
+    return parameters, gradients, optimizer
 
 
 def _order(verdict: EvaluatedCandidate) -> tuple[float, int, int, int]:

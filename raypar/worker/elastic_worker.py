@@ -1,7 +1,7 @@
-"""A worker's body as the elastic protocol sees it (`elastic.member.MemberBackend`), made of a `WorkerCore`.
+"""A `WorkerCore` behind the interface of the elastic protocol (`elastic.member.MemberBackend`).
 
-State travels by name and slice: elements of a parameter and what the optimizer keeps for them. What a new plan takes over as it
-is from this worker's own old stages is not copied.
+State travels as pieces: elements of a parameter and what the optimizer keeps for them. What a new plan needs just as this
+worker's old stages have it is not copied.
 """
 
 from __future__ import annotations
@@ -33,25 +33,35 @@ from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 
 class ElasticWorker:
-    """See `elastic.member.MemberBackend`.
+    """See `elastic.member.MemberBackend`."""
 
-    `trace`: keep the next step's spans. `described`: what was built last, for the driver.
-    """
+    core: WorkerCore
+    """Builds stages and runs their steps."""
+    worker: int
+    """This worker's number, which no other worker of the run ever gets."""
+    mirror: Mirror
+    """Copies of this worker's state and of its wards'."""
+    trace: bool
+    """Whether the next step's report contains its spans."""
+    described: dict[str, Any] | None
+    """What `WorkerCore.adopt` said of the stages that were built last, for the driver."""
+    _done: int
+    """Steps applied to the state, as far as was known when it was last asked (`applied`)."""
+    _cut_due: bool
+    """Whether the mirror takes a cut after the step under way."""
+    _old: dict[str, list[ParameterState]]
+    """Parameter -> what the plan before this one left here, of the same version; dropped after the first step."""
 
     def __init__(self, core: WorkerCore, worker: int) -> None:
         self.core, self.worker = core, worker
         self.mirror = Mirror()
-        self._done = 0
-        self._cut_due = False
-        self._old: dict[str, list[ParameterState]] = {}
-        """What a former plan left here, still of the same version; dropped with the first step of the new one."""
-        self.trace = False
-        self.described: dict[str, Any] | None = None
+        self.trace, self.described = False, None
+        self._done, self._cut_due, self._old = 0, False, {}
 
-    # -- Body ------------------------------------------------------------------------------------------------------------
+    # -- MemberBackend -------------------------------------------------------------------------------------------------------
 
     def step(self, step: int, cut: bool = False) -> Routine[StepReport]:
-        """Run, vote, apply, take a cut."""
+        """Run a step, vote, apply it; then, if `cut`, let the mirror take a cut."""
         self._cut_due = cut
         self.core.end.before_vote = self.mirror.finish if cut else None
         report = yield from self.mirror.beside(self.core.routine(step, trace=self.trace))
@@ -60,12 +70,12 @@ class ElasticWorker:
         return replace(report, mirror_seconds=self.mirror.spent(), digest=self.mirror.digests.get(step + 1) if cut else None)
 
     def validate(self) -> Routine[ValidationReport]:
-        """One pass."""
+        """Run one validation pass."""
         report = yield from self.core.validation_routine(self.applied())
         return report
 
     def applied(self) -> int:
-        """Steps applied to the state held."""
+        """Number of steps that are applied to the state here."""
         end = getattr(self.core, "end", None)
         if end is not None and end.finished >= self._done:
             self._done = end.finished + 1
@@ -73,22 +83,22 @@ class ElasticWorker:
         return self._done
 
     def outcome(self) -> VoteResult | None:
-        """Of the step that was applied last."""
+        """The vote's result of the step that was applied last."""
         return self.core.end.outcome
 
     def votable(self) -> bool:
-        """Whether the reduced gradients of the open step are kept."""
+        """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply it."""
         return bool(self.core.stages) and self.core.end.votable
 
     def apply_late(self, step: int, outcome: VoteResult) -> None:
-        """Apply them."""
+        """Apply the open step, whose vote was whole on other workers."""
         assert self.core.end.step == step
         self.core.end.apply_late(outcome)
         if self._cut_due:
             self._take_cut(None)  # the transport is gone; those who applied in time keep the other copies
 
     def pieces(self) -> tuple[Piece, ...]:
-        """All that is held of the state after `applied()` steps."""
+        """The pieces that are here of the state after `applied()` steps."""
         self.applied()
         return merge_pieces(
             Piece(name, start, stop)
@@ -98,19 +108,19 @@ class ElasticWorker:
         )
 
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
-        """What is held of the mirror's cuts."""
+        """Cut of the mirror, by its steps done -> the pieces of it that are here."""
         return self.mirror.pieces()
 
     def digests(self) -> Mapping[int, Digest]:
-        """Of the own copies."""
+        """Cut of the mirror -> digest of the copy of this worker's own state."""
         return self.mirror.digests
 
     def abort(self, reason: str) -> None:
-        """From any thread: every pending wait raises."""
+        """Make every pending wait of this worker raise; may be called from any thread."""
         self.core.abort(reason)
 
     def adopt(self, order: tuple[AdoptOrder, Callable[[], Transport]]) -> Routine[None]:
-        """Connect, hand over and take over state, then build. Until all has arrived the old part stands as it was."""
+        """Connect, send and receive state, then build stages. Until all state has arrived the old stages stay as they are."""
         part, connect = order
         base: dict[str, list[ParameterState]] = {}
         if part.cut:
@@ -143,14 +153,14 @@ class ElasticWorker:
         self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
         self.mirror.compared = self.core.ownership.has_copies(transport.rank)
 
-    # -- parts -----------------------------------------------------------------------------------------------------------
+    # -- state here -----------------------------------------------------------------------------------------------------------
 
     def _take_cut(self, transport: Transport | None) -> None:
         done = self.applied()
         self.mirror.take(done, self._held(), transport, self._slices())
 
     def _slices(self) -> dict[str, ParameterSlice]:
-        """Which part it is of parameters that are cut over shards."""
+        """Parameter that is cut over shards -> which part of it is here."""
         return {
             name: ParameterSlice(stage.shard.layout.cuts[name], stage.shard.group.shard)
             for stage in self.core.stages.values()
@@ -160,7 +170,7 @@ class ElasticWorker:
         }
 
     def _standing(self) -> dict[str, list[ParameterState]]:
-        """All that is held of the state after `applied()` steps; not copies."""
+        """Parameter or buffer -> what is here of it of the state after `applied()` steps; not copies."""
         self.applied()
         found, slices = {name: list(holdings) for name, holdings in self._old.items()}, self._slices()
         for name, kept in self._held().items():
@@ -168,13 +178,13 @@ class ElasticWorker:
         return found
 
     def _assembled(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, Kept]:
-        """What the new plan has this worker hold, in tensors that it may write to."""
+        """Name -> the state that the new plan wants here, in tensors that may be written to."""
         plan = part.assignment.plan
-        shards, shard = plan.stages[plan.stages_of(rank)[0]].shards, plan.seats[rank].shard
-        cuts = self.core.layout(shards).cuts if shards > 1 else {}
+        ownership = self.core.ownership_of(plan)
         found: dict[str, Kept] = {}
-        for name, size in self.core.ownership_of(plan).sizes(rank).items():
-            place = ParameterSlice(cuts[name], shard) if name in cuts else ParameterSlice()
+        for name, size in ownership.sizes(rank).items():
+            cut = ownership.cut_of(rank, name)
+            place = ParameterSlice() if cut is None else ParameterSlice(cut, plan.seats[rank].shard)
             shape, whole = partial(self._shape, name), partial(self._whole, name)
             made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)
             if made is None:
@@ -185,11 +195,11 @@ class ElasticWorker:
         return found
 
     def _whole(self, name: str) -> Cut | None:
-        """How shards would cut a parameter that is held whole: by that its elements are numbered."""
+        """How shards would cut a parameter that is whole here; its elements are numbered by that."""
         return self.core.layout(1).cuts.get(name)
 
     def _shape(self, name: str) -> torch.Size:
-        """Of a whole parameter or buffer."""
+        """Shape of an unsharded parameter or buffer."""
         return self._shapes[name]
 
     @cached_property
@@ -197,7 +207,7 @@ class ElasticWorker:
         return state_shapes(self.core.graph)
 
     def _held(self) -> dict[str, Kept]:
-        """The state of this worker's stages; not copies."""
+        """Parameter or buffer of this worker's stages -> its state; not copies."""
         found: dict[str, Kept] = {}
         for index, stage in self.core.stages.items():
             optimizer = self.core.end.optimizers.get(index)
@@ -211,7 +221,10 @@ class ElasticWorker:
     def _exchange(
         self, part: AdoptOrder, transport: Transport, base: Mapping[str, list[ParameterState]]
     ) -> Routine[dict[str, list[ParameterState]]]:
-        """All moves at once. One header a pair of workers says what follows."""
+        """Send and receive all state that moves. A header for each pair of workers says what follows.
+
+        Returns parameter -> what was received of it.
+        """
         outgoing: dict[int, list[Piece]] = {}
         sources: list[int] = []
         for move in part.moves:
@@ -256,7 +269,7 @@ class ElasticWorker:
         return found
 
     def _moved(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, Kept]:
-        """What travels of a parameter: all of it as it is (None), or the elements from `start` on."""
+        """(first element, state) of what is sent of a parameter; None for the first element: all of it, in its own shape."""
         for holding in holdings:
             if holding.place.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
                 return None, holding.kept

@@ -1,8 +1,9 @@
-"""The mirror: copies of committed states in memory, this worker's own and those of the workers it keeps for (DESIGN 4.8).
+"""The mirror: copies of committed states in this worker's memory, of its own state and of the states of its wards.
 
-A cut is taken by all workers right after the same step. The own copy is made at once; what the keeper gets leaves from that
-copy beside the following steps, in chunks, so that activations never queue behind a whole state. The vote of the step that
-takes the next cut waits for it: so a whole vote says that the last cut is complete everywhere, and only then older ones go.
+All workers take a mirror cut, a copy of their state, right after the same step. Each sends its copy to another worker, its
+keeper, beside the steps that follow: in chunks, so that activations never queue behind a whole state. A worker whose keeper
+this one is, is its ward. A worker votes on the step that takes the next cut only when this one is complete. So once that vote
+is whole, this cut is complete everywhere, and older cuts are dropped.
 """
 
 from __future__ import annotations
@@ -28,38 +29,41 @@ from raypar.worker.parameter_state import Kept, ParameterSlice, ParameterState
 from raypar.worker.tags import mirror_tag
 
 CHUNKS = 64
-"""A copy travels in about so many messages: a step has that many moments at which the next one can be sent."""
+"""About how many messages a copy travels in: a step has about as many moments at which the next one can be sent."""
 CHUNK_BYTES = (256 << 10, 8 << 20)
-"""Least and most."""
+"""Least and most bytes of a message."""
 WINDOW = 2
-"""Chunks on their way at once."""
+"""Number of messages of a copy that are on their way at once."""
 WHOLE = ParameterSlice()
+"""A parameter that is not cut over shards."""
 OWN = -1
-"""Whose copy it is: this worker's, or that of a rank."""
+"""In the place of a ward's rank: the copy of this worker's own state."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRegion:
-    """Where a tensor lies in a copy's memory: `shape`, and bytes from `start`."""
+    """Where a tensor lies in a copy's memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    """The first of its bytes."""
 
 
 @dataclass(frozen=True)
 class StateCopy:
-    """Some parameters and their optimizer state in one block of memory [bytes], without gaps; numbers lie in the list."""
+    """Copies of some parameters and buffers, with what the optimizer keeps for them, in one block of memory."""
 
     lines: tuple[tuple[str, str, Any], ...]
-    """(parameter, key, `TensorRegion` or number)"""
+    """(parameter or buffer, key, `TensorRegion` or number) of all that is copied."""
     memory: Tensor
+    """The bytes of all tensors, without gaps."""
     slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
-    """Which part it is of parameters that are cut over shards."""
+    """Parameter that is cut over shards -> which part of it this is."""
 
     @staticmethod
     def of(state: Mapping[str, Kept], pool: BufferPool, slices: Mapping[str, ParameterSlice] | None = None) -> StateCopy:
-        """A copy in memory of `pool`. Wide elements come first, so that all are aligned; the order is that of names."""
+        """A copy in memory of `pool`. Tensors lie by the width of their elements, widest first, so that all are aligned."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
         lines: list[tuple[str, str, Any]] = []
@@ -75,7 +79,7 @@ class StateCopy:
         return copy
 
     def values(self) -> Iterator[tuple[str, str, Any]]:
-        """(parameter, key, tensor that lies in the memory, or number)"""
+        """(parameter or buffer, key, tensor inside `memory` or number) of all that is copied."""
         for name, key, value in self.lines:
             if isinstance(value, TensorRegion):
                 stop = value.start + math.prod(value.shape) * value.dtype.itemsize
@@ -84,7 +88,7 @@ class StateCopy:
                 yield name, key, value
 
     def pieces(self) -> Iterator[Piece]:
-        """The elements of parameters that it holds."""
+        """The elements of parameters and buffers that are copied."""
         for name, key, value in self.lines:
             if key == PARAMETER:
                 place = self.slices.get(name, WHOLE)
@@ -92,14 +96,14 @@ class StateCopy:
                     yield Piece(name, start, stop)
 
     def holdings(self) -> dict[str, ParameterState]:
-        """By parameter; the tensors lie in the memory."""
+        """Parameter or buffer -> its state; the tensors lie inside `memory`."""
         found: dict[str, Kept] = {}
         for name, key, value in self.values():
             found.setdefault(name, {})[key] = value
         return {name: ParameterState(kept, self.slices.get(name, WHOLE), lent=True) for name, kept in found.items()}
 
     def digest(self) -> Digest:
-        """32 bits each; the second depend on every bit and its place."""
+        """Digests of what is copied and of its bits, 32 bits each; the second depends on every bit and its place."""
         rooms = [line for line in self.lines if isinstance(line[2], TensorRegion)]
         numbers = self.lines[len(rooms) :]
         bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
@@ -107,25 +111,25 @@ class StateCopy:
 
     @property
     def header(self) -> Tensor:
-        """The list, the number of bytes and which slices it is, as bytes."""
+        """`lines`, the number of bytes and `slices`, pickled: what a keeper has to know before the memory comes."""
         return torch.frombuffer(bytearray(pickle.dumps((self.lines, self.memory.nbytes, self.slices))), dtype=torch.uint8)
 
 
 def memory_chunks(memory: Tensor) -> list[Tensor]:
-    """The memory [bytes] in the pieces in which it travels; the same at both ends."""
+    """The memory in the chunks in which it travels: the same ones for sender and receiver."""
     least, most = CHUNK_BYTES
     return list(memory.split(min(max(memory.nbytes // CHUNKS, least), most))) if memory.nbytes else []
 
 
 class BackgroundRoutine:
-    """A routine that goes on whenever it is polled, beside other work."""
+    """A routine that advances whenever it is polled, beside other work."""
 
     def __init__(self, routine: Routine[None]) -> None:
         self._routine = routine
         self._at = next(routine, None)
 
     def poll(self) -> None:
-        """As far as it can without waiting. An error stays for `finish`."""
+        """Advance as far as that needs no waiting. `finish` raises what goes wrong."""
         try:
             while isinstance(self._at, Wait) and self._at.handle.done():
                 self._at = next(self._routine, None)
@@ -133,7 +137,7 @@ class BackgroundRoutine:
             return
 
     def finish(self) -> Routine[None]:
-        """To its end."""
+        """Run to the end."""
         while isinstance(self._at, Wait):
             if self._at.handle.done():
                 self._at = next(self._routine, None)
@@ -143,23 +147,28 @@ class BackgroundRoutine:
 
 @dataclass
 class Mirror:
-    """The cuts of one worker. `buddies`: rank -> rank that keeps its copy, in the present generation; `rank`: this one's;
-    `compared`: others should hold the same as this one. `digests`: steps done -> of the own copy, where it is compared."""
+    """The mirror's cuts in one worker's memory. Cuts are called by the number of steps done."""
 
     buddies: Mapping[int, int] = field(default_factory=dict)
+    """Rank -> the rank that is its keeper, in the present generation."""
     rank: int = 0
+    """This worker's rank, in the present generation."""
     compared: bool = False
+    """Whether other ranks should hold the same state, so that digests are compared."""
     digests: dict[int, Digest] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._pool = BufferPool()
-        self._cuts: dict[int, dict[int, StateCopy]] = {}
-        """Steps done -> whose -> copy."""
-        self._complete: int | None = None
-        """The last cut that is known to be complete everywhere."""
-        self._open: int | None = None
-        self._exchange: list[BackgroundRoutine] = []
-        self._seconds = 0.0
+    """Cut -> digest of the copy of this worker's own state, where digests are compared."""
+    _pool: BufferPool = field(default_factory=BufferPool, init=False)
+    """The memory of all copies."""
+    _cuts: dict[int, dict[int, StateCopy]] = field(default_factory=dict, init=False)
+    """Cut -> ward's rank, or `OWN` -> copy."""
+    _complete: int | None = field(default=None, init=False)
+    """The last cut that is known to be complete everywhere."""
+    _open: int | None = field(default=None, init=False)
+    """The cut whose copies are on their way; None when there is none."""
+    _exchange: list[BackgroundRoutine] = field(default_factory=list, init=False)
+    """Sends this worker's copy and receives its wards'."""
+    _seconds: float = field(default=0.0, init=False)
+    """Time spent since the last call of `spent`."""
 
     # -- while a generation runs ---------------------------------------------------------------------------------------------
 
@@ -170,10 +179,10 @@ class Mirror:
         transport: Transport | None,
         slices: Mapping[str, ParameterSlice] | None = None,
     ) -> None:
-        """Copy `state`, that after `done` steps, and begin to exchange copies; without a transport there is only the own one.
-        `slices`: which part it is of parameters that are cut over shards.
+        """Copy `state`, the one after `done` steps, and begin to exchange copies; without a transport nothing is exchanged.
 
-        Cuts older than the last complete one go: the vote before this said that it is complete everywhere.
+        `slices`: which part of a parameter the state has, where it is cut over shards. All cuts but the last complete one are
+        dropped.
         """
         start = time.perf_counter()
         self._exchange = []
@@ -194,7 +203,7 @@ class Mirror:
         self._seconds += time.perf_counter() - start
 
     def beside(self, routine: Routine[Any]) -> Routine[Any]:
-        """`routine`, with the exchange going on wherever it waits or is about to compute."""
+        """Run `routine`, and advance the exchange wherever it waits or is about to compute."""
         failed: Exception | None = None
         while True:
             try:
@@ -209,7 +218,7 @@ class Mirror:
                 failed = error
 
     def poll(self) -> None:
-        """Go on with the exchange."""
+        """Advance the exchange as far as that needs no waiting."""
         if self._exchange:
             start = time.perf_counter()
             for part in self._exchange:
@@ -217,7 +226,7 @@ class Mirror:
             self._seconds += 2 * (time.perf_counter() - start)  # receiving costs another thread about as much
 
     def finish(self) -> Routine[None]:
-        """Before the vote on the step that takes the next cut: this one is complete here. Raises what broke the exchange."""
+        """Complete the open cut, before the vote on the step that takes the next one. Raises what broke the exchange."""
         start, before = time.perf_counter(), self._seconds
         for part in self._exchange:
             yield from part.finish()
@@ -227,7 +236,7 @@ class Mirror:
         self._seconds = before + time.perf_counter() - start
 
     def spent(self) -> float:
-        """Seconds since the last call that went into copies, messages and waiting for them."""
+        """Seconds spent on copies, messages and waiting for them since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -253,12 +262,12 @@ class Mirror:
     # -- between generations -------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """The generation is over: what has not arrived will not come."""
+        """Give up what has not arrived: the generation is over."""
         self.poll()
         self._exchange, self._open = [], None
 
     def pieces(self) -> dict[int, tuple[Piece, ...]]:
-        """What is held of each cut, wholly: steps done -> pieces."""
+        """Cut -> the pieces of it that are here, of copies that have arrived whole."""
         self.poll()
         return {
             step: tuple(sorted({piece for copy in copies.values() for piece in copy.pieces()}))
@@ -266,7 +275,7 @@ class Mirror:
         }
 
     def at(self, done: int) -> dict[str, list[ParameterState]]:
-        """All that is held of one cut, by parameter; the tensors lie in the copies."""
+        """Parameter or buffer -> what is here of it of one cut; the tensors lie inside the copies."""
         self.poll()
         found: dict[str, list[ParameterState]] = {}
         for copy in self._cuts.get(done, {}).values():

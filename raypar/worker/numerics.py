@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import as_aligned
-
-PIECE = 32768
-"""Elements of a parameter whose squares are summed in its own dtype before float64 takes over."""
+from raypar.plan.balanced_shares import CANONICAL_PIECE
 
 
 def parameter_squares(gradients: Sequence[Tensor]) -> list[float]:
@@ -24,7 +22,7 @@ def parameter_squares(gradients: Sequence[Tensor]) -> list[float]:
         return []
     with torch.no_grad():
         flat = [as_aligned(gradient).view(-1) for gradient in gradients]
-        pieces = [one.split(PIECE) if len(one) > PIECE else (one,) for one in flat]
+        pieces = [one.split(CANONICAL_PIECE) if len(one) > CANONICAL_PIECE else (one,) for one in flat]
         found = iter(torch.stack([piece.dot(piece) for parts in pieces for piece in parts]).tolist())
     squares = []
     for parts in pieces:

@@ -1,6 +1,6 @@
-"""State of a parameter as one worker has it: of all of it, of a shard's slice, or of a run of elements that has travelled.
+"""State of one parameter in a worker's memory: of the whole, of a shard's slice, or of a run of elements that was received.
 
-Elements are numbered as `plan.pieces.Piece` does it, alike under every number of shards (`model.tensor_parallel.slices`).
+Elements are numbered as `plan.pieces.Piece` says, alike under every number of shards (`model.tensor_parallel.slices`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from raypar.plan.shard_ranges import Cut, IndexRanges, intersect_ranges, merge_r
 from raypar.worker.checkpoint import PARAMETER
 
 Kept = dict[str, Any]
-"""Of one parameter: PARAMETER -> tensor, optimizer's key -> tensor or number."""
+"""State of one parameter: PARAMETER -> tensor, key of the optimizer -> tensor or number."""
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Which part of a parameter: shard `shard` of `cut`; without a cut all of it."""
+    """Which part of a parameter a tensor is: one shard's, or all of it."""
 
     cut: Cut | None = None
+    """How the parameter is cut over shards; None: this is all of it."""
     shard: int = 0
+    """Whose slice it is."""
 
     def spans(self, size: int) -> IndexRanges:
-        """Elements of the `size` that the whole has."""
+        """The elements in this part, of the `size` that the whole has."""
         return ((0, size),) if self.cut is None else self.cut.pieces(self.cut.held[self.shard], size)
 
     def size(self, local: Sequence[int]) -> int:
-        """How many elements the whole has, of which a slice has the shape `local`."""
+        """Number of elements of the whole, from the shape `local` of this part."""
         count = 1
         for dim, n in enumerate(local):
             count *= self.cut.size if self.cut is not None and dim == self.cut.dim else n
@@ -43,32 +45,38 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """`kept` of one parameter. `start` None: tensors in their shape, at `place`; else flat runs that begin at that element.
-    `lent`: it lies in a copy of the mirror's, which must stay as it is.
+    """Some elements of one parameter, with what the optimizer keeps for them.
 
     What the optimizer keeps in the parameter's shape is sliced with it; all else (step counts) belongs to every slice.
     """
 
     kept: Kept
+    """The tensors and numbers."""
     place: ParameterSlice = ParameterSlice()
+    """Which part of the parameter tensors in their own shape are."""
     start: int | None = None
+    """First element of tensors that are flat runs; None: they have their own shape."""
     lent: bool = False
+    """Whether the tensors lie in a copy of the mirror's, which must not change."""
 
     @property
     def spans(self) -> IndexRanges:
-        """The elements that it has."""
+        """The elements that are here."""
         parameter = self.kept[PARAMETER]
         if self.start is not None:
             return ((self.start, self.start + parameter.numel()),)
         return self.place.spans(self.place.size(parameter.shape))
 
     def sliced(self, key: str) -> bool:
-        """Whether `kept[key]` has an element for each of the parameter's."""
+        """Whether `kept[key]` has one element for each element of the parameter."""
         value = self.kept[key]
         return isinstance(value, Tensor) and value.shape == self.kept[PARAMETER].shape
 
     def take(self, key: str, start: int, stop: int, whole: Cut | None) -> Tensor:
-        """Elements [start, stop), flat; they lie in one of `spans`. `whole`: how shards would cut what this has whole."""
+        """Elements [start, stop), flat, which lie in one of `spans`.
+
+        `whole`: how shards would cut the parameter, where all of it is here; its elements are numbered by that.
+        """
         value: Tensor = self.kept[key]
         if self.start is not None:
             return value[start - self.start : stop - self.start]
@@ -78,7 +86,7 @@ class ParameterState:
 
 
 def extract_run(holdings: Iterable[ParameterState], start: int, stop: int, whole: Cut | None) -> Kept:
-    """Elements [start, stop) of a parameter, all of which these have together: flat tensors, and what is not sliced."""
+    """Elements [start, stop) of a parameter, flat, and what is not sliced, from states that have these elements together."""
     found: Kept = {}
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     left: IndexRanges = ((start, stop),)
@@ -95,7 +103,7 @@ def extract_run(holdings: Iterable[ParameterState], start: int, stop: int, whole
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """One after the other, where the first lies: some are on the worker's device, some (the mirror's) in host memory."""
+    """The parts, one after the other, on the device of the first; the mirror's lie in host memory."""
     return torch.cat([part.to(parts[0].device) for part in parts])
 
 
@@ -107,10 +115,10 @@ def assemble_parameter(
     whole: Callable[[], Cut | None],
     device: torch.device = CPU,
 ) -> tuple[Kept, bool] | None:
-    """(what these have of a parameter of so many elements, at `place`; whether it may be written to): as it lies in one of
-    them, else in memory of its own on `device`. None: some of it is not there.
+    """(state of the part `place` of a parameter of `size` elements; whether it may be written to), made of `holdings`.
 
-    `shape`, of the unsharded parameter, and `whole`, how shards would cut it, are only asked for where pieces are put together.
+    The tensors of one of the `holdings`, if it has just this part; else new ones on `device`. None: some elements are
+    missing. `shape` of the unsharded parameter, and `whole`, how shards would cut it, are asked for in the second case only.
     """
     wanted = place.spans(size)
     for holding in holdings:

@@ -28,7 +28,7 @@ from raypar.worker.optimizer import load_optimizer_state, optimizer_state
 from raypar.worker.stage import Stage
 
 WRITE_TIMEOUT_S = 600.0
-"""How long the disk may take over one worker's file."""
+"""Time that the disk may take to write one worker's file."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _copy(tensor: Tensor) -> Tensor:
 def restore_state(
     path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], initial: InitialValues
 ) -> None:
-    """Put a checkpoint's state into these stages and optimizers, reading only what they hold. Raises `CheckpointError`.
+    """Read a checkpoint's state into these stages and optimizers, and only what they hold. Raises `CheckpointError`.
 
     `initial`: values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only.
     """
@@ -124,13 +124,18 @@ def restore_state(
 class CheckpointWriter:
     """Writes one snapshot at a time in a background thread, so that training goes on meanwhile."""
 
+    _thread: threading.Thread | None
+    """Writes the last snapshot that was started; None before the first."""
+    _record: ShardRecord | None
+    """What was written, once that is done."""
+    _error: Exception | None
+    """Why it could not be written."""
+
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._record: ShardRecord | None = None
-        self._error: Exception | None = None
+        self._thread, self._record, self._error = None, None, None
 
     def start(self, folder: Path, file_name: str, state: StateSnapshot) -> None:
-        """Begin to write; a snapshot that is still being written is waited for first (`CheckpointError` if for too long)."""
+        """Begin to write. Waits for a snapshot that is still being written; raises `CheckpointError` if that takes too long."""
         if self._thread is not None:
             self._wait(WRITE_TIMEOUT_S)
         self._record = self._error = None
@@ -153,7 +158,7 @@ class CheckpointWriter:
             )
 
     def result(self, timeout_s: float = WRITE_TIMEOUT_S) -> ShardRecord:
-        """Wait for the file. Raises the `CheckpointError` it failed with, or one when the deadline has passed."""
+        """Wait for the file, and describe it. Raises the error of writing it, or `CheckpointError` after `timeout_s`."""
         self._wait(timeout_s)
         if self._error is not None:
             raise self._error
