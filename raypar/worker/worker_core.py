@@ -336,7 +336,7 @@ class WorkerCore:
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, done: int) -> None:
-        """Copy this rank's share of the state after `done` steps, and write it in the background; see `save_result`."""
+        """Copy this rank's share of the state after `done` steps, write it in the background; see `save_result`."""
         names = written_state(self.assignment.plan, self.assignment.crossing, self.rank, self.stages)
         self._writer.start(
             folder, f"worker_{self.rank:04d}.safetensors", take_snapshot(self.stages, self.end.optimizers, names)
