@@ -36,11 +36,10 @@ from raypar.schedule.instructions import (
     Send,
     Vote,
 )
-from raypar.worker.stage import Stage, gradient_counts
+from raypar.worker.stage import Batch, Stage, gradient_counts
 from raypar.worker.step_commit import InstructionSpan, StepCommit
 from raypar.worker.tags import bundle_tag
 
-Batch = Mapping[str, Tensor]
 Key = tuple[Kind, int, int, int]
 """kind, producer's stage, consumer's stage, microbatch: names one bundle of an edge."""
 

@@ -103,7 +103,8 @@ class LayerCall:
         for buffer, version in zip(weights.buffers, buffer_versions, strict=True):
             _check_buffer(self.layer, buffer, version)
         outputs = result if isinstance(result, tuple) else (result,)
-        _check_outputs(self.layer, outputs)
+        if len(outputs) != len(self.layer.outputs) or not all(isinstance(o, Tensor) for o in outputs):
+            raise _wrong_outputs(self.layer, outputs)
         if training:
             if "grad" in changed:
                 self._check_graph(forward_pass, weights, inputs, outputs)
@@ -197,14 +198,13 @@ def _check_buffer(layer: Layer, buffer: LayerBuffer, version: int) -> None:
         )
 
 
-def _check_outputs(layer: Layer, outputs: tuple[Any, ...]) -> None:
-    """Raises `UserCodeError` unless there is a tensor for each of the layer's output names."""
-    if len(outputs) != len(layer.outputs) or not all(isinstance(o, Tensor) for o in outputs):
-        got = ", ".join(type(o).__name__ for o in outputs)
-        raise UserCodeError(
-            f"layer {layer.name!r} returned ({got}) where {len(layer.outputs)} tensor(s) {layer.outputs} were declared",
-            cure="return one tensor per name in the layer's outputs",
-        )
+def _wrong_outputs(layer: Layer, outputs: tuple[Any, ...]) -> UserCodeError:
+    """The error for a layer that has not returned one tensor for each of its output names."""
+    got = ", ".join(type(o).__name__ for o in outputs)
+    return UserCodeError(
+        f"layer {layer.name!r} returned ({got}) where {len(layer.outputs)} tensor(s) {layer.outputs} were declared",
+        cure="return one tensor per name in the layer's outputs",
+    )
 
 
 def distinct(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

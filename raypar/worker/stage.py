@@ -30,6 +30,7 @@ from raypar.worker.stage_shard import StageShard
 from raypar.worker.weights import ParameterUse, StageWeights
 
 Batch = Mapping[str, Tensor]
+"""The fields of one microbatch, collated."""
 
 
 def gradient_counts(graph: Graph, plan: ParallelPlan, value: str, consumer_stage: int) -> int:

@@ -41,38 +41,54 @@ from raypar.worker.step_commit import InstructionSpan, StepCommit
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one worker says of one step. Times in seconds, `mirror_seconds` beside the others; `spans` only when traced.
-
-    `digest`: of the state after the step, when it took a cut and others should hold the same. `warnings`: process state that
-    users' code has left changed since the last report (see `StateGuard.lines`).
-    """
+    """What one worker reports of one step."""
 
     rank: int
+    """The worker's rank."""
     step: int
+    """The step, from 0."""
     loss: float
+    """The step's loss, over all workers (rule 8 of the numerics contract)."""
     count: float
+    """Number of terms of the loss: samples, or what the loss function counts."""
     norm: float
+    """Norm of the gradient before clipping (rule 7)."""
     skipped: bool
+    """Whether the step was not applied, because loss or norm are not finite."""
     seconds: float
+    """How long the step took, without the mirror."""
     busy_seconds: float
+    """Time in it that went into computing."""
     started_ns: int
+    """`time.perf_counter_ns` at the start."""
     spans: tuple[InstructionSpan, ...]
+    """The instructions and their times, if the step was traced."""
     ledger: Mapping[str, Mapping[str, int]]
+    """Bytes by kind of operation (`comm.communication_ledger`), if the step was traced."""
     peak_rss_bytes: int
+    """The process's largest memory so far."""
     mirror_seconds: float = 0.0
+    """Time that went into the mirror, beside `seconds`."""
     digest: Digest | None = None
+    """Digest of the state after the step, if the mirror copied it and other workers should hold the same."""
     warnings: Warnings = ()
+    """Process state that users' code has left changed since the last report (`StateGuard.lines`)."""
 
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """Losses of the microbatches whose last stage ran here: microbatch -> (sum, count). `warnings`: as of `StepReport`."""
+    """What one worker reports of one validation pass."""
 
     rank: int
+    """The worker's rank."""
     step: int
+    """Number of training steps done before the pass."""
     losses: Mapping[int, tuple[float, float]]
+    """Microbatch -> (sum, count), of the microbatches whose last stage ran here."""
     seconds: float
+    """How long the pass took."""
     warnings: Warnings = ()
+    """As in `StepReport`."""
 
 
 class WorkerCore:
@@ -246,7 +262,7 @@ class WorkerCore:
 
     @property
     def blocks(self) -> bool:
-        """Whether its steps wait for other shards in the middle of a layer: no plain routine then."""
+        """Whether steps wait for other shards in the middle of a layer; a plain routine cannot do that."""
         return any(stage.shard is not None for stage in self.stages.values())
 
     def dataset(self, spec: DataSpec) -> Any:
@@ -258,27 +274,27 @@ class WorkerCore:
                 self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
-    def _fields(self, stage: Stage) -> tuple[str, ...]:
-        return stage.batch_fields
-
     def _feed(self, data: DataSpec, cut: Any, *, training: bool) -> Loader | None:
-        fields = tuple(dict.fromkeys(f for stage in self.stages.values() for f in self._fields(stage)))
+        """A loader of the batch fields that the stages here read; None if they read none. `cut`: samples -> microbatches."""
+        fields = tuple(dict.fromkeys(f for stage in self.stages.values() for f in stage.batch_fields))
         if not fields:
             return None
         dataset = self.dataset(data)
         order = SampleOrder(self.spec.seed, len(dataset), shuffle=training)
-        readers = sum(bool(self._fields(stage)) for stage in self.stages.values())
+        readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
         loader = Loader(dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard)
         self._loaders.append(loader)
         return loader
 
     def _read_ahead(self, step: int) -> None:
+        """Begin to read the samples of a step that comes later."""
         if self.loader is not None and step < self.spec.steps:
             self.loader.read_ahead(step, self._mine)
 
     def _feeds(self, loader: Loader | None) -> dict[int, BatchSource | None]:
+        """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
         source = DeviceBatchSource(loader, self.device) if loader is not None and self.device != CPU else loader
-        return {index: source if self._fields(stage) else None for index, stage in self.stages.items()}
+        return {index: source if stage.batch_fields else None for index, stage in self.stages.items()}
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -340,11 +356,11 @@ class WorkerCore:
         self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
-        """Waits for what `save` began. Raises `CheckpointError` when the disk did not take it."""
+        """Wait for the file that `save` writes. Raises `CheckpointError` when the disk did not take it."""
         return self._writer.result()
 
     def load(self, path: Path) -> None:
-        """Put a checkpoint's state into the stages adopted. Raises `CheckpointError`."""
+        """Put a checkpoint's state into the stages. Raises `CheckpointError`."""
         restore_state(path, self.stages, self.end.optimizers, initial_values_of(self.graph, self.spec.seed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -379,9 +395,9 @@ def _identity(value: Any) -> str:
 
 
 def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
-    """The graph with its builds and its `init` guarded: process state that they leave changed is restored.
+    """The graph with its builds and its `init` watched by `guard`, which restores process state that they leave changed.
 
-    Not those builds that copy skeletons: they call no user's code, and a recovery waits for every one of them.
+    Builds that copy skeletons are not watched: they run no users' code, and a recovery waits for each of them.
     """
 
     def build(layer: Layer) -> nn.Module:
@@ -400,7 +416,7 @@ def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
 
 
 def whole_loss(reports: list[ValidationReport]) -> float:
-    """The validation loss from all workers' reports: sums in microbatch order / count."""
+    """The validation loss, from all workers' reports: the sums added in microbatch order, divided by the count."""
     losses = {m: pair for report in reports for m, pair in report.losses.items()}
     if not losses:
         raise WorkerLost("no worker reported a validation loss", cure="report this: a worker must hold the last stage")
