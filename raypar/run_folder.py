@@ -425,11 +425,11 @@ def merge_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
     if any("kind" in line for line in (*lines, *more)):
         there = {json.dumps(line) for line in lines}
         lacking = [line for line in more if json.dumps(line) not in there]
-        return sorted([*lines, *lacking], key=line_order) if lacking else lines
-    found = {line_order(line): line for line in (*lines, *more)}
+        return sorted([*lines, *lacking], key=line_sort_key) if lacking else lines
+    found = {line_sort_key(line): line for line in (*lines, *more)}
     return [found[place] for place in sorted(found)]
 
 
-def line_order(line: Line) -> tuple[float, bool]:
+def line_sort_key(line: Line) -> tuple[float, bool]:
     """The sort key of a line: events by time, metrics by step, a validation after its step."""
     return (line.get("time", 0.0), False) if "kind" in line else (line["step"], "loss" not in line)

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from raypar.run_folder import Line, line_order, merge_lines, open_regular_only, parse_lines, read_lines_file, replace_whole
+from raypar.run_folder import Line, line_sort_key, merge_lines, open_regular_only, parse_lines, read_lines_file, replace_whole
 
 KEPT_BYTES = 8 << 20
 """Limit of each file's lines in memory: 20,000 steps or more. Older lines are in the file only."""
@@ -293,9 +293,9 @@ class LineFile:
             self.tell("warning", f"{self.path} was something that cannot be read: it is {aside.name} now, and written anew")
         there = parse_lines(self.path.name, content or b"")
         if self.recent.texts:
-            first, last = (line_order(json.loads(self.recent.texts[i])) for i in (0, -1))
-            older = [line for line in there if self.recent.trimmed and line_order(line) < first]
-            newer = [line for line in there if not alone and line_order(line) > last]
+            first, last = (line_sort_key(json.loads(self.recent.texts[i])) for i in (0, -1))
+            older = [line for line in there if self.recent.trimmed and line_sort_key(line) < first]
+            newer = [line for line in there if not alone and line_sort_key(line) > last]
         else:
             older, newer = there, []
         texts = [[json.dumps(line) + "\n" for line in lines] for lines in (older, newer)]
