@@ -85,7 +85,7 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
     driver.feed, driver.queue = EventFeed(), asyncio.Queue()
     driver.request = SimpleNamespace(max_time_s=3600.0)
     driver.recorder = SimpleNamespace(age_s=age_s)
-    driver.staff = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=CpuContention())
+    driver.registry = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=CpuContention())
     driver.machine = SimpleNamespace(phase=module.Phase.RUNNING)
 
     async def scene():
