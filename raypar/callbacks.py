@@ -303,7 +303,7 @@ class EarlyStopping(Callback):
 class Tracker(Callback):
     """Sends the metrics of every step and validation to another program, whose package must be installed where it is made.
 
-    If it cannot write, the run goes on: see `may_fail`.
+    If it cannot write, the run continues (`may_fail`).
     """
 
     packages: ClassVar[Sequence[str]] = ()
@@ -312,7 +312,7 @@ class Tracker(Callback):
     """Whether `log` may be called; False while `on_start` has to succeed first."""
 
     def may_fail(self, hook: str, error: BaseException) -> bool:
-        """Whether the run goes on in spite of `error`: an `OSError` or its consequence; once the run has begun, whatever a
+        """Whether the run continues in spite of `error`: an `OSError` or its consequence; once the run has begun, whatever a
         tracker of raypar's raises, for their packages have errors of their own for a server or a disk that fails."""
         if hook != "on_start" and isinstance(error, Exception) and type(self) in TRACKERS.values():
             return True
@@ -426,7 +426,7 @@ class WandB(Tracker):
         self._run: Any = None
 
     def on_start(self, info: StartInfo) -> None:
-        """Start or go on."""
+        """Start the tracker's run, or continue it after a resume."""
         import wandb
 
         note = Path(info.folder) / "wandb.id"
@@ -458,7 +458,7 @@ class MLflow(Tracker):
         self.begun = False
 
     def on_start(self, info: StartInfo) -> None:
-        """Start or go on."""
+        """Start the tracker's run, or continue it after a resume."""
         import mlflow
 
         if self.tracking_uri is not None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from raypar.errors import ConfigError, InputError
 
 TEXT_BYTES = 4 << 20
-"""Size limit of a file that people write or read."""
+"""Size limit of a file that users write or read."""
 SCHEDULE_BYTES = 64 << 20
 """Size limit of a schedule file: some million instructions."""
 PIECE_BYTES = 1 << 20

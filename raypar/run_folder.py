@@ -33,7 +33,7 @@ FILE_BYTES = 4 << 30
 DOCUMENT_BYTES = 16 << 20
 """Size limit of plan, members or cluster: tens of thousands of workers."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a disk, a quota or a limit that has no room left."""
+"""Error numbers for no room left: disk, quota, file size limit."""
 ROOM = "free disk space, or choose a folder on a disk that has some"
 WRITABLE = "choose a folder you may write to"
 
@@ -66,7 +66,7 @@ def resume_argument(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run's folder. Nothing but `create` makes one."""
+    """One run's folder. Only `create` makes a new one."""
 
     path: Path
 
@@ -97,12 +97,12 @@ class RunFolder:
 
     @property
     def members(self) -> Path:
-        """Who does what right now, as JSON; replaced as a whole at every change."""
+        """Phase, plan and workers right now, as JSON; replaced as a whole at every change."""
         return self.path / "members.json"
 
     @property
     def cluster(self) -> Path:
-        """Where the Ray of the last start answers, and its raylets if it is our own, as JSON."""
+        """Address of the last start's Ray cluster, and the raylets of a local one, as JSON."""
         return self.path / "cluster.json"
 
     @property
@@ -112,7 +112,7 @@ class RunFolder:
 
     @property
     def swimlane(self) -> Path:
-        """Predicted and measured step on one sheet."""
+        """Drawing of the predicted and the measured step."""
         return self.path / "swimlane.svg"
 
     @property
@@ -203,8 +203,7 @@ class RunFolder:
         return found
 
     def check_files(self) -> None:
-        """Raises `ConfigError` if one of the run's files is a link, a FIFO or the like: reading and writing would go to another
-        place, or wait for ever."""
+        """Raise `ConfigError` if one of the run's files is a link, a FIFO or the like: it would lead elsewhere, or block."""
         for name in FILES:
             try:
                 kind = kind_of((self.path / name).lstat().st_mode)
@@ -348,7 +347,7 @@ def explain_write_errors(path: Path, cure: str = "") -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str, cure: str = "") -> None:
-    """Write a text file whole, or leave what was there. Raises `ConfigError`; `cure`: see `writing`."""
+    """Write a text file whole, or leave what was there. Raises `ConfigError`; `cure`: of errors other than a full disk."""
     with explain_write_errors(path, cure):
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():  # /dev/stdout, a pipe; for a folder the error is raised here
@@ -386,8 +385,8 @@ def has_content(path: Path, content: bytes) -> bool:
 
 
 def read_lines_file(path: Path) -> bytes | None:
-    """The bytes of a file of lines; none if it does not exist. None if it cannot be read, has more than `FILE_BYTES`, or is not
-    a regular file (a link is not followed)."""
+    """The bytes of a file of lines; empty if it does not exist. None if it cannot be read, has more than `FILE_BYTES`, or is
+    not a regular file (a link is not followed)."""
     if not os.path.lexists(path):
         return b""
     try:
@@ -397,13 +396,13 @@ def read_lines_file(path: Path) -> bytes | None:
 
 
 def parse_lines(name: str, content: bytes) -> list[Line]:
-    """The valid lines in the content of a metrics.jsonl or events.jsonl (`name`), in order and each once (see `joined`)."""
+    """The valid lines in the content of a metrics.jsonl or events.jsonl (`name`), in order and each once (`merge_lines`)."""
     return merge_lines(_whole(name, io.BytesIO(content)))
 
 
 def _whole(name: str, stream: BinaryIO) -> Iterator[Line]:
-    """The valid lines of a file, in its order. Damaged ones (cut off, too long, too deep, of wrong types) are left out: a full
-    disk leaves such lines as well as a hostile hand does, and training must go on after either."""
+    """The valid lines of a file, in order. Damaged ones (cut off, too long, too deep, of wrong types) are left out: a full disk
+    leaves such lines too, and training must continue."""
     check = check_event if name == "events.jsonl" else check_metrics
     within = False
     while text := stream.readline(LINE_BYTES + 1):
@@ -425,11 +424,11 @@ def merge_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
     if any("kind" in line for line in (*lines, *more)):
         there = {json.dumps(line) for line in lines}
         lacking = [line for line in more if json.dumps(line) not in there]
-        return sorted([*lines, *lacking], key=line_order) if lacking else lines
-    found = {line_order(line): line for line in (*lines, *more)}
+        return sorted([*lines, *lacking], key=line_sort_key) if lacking else lines
+    found = {line_sort_key(line): line for line in (*lines, *more)}
     return [found[place] for place in sorted(found)]
 
 
-def line_order(line: Line) -> tuple[float, bool]:
+def line_sort_key(line: Line) -> tuple[float, bool]:
     """The sort key of a line: events by time, metrics by step, a validation after its step."""
     return (line.get("time", 0.0), False) if "kind" in line else (line["step"], "loss" not in line)

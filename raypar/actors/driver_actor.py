@@ -255,7 +255,7 @@ class DriverActor:
                 self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
     def _carry_out(self, decision: do.Decision) -> None:
-        """Begin what the machine has decided about steps, and what it wants people to know; the outcome becomes an event."""
+        """Begin what the machine has decided about steps, and what it wants to tell the user; outcomes become events."""
         generation, seen = self.machine.generation, self.side_effects.seen
         match decision.action:
             case do.RunStep(step, cut):
@@ -365,7 +365,7 @@ class DriverActor:
         text = event_text.straggler_text(found, coordinate, who)
         self.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
 
-    # -- what people see -------------------------------------------------------------------------------------------------------
+    # -- what the user sees ----------------------------------------------------------------------------------------------------
 
     def _warn(self, number: int, report: Report) -> Report:
         """Show the warnings in a worker's report that no other worker has given; returns the report."""

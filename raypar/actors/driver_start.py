@@ -134,7 +134,7 @@ class DriverStart:
             for number, failure in failed.items():
                 if failure.kind == kind:
                     raise await asyncio.to_thread(self.calls.explained, number, failure.error)
-        for number, failure in failed.items():  # of somebody who died when it had built already, the others know nothing else
+        for number, failure in failed.items():  # a worker that died once it had built is known by this only
             generation = None if failure.kind == "lost" else 1
             self.tasks.post(on.CallFailed(failure.kind, failure.error, number, generation))
         if waiting and not failed and self.machine.generation == 1:

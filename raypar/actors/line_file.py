@@ -3,7 +3,7 @@
 The last lines are in up to three places: the file, memory (`RecentLines`) and the journal (`JournalBlocks`).
 
 - Lines that cannot be written (a full disk) wait in memory, and in the journal, where the next driver finds them.
-- Lines stay in memory after they are written: a file that somebody has truncated, replaced or removed is written again.
+- Lines stay in memory after they are written: a file that another process has truncated, replaced or removed is written again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from raypar.run_folder import Line, line_order, merge_lines, open_regular_only, parse_lines, read_lines_file, replace_whole
+from raypar.run_folder import Line, line_sort_key, merge_lines, open_regular_only, parse_lines, read_lines_file, replace_whole
 
 KEPT_BYTES = 8 << 20
 """Limit of each file's lines in memory: 20,000 steps or more. Older lines are in the file only."""
@@ -127,8 +127,8 @@ class JournalBlocks:
 class LineFile:
     """A file of JSON lines. Call `open` first, then `append` for each line, and `close` at the end; from one thread at a time.
 
-    `tell(kind, text)` gets lines for the user: once when the file cannot be written, once when it can again, and when somebody
-    else has changed it.
+    `tell(kind, text)` gets lines for the user: once when the file cannot be written, once when it can again, and when another
+    process has changed it.
     """
 
     path: Path
@@ -150,7 +150,7 @@ class LineFile:
     failing: bool = False
     """Whether the last attempt to write failed."""
     changed: bool = False
-    """Whether somebody else has changed the file."""
+    """Whether another process has changed the file."""
 
     def __post_init__(self) -> None:
         self.recent, self.blocks = RecentLines(self.kept_bytes), JournalBlocks(self.journal, self.path.name)
@@ -186,7 +186,7 @@ class LineFile:
         return lines
 
     def append(self, facts: Line) -> None:
-        """Add a line. If it cannot be written it stays in memory, and training goes on."""
+        """Add a line. If it cannot be written it stays in memory, and training continues."""
         if not self.opened:
             self.open()
         self._keep(json.dumps(facts) + "\n")
@@ -196,7 +196,7 @@ class LineFile:
             self._store()
 
     def close(self) -> None:
-        """Write the file again if its content is not ours: unwritten lines, or changes that kept the file's length."""
+        """Write the file again if its content differs: unwritten lines, or changes that kept the file's length."""
         if not self.opened:
             self.open()
         content, ours = self._content(), "".join(self.recent.texts).encode()
@@ -293,9 +293,9 @@ class LineFile:
             self.tell("warning", f"{self.path} was something that cannot be read: it is {aside.name} now, and written anew")
         there = parse_lines(self.path.name, content or b"")
         if self.recent.texts:
-            first, last = (line_order(json.loads(self.recent.texts[i])) for i in (0, -1))
-            older = [line for line in there if self.recent.trimmed and line_order(line) < first]
-            newer = [line for line in there if not alone and line_order(line) > last]
+            first, last = (line_sort_key(json.loads(self.recent.texts[i])) for i in (0, -1))
+            older = [line for line in there if self.recent.trimmed and line_sort_key(line) < first]
+            newer = [line for line in there if not alone and line_sort_key(line) > last]
         else:
             older, newer = there, []
         texts = [[json.dumps(line) + "\n" for line in lines] for lines in (older, newer)]

@@ -383,7 +383,7 @@ def worker_python_path(working_dir: Path) -> str:
 
 
 def shares_file_system(address: str) -> bool:
-    """Whether the head of the cluster shares our file system: `auto`, `local`, or one of our own addresses."""
+    """Whether the head of the cluster is on this machine: `auto`, `local`, or one of this machine's addresses."""
     host = address.removeprefix("ray://").rpartition(":")[0] or address
     if host in ("auto", "local", "localhost", "127.0.0.1"):
         return True

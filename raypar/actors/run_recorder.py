@@ -29,7 +29,7 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.run_machine import DEPTH
 from raypar.errors import CheckpointError, RayparError
 from raypar.plan import ParallelPlan
-from raypar.run_folder import Line, RunFolder, line_order, replace_whole
+from raypar.run_folder import Line, RunFolder, line_sort_key, replace_whole
 from raypar.worker import checkpoint
 from raypar.worker.checkpoint import ShardRecord
 from raypar.worker.process_state import EnvironmentGuard
@@ -170,7 +170,7 @@ class RunRecorder:
         if self.journal is None:
             return found
         first, last = self.request.policy.first, known[-1] + 1 if known else self.request.policy.first
-        by_place = {line_order(line): line for line in found if line["step"] <= last}
+        by_place = {line_sort_key(line): line for line in found if line["step"] <= last}
         there = {line["step"]: line for line in by_place.values() if "loss" in line}
         newest = [step for step in known if step + 1 in there][-COMPARED:]
         wrong = [step for step in newest if not matches_journal(there[step + 1], self.journal.facts(step))]

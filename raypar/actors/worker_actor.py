@@ -167,7 +167,7 @@ class WorkerActor:
 
             run_routine(self.member.adopt(generation, (made, connect)), deadline_s)
             freeze_what_stays(collect=False)
-            if made.fresh or made.load:  # built from whole layers or files; in between nobody shall wait for this
+            if made.fresh or made.load:  # built from whole layers or files; during a run others would wait for this
                 return_unused_memory()
             self.coordinate = coordinate
             described: dict[str, Any] | None = self.body.described

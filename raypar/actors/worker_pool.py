@@ -154,7 +154,7 @@ class WorkerPool:
 
     def find(self) -> None:
         """Take over the workers of an earlier driver, all that Ray knows of the run, and their groups."""
-        for number in named_workers(self.run):
+        for number in list_worker_numbers(self.run):
             with contextlib.suppress(ValueError):  # gone since it was listed
                 self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
         for info in leftover_groups(self.run):
@@ -237,7 +237,7 @@ def leftover_groups(run: str) -> list[dict[str, Any]]:
     ]
 
 
-def named_workers(run: str) -> list[int]:
+def list_worker_numbers(run: str) -> list[int]:
     """Numbers of the run's workers that Ray knows."""
     names = [a["name"] or "" for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == run_namespace(run)]
     return [int(match[1]) for match in (re.fullmatch(r"worker-(\d+)", name) for name in names) if match is not None]
@@ -252,7 +252,7 @@ def remove_leftovers(run: str) -> int:
     for info in left:
         remove_placement_group(ray.util.get_placement_group(info["name"]))
     deadline = time.monotonic() + SWEEP_S
-    while still := named_workers(run):
+    while still := list_worker_numbers(run):
         for number in still:  # who was still to be placed does not end with its group
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(f"worker-{number}", namespace=run_namespace(run)), no_restart=True)

@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     sizes = layer_sizes(graph, getattr(torch, spec.dtype))
-    shown = choose_for_job(job, spec, graph, args.workers) if choose else plan_of_job(job, spec, graph, not args.no_profile)
+    shown = choose_for_job(job, spec, graph, args.workers) if choose else use_job_plan(job, spec, graph, not args.no_profile)
     plan, name, profile = shown.plan, shown.name, shown.profile
-    found = plan_as_dict(plan, name, spec.cut, sizes, profile, shown.schedule, elements_by_shard(graph, spec, plan, sizes))
+    found = plan_as_dict(plan, name, spec.cut, sizes, profile, shown.schedule, layer_sizes_by_shard(graph, spec, plan, sizes))
     found["cut"] = layer_styles(graph, spec, plan)
     parts = [plan_as_text(found)]
     if profile is not None:
@@ -119,11 +119,11 @@ def choose_for_job(job: Job, spec: JobSpec, graph: Graph, workers: int | None) -
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
 
 
-def plan_of_job(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> ShownPlan:
+def use_job_plan(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> ShownPlan:
     """The plan that the job gives. Raises `PlanError` if layers cannot be cut over its shards."""
     from raypar.worker.profiler import profile_job
 
-    plan, build = job.to_plan(len(graph.layers)), schedule_origin(job)
+    plan, build = job.to_plan(len(graph.layers)), custom_schedule_builder(job)
     profile, counts = None, {stage.shards for stage in plan.stages}
     if with_profile:
         if max(counts) > 1 or spec.styles:
@@ -135,7 +135,7 @@ def plan_of_job(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> Sh
     return ShownPlan(plan, job.schedule_name, profile, schedule)
 
 
-def schedule_origin(job: Job) -> Callable[[Routing], Schedule] | None:
+def custom_schedule_builder(job: Job) -> Callable[[Routing], Schedule] | None:
     """Makes the job's schedule, if its name alone does not determine it (a file, a warmup); else None."""
     from raypar.config import PlanConfig
     from raypar.launch.chosen_plan import schedule_builder
@@ -182,7 +182,7 @@ def layer_styles(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, s
     return {name: str(style) for name, style in styles.items() if any(name == o or name.startswith(f"{o}.") for o in sharded)}
 
 
-def elements_by_shard(
+def layer_sizes_by_shard(
     graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
 ) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
     """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""

@@ -1,1 +1,1 @@
-"""What people read of a run: lines while it trains, its state and its history from its folder. Pure but for `terminal`."""
+"""What users read of a run: lines while it trains, its status and history from its folder. Pure except for `terminal`."""

@@ -107,7 +107,7 @@ def replay_line(event: Event) -> str:
     return f"executing steps again: {event['step']} of {event['until']}"
 
 
-def own_text(event: Event) -> str | None:
+def text_line(event: Event) -> str | None:
     """The event's own text."""
     return str(event["text"]) if event.get("text") else None
 
@@ -137,17 +137,17 @@ LINE_OF_KIND: dict[str, Callable[[Event], str | None]] = {
     "draining": draining_line,
     "recovering": recovering_line,
     "generation": generation_line,
-    "waiting": own_text,
-    "hiring": own_text,
-    "left": own_text,
-    "node": own_text,
-    "note": own_text,
-    "straggler": own_text,
-    "driver": own_text,
+    "waiting": text_line,
+    "hiring": text_line,
+    "left": text_line,
+    "node": text_line,
+    "note": text_line,
+    "straggler": text_line,
+    "driver": text_line,
     "warning": warning_line,
     "checkpoint": checkpoint_line,
-    "stopping": own_text,
-    "resuming": own_text,
+    "stopping": text_line,
+    "resuming": text_line,
     "end": end_line,
 }
 
@@ -178,7 +178,7 @@ TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
 
 def worker_label(event: Event) -> str:
     """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, with what the event has."""
-    place = coordinate_of(event.get("coordinate") or "")
+    place = seat_of(event.get("coordinate") or "")
     where = ", ".join(
         f"{name} {short_node_id(event[key]) if key == 'node' else event[key]}"
         for name, key in (("pid", "pid"), ("node", "node"))
@@ -188,7 +188,7 @@ def worker_label(event: Event) -> str:
     return f"worker {event['worker']}" + (f" ({known})" if known else "")
 
 
-def coordinate_of(coordinate: str) -> str:
+def seat_of(coordinate: str) -> str:
     """`stage 1, replica 1` of `worker 3 (stage 1, replica 1)`: the rank before it changes with every plan."""
     return coordinate.partition("(")[2].rpartition(")")[0]
 

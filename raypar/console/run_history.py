@@ -26,7 +26,7 @@ def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     done = [line for line in metrics if "samples_per_s" in line and "time" in line]
     if not done:
         return RunHistory((), (), (), (), 0.0)
-    clock = uptime(done, events)
+    clock = uptime_clock(done, events)
     done = [{**line, "at": clock(line["time"])} for line in done]
     origin = done[0]["at"] - done[0]["seconds"]
     told = [{**event, "at": clock(event["time"]) - origin} for event in events if "time" in event]
@@ -39,7 +39,7 @@ def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     )
 
 
-def uptime(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
+def uptime_clock(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
     """Converts Unix time to seconds in which the run was under way: from a last line to the next start it was not."""
     starts = [event["time"] for event in events if event["kind"] == "started" and "time" in event][1:]
     written = [line["time"] for line in (*done, *events) if "time" in line]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypar.console.event_lines import EventNarrator, coordinate_of, count_noun, replay_line, short_node_id, strip_ray_details
+from raypar.console.event_lines import EventNarrator, count_noun, replay_line, seat_of, short_node_id, strip_ray_details
 from raypar.console.fault_summary import fault_summary
 from raypar.console.terminal import format_duration
 from raypar.plan.parallel_plan import describe_mesh
@@ -111,7 +111,7 @@ def run_status(
         why=strip_ray_details(why),
         end=(ended or {}).get("end"),
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
-        silent_s=silence(phase, last, step_s, now),
+        silent_s=seconds_silent(phase, last, step_s, now),
         resume=resume_argument(path) if resumable else None,
         driver_pid=told.get("driver_pid") if phase != "ended" else None,
         nodes=tuple(local_node_states(cluster or {}, gone, events)) if phase != "ended" else (),
@@ -132,7 +132,7 @@ def recent_speed(
     return speed, statistics.median(line["seconds"] for line in recent) if recent else None
 
 
-def silence(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
+def seconds_silent(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
     """Seconds since the `last` line, of a run under way that has been silent for too long; else None."""
     if phase not in UNDER_WAY or last is None:
         return None
@@ -247,7 +247,7 @@ def format_worker_table(status: RunStatus) -> list[str]:
         rows += [
             (
                 str(one.get("worker", "?")),
-                coordinate_of(one.get("coordinate") or "") or place or "?",
+                seat_of(one.get("coordinate") or "") or place or "?",
                 short_node_id(one.get("node") or "?"),
                 str(one.get("pid", "?")),
                 str(one.get("host") or "?"),

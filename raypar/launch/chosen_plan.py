@@ -26,7 +26,7 @@ class ChosenPlan:
     plan: ParallelPlan
     """Which worker holds which layers."""
     schedule: str
-    """The schedule's name, for people; `orders` is what runs."""
+    """The schedule's name, for messages; `orders` is what runs."""
     orders: Schedule
     """The instructions of every worker, in order."""
     predicted: Timeline

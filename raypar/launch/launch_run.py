@@ -100,7 +100,7 @@ def _connect_and_follow(
             text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}"
             _tell_stage(tell, "connected", text)
             request = make_request(folder, connection.host)
-            if connection.kind == "joined":  # Ray gives every worker a processor of its own, on whichever machine
+            if connection.kind == "joined":  # Ray gives every worker its own processor, on some machine
                 request = replace(request, profile=replace(chosen.profile, processors=None))
 
             def tell_and_watch(event: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def prepare_request(
         check_fewer_shards(spec, checked, chosen.plan, shards)
     outline = outline_of_shards(checked.graph, shards, dict(spec.styles))
     lowered = assignments(spec, checked.graph, chosen.plan, chosen.orders, validation_samples=checked.validation_samples)
-    policy = run_policy(spec, chosen.plan.world, options)
+    policy = build_run_policy(spec, chosen.plan.world, options)
     environment = worker_environment(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
@@ -100,7 +100,7 @@ def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
         )
 
 
-def run_policy(spec: JobSpec, world: int, options: RunOptions) -> RunPolicy:
+def build_run_policy(spec: JobSpec, world: int, options: RunOptions) -> RunPolicy:
     """What the run machine goes by: how far to train, when to save and validate, which deadlines hold."""
     from raypar.elastic.run_machine import RunPolicy
 
@@ -113,12 +113,12 @@ def run_policy(spec: JobSpec, world: int, options: RunOptions) -> RunPolicy:
         save_every=options.save_every,
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
-        **(elastic_policy(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
+        **(elastic_policy_fields(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
         **(GPU_DEADLINES if spec.device == "gpu" else {}),
     )
 
 
-def elastic_policy(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
+def elastic_policy_fields(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
     """The fields of `RunPolicy` that an elastic run sets. Deadlines are short: a wrong suspicion costs a recovery, not the
     run."""
     return {

@@ -1,4 +1,4 @@
-"""Resuming: from which checkpoint a run goes on, whether it may, and `raypar resume` itself."""
+"""Resumes runs: finds the checkpoint, checks that it fits the job, and trains on from it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from helpers.trainee import Trainee, Undisturbed, as_soon_as, kill
 import raypar
 from raypar.actors.client import ALONE_S
 from raypar.actors.ray_connection import connect_ray
-from raypar.actors.worker_pool import named_workers, run_namespace
+from raypar.actors.worker_pool import list_worker_numbers, run_namespace
 from raypar.config import load_job
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.launch import resume_job
@@ -271,7 +271,7 @@ def asked(number: int, method: str) -> Any:
 
 def builds_slowly(number: int) -> bool:
     """Whether that worker is connected with the others, and makes the layer that takes long."""
-    return number in named_workers("tiny") and "self.build_s" in asked(number, "stacks")
+    return number in list_worker_numbers("tiny") and "self.build_s" in asked(number, "stacks")
 
 
 @pytest.mark.chaos
@@ -279,7 +279,7 @@ def builds_slowly(number: int) -> bool:
     "moment",
     [
         pytest.param(lambda: True, id="workers are placed"),
-        pytest.param(lambda: named_workers("tiny"), id="workers start"),
+        pytest.param(lambda: list_worker_numbers("tiny"), id="workers start"),
         pytest.param(lambda: builds_slowly(3), id="stages are built"),
     ],
 )

@@ -35,7 +35,9 @@ def told(now: ParallelPlan, then: ParallelPlan) -> dict:
     events: list[dict] = []
     made = GenerationChange.__new__(GenerationChange)
     made.plans, made.schedule, made.plan = plans_of(FOUR), "1f1b", now
-    made.side_effects = SimpleNamespace(note=lambda kind, **facts: events.append({"kind": kind, **facts}), aside=lambda *given: None)
+    made.side_effects = SimpleNamespace(
+        note=lambda kind, **facts: events.append({"kind": kind, **facts}), aside=lambda *given: None
+    )
     made.recorder = SimpleNamespace(plan_changed=None)
     made.tasks = SimpleNamespace(spawn=lambda routine: routine.close())
     made.order = do.AdoptPlan(2, then, tuple(range(then.world)), (), 7, ())

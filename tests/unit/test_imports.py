@@ -1,4 +1,4 @@
-"""Imports point towards the core (DESIGN section 5), in the source and at run time."""
+"""Imports point towards the core, in the source and at run time."""
 
 import ast
 import subprocess

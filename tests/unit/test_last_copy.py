@@ -39,7 +39,7 @@ from raypar.elastic.member import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunPolicy
 from raypar.errors import ConfigError
-from raypar.launch.request import elastic_policy
+from raypar.launch.request import elastic_policy_fields
 from raypar.plan import ParallelPlan
 
 LONE, LINE, PAIR = ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, layers=2), ParallelPlan.mesh(dp=2, layers=2)
@@ -127,7 +127,7 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
 
 def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
     for elastic_section, wait_s in (({}, 600.0), ({"last_copy_wait_s": 5}, 5.0), ({"last_copy_wait_s": 0}, 0.0)):
-        policy = elastic_policy(parse_elastic(elastic_section), 300.0)
+        policy = elastic_policy_fields(parse_elastic(elastic_section), 300.0)
         assert RunPolicy(workers=1, last=1, **policy).last_copy_wait_s == wait_s
     with pytest.raises(ConfigError, match="last_copy_wait_s"):
         parse_elastic({"last_copy_wait_s": -1})

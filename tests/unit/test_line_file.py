@@ -21,7 +21,7 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.run_machine import RunMachine, RunPolicy
 from raypar.errors import ConfigError
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder, line_order, parse_lines, read_lines_file
+from raypar.run_folder import RunFolder, line_sort_key, parse_lines, read_lines_file
 
 PLAN = ParallelPlan.mesh(dp=2)
 DONE, END = 40, 60
@@ -117,7 +117,7 @@ def check(folder, last=END) -> None:
     assert [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line] == [
         (done, 2.0 + done) for done in range(10, last + 1, 10)
     ]
-    assert lines == sorted(lines, key=line_order)
+    assert lines == sorted(lines, key=line_sort_key)
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
 
 
@@ -431,7 +431,7 @@ def test_readers_take_what_is_whole(damage, tmp_path):
         with pytest.raises(ConfigError, match="more than the 4,294,967,296 that are read"):
             list(folder.read(folder.metrics))
         return
-    places = [line_order(line) for line in folder.read(folder.metrics)]
+    places = [line_sort_key(line) for line in folder.read(folder.metrics)]
     assert places == sorted(set(places))
 
 
