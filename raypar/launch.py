@@ -32,11 +32,6 @@ MIRROR_COST = 0.02
 """Of the steps' time, when `elastic.mirror` is auto."""
 
 
-GPU_COURSE = {"adopt_s": 90.0, "stand_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
-"""Seconds: a generation's communicators have to be made (`nccl_mesh.MAKING_S`), and the last one's aborted
-(`nccl_transport.ABORT_S`). Nobody has measured how long that takes on a GPU."""
-
-
 @dataclass(frozen=True)
 class Planned:
     """A plan with its schedule, and why it was chosen (one or more lines, may be empty)."""
@@ -148,13 +143,15 @@ def launch(spec: JobSpec, plan: Callable[[PreflightResult], Planned], options: O
                 f"the job's code raised {error_text(error)}\n{traceback.format_exc()}",
                 cure="the last lines of the traceback are where it did",
             ) from error
-    gpus = int(spec.device == "gpu")
-    notes = ["times are of this machine's processors, not of GPUs"] * gpus
+    from raypar.actors.cluster_info import cluster_capacity, require_capacity
+    from raypar.actors.ray_connection import connect_ray
+    from raypar.worker.backend import make_backend
+
+    backend = make_backend(spec.device)
+    gpus, notes = backend.gpus_per_worker, list(backend.plan_notes)
     if options.elastic is not None:
         notes += fewer_shards(planned.plan, options.elastic.min_workers)
     say("planned", "\n".join([describe(planned), *notes]))
-    from raypar.actors.cluster_info import cluster_capacity, require_capacity
-    from raypar.actors.ray_connection import connect_ray
 
     most, elastic = planned.plan.world, options.elastic
     if elastic is not None:
@@ -265,6 +262,7 @@ def _request(
     from raypar.model.tensor_parallel.styles import outline_of_shards
     from raypar.planner.plan_search import possible_shards
     from raypar.worker.assignment import assignments
+    from raypar.worker.backend import make_backend
     from raypar.worker.checkpoint import contract_of
     from raypar.worker.preflight import check_fewer_shards
 
@@ -283,6 +281,7 @@ def _request(
         check_fewer_shards(spec, checked, planned.plan, shards)
     outline = outline_of_shards(checked.graph, shards, dict(spec.styles))
     lowered = assignments(spec, checked.graph, planned.plan, planned.orders, validation_samples=checked.validation_samples)
+    backend = make_backend(spec.device)
     policy = RunPolicy(
         workers=planned.plan.world,
         last=spec.steps,
@@ -293,16 +292,9 @@ def _request(
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
         **(elastic_course(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
-        **(GPU_COURSE if spec.device == "gpu" else {}),
+        **backend.deadlines,  # type: ignore[arg-type]
     )
-    environment: dict[str, str] = {}
-    if spec.device == "gpu":
-        from raypar.comm.nccl.device import WORKER_ENVIRONMENT
-        from raypar.worker.communicators import check_communicators
-        from raypar.worker.gpu_process import ENVIRONMENT
-
-        check_communicators(spec, checked.graph, planned.plan, lowered, elastic=options.elastic is not None)
-        environment = {**WORKER_ENVIRONMENT, **ENVIRONMENT}
+    backend.check_plan(spec, checked.graph, planned.plan, lowered, elastic=options.elastic is not None)
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
@@ -328,8 +320,8 @@ def _request(
             max_time_s=options.max_time_s,
             wait_for_workers_s=options.wait_for_workers_s,
             orphan_timeout_s=options.orphan_timeout_s,
-            gpus=int(spec.device == "gpu"),
-            environment=environment,
+            gpus=backend.gpus_per_worker,
+            environment=backend.environment,
         )
 
     return request

@@ -139,7 +139,7 @@ class Done:
 class Nothing:
     """A transport that does nothing: every send is taken, every receive has the same [1, 1] tensor."""
 
-    generation, carries_shapes = 0, True
+    generation = 0
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.ledger = rank, size, CommunicationLedger()

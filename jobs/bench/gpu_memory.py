@@ -56,7 +56,7 @@ class OnDevice:
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self._inner, self._device = inner, device
         self.rank, self.size, self.generation = inner.rank, inner.size, inner.generation
-        self.ledger, self.carries_shapes = inner.ledger, inner.carries_shapes
+        self.ledger = inner.ledger
 
     def _there(self, tensor: Tensor) -> Tensor:
         """A copy; what cannot be moved is left as it is, and refused."""

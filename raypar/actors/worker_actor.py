@@ -55,6 +55,7 @@ class WorkerActor:
         self.body: Any = None
         self.member: Any = None
         self.writer: Any = None
+        self.backend: Any = None
         self.mesh: Any = None
         self.heard_s = time.monotonic()
         self.orphan_timeout_s = orphan_timeout_s
@@ -83,12 +84,10 @@ class WorkerActor:
             import torch
 
         from raypar.actors.fingerprint import fingerprint
-        from raypar.comm.buffer_pool import CPU
-        from raypar.comm.tcp.transport import TcpMesh
         from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
+        from raypar.worker.backend import make_backend
         from raypar.worker.compute_state import StateGuard
         from raypar.worker.elastic_worker import ElasticWorker
-        from raypar.worker.gpu_process import configure_process
         from raypar.worker.state_snapshot import CheckpointWriter
         from raypar.worker.warm_up import warm_up
         from raypar.worker.worker_core import WorkerCore
@@ -98,17 +97,10 @@ class WorkerActor:
         with guard.watching("a module that the job names"):
             self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
-        host, device = self.host or ray.util.get_node_ip_address(), CPU
-        if self.spec.device == "gpu":
-            from raypar.comm.nccl.device import CudaDevice
-            from raypar.comm.nccl.mesh import NcclMesh
-
-            gpu = CudaDevice()
-            device = gpu.device
-            configure_process(device, exact=self.spec.reduction == "canonical")
-            self.mesh = NcclMesh.listen(host, gpu, credential=self.credential)
-        else:
-            self.mesh = TcpMesh.listen(host, credential=self.credential)
+        host = self.host or ray.util.get_node_ip_address()
+        self.backend = make_backend(self.spec.device)
+        device = self.backend.open_device(exact=self.spec.reduction == "canonical")
+        self.mesh = self.backend.listen(host, self.credential)
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
         self.body = ElasticWorker(self.core, self.number)
@@ -131,23 +123,20 @@ class WorkerActor:
         def build() -> dict[str, Any] | None:
             from raypar.comm.transport import run_routine
             from raypar.worker.allocator import freeze_what_stays, return_unused_memory
-            from raypar.worker.communicators import communicators_of
 
             self.member.hear(generation, f"generation {generation} begins")
             self._end_if_stuck()
             made = pickle.loads(part)
 
             def connect() -> Any:
-                rank, wires = made.ranks[self.number], {}
-                if self.spec.device == "gpu":
-                    wires["wires"] = communicators_of(made, rank, self.spec, self.core.layout)
+                rank = made.ranks[self.number]
                 return self.mesh.connect(
                     rank=rank,
                     size=len(addresses),
                     addresses=addresses,
                     generation=generation,
                     deadline_s=deadline_s,
-                    **wires,
+                    communicators=self.backend.communicators(made, rank, self.spec, self.core.layout),
                 )
 
             run_routine(self.member.adopt(generation, (made, connect)), deadline_s)
@@ -328,8 +317,7 @@ class WorkerActor:
     def _end_if_stuck(self) -> None:
         """What NCCL does not let go of would keep this process's GPU busy in the next generation too. Its end is heard at once,
         and another worker can be hired."""
-        stuck = getattr(self.core.transport, "stuck", ()) if self.core is not None else ()
-        stuck = (*stuck, *getattr(self.mesh, "stuck", ()))
+        stuck = () if self.mesh is None else self.mesh.stuck
         if stuck:
             print(f"{self.coordinate}: NCCL has not ended {', '.join(stuck)}; this process ends", file=sys.stderr, flush=True)
             os._exit(1)

@@ -99,7 +99,6 @@ class FaultyTransport:
         self.size = inner.size
         self.generation = inner.generation
         self.ledger = inner.ledger
-        self.carries_shapes = inner.carries_shapes
         self.happened: list[Fault] = []
         self._script = [f for f in script if f.rank == inner.rank]
         self._step: int | None = None

@@ -52,8 +52,6 @@ class Transport(Protocol):
     size: int
     generation: int
     ledger: CommunicationLedger
-    carries_shapes: bool
-    """True when `recv` may be given `out=None` and finds shape and dtype in the message itself (local, cpu)."""
 
     def near(self, rank: int) -> bool:
         """Whether `rank` is on this machine, so that its memory may be read without a message (`comm.shared_memory`)."""

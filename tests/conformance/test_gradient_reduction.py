@@ -13,7 +13,7 @@ from helpers.transport_cases import CREDENTIAL
 from raypar.comm import gradient_reduction, shared_memory
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.comm.transport import Work, run_routine
 from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree

@@ -1,7 +1,7 @@
 """NCCL through CuPy: what this process has of it, and one communicator. The only file that imports cupy, when it is asked to.
 
 CuPy's bindings take plain numbers (pointers, counts, streams), so that no cupy array or stream is needed. Its communicators
-are blocking ones: making one waits without a limit for all ranks and cannot be interrupted (see `nccl_connect`).
+are blocking ones: making one waits without a limit for all ranks and cannot be interrupted (see `connect`).
 """
 
 from __future__ import annotations

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from raypar.comm.collectives import MessageTransport
 from raypar.comm.message_operation import MessageOperation, OperationMessage, take_oldest
-from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
-from raypar.comm.tcp.rendezvous import GroupRank, Listener
 from raypar.errors import CommError, GroupAborted
 
 STAGING_BYTES = 16 << 10
@@ -33,46 +31,6 @@ STAGING_BYTES = 16 << 10
 
 Key = tuple[int, int, int]
 """(source, channel, tag)"""
-
-
-class TcpMesh:
-    """One worker's address for all its generations: `listen`, tell the address to everybody, `connect` each generation."""
-
-    def __init__(self, host: str, credential: RunCredential, near: bool) -> None:
-        self._listener = Listener(host, credential, near)
-
-    @classmethod
-    def listen(cls, host: str = "127.0.0.1", *, credential: RunCredential, near: bool = True) -> TcpMesh:
-        """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach).
-
-        `credential`: only workers that have the same one are let in. `near`: workers of this machine come through a Unix socket
-        instead.
-        """
-        if not hasattr(select, "epoll"):
-            raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
-        return cls(host, credential, near)
-
-    @property
-    def address(self) -> str:
-        """`host:port`."""
-        return self._listener.address
-
-    def connect(self, *, rank: int, size: int, addresses: Sequence[str], generation: int, deadline_s: float) -> TcpTransport:
-        """Meet all other ranks of `generation`; one call at a time.
-
-        Raises `CommTimeout` naming ranks that did not come, `CommError` naming one that cannot be reached, `GroupAborted`
-        when a peer is in a newer generation already, or after `abort_connect`.
-        """
-        me = GroupRank(generation, rank, size)
-        return TcpTransport(rank, size, generation, self._listener.connect(me, addresses, deadline_s))
-
-    def abort_connect(self, reason: str) -> None:
-        """From any thread: a `connect` that is under way raises `GroupAborted(reason)`."""
-        self._listener.abort(reason)
-
-    def close(self) -> None:
-        """Stop listening; transports that are connected go on. Idempotent."""
-        self._listener.close()
 
 
 class OutgoingMessage:

@@ -101,8 +101,6 @@ class _Done:
 class _Nobody:
     """A transport whose other ends do not exist: collectives leave their tensors as they are, which have no numbers anyway."""
 
-    carries_shapes = False
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.generation, self.ledger = rank, size, 0, CommunicationLedger()
 
