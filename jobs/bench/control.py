@@ -131,6 +131,9 @@ class Done:
     def wait(self, timeout_s: float | None = None) -> None:
         return None
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        return None
+
     def tensor(self) -> torch.Tensor:
         assert self._tensor is not None
         return self._tensor

@@ -31,6 +31,10 @@ class Fetched:
         self._handle.wait(timeout_s)
         self._fetch()
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait_on_stream`: the caller's tensors are the host's."""
+        self.wait(timeout_s)
+
     def tensor(self) -> Tensor:
         """See `Handle.tensor`."""
         return self.tensors()[0]

@@ -159,6 +159,10 @@ class MessageOperation:
             )
         self.done()
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait_on_stream`: the memory is the host's, so the host waits."""
+        self.wait(timeout_s)
+
     def tensor(self) -> Tensor:
         """The tensor of a completed operation with one receive."""
         return self.tensors()[0]

@@ -435,6 +435,18 @@ def test_a_stream_can_wait_instead_of_the_host():
         assert both.tensor().tolist() == [0, 0] and back.tensor().tolist() == [1, 1]
 
 
+def test_what_waits_on_a_stream_is_freed_by_the_loss_of_a_peer_and_by_its_limit():
+    with Group(2, [*PAIR, CommunicatorKey((0, 1), "all_reduce")]) as ends:
+        with pytest.raises(CommTimeout, match="all_reduce of rank 1 with 0"):
+            ends[1].all_reduce(torch.ones(3), group=[0, 1]).wait_on_stream(0.05)
+        waiting = ends[1].all_reduce(torch.ones(3), group=[0, 1])
+        leaving = threading.Timer(0.1, ends[0].close)
+        leaving.start()
+        with pytest.raises(CommError, match="rank 0"):
+            waiting.wait_on_stream(LIMIT_S)
+        leaving.join(LIMIT_S)
+
+
 # -- ending
 
 

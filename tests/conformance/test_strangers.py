@@ -568,12 +568,12 @@ def test_a_mistake_of_our_own_in_the_handshake_costs_one_connection_and_is_told_
 
 def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     offered = shared_memory.SharedMemoryBlock(8192)
-    pid, fd, _, token = offered.card.tolist()
-    assert shared_memory.open_shared_memory(offered.card, 8192).numel() == 8192
+    pid, fd, _, token = offered.address.tolist()
+    assert shared_memory.open_shared_memory(offered.address, 8192).numel() == 8192
     loose = os.memfd_create(shared_memory.PREFIX + format(5, "x"))
     os.ftruncate(loose, 8192)  # its owner could cut it off under its reader
     fifo, _ = pipe = os.pipe()
-    for card in (
+    for address in (
         (pid, fd, 1 << 62, token),
         (pid, fd, 4096, token),
         (pid, fd, 16384, token),
@@ -586,7 +586,7 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
         (0, 0, 0, 0),
     ):
         with pytest.raises(OSError):
-            shared_memory.open_shared_memory(torch.tensor(card, dtype=torch.int64), 8192)
+            shared_memory.open_shared_memory(torch.tensor(address, dtype=torch.int64), 8192)
     with pytest.raises(OSError):
         shared_memory.open_shared_memory(torch.tensor((pid, fd, 16384, token)), 16384)
     with pytest.raises(OSError):

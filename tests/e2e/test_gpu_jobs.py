@@ -19,8 +19,8 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.cli import main
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import CheckpointError, ClusterError, ConfigError
-from raypar.worker.backend import GpuBackend
 from raypar.plan import ParallelPlan
+from raypar.worker.backend import GpuBackend
 from raypar.worker.checkpoint import Manifest, check_contract, contract_of
 
 

@@ -91,6 +91,9 @@ class _Done:
     def wait(self, timeout_s: float | None = None) -> None:
         return None
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        return None
+
     def tensor(self) -> Tensor:
         return self.tensors()[0]
 
