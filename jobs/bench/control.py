@@ -134,6 +134,9 @@ class Done:
     def wait(self, timeout_s: float | None = None) -> None:
         return None
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        return None
+
     def tensor(self) -> torch.Tensor:
         assert self._tensor is not None
         return self._tensor
@@ -142,7 +145,7 @@ class Done:
 class Nothing:
     """A transport that does nothing: every send is taken, every receive has the same [1, 1] tensor."""
 
-    generation, carries_shapes = 0, True
+    generation = 0
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.ledger = rank, size, CommunicationLedger()

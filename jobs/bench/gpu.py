@@ -142,21 +142,21 @@ def reform(ranks: Ranks, rounds: int) -> dict[str, Any]:
         ended += [seconds for _, seconds, _ in aborted]
         stuck += [name for _, _, names in aborted for name in names]
         formed.append(max(ranks.connect()))
-    lanes = len([wire for wire in _wires(len(ranks.addresses)) if 0 in wire.members])
+    made = len([key for key in _communicators(len(ranks.addresses)) if 0 in key.members])
     return {
         "freed_s": freed,
         "ended_s": ended,
         "formed_s": formed,
         "ends": sorted(ends),
         "stuck": stuck,
-        "communicators": lanes,
+        "communicators": made,
     }
 
 
-def _wires(size: int) -> Sequence[Any]:
-    from helpers.standin import all_wires
+def _communicators(size: int) -> Sequence[Any]:
+    from helpers.standin import all_communicators
 
-    return all_wires(size)
+    return all_communicators(size)
 
 
 def loop(rounds: int, steps: int, device: Any = None) -> dict[str, Any]:

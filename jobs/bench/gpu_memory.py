@@ -31,6 +31,10 @@ class Fetched:
         self._handle.wait(timeout_s)
         self._fetch()
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait_on_stream`: the caller's tensors are the host's."""
+        self.wait(timeout_s)
+
     def tensor(self) -> Tensor:
         """See `Handle.tensor`."""
         return self.tensors()[0]
@@ -56,7 +60,7 @@ class OnDevice:
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self._inner, self._device = inner, device
         self.rank, self.size, self.generation = inner.rank, inner.size, inner.generation
-        self.ledger, self.carries_shapes = inner.ledger, inner.carries_shapes
+        self.ledger = inner.ledger
 
     def _there(self, tensor: Tensor) -> Tensor:
         """A copy; what cannot be moved is left as it is, and refused."""

@@ -52,7 +52,7 @@ def begin(state: State, index: int, environment: Mapping[str, str], device: str)
 
 
 def connect(
-    state: State, index: int, addresses: list[str], generation: int, wires: list[CommunicatorKey] | None = None
+    state: State, index: int, addresses: list[str], generation: int, keys: list[CommunicatorKey] | None = None
 ) -> float:
     """A generation of as many ranks as there are addresses, by default with all that the cases use. Seconds."""
     close(state, index)
@@ -63,7 +63,7 @@ def connect(
         addresses=addresses,
         generation=generation,
         deadline_s=CONNECT_S,
-        wires=standin.all_wires(len(addresses)) if wires is None else wires,
+        communicators=standin.all_communicators(len(addresses)) if keys is None else keys,
     )
     return time.perf_counter() - start
 

@@ -12,7 +12,7 @@ from typing import Any
 from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.schedule import registry

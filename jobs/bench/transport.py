@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 
 SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "16 MB": 16 << 20}
 DEADLINE_S = 60.0

@@ -63,6 +63,8 @@ class WorkerActor:
         """The core as the elastic protocol sees it (`ElasticWorker`)."""
         self.member: Any = None
         """What this worker may do in which generation (`Member`)."""
+        self.backend: Any = None
+        """The kind of device this worker computes on, and what goes with it (`Backend`)."""
         self.mesh: Any = None
         """Makes the connections to other workers, generation by generation."""
         self.heard_s = time.monotonic()
@@ -100,12 +102,10 @@ class WorkerActor:
             import torch
 
         from raypar.actors.fingerprint import fingerprint
-        from raypar.comm.buffer_pool import CPU
-        from raypar.comm.tcp.transport import TcpMesh
         from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
+        from raypar.worker.backend import make_backend
         from raypar.worker.compute_state import StateGuard
         from raypar.worker.elastic_worker import ElasticWorker
-        from raypar.worker.gpu_process import configure_process
         from raypar.worker.warm_up import warm_up
         from raypar.worker.worker_core import WorkerCore
 
@@ -114,17 +114,10 @@ class WorkerActor:
         with guard.watching("a module that the job names"):
             self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
-        host, device = self.host or ray.util.get_node_ip_address(), CPU
-        if self.spec.device == "gpu":
-            from raypar.comm.nccl.device import CudaDevice
-            from raypar.comm.nccl.mesh import NcclMesh
-
-            gpu = CudaDevice()
-            device = gpu.device
-            configure_process(device, exact=self.spec.reduction == "canonical")
-            self.mesh = NcclMesh.listen(host, gpu, credential=self.credential)
-        else:
-            self.mesh = TcpMesh.listen(host, credential=self.credential)
+        host = self.host or ray.util.get_node_ip_address()
+        self.backend = make_backend(self.spec.device)
+        device = self.backend.open_device(exact=self.spec.reduction == "canonical")
+        self.mesh = self.backend.listen(host, self.credential)
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
         self.body = ElasticWorker(self.core, self.number)
@@ -146,23 +139,20 @@ class WorkerActor:
         def build() -> dict[str, Any] | None:
             from raypar.comm.transport import run_routine
             from raypar.worker.allocator import freeze_what_stays, return_unused_memory
-            from raypar.worker.communicators import communicators_of
 
             self.member.hear(generation, f"generation {generation} begins")
             self._end_if_stuck()
             made = pickle.loads(part)
 
             def connect() -> Any:
-                rank, wires = made.ranks[self.number], {}
-                if self.spec.device == "gpu":
-                    wires["wires"] = communicators_of(made, rank, self.spec, self.core.layout)
+                rank = made.ranks[self.number]
                 return self.mesh.connect(
                     rank=rank,
                     size=len(addresses),
                     addresses=addresses,
                     generation=generation,
                     deadline_s=deadline_s,
-                    **wires,
+                    communicators=self.backend.communicators(made, rank, self.spec, self.core.layout),
                 )
 
             run_routine(self.member.adopt(generation, (made, connect)), deadline_s)
@@ -342,8 +332,7 @@ class WorkerActor:
 
         The driver notices the end at once and can start another worker.
         """
-        stuck = getattr(self.core.transport, "stuck", ()) if self.core is not None else ()
-        stuck = (*stuck, *getattr(self.mesh, "stuck", ()))
+        stuck = () if self.mesh is None else self.mesh.stuck
         if stuck:
             print(f"{self.coordinate}: NCCL has not ended {', '.join(stuck)}; this process ends", file=sys.stderr, flush=True)
             os._exit(1)

@@ -1,7 +1,7 @@
 """Code that blocks in the middle (a layer that waits for its shards, inside autograd) as a routine.
 
-On a real transport such code simply waits. Under the cooperative scheduler, where all ranks share one thread, it gets a thread
-of its own that runs only while the routine is resumed: one of them at a time, at places that the scheduler chooses.
+On a real transport such code waits. Under the cooperative scheduler, where all ranks share one thread, it gets a thread of
+its own that runs only while the routine is resumed: one of them at a time, at places that the scheduler chooses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _RUNNING = threading.local()
 
 
 def wait_for(handle: Handle, what: str, timeout_s: float | None = None) -> None:
-    """Return when `handle` is done: blocks, or inside `as_routine` lets others run. Raises what it failed with; a time-out
-    names `what`."""
+    """Wait until `handle` is done; inside `as_routine`, let other routines run meanwhile.
+
+    Raises what the operation failed with; a time-out names `what`.
+    """
     fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
     if fiber is not None:
         fiber.suspend(Wait(handle, what))
@@ -31,7 +33,7 @@ def wait_for(handle: Handle, what: str, timeout_s: float | None = None) -> None:
 
 
 def as_routine(work: Callable[[], T]) -> Routine[T]:
-    """Run `work` to its end, yielding each `wait` in it. The state of torch's CPU generator is its own, as in a process."""
+    """Run `work` to its end, yielding each `wait_for` in it. It has torch's CPU generator to itself, as in a process."""
     fiber = _Fiber(work)
     error: BaseException | None = None
     while (waiting := fiber.resume(error)) is not None:
@@ -49,7 +51,7 @@ def as_routine(work: Callable[[], T]) -> Routine[T]:
 
 
 def run_or_yield(routine: Routine[T], timeout_s: float | None = None) -> T:
-    """As `transport.drive`; inside `as_routine` each wait, and each piece of work, is yielded by that.
+    """As `transport.run_routine`; inside `as_routine`, yield the routine's waits and work from there.
 
     So code that blocks may run a routine that calls code that blocks: a whole step of a worker with sharded layers.
     """
@@ -58,21 +60,26 @@ def run_or_yield(routine: Routine[T], timeout_s: float | None = None) -> T:
 
 
 class _Fiber:
-    """A thread that takes turns with whoever resumes it."""
+    """A thread that takes turns with the thread that resumes it."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.result: Any = None
         self.error: BaseException | None = None
         self._work = work
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._turn = threading.Semaphore(0)
+        """Released when this thread may go on."""
+        self._back = threading.Semaphore(0)
+        """Released when the resuming thread may go on."""
         self._waiting: Wait | Work | None = None
+        """What it waits for; None while it runs, and at its end."""
         self._thrown: BaseException | None = None
+        """Raised where it waits when it goes on."""
         self._thread = threading.Thread(target=self._run, name="raypar-routine", daemon=True)
         self._begun = False
         self._threads = torch.get_num_threads()
 
     def resume(self, error: BaseException | None = None) -> Wait | Work | None:
-        """Go on until the next wait, which is returned, or to the end (None). `error` is raised where it waits."""
+        """Run the thread until its next wait, which is returned, or to its end (None). `error` is raised where it waits."""
         self._thrown, self._waiting = error, None
         if not self._begun:
             self._begun = True
@@ -85,7 +92,7 @@ class _Fiber:
         return self._waiting
 
     def suspend(self, waiting: Wait | Work) -> None:
-        """Called in the thread."""
+        """Wait, in the thread, until it is resumed."""
         state = torch.get_rng_state()
         self._waiting = waiting
         self._back.release()
@@ -96,9 +103,9 @@ class _Fiber:
 
     def _run(self) -> None:
         _RUNNING.fiber = self
-        torch.set_num_threads(self._threads)  # OpenMP counts by thread; the bits of a dot product depend on it
+        torch.set_num_threads(self._threads)  # a thread's own setting; bits of a dot product depend on it
         try:
-            # Else autograd would compute what is on a device in a thread of its own, which cannot take turns.
+            # Otherwise autograd would compute on a device in a thread of its own, which cannot take turns.
             with torch.autograd.set_multithreading_enabled(False):
                 self.result = self._work()
         except BaseException as error:

@@ -1,7 +1,7 @@
 """Reused memory for received tensors and scratch.
 
-The C library gives large blocks back to the system at every free, and the page faults of the next one cost more than a
-copy (1 MB: 3 ms against 0.03 ms in a virtual machine of 2026), so a transport keeps what it has used once.
+The C library returns large blocks to the system at every free, and the page faults of the next block cost more than a copy
+(1 MB: 3 ms against 0.03 ms in a virtual machine of 2026). So a transport keeps the blocks that it has used once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 ALIGNED = 64
-"""Bytes: addresses of memory that PyTorch allocates are multiples of this."""
+"""Bytes. Addresses of memory that PyTorch allocates are multiples of this."""
 
 SMALL_BYTES = 32 << 10
-"""Below this the C library keeps blocks by itself."""
+"""The C library itself keeps smaller blocks."""
 
 
 def as_aligned(tensor: Tensor) -> Tensor:
-    """The tensor if it lies contiguously from a multiple of 64 bytes on, as a new one does; else a copy that does.
+    """The tensor, if it is contiguous and starts at a multiple of 64 bytes, as a new one does; else a copy that is and does.
 
-    Products of the same numbers have other bits where these lie otherwise: MKL's kernels look at the address.
+    MKL's kernels look at the address, so that products of the same numbers at other addresses have other bits.
     """
     if not tensor.is_contiguous():
         return tensor.contiguous()
@@ -35,16 +35,18 @@ def as_aligned(tensor: Tensor) -> Tensor:
 
 
 class BufferPool:
-    """Gives tensors in 64-byte aligned memory that is used again once nobody holds the tensor or a view of it.
+    """Gives tensors in 64-byte aligned memory, which is reused once neither the tensor nor a view of it exists any more.
 
-    A block is a numpy array; a tensor made of it holds one reference, which ends with the tensor's storage. Blocks have
-    sizes of powers of two (pages that were never touched take no memory). `held_bytes` is what the pool has in all.
+    A block is a numpy array; a tensor made of it holds one reference, which ends with the tensor's storage. The size of a
+    block is a power of two (pages that were never touched take no memory).
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: dict[int, list[np.ndarray]] = {}
+        """Size in bytes -> blocks."""
         self.held_bytes = 0
+        """Size of all blocks."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor."""
@@ -65,7 +67,7 @@ class BufferPool:
                 blocks.append(block)
                 self.held_bytes += size
                 flat = torch.from_numpy(block)
-        # `.data`: to autograd this is a tensor of its own, not a view of bytes that it could not write back into.
+        # `.data`: for autograd a tensor of its own, not a view of bytes that could not be written back into.
         return flat[:nbytes].view(dtype).view(tuple(shape)).data
 
     def clear(self) -> None:

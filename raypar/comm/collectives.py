@@ -1,6 +1,6 @@
-"""Collectives built from messages, in rank order: what `local` and `cpu` share (DESIGN 4.4).
+"""Collectives made of messages, in rank order: what the local and the TCP transport share.
 
-Sums are always ((p0 + p1) + p2) + ... by position in the group, whatever arrives first, so their bits depend on the
+Sums are always ((p0 + p1) + p2) + ... by position in the group, whatever arrives first, so that their bits depend on the
 group's size alone.
 """
 
@@ -50,15 +50,14 @@ def add_in_order(parts: Sequence[Tensor], own: int, out: Tensor) -> None:
 
 
 def _channel(operation: str, group: tuple[int, ...], channel: int) -> int:
-    """A 63-bit name of (operation, group, channel), the same on every rank; never 0, which is point to point."""
+    """The 63-bit channel of a collective's messages, the same on every rank; never 0, which is point to point."""
     text = f"{operation}/{channel}/{','.join(map(str, group))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
 
 
 class MessageTransport(ABC):
-    """Everything of `Transport` but how one message travels (`post_send`, `post_recv`) and how one waits."""
+    """All of `Transport` but how a message travels (`post_send`, `post_recv`) and how a thread waits."""
 
-    carries_shapes = True
     host_only = True
     """Tensors must be in host memory."""
 
@@ -68,9 +67,13 @@ class MessageTransport(ABC):
         self.generation = generation
         self.ledger = CommunicationLedger()
         self.pool = BufferPool()
+        """Memory of received tensors and of sums."""
         self._aborted: str | None = None
+        """The reason, once the transport is aborted or closed."""
         self._channels: dict[tuple[str, tuple[int, ...], int], int] = {}
+        """(operation, group, channel) -> channel of its messages."""
         self._calls: Counter[int] = Counter()
+        """Channel of messages -> collectives posted so far."""
 
     # -- what a transport provides
 
@@ -88,7 +91,7 @@ class MessageTransport(ABC):
 
     @abstractmethod
     def settled(self, operation: MessageOperation) -> None:
-        """`operation` has just finished or failed, in some thread: wake whoever waits for it."""
+        """`operation` has just finished or failed, in any thread: wake the threads that wait for it."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -137,7 +140,7 @@ class MessageTransport(ABC):
     # -- collectives
 
     def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> MessageOperation:
-        """See `Transport.all_reduce`. Small: everything to everybody. Large: each rank adds one slice and hands it on."""
+        """See `Transport.all_reduce`. Small tensors travel whole. Of large ones each rank adds one slice, and sends the sum."""
         me, key, tag = self._enter("all_reduce", group, channel, flat)
         if flat.nbytes <= ONE_PHASE_BYTES:
             return self._run("all_reduce", group, key, self._all_reduce_whole(flat, group, me, tag))
@@ -203,7 +206,7 @@ class MessageTransport(ABC):
         return self._run("broadcast", group, key, phases())
 
     def barrier(self, *, group: Sequence[int], channel: int = 0) -> MessageOperation:
-        """See `Transport.barrier`: an empty message from everybody to everybody."""
+        """See `Transport.barrier`: an empty message from every rank to every other."""
         me, key, tag = self._enter("barrier", group, channel)
         empty = torch.empty(0, dtype=torch.uint8)
 
@@ -224,7 +227,7 @@ class MessageTransport(ABC):
         cut = [whole[a:b] for a, b in even_slices(whole.numel(), len(group))]
         parts = [cut[me] if i == me else self._scratch(cut[me]) for i in range(len(group))]
         first = self._exchange("all_reduce", group, me, tag, cut, parts)
-        # A finished slice of a peer can only come after the peer has got our part of it, so its place is free by then.
+        # A peer finishes its slice only after it has received this rank's part, whose memory is free to receive into by then.
         finished = [(cut[i], r, tag + 1) for i, r in enumerate(group) if i != me and cut[i].numel()]
         yield MessagePhase(first.sends, first.recvs, finished)
         add_in_order(parts, me, cut[me])
@@ -235,9 +238,9 @@ class MessageTransport(ABC):
     def _exchange(
         self, name: str, group: Sequence[int], me: int, tag: int, pieces: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> MessagePhase:
-        """Give `pieces[i]` to the i-th rank and take `outs[i]` from it; counted under `name`.
+        """The phase in which `pieces[i]` goes to the i-th rank and `outs[i]` comes from it; counted under `name`.
 
-        Empty messages are not sent, except by a barrier: both ends know the sizes.
+        Both ends know the sizes, so that empty messages are sent only by a barrier.
         """
         others = [(i, r) for i, r in enumerate(group) if i != me]
         self.ledger.count(name, sent=sum(pieces[i].nbytes for i, _ in others), received=sum(outs[i].nbytes for i, _ in others))
@@ -248,7 +251,7 @@ class MessageTransport(ABC):
         )
 
     def _enter(self, name: str, group: Sequence[int], channel: int, *tensors: Tensor) -> tuple[int, int, int]:
-        """Check a collective call. Returns our index in the group, the message channel and the first of two tags."""
+        """Check a collective call. Returns this rank's index in the group, the channel and the first tag of its messages."""
         self._check_alive()
         members = tuple(group)
         key = self._channels.get((name, members, channel))

@@ -1,4 +1,4 @@
-"""A transport with scripted faults around any other: the same faults at the same places in every run."""
+"""A wrapper around any transport that adds scripted faults, at the same calls in every run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from raypar.errors import CommError, CommTimeout, GroupAborted
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one call of one rank.
-
-    The `number`-th call (from 0) named `call` (`send`, `all_reduce`, ...) within step `step`, or, when `step` is None,
-    since the transport was made: `fail` makes the call raise `CommError`; `delay` posts it `delay_s` seconds later;
-    `drop` never posts it, its handle is never done.
-    """
+    """One fault at one call of one rank."""
 
     rank: int
     call: str
+    """Name of the call: `send`, `all_reduce`, ..."""
     action: Literal["fail", "delay", "drop"]
+    """`fail` makes the call raise `CommError`; `delay` posts it `delay_s` later; `drop` never posts it, and its handle is never
+    done."""
     number: int = 0
+    """Which of these calls, from 0: within `step`, or since the transport was made."""
     step: int | None = None
     delay_s: float = 0.0
 
@@ -40,10 +39,12 @@ class DelayedHandle:
         self._name = name
         self._changed = threading.Condition()
         self._inner: Handle | None = None
+        """The handle of the call, once it is posted."""
         self._error: CommError | None = None
+        """Why it was never posted."""
 
     def post(self, post: Callable[[], Handle]) -> None:
-        """The delay is over."""
+        """Post the call: the delay is over."""
         with self._changed:
             if self._error is None:
                 try:
@@ -53,7 +54,7 @@ class DelayedHandle:
             self._changed.notify_all()
 
     def fail(self, error: CommError) -> None:
-        """The group was aborted before the call was posted."""
+        """Fail the handle: the group was aborted before the call was posted."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -68,6 +69,16 @@ class DelayedHandle:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `Handle.wait`."""
+        inner, left_s = self._posted(timeout_s)
+        inner.wait(left_s)
+
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait_on_stream`."""
+        inner, left_s = self._posted(timeout_s)
+        inner.wait_on_stream(left_s)
+
+    def _posted(self, timeout_s: float | None) -> tuple[Handle, float | None]:
+        """Wait for the end of the delay: (the call's own handle, seconds that are left). Raises what the call failed with."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: self._inner is not None or self._error is not None, timeout_s):
@@ -75,9 +86,10 @@ class DelayedHandle:
                     f"{self._name} of rank {self._owner.rank} was not done after {timeout_s} s",
                     cure="a fault of the test's script holds it back",
                 )
-        if self._inner is not None:
-            self._inner.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        self.done()
+        if self._inner is None:
+            assert self._error is not None
+            raise type(self._error)(*self._error.args)
+        return self._inner, None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def tensor(self) -> Tensor:
         """See `Handle.tensor`."""
@@ -91,7 +103,7 @@ class DelayedHandle:
 
 
 class FaultyTransport:
-    """Wraps `inner`. `at_step(n)` says which step the following calls belong to; `happened` lists the faults so far."""
+    """See `Transport`: `inner`, with the faults of `script` that are for its rank."""
 
     def __init__(self, inner: Transport, script: Sequence[Fault]) -> None:
         self.inner = inner
@@ -99,12 +111,14 @@ class FaultyTransport:
         self.size = inner.size
         self.generation = inner.generation
         self.ledger = inner.ledger
-        self.carries_shapes = inner.carries_shapes
         self.happened: list[Fault] = []
+        """Faults so far."""
         self._script = [f for f in script if f.rank == inner.rank]
         self._step: int | None = None
+        """The step of the calls that follow (`at_step`)."""
         self._calls: Counter[tuple[int | None, str]] = Counter()
-        self._held: list[DelayedHandle] = []
+        """(step, or None for all of them; name) -> calls so far."""
+        self._delayed: list[DelayedHandle] = []
         self._timers: list[threading.Timer] = []
 
     def at_step(self, step: int) -> None:
@@ -124,14 +138,14 @@ class FaultyTransport:
             self.happened.append(fault)
             if fault.action == "fail":
                 raise CommError(f"{name} of rank {self.rank} failed: {fault}", cure="a fault of the test's script")
-            held = DelayedHandle(self, name)
-            self._held.append(held)
+            delayed = DelayedHandle(self, name)
+            self._delayed.append(delayed)
             if fault.action == "delay":
-                timer = threading.Timer(fault.delay_s, held.post, (post,))
+                timer = threading.Timer(fault.delay_s, delayed.post, (post,))
                 timer.daemon = True
                 self._timers.append(timer)
                 timer.start()
-            return held
+            return delayed
         return post()
 
     def near(self, rank: int) -> bool:
@@ -177,15 +191,15 @@ class FaultyTransport:
     def abort(self, reason: str) -> None:
         """See `Transport.abort`."""
         self.inner.abort(reason)
-        self._let_go(reason)
+        self._release(reason)
 
     def close(self) -> None:
         """See `Transport.close`."""
         self.inner.close()
-        self._let_go("the transport was closed")
+        self._release("the transport was closed")
 
-    def _let_go(self, reason: str) -> None:
+    def _release(self, reason: str) -> None:
         for timer in self._timers:
             timer.cancel()
-        for held in self._held:
-            held.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+        for delayed in self._delayed:
+            delayed.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))

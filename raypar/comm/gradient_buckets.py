@@ -22,13 +22,16 @@ Parameter = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where the parameters of one bucket lie in a flat buffer of `length` elements; each starts at a 64-byte boundary."""
+    """Places of the parameters of one bucket in a flat buffer; each starts at a 64-byte boundary."""
 
     dtype: torch.dtype
     indices: tuple[int, ...]
+    """The parameters."""
     offsets: tuple[int, ...]
+    """Their first elements in the buffer."""
     shapes: tuple[torch.Size, ...]
     length: int
+    """Elements of the buffer."""
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters inside a buffer [length]."""
@@ -65,39 +68,46 @@ def bucket_layouts(parameters: Sequence[Parameter], bucket_bytes: int) -> list[B
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Who reduces: `group` of ranks, ascending, `me` its index of this one; `nodes[r]`: complete subtrees of each replica's run
-    of the `blocks`, left to right; `channel` as in `Reduction`; `device`: where the gradients are."""
+    """The replicas that reduce gradients together."""
 
     transport: Transport
     group: tuple[int, ...]
+    """Their ranks, ascending."""
     me: int
+    """This rank's index in the group."""
     channel: int
+    """See `GradientReduction`."""
     blocks: int
+    """Blocks of a step."""
     nodes: tuple[tuple[TreeNode, ...], ...]
+    """Complete subtrees of each replica's run of the blocks, left to right."""
     device: torch.device = CPU
+    """Of the gradients."""
 
     def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A buffer [length] there."""
+        """A buffer [length] on the device."""
         return torch.zeros(length, dtype=dtype, device=self.device)
 
 
 class GradientBucket(ABC):
-    """One bucket: buffers kept over all steps, and the state of the current one.
-
-    `result` [length] is valid at the end of the step; `views` are the parameters in it.
-    """
+    """One bucket: buffers kept over all steps, and the state of the current step."""
 
     def __init__(self, layout: BucketLayout, result: Tensor) -> None:
         self.layout = layout
         self.result = result
+        """[length], valid at the end of the step."""
         self.views = layout.views(result)
+        """The parameters in `result`."""
         self.begin()
 
     def begin(self) -> None:
-        """A new step: nothing has come yet."""
+        """Begin a step: no gradient is ready."""
         self.missing = len(self.layout.indices)
+        """Parameters whose gradients are not ready."""
         self.first: Handle | None = None
+        """The first phase, once it is posted."""
         self.second: Handle | None = None
+        """The second phase, once it is posted, if there is one."""
 
     @abstractmethod
     def fill(self, rows: Sequence[Rows]) -> None:
@@ -109,17 +119,20 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def post_second(self) -> Handle | None:
-        """The first phase is done: combine and start the second, if there is one."""
+        """Combine what the first phase has brought, and start the second, if there is one.
+
+        Called when the first phase is done, or the device's stream waits for it.
+        """
 
 
 def _terms(rows: Rows, index: int, node: TreeNode) -> list[Tensor]:
-    """What adds up to a parameter's sum over a node: the sum itself, or one or both of its children's; nothing if undefined."""
+    """The terms of a parameter's sum over a node: that sum, or one or both of its children's; none if it is undefined."""
     parts = (node,) if node in rows or node[1] - node[0] == 1 else tree_children(node)
     return [term for part in parts if part in rows and (term := rows[part][index]) is not None]
 
 
 def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
-    """The sum of at most two terms, or "no gradient", at its place."""
+    """Write the sum of at most two terms, or "no gradient", to its place."""
     if not terms:
         place.fill_(-0.0)
     elif len(terms) == 1:
@@ -129,10 +142,11 @@ def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
 
 
 class CanonicalBucket(GradientBucket):
-    """Buffers of one bucket. With K subtrees here, L_o elements in owner o's slice, S in ours, `length` N:
+    """Every replica owns a slice: it receives all subtree sums of the slice, adds them, and sends the total to all.
 
-    `pieces[o]` [K L_o] goes to owner o: subtree after subtree; `parts[r]` [K_r S] comes from replica r. Together K N sent and
-    sum(K_r) S received; `result` [N] is the send buffer itself when K = 1 (its places are free once the sums have gone).
+    With K subtrees here, L_o elements in owner o's slice, S in this rank's, `length` N: `pieces[o]` [K L_o] goes to owner o,
+    subtree after subtree; `parts[r]` [K_r S] comes from replica r. Together K N elements are sent and sum(K_r) S received.
+    `result` [N] is the send buffer itself when K = 1 (its memory is free once the sums are sent).
     """
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
@@ -170,7 +184,7 @@ class CanonicalBucket(GradientBucket):
         return places
 
     def _plan_adds(self, length: int) -> Tensor | None:
-        """Write down the additions of the tree over everybody's sums of our slice; returns where the total will be."""
+        """List the additions of the tree over all sums of this rank's slice; returns where the total will be."""
         sums: dict[TreeNode, Tensor | None] = {}
         for part, nodes in zip(self.parts, self.replicas.nodes, strict=True):
             for k, node in enumerate(nodes):
@@ -184,7 +198,7 @@ class CanonicalBucket(GradientBucket):
         return fold_tree(sums, (0, self.replicas.blocks), add)
 
     def fill(self, rows: Sequence[Rows]) -> None:
-        """See `GradientBucket.fill`: one copy, or one addition, of every sum."""
+        """See `GradientBucket.fill`: every sum is copied, or added, once."""
         to: list[Tensor] = []
         source: list[Tensor] = []
         for k, node in enumerate(self.replicas.nodes[self.replicas.me]):
@@ -256,7 +270,7 @@ class FastBucket(GradientBucket):
 
 
 class PairBucket(FastBucket):
-    """Two replicas with one subtree each: they swap them whole and both add. The same bytes and bits, one phase less."""
+    """Two replicas with one subtree each swap whole sums, and both add. The same bytes and bits, one phase less."""
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         super().__init__(replicas, layout)
@@ -274,25 +288,28 @@ class PairBucket(FastBucket):
 
 
 class CombinedMessage:
-    """One message for several buckets, posted when the last of them is filled; a handle for each (see `transport.Handle`).
+    """One message for several buckets, posted when the last of them is filled; the `Handle` of each of them.
 
-    Where no bytes travel, a message a bucket would only wake the other processor from its work.
+    The buckets' bytes lie in shared memory: a message for each would only interrupt the other processor's work.
     """
 
     def __init__(self, replicas: ReplicaGroup, buckets: int) -> None:
         self._replicas = replicas
-        self._buckets = self._left = buckets
-        self._said = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.group]
+        self._buckets = buckets
+        self._left = buckets
+        """Buckets that are not filled in this step."""
+        self._signals = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.group]
         self._posted: Handle | None = None
+        """The message, once it is posted in this step."""
 
     def filled(self) -> Handle:
-        """One more bucket is. Every step has the same number of them."""
+        """Count a filled bucket, and return its handle. Every step fills the same number of them."""
         if self._left == 0:
             self._left, self._posted = self._buckets, None
         self._left -= 1
         if self._left == 0:
             r = self._replicas
-            self._posted = r.transport.all_gather(self._said, self._said[r.me], group=r.group, channel=r.channel)
+            self._posted = r.transport.all_gather(self._signals, self._signals[r.me], group=r.group, channel=r.channel)
         return self
 
     def done(self) -> bool:
@@ -304,6 +321,10 @@ class CombinedMessage:
         assert self._posted is not None, "waited for before the last bucket was filled"
         self._posted.wait(timeout_s)
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait_on_stream`: the memory is the host's."""
+        self.wait(timeout_s)
+
     def tensor(self) -> Tensor:
         """See `Handle.tensor`."""
         return self.tensors()[0]
@@ -314,11 +335,11 @@ class CombinedMessage:
 
 
 class SharedMemoryPairBucket(GradientBucket):
-    """As `PairBucket`, on one machine: each adds what it reads in the other's window; a message says that it is there.
+    """As `PairBucket`, on one machine: each replica adds what it reads in the other's memory; a message says that it is there.
 
-    `sums[r][t]` [length]: memory of replica r that both see, in turn t. The sum of turn t is written to our memory of the other
-    turn. Nobody reads that any more: the other replica did so in the last step, which it had finished before it started the
-    one that its message is about. The same holds for filling.
+    `sums[r][t]` [length]: memory of replica r that both see, in turn t; turns alternate, step by step. The total of turn t is
+    written to this replica's memory of the other turn, which the other replica no longer reads: its message for step n proves
+    that it has finished reading step n - 1. The same holds for filling.
     """
 
     def __init__(
@@ -329,6 +350,7 @@ class SharedMemoryPairBucket(GradientBucket):
         self._left, self._right = sums
         self._mine = sums[replicas.me]
         self._places = [layout.views(one) for one in self._mine]
+        """By turn: the parameters in this replica's memory."""
         self._turn = 0
         super().__init__(layout, self._mine[1])
 

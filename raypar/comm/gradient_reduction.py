@@ -1,13 +1,13 @@
-"""Reduction of a stage's gradients over its replicas, in buckets that overlap with the backward pass (DESIGN 4.5).
+"""Reduction of a stage's gradients over its replicas, in buckets that overlap with the backward pass.
 
 *Canonical* (the default): every replica adds the complete subtrees of its run of blocks by itself. Between replicas, each
-owner of a slice gets everybody's subtree sums of it (all-to-all), adds them in the order of the tree, and hands the total
-round (all-gather). The additions are those of one process, whatever the number of replicas; where each run is one
-complete subtree the bytes are those of a ring, 2 (R-1)/R N per replica. *Fast*: a plain all-reduce of each replica's own sum.
+owner of a slice receives all replicas' subtree sums of the slice (all-to-all), adds them in the order of the tree, and sends
+the total to all (all-gather). The additions are those of one process, whatever the number of replicas. Where each run is one
+complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica. *Fast*: a plain all-reduce of each replica's own sum.
 
-An undefined gradient travels as -0.0, the one value x with a + x == a bit for bit for every a (IEEE 754, round to nearest),
-so nobody needs to know which sums are defined before adding; one small all-reduce of counts a step tells which results are.
-The same counts tell what only the replicas know that have run a microbatch (`Reduction.note`).
+An undefined gradient travels as -0.0, the one value x for which a + x == a bit for bit for every a (IEEE 754, round to
+nearest). So nobody needs to know which sums are defined before adding. One small all-reduce of counts a step tells which
+results are defined, and which parameters a replica has marked (`GradientReduction.note`).
 """
 
 from __future__ import annotations
@@ -41,18 +41,15 @@ BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
 
 _NOTED = 1 << 16
-"""Added to the count of a parameter that somebody notes: more than there are replicas."""
+"""Added to the count of a parameter for each replica that notes it; larger than any number of replicas."""
 
 
 class GradientReduction(ABC):
-    """What `CanonicalReduction` and `FastReduction` share: buckets posted in one fixed order as their gradients get ready.
+    """What `CanonicalReduction` and `FastReduction` share: buckets posted in one fixed order as their gradients become ready.
 
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
-    use of a parameter, in layer order; `channel`: apart from all other reductions of the group (the stage's number);
-    `device`: where the gradients are.
-
-    `note()`: parameters that this replica has something to say about, asked when all gradients are ready; after `finish`,
-    `noted` has those that any replica has noted in this step.
+    use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
+    `device`: of the gradients.
     """
 
     def __init__(
@@ -75,24 +72,35 @@ class GradientReduction(ABC):
         self.parameters = tuple(parameters)
         self.channel = channel
         self.me = self.group.index(transport.rank)
+        """This rank's index in the group."""
         self.nodes = [covering_nodes(run, blocks) for run in runs]
         """Subtrees of each replica, left to right."""
         self.replicas = ReplicaGroup(transport, self.group, self.me, channel, blocks, tuple(map(tuple, self.nodes)), device)
         self._rows: list[Rows | None] = [None] * len(self.parameters)
+        """By parameter: its subtree sums, once they are ready in this step."""
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
+        """By parameter: its total, where there is one replica only."""
         self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
+        """By parameter: replicas with a gradient, plus `_NOTED` for each that notes it; summed over the replicas."""
         self._counted: Handle | None = None
+        """The all-reduce of the counts, once it is posted in this step."""
         self.note: Callable[[], Collection[int]] = tuple
+        """Parameters that this replica marks for all others; asked in every step when all gradients are ready."""
         self.noted: frozenset[int] = frozenset()
+        """After `finish`: parameters that any replica has noted in this step."""
         self._unready = 0
+        """Parameters that are not ready in this step."""
         self._next_first = self._next_second = 0
+        """The first bucket whose first, second phase is not posted in this step."""
         self.buckets: list[GradientBucket] = []
         if len(self.group) > 1:
             self.buckets = [self._bucket(layout) for layout in bucket_layouts(self.parameters, bucket_bytes)]
         self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
-        self._better: list[GradientBucket] | None = None
+        """Parameter -> its bucket."""
+        self._next_buckets: list[GradientBucket] | None = None
         """What `buckets` will be from the next step on."""
-        self._acquainted = False
+        self._negotiated = False
+        """Whether `_negotiate_buckets` has run."""
 
     @abstractmethod
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
@@ -105,8 +113,8 @@ class GradientReduction(ABC):
         self._counted = None
         self._unready = len(self.parameters)
         self._next_first = self._next_second = 0
-        if self._better is not None:
-            self.buckets, self._better = self._better, None
+        if self._next_buckets is not None:
+            self.buckets, self._next_buckets = self._next_buckets, None
             self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
         for bucket in self.buckets:
             bucket.begin()
@@ -114,10 +122,10 @@ class GradientReduction(ABC):
             self.ready(range(len(self.parameters) - 1, -1, -1), {})
 
     def ready(self, indices: Sequence[int], rows: Rows) -> None:
-        """The subtree sums of some parameters are final: `rows[node][index]`; None or no row: no gradient. Once per step each.
+        """Take the final subtree sums of some parameters, `rows[node][index]`; None or no row: no gradient. Once per step each.
 
         Instead of a node its children may be given, which are added here. The sums belong to the reduction from now on and
-        must stay as they are until `finish` is done. Posts the first phase of every bucket that nothing is missing of.
+        must stay unchanged until `finish` is done. Posts the first phase of every bucket that is complete.
         """
         known, alone = self._rows, len(self.group) == 1
         for index in indices:
@@ -150,15 +158,18 @@ class GradientReduction(ABC):
             self._counted = self.transport.all_reduce(self._counts, group=self.group, channel=self.channel)
 
     def poll(self) -> None:
-        """Start the second phase of buckets whose first is done. Cheap; never blocks."""
+        """Start the second phase of buckets whose first phase is done. Cheap; never blocks."""
         while self._next_second < self._next_first:
             bucket = self.buckets[self._next_second]
             assert bucket.first is not None
             if not bucket.first.done():
                 return
-            with torch.no_grad():
-                bucket.second = bucket.post_second()
-            self._next_second += 1
+            self._start_second(bucket)
+
+    def _start_second(self, bucket: GradientBucket) -> None:
+        with torch.no_grad():
+            bucket.second = bucket.post_second()
+        self._next_second += 1
 
     def finish(self) -> Routine[list[Tensor | None]]:
         """Wait for the rest. Returns each parameter's reduced gradient, 64-byte aligned; None where no replica has one.
@@ -174,13 +185,19 @@ class GradientReduction(ABC):
         if len(self.group) == 1:
             self.noted = frozenset(self.note())
             return self._totals
-        for number, bucket in enumerate(self.buckets):
-            if bucket.first is not None and self._next_second <= number:
-                yield Wait(bucket.first, f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}, sums")
-            self.poll()
-        for number, bucket in enumerate(self.buckets):
+        names = [
+            f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}" for number in range(len(self.buckets))
+        ]
+        for bucket, name in list(zip(self.buckets, names, strict=True))[self._next_second :]:
+            # Only additions follow: a device's stream may wait for the sums while the host posts the next bucket's totals.
+            assert bucket.first is not None
+            yield Wait(bucket.first, f"{name}, sums", on_stream=True)
+            self._start_second(bucket)
+        for bucket, name in zip(self.buckets, names, strict=True):
+            if bucket.first is not None and not bucket.first.done():
+                yield Wait(bucket.first, f"{name}, sums")
             if bucket.second is not None:
-                yield Wait(bucket.second, f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}, totals")
+                yield Wait(bucket.second, f"{name}, totals")
         results: list[Tensor | None] = [None] * len(self.parameters)
         if self._counted is not None:
             yield Wait(self._counted, f"which gradients are defined, channel {self.channel}")
@@ -190,13 +207,13 @@ class GradientReduction(ABC):
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
                 results[index] = view if counts[index] % _NOTED else None
         self._rows = [None] * len(self.parameters)
-        if not self._acquainted:
-            self._acquainted = True
-            self._better = yield from self._better_buckets()
+        if not self._negotiated:
+            self._negotiated = True
+            self._next_buckets = yield from self._negotiate_buckets()
         return results
 
-    def _better_buckets(self) -> Routine[list[GradientBucket] | None]:
-        """At the end of the first step, when nothing else is under way: what can be agreed on with the others for the next."""
+    def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
+        """Agree with the other replicas, at the end of the first step, on other buckets for the next ones; None: the same."""
         return None
         yield
 
@@ -209,41 +226,41 @@ class GradientReduction(ABC):
 
 
 class CanonicalReduction(GradientReduction):
-    """The bits of one process for every number of replicas. See the module."""
+    """Has the bits of one process for every number of replicas. See the module."""
 
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
         if [len(nodes) for nodes in self.nodes] == [1, 1]:
             return PairBucket(self.replicas, layout)
         return CanonicalBucket(self.replicas, layout)
 
-    def _better_buckets(self) -> Routine[list[GradientBucket] | None]:
-        """Two replicas on one machine read each other's memory, if both find that they can; else messages do as well."""
+    def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
+        """Buckets in shared memory, for two replicas on one machine that both find that they can read each other's."""
         pairs = all(isinstance(bucket, PairBucket) for bucket in self.buckets) and self.replicas.device == CPU
         near = pairs and self.transport.near(self.group[1 - self.me])
         turn_bytes = sum(_paged(bucket.result.nbytes) for bucket in self.buckets)
         if not near or not turn_bytes:
             return None
         try:
-            window = SharedMemoryBlock(2 * turn_bytes)
+            block = SharedMemoryBlock(2 * turn_bytes)
         except OSError:
-            window = None
-        cards = [torch.zeros_like(NO_ADDRESS) for _ in self.group]
-        yield Wait(
-            self._gather(cards, window.card if window is not None else NO_ADDRESS), "where the other replica's memory is"
-        )
+            block = None
+        addresses = [torch.zeros_like(NO_ADDRESS) for _ in self.group]
+        address = block.address if block is not None else NO_ADDRESS
+        yield Wait(self._gather(addresses, address), "where the other replica's memory is")
         memories: list[Tensor] = []
-        if window is not None:
+        if block is not None:
             try:
                 memories = [
-                    window.memory if r == self.me else open_shared_memory(card, 2 * turn_bytes) for r, card in enumerate(cards)
+                    block.memory if r == self.me else open_shared_memory(address, 2 * turn_bytes)
+                    for r, address in enumerate(addresses)
                 ]
             except OSError:
                 memories = []
         found = [torch.zeros(1, dtype=torch.uint8) for _ in self.group]
         mine = torch.tensor([bool(memories)], dtype=torch.uint8)
         yield Wait(self._gather(found, mine), "whether the other replica can read our memory")
-        if window is not None:
-            window.close()
+        if block is not None:
+            block.close()
         if not all(map(bool, found)):
             return None
         made: list[GradientBucket] = []
@@ -262,12 +279,12 @@ class CanonicalReduction(GradientReduction):
 
 
 def _paged(nbytes: int) -> int:
-    """Up to the next multiple of 4,096: buckets share no page, and start where vector instructions like it."""
+    """Rounded up to a multiple of 4,096: buckets share no page, and are aligned for vector instructions."""
     return -(-nbytes // 4096) * 4096
 
 
 class FastReduction(GradientReduction):
-    """Same interface, a plain all-reduce: bits depend on the number of replicas."""
+    """A plain all-reduce: the bits depend on the number of replicas."""
 
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
         return FastBucket(self.replicas, layout)

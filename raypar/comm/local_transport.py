@@ -1,7 +1,7 @@
 """The transport inside one process: the executable specification of all others.
 
 `LocalMesh` connects ranks that are threads, or routines of one thread that `CooperativeScheduler` interleaves on a virtual
-clock. A send is a rendezvous: it is done when its receiver has the bytes, so code that hangs here hangs nowhere else.
+clock. A send is done only when its receiver has the bytes (a rendezvous), so that code that relies on buffering hangs here.
 """
 
 from __future__ import annotations
@@ -25,16 +25,24 @@ Address = tuple[int, int, int, int]
 
 
 class LocalMesh:
-    """`size` ranks in this process. `transports[r]` is rank r's end; each may be used by a thread of its own."""
+    """All ranks of one generation, in this process. Each rank's transport may be used by a thread of its own.
+
+    It has no address and no further generations, unlike a `comm.mesh.Mesh`, which is one worker's.
+    """
 
     def __init__(self, size: int, generation: int = 0) -> None:
         self.size = size
         self.generation = generation
         self.gone: dict[int, str] = {}
+        """Rank -> reason, of ranks that have left."""
         self.changed = threading.Condition(threading.RLock())
+        """Guards all of the mesh; notified when an operation is settled."""
         self.sends: dict[Address, deque[OperationMessage]] = {}
+        """Posted sends without their receives."""
         self.recvs: dict[Address, deque[OperationMessage]] = {}
+        """Posted receives without their sends."""
         self.transports = [LocalTransport(self, rank) for rank in range(size)]
+        """By rank."""
 
     def abort(self, reason: str) -> None:
         """Abort every rank: each pending and later call raises `GroupAborted(reason)`."""
@@ -43,7 +51,7 @@ class LocalMesh:
                 transport.abort(reason)
 
     def leave(self, rank: int, reason: str) -> None:
-        """Rank `rank` is gone: what it has pending is aborted, what others have pending with it fails."""
+        """Remove a rank: its pending operations are aborted, those of others with it fail."""
         with self.changed:
             self.gone[rank] = reason
             waiting = [m for table in (self.sends, self.recvs) for queue in table.values() for m in queue]
@@ -57,7 +65,7 @@ class LocalMesh:
                     del table[address]
 
     def match(self, message: OperationMessage, address: Address, sending: bool) -> None:
-        """Deliver if the other half is there, else keep this half."""
+        """Deliver a message if its send and its receive are both posted; else keep this half."""
         with self.changed:
             if message.peer in self.gone:
                 message.fail(peer_left_error(message))
@@ -74,7 +82,7 @@ class LocalMesh:
 
 
 def peer_left_error(message: OperationMessage) -> CommError:
-    """What an operation with a rank that has left fails with."""
+    """The error of an operation with a rank that has left."""
     return CommError(
         f"{message.operation.describe()}: rank {message.peer} closed its end",
         cure="abort this group; the ranks that are left form the next generation",
@@ -82,7 +90,7 @@ def peer_left_error(message: OperationMessage) -> CommError:
 
 
 def mismatch_error(message: OperationMessage, dtype: torch.dtype, shape: Sequence[int]) -> CommError:
-    """What a receive fails with when another tensor arrives than it was posted for."""
+    """The error of a receive when a tensor of another dtype or shape arrives."""
     assert message.tensor is not None
     return CommError(
         f"{message.operation.describe()} expects {message.tensor.dtype} {tuple(message.tensor.shape)}, "
@@ -156,7 +164,7 @@ class LocalTransport(MessageTransport):
 
 @dataclass(frozen=True, slots=True)
 class RoutineSpan:
-    """One piece of a cooperative run, in virtual milliseconds: a routine worked, or waited."""
+    """One interval of a cooperative run, in virtual milliseconds, in which a routine worked or waited."""
 
     routine: int
     label: str
@@ -169,21 +177,24 @@ class CooperativeScheduler:
     """Interleaves routines in one thread, on a virtual clock.
 
     The runnable routine with the lowest clock goes next; among equals the lowest index, or with a `seed` a random one, so
-    that many seeds explore many interleavings. A routine runs until it yields: `Work` moves its clock on, `Wait` blocks it
-    until the handle is done. With `trace`, `spans` and `makespan_ms` describe the last run.
+    that many seeds explore many interleavings. A routine runs until it yields: `Work` advances its clock, `Wait` blocks it
+    until the handle is done.
     """
 
     def __init__(self, seed: int | None = None, trace: bool = False) -> None:
         self._random = None if seed is None else random.Random(seed)
         self._trace = trace
+        """Whether to record `spans`."""
         self.spans: list[RoutineSpan] = []
+        """Of the last run."""
         self.makespan_ms = 0.0
+        """Of the last run."""
 
     def run(self, routines: Sequence[Routine[Any]], mesh: LocalMesh | None = None) -> list[Any]:
         """Run all to their end and return their results.
 
         The first exception of a routine aborts `mesh` (if given), is thrown as `GroupAborted` into the other routines and
-        is raised again. Raises `CommError` with the list of who waits for what when nobody can go on.
+        is raised again. Raises `CommError` with the list of all waits when no routine can go on.
         """
         self.spans = []
         clocks = [0.0] * len(routines)
@@ -233,7 +244,7 @@ class CooperativeScheduler:
         if mesh is not None:
             mesh.abort(reason)
         for index in others:
-            # What they raise while being stopped is a consequence; only the first error is reported.
+            # Errors raised while they are stopped are consequences; only the first error is reported.
             try:
                 routines[index].throw(GroupAborted(reason))
             except (Exception, StopIteration):
@@ -251,7 +262,7 @@ def poll_handle(handle: Handle) -> tuple[bool, Exception | None]:
 
 
 def deadlock_report(blocked: dict[int, Wait], clocks: Sequence[float]) -> CommError:
-    """The report when nobody can go on."""
+    """The error when no routine can go on: what each of them waits for."""
     lines = [f"routine {i} at {clocks[i]:g} ms waits for {wait.what}" for i, wait in sorted(blocked.items())]
     return CommError(
         "deadlock: nobody can go on\n    " + "\n    ".join(lines),

@@ -1,8 +1,8 @@
-"""One posted operation of a message transport: messages in flight, phase after phase, behind one `Handle`.
+"""One posted operation of a message transport: pending messages, phase after phase, behind one `Handle`.
 
-A collective is written as *phases*: a generator that yields an `MessagePhase` (messages to post) and goes on when all of them
-are done. Whoever completes the last message of a phase (a waiting thread or the I/O thread) runs the next phase at once,
-so a posted operation needs nothing more from its caller.
+A collective is written as *phases*: a generator that yields a `MessagePhase` (messages to post) and goes on when all of them
+are done. The thread that completes the last message of a phase (a waiting thread or the I/O thread) runs the next phase at
+once, so that a posted operation needs nothing more from its caller.
 """
 
 from __future__ import annotations
@@ -11,39 +11,58 @@ import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import CommError, CommTimeout
 
-if TYPE_CHECKING:
-    from raypar.comm.collectives import MessageTransport
-
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 Tagged = tuple[Tensor, int, int]
 """(tensor, peer, tag)"""
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePhase:
-    """One phase: `sends` (tensor, to, tag) and `recvs` (out, source, tag) to post together.
-
-    `early`: receives of the last phase posted already now, so that their data lands in place whenever it comes; the next
-    phase does not wait for them, the operation does.
-    """
+    """Messages that an operation posts together."""
 
     sends: Sequence[Tagged]
+    """(tensor, to, tag)"""
     recvs: Sequence[tuple[Tensor | None, int, int]]
+    """(out, source, tag)"""
     early: Sequence[Tagged] = ()
+    """Receives of the last phase that are posted already now, so that their data is received in place whenever it comes. The
+    next phase does not wait for them; the operation does."""
 
 
 Phases = Generator[MessagePhase, None, None]
 
 
+class MessageCarrier(Protocol):
+    """What an operation needs of its transport (`comm.collectives.MessageTransport`)."""
+
+    rank: int
+    generation: int
+    ledger: CommunicationLedger
+
+    def post_send(self, message: OperationMessage) -> None:
+        """Start sending; `message.complete()` once the tensor may be changed. Never blocks."""
+
+    def post_recv(self, message: OperationMessage) -> None:
+        """Start receiving into `message.tensor`, or into a fresh tensor put there. Never blocks."""
+
+    def wait_for(self, operation: MessageOperation, timeout_s: float | None) -> bool:
+        """Block until `operation.settled`; False after `timeout_s`."""
+
+    def settled(self, operation: MessageOperation) -> None:
+        """`operation` has just finished or failed, in any thread: wake the threads that wait for it."""
+
+
 def take_oldest(table: dict[K, deque[T]], key: K) -> T | None:
-    """Of messages (or receives) in the order in which they came: the oldest under `key`, taken out; None if there is none."""
+    """Take out the oldest message (or receive) under `key`; None if there is none. Each queue is in order of arrival."""
     queue = table.get(key)
     if queue is None:
         return None
@@ -54,10 +73,7 @@ def take_oldest(table: dict[K, deque[T]], key: K) -> T | None:
 
 
 class OperationMessage:
-    """One message of an operation. `tensor` is what is sent, or where it is received (None until a shape is known).
-
-    `(peer, channel, tag)` is the address it matches by; channel 0 is point to point, others belong to collectives.
-    """
+    """One message of an operation. It matches by `(peer, channel, tag)`."""
 
     __slots__ = ("channel", "early", "operation", "peer", "tag", "tensor")
 
@@ -66,10 +82,13 @@ class OperationMessage:
     ) -> None:
         self.operation = operation
         self.tensor = tensor
+        """What is sent, or where it is received; None until the shape of a received message is known."""
         self.peer = peer
         self.channel = channel
+        """0 is point to point; others belong to collectives."""
         self.tag = tag
         self.early = early
+        """See `MessagePhase.early`."""
 
     def complete(self) -> None:
         """All bytes have left or arrived."""
@@ -81,7 +100,7 @@ class OperationMessage:
 
 
 class MessageOperation:
-    """The `Handle` of message transports. Counts its messages down; thread-safe."""
+    """The `Handle` of message transports: done when all its messages are. Thread-safe."""
 
     __slots__ = (
         "_early",
@@ -99,18 +118,27 @@ class MessageOperation:
     )
 
     def __init__(
-        self, transport: MessageTransport, name: str, peers: Sequence[int], channel: int = 0, phases: Phases | None = None
+        self, transport: MessageCarrier, name: str, peers: Sequence[int], channel: int = 0, phases: Phases | None = None
     ) -> None:
         self.transport = transport
         self.name = name
+        """The operation, for messages."""
         self.peers = peers
+        """Ranks that it sends to or receives from."""
         self.channel = channel
+        """See `OperationMessage.channel`."""
         self._phases = phases
+        """The phases that are still to come; None of an operation without phases, and after the last one."""
         self._lock = threading.Lock()
+        """Guards the counts, the error and the change to finished."""
         self._left = 0
+        """Messages of this phase that are not done."""
         self._early = 0
+        """Early receives that are not done."""
         self._received: list[OperationMessage] = []
+        """Point to point: posted receives."""
         self._tensors: list[Tensor] = []
+        """Point to point: received tensors, once finished."""
         self._finished = False
         self._error: CommError | None = None
 
@@ -123,13 +151,17 @@ class MessageOperation:
         return self._finished
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until done, at most `timeout_s` seconds (None: the transport's own limit does not exist)."""
+        """Block until done, at most `timeout_s` seconds (None: without a limit)."""
         if not self._finished and self._error is None and not self.transport.wait_for(self, timeout_s) and not self.settled:
             raise CommTimeout(
                 f"{self.describe()} was not done after {timeout_s:.3g} s",
                 cure="a peer is slow, stopped or out of step; abort the group and probe the peer",
             )
         self.done()
+
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """See `Handle.wait_on_stream`: the memory is the host's, so the host waits."""
+        self.wait(timeout_s)
 
     def tensor(self) -> Tensor:
         """The tensor of a completed operation with one receive."""
@@ -149,7 +181,7 @@ class MessageOperation:
         return self._finished or self._error is not None
 
     def describe(self) -> str:
-        """For messages: operation, ranks and, for one message, its tag."""
+        """The operation and its ranks, for messages."""
         peers = ", ".join(str(p) for p in self.peers)
         return f"{self.name} of rank {self.transport.rank} with {peers or 'nobody'} (generation {self.transport.generation})"
 
@@ -158,11 +190,11 @@ class MessageOperation:
         self._advance()
         return self
 
-    def post(self, exchange: MessagePhase) -> None:
-        """Post the messages of one phase. Receives first: then a peer's answer finds its place."""
-        recvs = [OperationMessage(self, t, peer, self.channel, tag, False) for t, peer, tag in exchange.recvs]
-        early = [OperationMessage(self, t, peer, self.channel, tag, True) for t, peer, tag in exchange.early]
-        sends = [OperationMessage(self, t, peer, self.channel, tag, False) for t, peer, tag in exchange.sends]
+    def post(self, phase: MessagePhase) -> None:
+        """Post the messages of one phase. Receives first, so that a peer's answer is received in place."""
+        recvs = [OperationMessage(self, t, peer, self.channel, tag, False) for t, peer, tag in phase.recvs]
+        early = [OperationMessage(self, t, peer, self.channel, tag, True) for t, peer, tag in phase.early]
+        sends = [OperationMessage(self, t, peer, self.channel, tag, False) for t, peer, tag in phase.sends]
         self._left += len(recvs) + len(sends) + 1  # one more, so that it cannot reach zero while we are posting
         self._early += len(early)
         if self.channel == 0:
@@ -175,7 +207,7 @@ class MessageOperation:
             self.transport.post_send(message)
 
     def posted(self) -> None:
-        """Posting is over: drop the extra count of `post`, go on if everything has completed meanwhile."""
+        """End posting: drop the extra count of `post`, and go on if all messages have completed meanwhile."""
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -183,7 +215,7 @@ class MessageOperation:
             self._advance()
 
     def message_done(self, message: OperationMessage) -> None:
-        """Called once for each message, by whoever completed it."""
+        """Count a completed message; called once for each, in the thread that completed it."""
         with self._lock:
             if message.early:
                 self._early -= 1
@@ -195,7 +227,7 @@ class MessageOperation:
             self._advance()
 
     def fail(self, error: CommError) -> None:
-        """Settle with an error; the first one stays."""
+        """Settle with an error, unless it is settled already."""
         with self._lock:
             if self.settled:
                 return
@@ -210,13 +242,13 @@ class MessageOperation:
             phases = self._phases
             if self._error is not None:
                 return
-            exchange = None
+            phase = None
             if phases is not None:
                 try:
                     with torch.no_grad():
-                        exchange = next(phases, None)
-                    if exchange is not None:
-                        self.post(exchange)
+                        phase = next(phases, None)
+                    if phase is not None:
+                        self.post(phase)
                 except CommError as error:
                     self.fail(error)
                     return
@@ -225,7 +257,7 @@ class MessageOperation:
                     self.fail(CommError(what, cure="abort this group; the tensors of its ranks may not fit together"))
                     return
             with self._lock:
-                if exchange is not None:
+                if phase is not None:
                     self._left -= 1
                     if self._left:
                         return
@@ -233,7 +265,7 @@ class MessageOperation:
                 self._phases = None
                 if self._early or self._finished:
                     return
-                # Messages refer to us: without this the cycle would hold their tensors until Python's collector comes.
+                # Messages refer to this operation: the cycle would hold their tensors until Python's collector comes.
                 self._tensors = [m.tensor for m in self._received if m.tensor is not None]
                 self._received = []
                 self._finished = True

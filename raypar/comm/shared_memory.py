@@ -1,8 +1,8 @@
-"""Memory of a worker that another process of the same machine reads in place (what MPI calls a shared window).
+"""Memory of a worker that another process of the same machine reads in place (MPI's shared windows).
 
-A socket copies every byte twice and keeps both processors busy with it; a reader of a window only touches what it adds. The
-memory has no name anywhere: it is an anonymous file (`memfd_create`) that the other process opens through /proc and that is
-gone with the last mapping, however the processes end.
+A socket copies every byte twice and keeps both processors busy with it; a reader of shared memory only touches what it adds.
+The memory has no name in any file system: it is an anonymous file (`memfd_create`), which the other process opens through
+/proc. It is gone with its last mapping, however the processes end.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 PREFIX = "raypar-"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Fix the size: were it reduced, a process that reads the memory would be killed (SIGBUS)."""
+"""Seals that fix the size: if it were reduced, a process that reads the memory would be killed (SIGBUS)."""
 
 
 class SharedMemoryBlock:
-    """`memory` [nbytes] uint8, zeros, page aligned: ours to write. Raises `OSError` where the system has no such memory.
+    """Memory that this process writes. Raises `OSError` where the system has no such memory.
 
-    `card` says to others where it is; `close` once they have it open (a mapping needs no descriptor).
+    `close` it once the readers have opened it (a mapping needs no descriptor).
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -33,13 +33,15 @@ class SharedMemoryBlock:
             os.ftruncate(self._fd, nbytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
             self.memory = _map(self._fd, nbytes)
+            """[nbytes] uint8, zeros, page aligned."""
         except BaseException:
             self.close()
             raise
-        self.card = torch.tensor([os.getpid(), self._fd, nbytes, self._token], dtype=torch.int64)
+        self.address = torch.tensor([os.getpid(), self._fd, nbytes, self._token], dtype=torch.int64)
+        """What `open_shared_memory` of another process needs: process id, descriptor, size, token of the file's name."""
 
     def close(self) -> None:
-        """Others can no longer open it; who has, and we, keep the memory. Idempotent."""
+        """End opening by others; processes that have it open, and this one, keep the memory. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -48,16 +50,16 @@ class SharedMemoryBlock:
 
 
 NO_ADDRESS = torch.zeros(4, dtype=torch.int64)
-"""From who has no window."""
+"""The address that a process without such memory sends."""
 
 
-def open_shared_memory(card: Tensor, nbytes: int) -> Tensor:
-    """The memory [nbytes] behind another process's card; to be read only. Raises `OSError` where it cannot be reached.
+def open_shared_memory(address: Tensor, nbytes: int) -> Tensor:
+    """The memory [nbytes] of another process, to be read only. Raises `OSError` if it cannot be reached.
 
-    A process of the same number in another pid namespace is told apart by the token in the file's name. The card's size must be
-    the expected one, and the file's: nothing is opened or mapped only because a card says so.
+    The token in the file's name tells apart a process of the same number in another pid namespace. The address is not trusted:
+    its size must be the expected one, and the file's.
     """
-    pid, theirs, said, token = card.tolist()
+    pid, theirs, said, token = address.tolist()
     place, wanted = f"/proc/{pid}/fd/{theirs}", f"/memfd:{PREFIX}{token:x} (deleted)"
     if said != nbytes:
         raise OSError(f"process {pid} has {said} bytes of memory to be read, {nbytes} were expected")
@@ -74,5 +76,5 @@ def open_shared_memory(card: Tensor, nbytes: int) -> Tensor:
 
 
 def _map(fd: int, nbytes: int) -> Tensor:
-    """All pages at once: touched one by one inside a step they would cost a fault each."""
+    """Map all pages at once: touched one by one inside a step, each would cost a page fault."""
     return torch.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=torch.uint8)

@@ -1,10 +1,11 @@
 """The transport protocol: moves tensors between the ranks of one generation of the job.
 
-Written for asynchronous devices: operations return a `Handle` at once; buffers must stay alive and unread (or unwritten)
-until it is done; nothing here makes the host wait for a device except `Handle.wait`.
+Written for asynchronous devices: operations return a `Handle` at once. Their buffers must stay alive until the operation is
+done, and until then nobody may write to what is sent or read what is received. Nothing but a wait makes the host wait for a
+device.
 
 Code that must run both under real transports and under the cooperative scheduler is written as a *routine*: a generator
-that posts operations by plain calls and yields `Wait` where it cannot go on (and `Compute` around work that takes time).
+that posts operations by plain calls and yields `Wait` where it cannot go on (and `Work` before work that takes time).
 `run_routine` runs one on a real transport; `comm.local_transport.CooperativeScheduler` interleaves many on a virtual clock.
 """
 
@@ -31,6 +32,14 @@ class Handle(Protocol):
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until done. Raises `GroupAborted`, or `CommTimeout` (naming operation, peer and tag) after `timeout_s`."""
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        """Order work that the caller gives to its current stream from here on behind the operation; in host memory, `wait`.
+
+        The host goes on before the operation is done. What the work computes is invalid if the operation fails, which a later
+        `wait` raises: so wait on the host as well before the results leave this worker. The work must not call code that may
+        raise, or harm the device, for values that are invalid: no user code.
+        """
+
     def tensor(self) -> Tensor:
         """The received tensor (of a completed receive; shape and dtype as sent)."""
 
@@ -40,23 +49,23 @@ class Handle(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """All ranks of one generation. Ranks are indices of the plan's seats. Never used again after `abort`.
+    """One rank's end of a generation. Ranks are indices of the plan's seats. Never used again after `abort`.
 
     A collective is called by all ranks of its `group` (ascending). Calls with the same (operation, group, channel) match in
-    the order in which each rank makes them; calls that differ in one of the three are independent and may overtake, so
-    that whoever posts collectives at moments of its own (a bucket became ready) takes a `channel` of its own.
-    A call that returns a handle goes on by itself; it never needs another call on this rank to complete.
+    the order in which each rank makes them. Calls that differ in one of the three are independent and may overtake: code that
+    posts collectives in an order of its own (as gradient buckets become ready) uses a `channel` of its own.
+    A posted operation goes on by itself; it needs no other call on this rank to complete.
     """
 
     rank: int
     size: int
+    """Number of ranks in the generation."""
     generation: int
     ledger: CommunicationLedger
-    carries_shapes: bool
-    """True when `recv` may be given `out=None` and finds shape and dtype in the message itself (local, cpu)."""
+    """Counts what this rank sends and receives."""
 
     def near(self, rank: int) -> bool:
-        """Whether `rank` is on this machine, so that its memory may be read without a message (`comm.shared_memory`)."""
+        """Whether `rank` is on this machine, and its memory may be read without a message (`comm.shared_memory`)."""
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
         """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake."""
@@ -94,21 +103,23 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Yielded by a routine that cannot go on before `handle` is done. `what` names it in time-out messages."""
+    """Yielded by a routine that cannot go on before `handle` is done."""
 
     handle: Handle
     what: str
+    """The operation, in time-out messages."""
+    on_stream: bool = False
+    """Only the caller's stream has to wait (`Handle.wait_on_stream`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Yielded by a routine just before it computes; the virtual clock advances by `cost_ms`, `drive` ignores it.
-
-    `label` is the short text of the instruction: the place where faults are injected and debuggers stop.
-    """
+    """Yielded by a routine just before it computes."""
 
     label: str
+    """Short text of the instruction, at which faults are injected and debuggers stop."""
     cost_ms: float = 0.0
+    """Advance of the virtual clock; `run_routine` ignores it."""
 
 
 Routine = Generator[Wait | Work, None, T]
@@ -119,14 +130,14 @@ def run_routine(routine: Routine[T], timeout_s: float | None = None) -> T:
 
     def block(operation: Wait | Work) -> None:
         if isinstance(operation, Wait):
-            wait_named(operation.handle, operation.what, timeout_s)
+            wait_named(operation.handle, operation.what, timeout_s, on_stream=operation.on_stream)
 
     return run_routine_with(routine, block)
 
 
 def run_routine_with(routine: Routine[T], do: Callable[[Wait | Work], None]) -> T:
-    """Run a routine to its end; `do` is called with all that it yields. What that raises is thrown into the routine where it
-    stands, so that it may clean up."""
+    """Run a routine to its end, calling `do` with all that it yields. An error of `do` is raised inside the routine, at its
+    `yield`, so that it may clean up."""
     failed: Exception | None = None
     while True:
         try:
@@ -140,9 +151,9 @@ def run_routine_with(routine: Routine[T], do: Callable[[Wait | Work], None]) -> 
             failed = error
 
 
-def wait_named(handle: Handle, what: str, timeout_s: float | None) -> None:
-    """`handle.wait`; a time-out names `what` was waited for."""
+def wait_named(handle: Handle, what: str, timeout_s: float | None, *, on_stream: bool = False) -> None:
+    """Call `handle.wait`, or `wait_on_stream`; a time-out names `what` was waited for."""
     try:
-        handle.wait(timeout_s)
+        (handle.wait_on_stream if on_stream else handle.wait)(timeout_s)
     except CommTimeout as error:
         raise CommTimeout(f"{what}: {error.what}", error.cure) from None

@@ -74,8 +74,9 @@ def _check_and_plan(
 def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: RunOptions) -> list[str]:
     """What to know about a plan beside its description."""
     from raypar.planner.plan_report import fewer_shards
+    from raypar.worker.backend import make_backend
 
-    notes = ["times are of this machine's processors, not of GPUs"] * (spec.device == "gpu")
+    notes = list(make_backend(spec.device).plan_notes)
     if options.elastic is not None:
         notes += fewer_shards(chosen.plan, options.elastic.min_workers)
     return notes
@@ -87,8 +88,9 @@ def _connect_and_follow(
     """Connect to Ray, make the run folder, run. The folder is removed again if the run ends before its first step."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
     from raypar.actors.ray_connection import connect_ray
+    from raypar.worker.backend import make_backend
 
-    gpus = int(spec.device == "gpu")
+    gpus = make_backend(spec.device).gpus_per_worker
     with connect_ray(
         options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)
     ) as connection:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.run_options import RunOptions
-from raypar.plan import ParallelPlan
 from raypar.run_folder import RunFolder
 from raypar.worker.job_spec import JobSpec
 
@@ -16,17 +15,10 @@ if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
     from raypar.config import ElasticConfig
     from raypar.elastic.run_machine import RunPolicy
-    from raypar.model.graph import Graph
-    from raypar.schedule.assignment import Assignment
     from raypar.worker.preflight import PreflightResult
 
 MIRROR_COST = 0.02
 """Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
-
-GPU_DEADLINES = {"adopt_s": 90.0, "stand_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
-"""Fields of `RunPolicy` that differ on GPUs, in seconds: a generation's communicators have to be made
-(`nccl_mesh.MAKING_S`), and the last one's aborted (`nccl_transport.ABORT_S`). Nobody has measured how long that takes on a
-GPU."""
 
 
 def prepare_request(
@@ -43,6 +35,7 @@ def prepare_request(
     from raypar.model.tensor_parallel.styles import outline_of_shards
     from raypar.planner.plan_search import possible_shards
     from raypar.worker.assignment import assignments
+    from raypar.worker.backend import make_backend
     from raypar.worker.checkpoint import contract_of
     from raypar.worker.preflight import check_fewer_shards
 
@@ -52,8 +45,9 @@ def prepare_request(
         check_fewer_shards(spec, checked, chosen.plan, shards)
     outline = outline_of_shards(checked.graph, shards, dict(spec.styles))
     lowered = assignments(spec, checked.graph, chosen.plan, chosen.orders, validation_samples=checked.validation_samples)
-    policy = build_run_policy(spec, chosen.plan.world, options)
-    environment = worker_environment(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
+    backend = make_backend(spec.device)
+    policy = build_run_policy(spec, chosen.plan.world, options, backend.deadlines)
+    backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
@@ -79,8 +73,8 @@ def prepare_request(
             max_time_s=options.max_time_s,
             wait_for_workers_s=options.wait_for_workers_s,
             orphan_timeout_s=options.orphan_timeout_s,
-            gpus=int(spec.device == "gpu"),
-            environment=environment,
+            gpus=backend.gpus_per_worker,
+            environment=backend.environment,
         )
 
     return request
@@ -100,8 +94,11 @@ def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
         )
 
 
-def build_run_policy(spec: JobSpec, world: int, options: RunOptions) -> RunPolicy:
-    """What the run machine goes by: how far to train, when to save and validate, which deadlines hold."""
+def build_run_policy(spec: JobSpec, world: int, options: RunOptions, deadlines: Mapping[str, float]) -> RunPolicy:
+    """What the run machine goes by: how far to train, when to save and validate, which deadlines hold.
+
+    `deadlines`: of the kind of device (`Backend.deadlines`).
+    """
     from raypar.elastic.run_machine import RunPolicy
 
     return RunPolicy(
@@ -114,7 +111,7 @@ def build_run_policy(spec: JobSpec, world: int, options: RunOptions) -> RunPolic
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
         **(elastic_policy_fields(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
-        **(GPU_DEADLINES if spec.device == "gpu" else {}),
+        **deadlines,  # type: ignore[arg-type]
     )
 
 
@@ -137,21 +134,6 @@ def elastic_policy_fields(elastic: ElasticConfig, wait_for_workers_s: float) -> 
         "mirror_every": elastic.mirror if isinstance(elastic.mirror, int) else 0,
         "mirror_cost": MIRROR_COST if elastic.mirror == "auto" else 0.0,
     }
-
-
-def worker_environment(
-    spec: JobSpec, graph: Graph, plan: ParallelPlan, lowered: Sequence[Assignment], *, elastic: bool
-) -> dict[str, str]:
-    """Environment variables of every worker process: empty on CPUs. Raises `PlanError` for a plan with too many communicators
-    for a GPU."""
-    if spec.device != "gpu":
-        return {}
-    from raypar.comm.nccl.device import WORKER_ENVIRONMENT
-    from raypar.worker.communicators import check_communicators
-    from raypar.worker.gpu_process import ENVIRONMENT
-
-    check_communicators(spec, graph, plan, lowered, elastic=elastic)
-    return {**WORKER_ENVIRONMENT, **ENVIRONMENT}
 
 
 def traced_steps(first: int, end: int, every: int) -> Collection[int]:

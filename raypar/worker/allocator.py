@@ -1,4 +1,4 @@
-"""Memory of a worker process: what one microbatch frees is kept for the next; what stays is not looked at again."""
+"""Settings of glibc's allocator and of Python's garbage collector that a worker's process runs with."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if not (mallopt and mallopt(_M_MMAP_THRESHOLD, _LARGE >> 1) and mallopt(_M_TRIM_THRESHOLD, _LARGE)):
         return False
-    # Ray runs steps in a thread of a pool. Whatever the trim threshold, a thread's heap that gets empty is unmapped (100 to
-    # 2,400 faults a step), unless its predecessor has less room than the pad. For the first thread it only reserves addresses.
+    # Ray runs steps in a thread of a pool. Whatever the trim threshold, a thread's heap that becomes empty is unmapped (100 to
+    # 2,400 faults a step), unless the heap before it has less room than the pad. In the first thread the pad only reserves
+    # addresses.
     return bool(mallopt(_M_TOP_PAD, _HEAP))
 
 
 def return_unused_memory() -> None:
-    """Give what glibc keeps and nobody uses to the system, once: what building has left, like a whole layer that was cut.
+    """Return freed memory that glibc keeps to the system, once: the remains of building a stage, like a layer that was cut.
 
-    With a GPT of 14 blocks of 12 MiB on 2 shards 10 to 22 MiB of 400, by chance, in 1 to 2 ms.
+    Measured with a GPT of 14 blocks of 12 MiB on 2 shards: 10 to 22 MiB of 400, by chance, in 1 to 2 ms.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
     if trim:
@@ -40,10 +41,10 @@ def return_unused_memory() -> None:
 
 
 def freeze_what_stays(*, collect: bool) -> None:
-    """Python's collector leaves alone in its passes, from now on, whatever there is: torch, ray, modules, stages.
+    """Exclude all objects that exist (torch, ray, modules, stages) from later passes of Python's garbage collector.
 
-    A pass over everything comes in the middle of some step, and takes 0.25 s once torch is loaded. `collect`: make such a pass
-    before; not while others wait for this worker.
+    A pass over everything would come in the middle of some step, and takes 0.25 s once torch is loaded. `collect`: make one
+    such pass before; not while others wait for this worker.
     """
     if collect:
         gc.collect()

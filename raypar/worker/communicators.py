@@ -1,7 +1,7 @@
-"""Which wires a worker's part of a plan needs: known before anything is built, because NCCL's communicators are made first.
+"""Which communicators a worker's part of a plan needs, known before anything is built, because NCCL's are made first.
 
-Only what moves memory of the device is counted. Host memory (votes, counts of gradients, the mirror, lists of state) and
-barriers travel over the control transport's sockets.
+Only operations that move the device's memory are counted. Host memory (votes, counts of gradients, the mirror, lists of
+state) and barriers travel over the control transport's sockets.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from raypar.worker.assignment import Assignment
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.tied_gradients import tie_sources
 
-MOST_DIRECT = 8
-"""A communicator each, beside those of the steps, of which there are some tens at most; and making one takes time in which
-everybody waits."""
+MAX_DIRECT = 8
+"""Most neighbours with which a worker hands over state directly. Each takes a communicator beside those of the steps, of which
+there are some tens at most, and all workers wait while it is made."""
 
 
 def communicators_of(
     part: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], ShardLayout]
 ) -> frozenset[CommunicatorKey]:
-    """All that one rank needs in a generation; the members of a wire all name it. `layout(shards)`: how the model is cut over
-    so many (`WorkerCore.layout`)."""
+    """All communicators that one rank needs in a generation; every member of a communicator names it.
+
+    `layout(shards)`: how the model is cut over that many shards (`WorkerCore.layout`).
+    """
     assignment = part.assignment
     found = {CommunicatorKey(pair, "message") for pair in direct_moves(part) if rank in pair}
     if assignment is not None:
@@ -43,12 +45,12 @@ def communicators_of(
                 found.add(CommunicatorKey((rank, instruction.peer), "message"))
             elif isinstance(instruction, Recv):
                 found.add(CommunicatorKey((instruction.peer, rank), "message"))
-        found |= {wire for wire in _ties(plan, assignment.crossing.ties, layout) if rank in wire.members}
+        found |= {key for key in _ties(plan, assignment.crossing.ties, layout) if rank in key.members}
         for stage in plan.stages_of(rank):
             fast, shards = spec.reduction == "fast", plan.stages[stage].shards
             found |= set(_reduction(Routing(plan, spec.cut), stage, plan.seats[rank].shard, fast))
             if shards > 1:
-                # The loss of logits that are cut gathers, and layers of the style to, whose stages are not looked up.
+                # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)
                 gathers = last or any(style.kind == "gathered" for style in layout(shards).styles.values())
                 found |= set(_shards(plan, stage, plan.seats[rank].replica, spec.sequence_parallel, gathers))
@@ -62,9 +64,9 @@ def check_communicators(spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: 
     """
     layout = cache(lambda shards: layout_of(graph, shards, dict(spec.styles)))
     counts = [len(communicators_of(AdoptOrder(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
-    used, most = max(counts), MAX_COMMUNICATORS - MOST_DIRECT * elastic
+    used, most = max(counts), MAX_COMMUNICATORS - MAX_DIRECT * elastic
     if used > most:
-        kept = f", {MOST_DIRECT} more being kept for state that changes hands in an elastic run" * elastic
+        kept = f", {MAX_DIRECT} more being kept for state that changes hands in an elastic run" * elastic
         raise PlanError(
             f"{plan.coordinate(counts.index(used))} would use {used} NCCL communicators (one for each worker that it sends to, "
             "one for each that it receives from, some for its replicas and shards); a GPU surely works "
@@ -74,16 +76,19 @@ def check_communicators(spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: 
 
 
 def direct_moves(part: AdoptOrder) -> frozenset[tuple[int, int]]:
-    """(source, dest) of state that changes hands from device to device when the generation begins; also from who has no seat in
-    it. None where somebody had more than `MOST_DIRECT` neighbours: then it all travels through host memory."""
+    """(source, dest) ranks of state that moves from device to device when the generation begins.
+
+    Sources without a seat in the generation are included. Empty if a worker would have more than `MAX_DIRECT` neighbours: then
+    all state travels through host memory.
+    """
     pairs = {(part.ranks[move.source], part.ranks[move.dest]) for move in part.moves}
     pairs = {pair for pair in pairs if pair[0] != pair[1]}
     neighbours = Counter(rank for pair in pairs for rank in pair)
-    return frozenset(pairs) if max(neighbours.values(), default=0) <= MOST_DIRECT else frozenset()
+    return frozenset(pairs) if max(neighbours.values(), default=0) <= MAX_DIRECT else frozenset()
 
 
 def _ties(plan: ParallelPlan, ties: Iterable[Tie], layout: Callable[[int], ShardLayout]) -> Iterator[CommunicatorKey]:
-    """Every worker with a tied parameter gets its gradients in other workers' stages, from one replica of those
+    """Messages by which workers with a tied parameter get its gradients of other stages, each from one replica
     (`worker.tied_gradients`)."""
     for tie in ties:
         for source in tie.stages:
@@ -97,7 +102,7 @@ def _ties(plan: ParallelPlan, ties: Iterable[Tie], layout: Callable[[int], Shard
 
 
 def _reduction(routing: Routing, stage: int, shard: int, fast: bool) -> Iterator[CommunicatorKey]:
-    """Gradients over the replicas of a stage (`comm.gradient_reduction`)."""
+    """Collectives that reduce gradients over the replicas of a stage (`comm.gradient_reduction`)."""
     group = routing.plan.replica_ranks(stage, shard)
     if len(group) == 1:
         return
@@ -111,8 +116,10 @@ def _reduction(routing: Routing, stage: int, shard: int, fast: bool) -> Iterator
 
 
 def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gathers: bool) -> Iterator[CommunicatorKey]:
-    """What the layers of one replica do together (`model.tensor_parallel.group.ShardGroup`). `gathers`: also where they do not
-    cut the sequence."""
+    """Collectives of the layers of one replica (`model.tensor_parallel.group.ShardGroup`).
+
+    `gathers`: they gather also where they do not cut the sequence.
+    """
     group = tuple(plan.rank(stage, replica, shard) for shard in range(plan.stages[stage].shards))
     yield CommunicatorKey(group, "all_reduce", SHARDS + stage)
     if sequence or gathers:

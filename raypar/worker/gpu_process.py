@@ -1,4 +1,4 @@
-"""What differs where a worker computes on a GPU: settings of its process, the generator of its masks, batches from the host."""
+"""A process that computes on a GPU: its settings, the generators of its random numbers, batches from the host."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from torch import Tensor
 from raypar.comm.buffer_pool import CPU
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
-"""What a GPU worker's process is to be started with, or cuBLAS may take a sum's order from what else the GPU is doing, and, on
-a cluster set up for others, Ray may show every worker all GPUs, of which each would take the first."""
+"""Variables that a GPU worker's process is started with. Without the first, the order of cuBLAS's sums may depend on what else
+the GPU is doing. Without the second, Ray may show every worker all GPUs (some clusters are set up so), and each would take the
+first."""
 
 
 def configure_process(device: torch.device, *, exact: bool) -> None:
-    """Once per process. `exact`: the same numbers again, whatever the hour (DESIGN 4.5); operations that cannot promise that
-    raise, because a warning would leave those that can as they are (memory-efficient attention)."""
+    """Set this process's PyTorch up; once per process.
+
+    `exact`: equal computations must give equal bits at all times (`raypar/README.md`, the numerics contract). Operations that
+    cannot promise that raise. A warning would not do: PyTorch then leaves some that can (memory-efficient attention) inexact.
+    """
     if device == CPU or not exact:
         return
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write all memory once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling would write all memory once more
     torch.backends.cudnn.benchmark = False
 
 
 def make_seeder(device: torch.device) -> Callable[[int], Any]:
-    """A function that seeds the generators that layers draw from: PyTorch's, Python's and NumPy's (rule 3).
+    """A function that seeds the generators that layers draw from: PyTorch's, Python's and NumPy's (rule 3 of the contract).
 
-    Cheaper than `torch.manual_seed`, which visits every kind of device (65 us).
+    It is cheaper than `torch.manual_seed`, which visits every kind of device (65 us).
     """
     generators = [torch.default_generator]
     if device.type == "cuda":
@@ -47,7 +51,7 @@ def make_seeder(device: torch.device) -> Callable[[int], Any]:
 
 
 class HostBatchSource(Protocol):
-    """See `interpreter.BatchSource`."""
+    """See `worker.interpreter.BatchSource`."""
 
     def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
         """The fields of one microbatch."""
@@ -55,11 +59,11 @@ class HostBatchSource(Protocol):
 
 @dataclass(frozen=True)
 class DeviceBatchSource:
-    """A source of batches, whose tensors are brought to a device."""
+    """See `HostBatchSource`: `source`, whose tensors are copied to a device."""
 
     source: HostBatchSource
     device: torch.device
 
     def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
-        """See `Source.get`."""
+        """See `HostBatchSource.get`."""
         return {name: tensor.to(self.device) for name, tensor in self.source.get(step, microbatch).items()}

@@ -189,7 +189,8 @@ class JobSpec:
     clip_norm: float | None = None
     validation: ValidationSpec | None = None
     dtype: Literal["float32", "float64"] = "float32"
-    device: Literal["cpu", "gpu"] = "cpu"
+    device: str = "cpu"
+    """A name of `worker.backend.BACKENDS`."""
     threads: int = 1
     reduction: Literal["canonical", "fast"] = "canonical"
     non_finite: Literal["stop", "skip"] = "stop"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph
 from raypar.model.initial_values import values_by_layer

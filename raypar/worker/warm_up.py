@@ -1,4 +1,4 @@
-"""What a process pays once, paid before anybody waits for it."""
+"""One-time costs of a worker's process, paid before others wait for it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raypar.worker.worker_core import WorkerCore
 
 
 def warm_up(core: WorkerCore, *, data: bool) -> None:
-    """Make an optimizer and a backward pass for nothing: torch.optim loads half of torch with its first object (2 s).
+    """Make an optimizer and a backward pass and drop them: torch.optim loads half of torch with its first object (2 s).
 
     `data`: make the data sets too, for a worker that joins others in the middle of a run and may get any seat.
     """
     parameter = nn.Parameter(torch.zeros(2, 2, device=core.device))
-    with contextlib.suppress(Exception):  # an optimizer that does not like this parameter is as warm as can be
+    with contextlib.suppress(Exception):  # an optimizer that refuses this parameter is loaded too
         optimizer = build_optimizer(core.spec.optimizer, {"warm.up": parameter})
         (parameter * 2).sum().backward()
         optimizer.step()

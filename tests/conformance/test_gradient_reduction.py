@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.transport_cases import CREDENTIAL
+from helpers import standin
+from helpers.transport_cases import CREDENTIAL, over_nccl
 
 from raypar.comm import gradient_reduction, shared_memory
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.comm.transport import Work, run_routine
 from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree
@@ -129,8 +130,10 @@ def test_other_dtypes_too(dtype):
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["local", "cpu"])
+@pytest.mark.parametrize("kind", ["local", "cpu", standin.needs_cupy("nccl")])
 def test_threads_have_the_bits_of_one_process(kind, replicas):
+    if kind == "nccl":
+        standin.load()
     gradients = block_gradients(8)
     runs = [contiguous_part(r, replicas, 8) for r in range(replicas)]
     results = [None] * replicas
@@ -140,8 +143,10 @@ def test_threads_have_the_bits_of_one_process(kind, replicas):
 
     def body(rank):
         end = local.transports[rank]
-        if kind == "cpu":
+        if kind != "local":
             end = meshes[rank].connect(rank=rank, size=replicas, addresses=addresses, generation=1, deadline_s=10)
+        if kind == "nccl":
+            end = over_nccl(end, f"device {rank}")
         results[rank] = run_routine(replica(end, CanonicalReduction, runs, gradients, steps=5), timeout_s=10)
         end.close()
 
@@ -154,6 +159,58 @@ def test_threads_have_the_bits_of_one_process(kind, replicas):
         mesh.close()
     for result in results:
         assert all(same_bits(a, b) for a, b in zip(result, by_one_process(gradients), strict=True))
+
+
+class Ordered:
+    """A handle as of a busy device: work on the stream may follow at once, but it is done only once the host has waited."""
+
+    def __init__(self, inner, name, log):
+        self.inner, self.name, self.log, self.waited = inner, name, log, False
+
+    def done(self):
+        return self.waited
+
+    def wait(self, timeout_s=None):
+        self.inner.wait(timeout_s)
+        self.waited = True
+        self.log.append(("host", self.name))
+
+    def wait_on_stream(self, timeout_s=None):
+        self.inner.wait(timeout_s)  # here the host itself adds
+        self.log.append(("stream", self.name))
+
+
+@pytest.mark.parametrize("kind, second", [(CanonicalReduction, ["all_gather"]), (FastReduction, [])])
+def test_the_last_totals_are_posted_before_the_host_waits_for_anything_and_then_it_waits_for_all(kind, second):
+    """At the end of a step only additions stand between two exchanges: a stream may wait for them."""
+    gradients, runs, mesh = block_gradients(6), [contiguous_part(r, 3, 6) for r in range(3)], LocalMesh(3)
+    first = ["all_to_all"] if second else ["all_reduce"]
+    logs = [[] for _ in range(3)]
+
+    def body(rank):
+        end = mesh.transports[rank]
+        for name in (*first, *second):
+            post = getattr(end, name)
+
+            def posted(*args, name=name, post=post, **more):
+                handle = post(*args, **more)
+                return handle if args[0] is counts(args) else Ordered(handle, name, logs[rank])
+
+            setattr(end, name, posted)
+        run_routine(replica(end, kind, runs, gradients, steps=1), timeout_s=10)
+
+    def counts(args):
+        return args[0] if isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int32 else None
+
+    threads = [threading.Thread(target=body, args=(r,)) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for log in logs:
+        buckets = len(log) // (2 + len(second))
+        assert buckets > 1 and log[:buckets] == [("stream", *first)] * buckets
+        assert log[buckets:] == [("host", name) for name in (*first, *second)] * buckets
 
 
 @pytest.mark.parametrize("kind", [CanonicalReduction, FastReduction])

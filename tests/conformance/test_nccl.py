@@ -27,8 +27,8 @@ from raypar.comm.nccl import device as nccl_device
 from raypar.comm.nccl import messages as nccl_messages
 from raypar.comm.nccl.connect import check_compatible, connect_nccl, receive_from_all
 from raypar.comm.nccl.device import CudaDevice
-from raypar.comm.nccl.messages import HERE
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.nccl.messages import ARRIVED
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
@@ -64,14 +64,14 @@ def in_threads(size, body):
 class Group:
     """`size` ends in this process; `ends` holds what each rank's `connect` returned or raised."""
 
-    def __init__(self, size, wires, deadline_s=LIMIT_S, device=lambda rank: HostDevice(f"device {rank}")):
+    def __init__(self, size, keys, deadline_s=LIMIT_S, device=lambda rank: HostDevice(f"device {rank}")):
         self.meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(size)]
         addresses = [mesh.address for mesh in self.meshes]
 
         def end(rank):
             control = self.meshes[rank].connect(rank=rank, size=size, addresses=addresses, generation=1, deadline_s=LIMIT_S)
-            mine = wires(rank) if callable(wires) else wires
-            return connect_nccl(control, device=device(rank), wires=mine, deadline_s=deadline_s)
+            mine = keys(rank) if callable(keys) else keys
+            return connect_nccl(control, device=device(rank), communicators=mine, deadline_s=deadline_s)
 
         self.ends = in_threads(size, end)
 
@@ -129,17 +129,17 @@ def test_the_standin_has_the_other_operations_and_dtypes_too(code):
     values = [torch.tensor([3, 8, 5, 0]).to(dtype), torch.tensor([5, 2, 5, 4]).to(dtype)]
     want = {0: [8, 10, 10, 4], 1: [15, 16, 25, 0], 2: [5, 8, 5, 4], 3: [3, 2, 5, 0], 4: [4, 5, 5, 2]}
     with Group(2, [CommunicatorKey((0, 1), "all_reduce")]) as ends:
-        lanes = [next(iter(end._lanes.values())) for end in ends]
+        streams = [next(iter(end._streams.values())) for end in ends]
         for operation, expected in want.items():
-            outs = [torch.zeros(4).to(dtype) for _ in lanes]
-            roots = [torch.zeros(4).to(dtype) for _ in lanes]
-            for lane, value, out, root in zip(lanes, values, outs, roots, strict=True):
-                raw, stream = lane.communicator._comm, lane.stream.handle
-                raw.allReduce(value.data_ptr(), out.data_ptr(), 4, code, operation, stream)
-                raw.reduce(value.data_ptr(), root.data_ptr(), 4, code, operation, 1, stream)
-                raw.bcast(root.data_ptr(), 4, code, 1, stream)
-            for lane in lanes:
-                lane.stream.mark().hold_current()
+            outs = [torch.zeros(4).to(dtype) for _ in streams]
+            roots = [torch.zeros(4).to(dtype) for _ in streams]
+            for stream, value, out, root in zip(streams, values, outs, roots, strict=True):
+                raw, number = stream.communicator._comm, stream.device_stream.cuda_stream
+                raw.allReduce(value.data_ptr(), out.data_ptr(), 4, code, operation, number)
+                raw.reduce(value.data_ptr(), root.data_ptr(), 4, code, operation, 1, number)
+                raw.bcast(root.data_ptr(), 4, code, 1, number)
+            for stream in streams:
+                stream.device_stream.record_event().wait(lambda: None)
             assert [out.tolist() for out in (*outs, *roots)] == [expected] * 4, operation
 
 
@@ -150,11 +150,11 @@ def test_nccls_own_sum_of_three_has_other_bits_than_rank_order_and_the_transport
         every(ends, lambda end: end.all_reduce(flats[end.rank], group=[0, 1, 2]))
         assert all(torch.equal(flat, want) for flat in flats)
         flats = [noise(rank, 3000) for rank in range(3)]
-        lanes = [next(iter(end._lanes.values())) for end in ends]
-        for lane, flat in zip(lanes, flats, strict=True):
-            lane.communicator.all_reduce(flat.data_ptr(), flat.numel(), flat.dtype, lane.stream.handle)
-        for lane in lanes:
-            lane.stream.mark().hold_current()
+        streams = [next(iter(end._streams.values())) for end in ends]
+        for stream, flat in zip(streams, flats, strict=True):
+            stream.communicator.all_reduce(flat.data_ptr(), flat.numel(), flat.dtype, stream.device_stream.cuda_stream)
+        for stream in streams:
+            stream.device_stream.record_event().wait(lambda: None)
         assert torch.equal(flats[0], flats[1]) and torch.allclose(flats[0], want) and not torch.equal(flats[0], want)
 
 
@@ -207,9 +207,12 @@ def test_two_ranks_and_even_pieces_use_the_collectives_of_nccl():
 def test_a_call_that_no_communicator_was_made_for_says_how_to_name_it():
     with Group(3, [CommunicatorKey((0, 1), "message")]) as ends:
         for call, name in (
-            (lambda: ends[0].all_reduce(torch.ones(2), group=[0, 1], channel=4), r"Wire\(\(0, 1\), 'all_reduce', 4\)"),
-            (lambda: ends[0].send(torch.ones(2), to=2, tag=0), r"Wire\(\(0, 2\), 'message', 0\)"),
-            (lambda: ends[1].recv(torch.ones(2), source=2, tag=0), r"Wire\(\(2, 1\), 'message', 0\)"),
+            (
+                lambda: ends[0].all_reduce(torch.ones(2), group=[0, 1], channel=4),
+                r"CommunicatorKey\(\(0, 1\), 'all_reduce', 4\)",
+            ),
+            (lambda: ends[0].send(torch.ones(2), to=2, tag=0), r"CommunicatorKey\(\(0, 2\), 'message', 0\)"),
+            (lambda: ends[1].recv(torch.ones(2), source=2, tag=0), r"CommunicatorKey\(\(2, 1\), 'message', 0\)"),
         ):
             with pytest.raises(CommError, match=name):
                 call()
@@ -280,7 +283,7 @@ def any_order(end, seed, count=60):
     """One rank of a program that all make from `seed`: messages and collectives, which each posts in an order of its own."""
     shared, own = random.Random(seed), random.Random(1000 * seed + end.rank)
     everybody = list(range(end.size))
-    lanes = {key: [] for key in COLLECTIVES_OF_A_FUZZ}
+    collectives = {key: [] for key in COLLECTIVES_OF_A_FUZZ}
     messages, checks, handles = [], [], []
     for number in range(count):
         numel, dtype = shared.choice((0, 1, 300, 5000, 150_000)), shared.choice((torch.float32, torch.float64, torch.int64))
@@ -298,7 +301,7 @@ def any_order(end, seed, count=60):
                     )
                 )
         else:
-            lanes[shared.choice(COLLECTIVES_OF_A_FUZZ)].append((numel, number))
+            collectives[shared.choice(COLLECTIVES_OF_A_FUZZ)].append((numel, number))
 
     def collective(operation, channel, numel, number):
         mine = [noise(100 * number + 10 * end.rank + to, numel) for to in everybody]
@@ -316,7 +319,10 @@ def any_order(end, seed, count=60):
         checks.append(lambda: all(torch.equal(a, b) for a, b in zip(got, want, strict=True)))
 
     own.shuffle(messages)
-    queues = [messages, *([lambda k=key, a=arguments: collective(*k, *a) for arguments in lane] for key, lane in lanes.items())]
+    queues = [
+        messages,
+        *([lambda k=key, a=arguments: collective(*k, *a) for arguments in calls] for key, calls in collectives.items()),
+    ]
     while any(queues):
         own.choice([queue for queue in queues if queue]).pop(0)()
     own.shuffle(handles)
@@ -328,13 +334,13 @@ def any_order(end, seed, count=60):
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 40))])
 def test_whatever_the_order_of_calls_on_each_rank_everything_arrives(seed):
     size = 2 + seed % 3
-    wires = [CommunicatorKey((a, b), "message") for a in range(size) for b in range(size) if a != b]
-    wires += [CommunicatorKey(tuple(range(size)), *key) for key in COLLECTIVES_OF_A_FUZZ]
+    keys = [CommunicatorKey((a, b), "message") for a in range(size) for b in range(size) if a != b]
+    keys += [CommunicatorKey(tuple(range(size)), *key) for key in COLLECTIVES_OF_A_FUZZ]
 
     def device(rank):
         return HostDevice(f"device {rank}", only=frozenset({torch.float32, torch.float64}))
 
-    with Group(size, wires, device=device) as ends:
+    with Group(size, keys, device=device) as ends:
         assert in_threads(size, lambda rank: any_order(ends[rank], seed)) == [True] * size
 
 
@@ -345,8 +351,8 @@ class Lagging(HostDevice):
         super().__init__(identity)
         self.current = HostStream()
 
-    def mark(self):
-        return self.current.mark()
+    def record_event(self):
+        return self.current.record_event()
 
 
 def posted(operation, end, mine, busy):
@@ -394,8 +400,8 @@ def posted(operation, end, mine, busy):
 def test_an_operation_takes_its_turn_after_what_the_current_stream_was_given(operation, of_mine, of_busy):
     """What it reads is still to be written, what it writes still to be read, when it is posted."""
     devices = [Lagging(f"device {rank}") for rank in range(2)]
-    wires = [*PAIR, *(CommunicatorKey((0, 1), name) for name in COLLECTIVES)]
-    with Group(2, wires, device=devices.__getitem__) as ends:
+    keys = [*PAIR, *(CommunicatorKey((0, 1), name) for name in COLLECTIVES)]
+    with Group(2, keys, device=devices.__getitem__) as ends:
         mine = [torch.full((2, 700), -1.0) for _ in ends]
         busy = [torch.full((2, 700), -2.0) for _ in ends]
         seen = [torch.zeros(2, 700) for _ in ends]
@@ -427,6 +433,18 @@ def test_a_stream_can_wait_instead_of_the_host():
         both.wait_on_stream(LIMIT_S)
         back.wait_on_stream(LIMIT_S)
         assert both.tensor().tolist() == [0, 0] and back.tensor().tolist() == [1, 1]
+
+
+def test_what_waits_on_a_stream_is_freed_by_the_loss_of_a_peer_and_by_its_limit():
+    with Group(2, [*PAIR, CommunicatorKey((0, 1), "all_reduce")]) as ends:
+        with pytest.raises(CommTimeout, match="all_reduce of rank 1 with 0"):
+            ends[1].all_reduce(torch.ones(3), group=[0, 1]).wait_on_stream(0.05)
+        waiting = ends[1].all_reduce(torch.ones(3), group=[0, 1])
+        leaving = threading.Timer(0.1, ends[0].close)
+        leaving.start()
+        with pytest.raises(CommError, match="rank 0"):
+            waiting.wait_on_stream(LIMIT_S)
+        leaving.join(LIMIT_S)
 
 
 # -- ending
@@ -486,8 +504,10 @@ def test_a_root_that_leaves_after_its_broadcast_has_still_sent_it_to_those_who_c
 
 def test_a_message_in_host_memory_that_its_receiver_has_taken_before_it_left_was_sent(monkeypatch):
     """The last votes of a run: who has them all closes, while a sender has not yet looked whether its own has gone out."""
-    looked, done = threading.Event(), nccl_messages.HostMessageEvent.done
-    monkeypatch.setattr(nccl_messages.HostMessageEvent, "done", lambda told: (told is HERE or looked.is_set()) and done(told))
+    looked, query = threading.Event(), nccl_messages.HostMessageEvent.query
+    monkeypatch.setattr(
+        nccl_messages.HostMessageEvent, "query", lambda event: (event is ARRIVED or looked.is_set()) and query(event)
+    )
     with Group(2, PAIR, device=lambda rank: HostDevice(f"device {rank}", only=frozenset({torch.float32}))) as ends:
         arrives = ends[1].recv(None, source=0, tag=1)
         sent = ends[0].send(torch.ones(3, dtype=torch.float64), to=1, tag=1)
@@ -506,11 +526,11 @@ def test_a_message_in_host_memory_that_its_receiver_has_taken_before_it_left_was
 
 
 def test_closing_leaves_no_thread_no_open_file_and_no_communicator():
-    wires = standin.all_wires(3)
-    Group(3, wires).__exit__()  # whatever is made once is made now
+    keys = standin.all_communicators(3)
+    Group(3, keys).__exit__()  # whatever is made once is made now
     found = threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     for turn in range(4):
-        with Group(3, wires) as ends:
+        with Group(3, keys) as ends:
             pending = ends[0].recv(None, source=1, tag=1)
             ends[1].send(torch.ones(1_000_000), to=2, tag=1)
             if turn % 2:
@@ -581,7 +601,7 @@ def test_an_abort_frees_who_waits_for_a_launch_that_hangs_in_nccl():
 
 @pytest.mark.parametrize("patience_s, takes_s, stuck", [(LIMIT_S, 0.4, False), (0.2, 0.8, True)])
 def test_an_abort_ends_when_nothing_writes_to_anybodys_memory_any_more(patience_s, takes_s, stuck, monkeypatch):
-    """NCCL has let go; the additions that follow in the lane's stream are still to come, into memory that others may get."""
+    """NCCL has let go; the additions that follow in the communicator's stream are still to come, into memory of others then."""
     monkeypatch.setattr(transport, "ABORT_S", patience_s)
     added, begun = [], threading.Event()
 
@@ -625,7 +645,7 @@ def test_closing_beside_a_launch_that_hangs_in_nccl_is_bounded_and_promises_noth
         assert took < 2.0 and ends[0].stuck == ("messages 0 -> 1",)
         with pytest.raises(CommError, match="rank 0"):
             ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
-        assert 0 not in ends[1]._left, "who was not counted in would be waited for"
+        assert 0 not in ends[1]._posted_by, "who was not counted in would be waited for"
 
 
 def test_closing_while_the_thread_that_reads_announcements_hangs_in_nccl_is_bounded(monkeypatch):
@@ -637,8 +657,8 @@ def test_closing_while_the_thread_that_reads_announcements_hangs_in_nccl_is_boun
         start = time.monotonic()
         ends[1].close()
         assert time.monotonic() - start < 1.5 and ends[1].stuck == ("messages 0 -> 1",)
-        for lane in ends[1]._lanes.values():
-            assert lane.lock.acquire(timeout=LIMIT_S), "the launch is over before the group's memory goes"
+        for stream in ends[1]._streams.values():
+            assert stream.lock.acquire(timeout=LIMIT_S), "the launch is over before the group's memory goes"
 
 
 def test_an_abort_frees_who_posts_a_receive_while_another_one_hangs_in_nccl():
@@ -703,10 +723,10 @@ def test_an_error_between_the_parts_of_a_collective_keeps_the_memory_of_those_th
         standin.load().standin_set(Setting.LAUNCHES_UNTIL_ERROR, 2)
         with pytest.raises(CommError, match="NCCL failed at a group of operations"):
             ends[0].all_reduce(torch.ones(300_000), group=[0, 1, 2])
-        (flight,) = ends[0]._flights
-        assert flight.in_flight and flight.kept and not flight.over
+        (handle,) = ends[0]._handles
+        assert handle.in_flight and handle.kept and not handle.over
         ends[0].abort("after an error")
-        assert flight.over and not flight.look() and not flight.kept and not ends[0].stuck
+        assert handle.over and not handle.update() and not handle.kept and not ends[0].stuck
 
 
 # -- connecting
@@ -762,7 +782,7 @@ def test_who_gives_up_tells_the_others_at_once_and_what_they_cannot_end_is_known
     def end(rank):
         control = meshes[rank].connect(rank=rank, size=2, addresses=addresses, generation=1, deadline_s=LIMIT_S)
         device = Full("full") if rank else HostDevice("other")
-        return connect_nccl(control, device=device, wires=PAIR, deadline_s=10 * LIMIT_S, stuck=stuck.extend)
+        return connect_nccl(control, device=device, communicators=PAIR, deadline_s=10 * LIMIT_S, report_stuck=stuck.extend)
 
     with set_to(Setting.ABORT_TAKES_MS, 1000):
         first, second = in_threads(2, end)
@@ -770,7 +790,7 @@ def test_who_gives_up_tells_the_others_at_once_and_what_they_cannot_end_is_known
     assert "messages 0 -> 1" in stuck and time.monotonic() - start < LIMIT_S
     deadline = time.monotonic() + LIMIT_S
     while standin.count(Count.ALIVE):
-        assert time.monotonic() < deadline, "a communicator without a lane is aborted, too"
+        assert time.monotonic() < deadline, "a communicator without a stream is aborted, too"
         time.sleep(0.01)
     for mesh in meshes:
         mesh.close()
@@ -810,7 +830,7 @@ def test_a_rank_that_is_lost_while_communicators_are_made_is_named_before_the_de
             time.sleep(0.1)
             control.close()
             return None
-        return connect_nccl(control, device=HostDevice("d"), wires=PAIR, deadline_s=10 * LIMIT_S)
+        return connect_nccl(control, device=HostDevice("d"), communicators=PAIR, deadline_s=10 * LIMIT_S)
 
     error, _ = in_threads(2, end)
     assert isinstance(error, CommError) and "lost rank 1" in error.what
@@ -830,7 +850,7 @@ def test_ranks_on_one_device_are_refused_unless_nccl_was_told_to_share_it(monkey
         ends[0].send(torch.ones(1), to=1, tag=1).wait(LIMIT_S)
 
 
-def test_ranks_that_name_different_wires_are_told_which():
+def test_ranks_that_name_different_communicators_are_told_which():
     failed = Group(2, lambda rank: PAIR if rank else [*PAIR, CommunicatorKey((0, 1), "all_reduce", 7)])
     first, second = failed.ends
     assert "only rank 0 names ['all_reduce of 0,1 channel 7'], only rank 1 nothing" in str(first)
@@ -839,7 +859,7 @@ def test_ranks_that_name_different_wires_are_told_which():
 
 
 @pytest.mark.parametrize(
-    "wire",
+    "key",
     [
         CommunicatorKey((0, 0), "message"),
         CommunicatorKey((0, 1, 2), "message"),
@@ -849,21 +869,21 @@ def test_ranks_that_name_different_wires_are_told_which():
     ],
     ids=str,
 )
-def test_wires_that_mean_nothing_are_refused(wire):
-    failed = Group(2, lambda rank: [wire] if rank == 0 else [])
+def test_communicators_that_mean_nothing_are_refused(key):
+    failed = Group(2, lambda rank: [key] if rank == 0 else [])
     assert isinstance(failed.ends[0], CommError) and "names nothing that 2 ranks can do" in failed.ends[0].what
     failed.__exit__()
 
 
 def test_more_communicators_than_a_device_can_serve_at_once_are_refused():
-    failed = Group(2, PAIR, device=lambda rank: HostDevice(f"{rank}", most_lanes=1))
+    failed = Group(2, PAIR, device=lambda rank: HostDevice(f"{rank}", max_communicators=1))
     assert all("would use 2 communicators; of more than 1 on cpu" in str(error) for error in failed.ends)
     assert all("CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_MAX_CTAS=4" in error.cure for error in failed.ends)
     failed.__exit__()
 
 
 def test_ranks_with_different_versions_of_nccl_are_refused():
-    hello = {"version": 22907, "device": "a", "shares": False, "wires": [], "ids": {}}
+    hello = {"version": 22907, "device": "a", "shares": False, "communicators": [], "ids": {}}
     with pytest.raises(ClusterError, match=r"2\.28\.9: ranks \[1\]; 2\.29\.7: ranks \[0\]"):
         check_compatible([hello, {**hello, "version": 22809, "device": "b"}], [], 0)
 

@@ -52,7 +52,8 @@ from raypar.comm.tcp.handshake import (
     RunCredential,
     pack_answer,
 )
-from raypar.comm.tcp.transport import TcpMesh, TcpTransport
+from raypar.comm.tcp.mesh import TcpMesh
+from raypar.comm.tcp.transport import TcpTransport
 from raypar.errors import CommError, CommTimeout
 
 HANDSHAKE_S = 0.12
@@ -567,12 +568,12 @@ def test_a_mistake_of_our_own_in_the_handshake_costs_one_connection_and_is_told_
 
 def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     offered = shared_memory.SharedMemoryBlock(8192)
-    pid, fd, _, token = offered.card.tolist()
-    assert shared_memory.open_shared_memory(offered.card, 8192).numel() == 8192
+    pid, fd, _, token = offered.address.tolist()
+    assert shared_memory.open_shared_memory(offered.address, 8192).numel() == 8192
     loose = os.memfd_create(shared_memory.PREFIX + format(5, "x"))
     os.ftruncate(loose, 8192)  # its owner could cut it off under its reader
     fifo, _ = pipe = os.pipe()
-    for card in (
+    for address in (
         (pid, fd, 1 << 62, token),
         (pid, fd, 4096, token),
         (pid, fd, 16384, token),
@@ -585,7 +586,7 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
         (0, 0, 0, 0),
     ):
         with pytest.raises(OSError):
-            shared_memory.open_shared_memory(torch.tensor(card, dtype=torch.int64), 8192)
+            shared_memory.open_shared_memory(torch.tensor(address, dtype=torch.int64), 8192)
     with pytest.raises(OSError):
         shared_memory.open_shared_memory(torch.tensor((pid, fd, 16384, token)), 16384)
     with pytest.raises(OSError):
@@ -617,7 +618,7 @@ def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_messa
 def test_an_announcement_over_nccl_says_what_was_sent():
     frame = messages.pack_announcement(messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
     assert messages.unpack_announcement(bytes(frame)) == (messages.ON_HOST, torch.int32, (2, 3), 0, 9)
-    for text in (b"", b"[1]", b'{"lane": "many"}', b'{"lane": true}', b"\xff"):
+    for text in (b"", b"[1]", b'{"a communicator": "many"}', b'{"a communicator": true}', b"\xff"):
         with pytest.raises(CommError, match="a goodbye is damaged"):
             messages.unpack_goodbye(text)
 
@@ -638,7 +639,7 @@ def test_what_a_rank_says_of_its_nccl_is_checked_and_only_its_own_ids_are_believ
         "version": 22907,
         "device": "GPU 1",
         "shares": False,
-        "wires": [mine, theirs],
+        "communicators": [mine, theirs],
         "ids": {"all_reduce of 2,3 channel 0": "00" * 128},
     }
     assert connect.receive_hello(Said(json.dumps(good).encode()), 2) == good
@@ -646,16 +647,16 @@ def test_what_a_rank_says_of_its_nccl_is_checked_and_only_its_own_ids_are_believ
         *({key: value for key, value in good.items() if key != left_out} for left_out in good),
         good | {"version": "22907"},
         good | {"device": 1},
-        good | {"wires": [[2, 3]]},
-        good | {"wires": [[["2", 3], "all_reduce", 0]]},
+        good | {"communicators": [[2, 3]]},
+        good | {"communicators": [[["2", 3], "all_reduce", 0]]},
         good | {"ids": {}},
         good | {"ids": {"all_reduce of 2,3 channel 0": "00" * 127}},
         good | {"ids": {"all_reduce of 2,3 channel 0": "xx" * 128}},
         good | {"ids": good["ids"] | {"messages 0 -> 2": "00" * 128}},
     ]
-    words = [json.dumps(one).encode() for one in bad]
-    words += [b"[]", b"{", b"\xff", torch.zeros(4), torch.zeros(connect.MAX_WORDS_BYTES + 1, dtype=torch.uint8)]
-    for said in words:
+    documents = [json.dumps(one).encode() for one in bad]
+    documents += [b"[]", b"{", b"\xff", torch.zeros(4), torch.zeros(connect.MAX_DOCUMENT_BYTES + 1, dtype=torch.uint8)]
+    for said in documents:
         with pytest.raises(CommError, match=r"what rank 2 (says of itself|tells) is damaged"):
             connect.receive_hello(Said(said), 2)
-    CASES["words of a rank"] += len(words)
+    CASES["documents of a rank"] += len(documents)

@@ -19,7 +19,7 @@ from helpers.transport_cases import CASES, CREDENTIAL, LIMIT_S
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.comm.tcp import rendezvous
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.comm.transport import Transport, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 

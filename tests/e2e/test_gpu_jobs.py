@@ -19,8 +19,8 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.cli import main
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import CheckpointError, ClusterError, ConfigError
-from raypar.launch.request import GPU_DEADLINES
 from raypar.plan import ParallelPlan
+from raypar.worker.backend import GpuBackend
 from raypar.worker.checkpoint import Manifest, check_contract, contract_of
 
 
@@ -95,8 +95,8 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
     assert on_gpu.environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert on_gpu.environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "0", "each sees its own GPU only"
     assert on_gpu.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and on_gpu.contract["device"] == "gpu"
-    assert {key: getattr(on_gpu.policy, key) for key in GPU_DEADLINES} == GPU_DEADLINES
-    assert on_cpu.gpus == 0 and not on_cpu.environment and on_cpu.policy.adopt_s < GPU_DEADLINES["adopt_s"]
+    assert {key: getattr(on_gpu.policy, key) for key in GpuBackend.deadlines} == GpuBackend.deadlines
+    assert on_cpu.gpus == 0 and not on_cpu.environment and on_cpu.policy.adopt_s < GpuBackend.deadlines["adopt_s"]
 
 
 def test_several_local_nodes_cannot_share_the_gpus_of_a_machine(tmp_path):

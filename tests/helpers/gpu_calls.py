@@ -114,10 +114,10 @@ def patience(state: State, index: int, seconds: float) -> None:
     nccl_transport.ABORT_S = seconds
 
 
-def lanes(state: State, index: int) -> dict[str, int]:
+def communicator_calls(state: State, index: int) -> dict[str, int]:
     """Communicators of the present generation -> operations so far."""
     transport = state["actor"].core.transport
-    return {lane.name: lane.calls for lane in transport._lanes.values()}
+    return {stream.name: stream.calls for stream in transport._streams.values()}
 
 
 def alive(state: State, index: int) -> int:

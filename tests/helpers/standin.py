@@ -149,20 +149,21 @@ def count(what: Count) -> int:
 # -- host memory as a device
 
 
-class HostMark:
-    """So many tasks of a stream."""
+class HostEvent:
+    """See `StreamEvent`: so many tasks of a stream. None as the stream: the calling thread, which is always done."""
 
     def __init__(self, stream: HostStream | None) -> None:
-        self._stream = stream
+        self.stream = stream
         self._enqueued = 0 if stream is None else stream.enqueued
 
-    def done(self) -> bool:
-        """See `Mark.done`; the current "stream" is the calling thread, which is always done."""
-        return self._stream is None or self._stream.completed >= self._enqueued
+    def query(self) -> bool:
+        """See `StreamEvent.query`."""
+        return self.stream is None or self.stream.completed >= self._enqueued
 
-    def hold_current(self) -> None:
-        """See `Mark.hold_current`: the host computes by itself, so it waits."""
-        while not self.done():
+    def wait(self, check: Callable[[], object]) -> None:
+        """See `StreamEvent.wait`: the host computes by itself, so it waits."""
+        while not self.query():
+            check()
             os.sched_yield()
 
 
@@ -176,7 +177,7 @@ class HostStream:
         self._number = 0
         self._callback = CALL(self._called)
         self._ended = 0
-        self.handle = int(self._stream)
+        self.cuda_stream = int(self._stream)
         self.errors: list[Exception] = []
 
     def _called(self, number: int | None) -> None:
@@ -196,10 +197,10 @@ class HostStream:
         """Tasks done."""
         return self._ended or int(self._library.standin_stream_completed(self._stream))
 
-    def follow(self, mark: Any) -> None:
-        """See `Stream.follow`."""
-        if mark._stream is not None and mark._stream is not self:
-            self.run(mark.hold_current)
+    def wait_event(self, event: Any) -> None:
+        """See `Stream.wait_event`."""
+        if event.stream is not None and event.stream is not self:
+            self.run(lambda: event.wait(lambda: None))
 
     def run(self, work: Callable[[], object]) -> None:
         """See `Stream.run`."""
@@ -207,9 +208,9 @@ class HostStream:
         self._calls[self._number] = work
         self._library.standin_stream_call(self._stream, self._callback, self._number)
 
-    def mark(self) -> HostMark:
-        """See `Stream.mark`."""
-        return HostMark(self)
+    def record_event(self) -> HostEvent:
+        """See `Stream.record_event`."""
+        return HostEvent(self)
 
     def close(self) -> None:
         """See `Stream.close`."""
@@ -222,12 +223,12 @@ class HostStream:
 class HostDevice:
     """Host memory, as a device of its own for each rank. With `only`, tensors of other dtypes count as the host's."""
 
-    def __init__(self, identity: str, most_lanes: int = 1000, only: frozenset[torch.dtype] | None = None) -> None:
+    def __init__(self, identity: str, max_communicators: int = 1000, only: frozenset[torch.dtype] | None = None) -> None:
         self.name = "cpu"
         self.device = torch.device("cpu")
         self.only = only
         self.identity = identity
-        self.most_lanes = most_lanes
+        self.max_communicators = max_communicators
 
     def bind(self) -> None:
         """See `Device.bind`."""
@@ -240,23 +241,23 @@ class HostDevice:
         """See `Device.stream`."""
         return HostStream()
 
-    def mark(self) -> HostMark:
-        """See `Device.mark`."""
-        return HostMark(None)
+    def record_event(self) -> HostEvent:
+        """See `Device.record_event`."""
+        return HostEvent(None)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Any) -> torch.Tensor:
         """See `Device.empty`."""
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        """See `Device.hand_over`."""
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        """See `Device.record_stream`."""
 
 
-def all_wires(size: int) -> list[CommunicatorKey]:
+def all_communicators(size: int) -> list[CommunicatorKey]:
     """Everything that the cases of the conformance suite do together."""
     everybody = tuple(range(size))
     groups = {everybody, (0, size - 1), everybody[1:]}
-    wires = [CommunicatorKey((a, b), "message") for a in everybody for b in everybody if a != b]
-    wires += [CommunicatorKey(group, name) for group in groups if len(group) > 1 for name in COLLECTIVES]
-    wires += [CommunicatorKey(everybody, "all_reduce", channel) for channel in (1, 2)]
-    return wires
+    keys = [CommunicatorKey((a, b), "message") for a in everybody for b in everybody if a != b]
+    keys += [CommunicatorKey(group, name) for group in groups if len(group) > 1 for name in COLLECTIVES]
+    keys += [CommunicatorKey(everybody, "all_reduce", channel) for channel in (1, 2)]
+    return keys

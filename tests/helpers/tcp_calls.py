@@ -11,7 +11,7 @@ from helpers.shard_grid import Cell
 from helpers.transport_cases import CREDENTIAL
 
 from raypar.comm.nccl.mesh import NcclMesh
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.worker.assignment import assignments
 from raypar.worker.communicators import communicators_of
@@ -39,8 +39,10 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
     job, plan, graph = layout.job, layout.plan, layout.graph
     part = assignments(job, graph, plan, registry.build_schedule(layout.schedule, Routing(plan, job.cut)))[index]
     core = WorkerCore(job, graph=graph, step_timeout_s=30.0)
-    wires = {"wires": communicators_of(AdoptOrder(part, {}, 0), index, job, core.layout)} if state["nccl"] else {}
-    transport = state["mesh"].connect(rank=index, size=plan.world, addresses=addresses, generation=0, deadline_s=20.0, **wires)
+    keys = communicators_of(AdoptOrder(part, {}, 0), index, job, core.layout) if state["nccl"] else frozenset()
+    transport = state["mesh"].connect(
+        rank=index, size=plan.world, addresses=addresses, generation=0, deadline_s=20.0, communicators=keys
+    )
     try:
         core.adopt(part, transport)
         losses, norms, gradients = [], [], []

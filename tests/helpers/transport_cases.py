@@ -15,7 +15,7 @@ from helpers import standin
 
 from raypar.comm.nccl.connect import connect_nccl as connect_nccl
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.comm.transport import Routine, Transport, Wait, Work, run_routine
 from raypar.errors import CommError, GroupAborted
 
@@ -454,8 +454,8 @@ def connect(state: State, index: int, addresses: list[str], members: list[int], 
 
 def over_nccl(control: Any, name: str, only: frozenset[torch.dtype] | None = None) -> Transport:
     """A `cpu` transport becomes the control transport of an `nccl` one, with all that the cases use."""
-    device, wires = standin.HostDevice(name, only=only), standin.all_wires(control.size)
-    return connect_nccl(control, device=device, wires=wires, deadline_s=LIMIT_S)
+    device, keys = standin.HostDevice(name, only=only), standin.all_communicators(control.size)
+    return connect_nccl(control, device=device, communicators=keys, deadline_s=LIMIT_S)
 
 
 def run_case(state: State, index: int, name: str) -> dict[str, dict[str, int]]:

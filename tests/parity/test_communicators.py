@@ -1,5 +1,5 @@
-"""The wires that a plan needs are known before anything is built: those that its workers then use, and no others, but for
-what turns out to be undefined, reductions of stages without parameters, and gathering for a loss of whole logits."""
+"""The communicators that a plan needs are known before anything is built: those that its workers then use, and no others, but
+for what turns out to be undefined, reductions of stages without parameters, and gathering for a loss of whole logits."""
 
 import contextlib
 from dataclasses import replace
@@ -20,7 +20,7 @@ from raypar.plan.pieces import Move, Piece
 from raypar.schedule import registry
 from raypar.schedule.assignment import assign
 from raypar.worker.assignment import make_graph
-from raypar.worker.communicators import MOST_DIRECT, communicators_of
+from raypar.worker.communicators import MAX_DIRECT, communicators_of
 from raypar.worker.job_spec import ValidationSpec
 from raypar.worker.local_run import LocalJob
 
@@ -99,28 +99,28 @@ SHARDED_CORNERS = [
 
 
 @pytest.mark.parametrize("layout", CORNERS, ids=str)
-def test_a_step_uses_exactly_the_wires_of_its_plan(layout):
+def test_a_step_uses_exactly_the_communicators_of_its_plan(layout):
     check(layout)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", GRID, ids=str)
-def test_a_step_of_each_layout_uses_exactly_the_wires_of_its_plan(layout):
+def test_a_step_of_each_layout_uses_exactly_the_communicators_of_its_plan(layout):
     check(layout)
 
 
 @pytest.mark.parametrize("cell", SHARDED_CORNERS, ids=str)
-def test_a_step_with_shards_uses_exactly_the_wires_of_its_plan(cell):
+def test_a_step_with_shards_uses_exactly_the_communicators_of_its_plan(cell):
     check(cell)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("cell", SHARDED, ids=str)
-def test_a_step_of_each_layout_with_shards_uses_exactly_the_wires_of_its_plan(cell):
+def test_a_step_of_each_layout_with_shards_uses_exactly_the_communicators_of_its_plan(cell):
     check(cell)
 
 
-def test_a_plain_all_reduce_of_gradients_has_other_wires():
+def test_a_plain_all_reduce_of_gradients_has_other_communicators():
     check(Layout("tangled", "1f1b", (2, 2), 4), reduction="fast")
 
 
@@ -133,7 +133,7 @@ def test_validation_needs_no_pair_of_workers_that_was_not_connected(layout):
 JOB = ugly_models.job(microbatches=6)
 
 
-def wires(part, rank, job=JOB):
+def needed(part, rank, job=JOB):
     """Of plans without ties: how the model is cut does not matter."""
     return communicators_of(part, rank, job, partial(layout_of, make_graph(job)))
 
@@ -146,54 +146,54 @@ def parts_of(plan, ranks=None, moves=()):
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2), (2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (1, 2), (3, 1)])
-def test_all_members_of_a_wire_name_it(replicas, shards):
+def test_all_members_of_a_communicator_name_it(replicas, shards):
     plan = ParallelPlan.of(replicas, shards=shards, layers=4)
-    named = [wires(part, rank, replace(JOB, sequence_parallel=True)) for rank, part in enumerate(parts_of(plan))]
+    named = [needed(part, rank, replace(JOB, sequence_parallel=True)) for rank, part in enumerate(parts_of(plan))]
     for mine in named:
-        for wire in mine:
-            assert all(wire in named[member] for member in wire.members), wire
+        for key in mine:
+            assert all(key in named[member] for member in key.members), key
     for rank, mine in enumerate(named):
-        assert all(rank in wire.members for wire in mine)
+        assert all(rank in key.members for key in mine)
 
 
-def test_shards_have_wires_of_their_own_and_reduce_with_the_same_shard_of_other_replicas():
+def test_shards_have_communicators_of_their_own_and_reduce_with_the_same_shard_of_other_replicas():
     plan = ParallelPlan.of((3,), shards=(2,), layers=2)
     part = parts_of(plan)[2]
-    assert wires(part, 2) == {  # replica 1, shard 0
+    assert needed(part, 2) == {  # replica 1, shard 0
         CommunicatorKey((2, 3), "all_reduce", SHARDS),
         CommunicatorKey((2, 3), "all_gather", SHARDS),
         CommunicatorKey((0, 2, 4), "all_to_all", 0),
         CommunicatorKey((0, 2, 4), "all_gather", 0),
     }
-    assert CommunicatorKey((2, 3), "reduce_scatter", SHARDS) in wires(part, 2, replace(JOB, sequence_parallel=True))
-    assert CommunicatorKey((0, 2, 4), "all_reduce", FAST) in wires(part, 2, replace(JOB, reduction="fast"))
+    assert CommunicatorKey((2, 3), "reduce_scatter", SHARDS) in needed(part, 2, replace(JOB, sequence_parallel=True))
+    assert CommunicatorKey((0, 2, 4), "all_reduce", FAST) in needed(part, 2, replace(JOB, reduction="fast"))
 
 
-def test_shards_that_gather_nothing_have_no_wire_for_it():
+def test_shards_that_gather_nothing_have_no_communicator_for_it():
     plan, gathered = ParallelPlan.of((1, 1), shards=(2, 2), layers=4), dict.fromkeys(["layer1"], ShardingStyle("gathered"))
     first, last = parts_of(plan)[0], parts_of(plan)[2]
     gather = CommunicatorKey((0, 1), "all_gather", SHARDS)
-    assert gather not in wires(first, 0)
-    assert gather in wires(first, 0, replace(JOB, sequence_parallel=True))
+    assert gather not in needed(first, 0)
+    assert gather in needed(first, 0, replace(JOB, sequence_parallel=True))
     assert gather in communicators_of(first, 0, JOB, lambda shards: StyledLayout(shards, gathered, {}))
-    assert CommunicatorKey((2, 3), "all_gather", SHARDS + 1) in wires(last, 2), "the loss"
+    assert CommunicatorKey((2, 3), "all_gather", SHARDS + 1) in needed(last, 2), "the loss"
 
 
-def test_state_that_changes_hands_has_wires_and_who_has_no_seat_has_no_others():
+def test_state_that_changes_hands_has_communicators_and_who_has_no_seat_has_no_others():
     plan = ParallelPlan.of((1, 1), layers=2)
     ranks = {5: 0, 8: 1, 3: 2}
     moves = (Move(3, 8, Piece("a", 0, 4)), Move(3, 8, Piece("b", 0, 4)), Move(8, 8, Piece("c", 0, 4)))
     handed = CommunicatorKey((2, 1), "message")
-    assert wires(AdoptOrder(None, ranks, 0, moves), 2) == {handed}
+    assert needed(AdoptOrder(None, ranks, 0, moves), 2) == {handed}
     alone, parts = parts_of(plan), parts_of(plan, ranks, moves)
-    assert wires(parts[1], 1) == wires(alone[1], 1) | {handed}
-    assert wires(parts[0], 0) == wires(alone[0], 0)
+    assert needed(parts[1], 1) == needed(alone[1], 1) | {handed}
+    assert needed(parts[0], 0) == needed(alone[0], 0)
 
 
 def test_state_from_more_workers_than_there_can_be_communicators_for_travels_through_host_memory():
-    for sources in (MOST_DIRECT, MOST_DIRECT + 1):
+    for sources in (MAX_DIRECT, MAX_DIRECT + 1):
         ranks = {worker: worker for worker in range(sources + 1)}
         part = AdoptOrder(
             None, ranks, 0, tuple(Move(worker, 0, Piece("a", worker, worker + 1)) for worker in range(1, sources + 1))
         )
-        assert len(wires(part, 0)) == (sources if sources <= MOST_DIRECT else 0)
+        assert len(needed(part, 0)) == (sources if sources <= MAX_DIRECT else 0)

@@ -131,9 +131,9 @@ class Run:
         for rank, found in enumerate(self.workers.each(gpu_calls.parameters, on=self.members)):
             for name, copy in found.items():
                 assert torch.equal(torch.from_numpy(copy), self.wanted(rank, name)), name
-        lanes = self.workers.each(gpu_calls.lanes, on=self.members)
+        made = self.workers.each(gpu_calls.communicator_calls, on=self.members)
         alive = self.workers.each(gpu_calls.alive, on=self.members)
-        assert all(len(own) <= there <= len(own) + left_inside for own, there in zip(lanes, alive, strict=True))
+        assert all(len(own) <= there <= len(own) + left_inside for own, there in zip(made, alive, strict=True))
 
 
 WANT = expected("tangled", 4, 0)
@@ -142,9 +142,9 @@ WANT = expected("tangled", 4, 0)
 def test_a_run_makes_the_communicators_of_its_plan_and_uses_them(workers):
     run = Run(workers, plan_of(2, 2))
     run.check()
-    lanes = run.workers.each(gpu_calls.lanes, on=run.members)
-    assert set(lanes[0]) == {"all_gather of 0,1 channel 0", "messages 0 -> 2", "messages 2 -> 0"}
-    assert all(calls for own in lanes for calls in own.values())
+    made = run.workers.each(gpu_calls.communicator_calls, on=run.members)
+    assert set(made[0]) == {"all_gather of 0,1 channel 0", "messages 0 -> 2", "messages 2 -> 0"}
+    assert all(calls for own in made for calls in own.values())
 
 
 REROUTED, ANEW = (2, 1), (1, 1, 1)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from examples import gpt
 from raypar.comm import blocking_routines
 from raypar.comm.local_transport import LocalMesh
-from raypar.comm.tcp.transport import TcpMesh
+from raypar.comm.tcp.mesh import TcpMesh
 from raypar.errors import GroupAborted, ModelError
 from raypar.model.build import canonical_names, materialise
 from raypar.model.graph import Graph, Layer

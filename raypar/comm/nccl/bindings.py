@@ -1,7 +1,7 @@
-"""NCCL through CuPy: what this process has of it, and one communicator. The only file that imports cupy, when it is asked to.
+"""NCCL through CuPy: which library this process has, and one communicator. The only file that imports cupy, inside functions.
 
 CuPy's bindings take plain numbers (pointers, counts, streams), so that no cupy array or stream is needed. Its communicators
-are blocking ones: making one waits without a limit for all ranks and cannot be interrupted (see `nccl_connect`).
+are blocking ones: making one waits without a limit for all ranks and cannot be interrupted (see `connect`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ OLDEST_CUPY = 14
 """Unique ids are bytes since then, and communicators take no tuple any more."""
 
 BYTE = 1
-"""ncclUint8: what only moves travels as bytes, whatever its dtype."""
+"""ncclUint8: operations that only move memory move bytes, whatever the dtype."""
 SUM = 0
+"""ncclSum."""
 
 NUMBERS = {
     torch.int8: 0,
@@ -42,19 +43,25 @@ NUMBERS = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""The dtypes that NCCL can add, as it codes them (nccl.h, ncclDataType_t)."""
+"""dtypes that NCCL can add -> its codes (nccl.h, ncclDataType_t)."""
 
 
 @dataclass(frozen=True, slots=True)
 class NcclLibrary:
-    """The NCCL of this process. `version` and `built_for` as in 22907 = 2.29.7; `torch_cuda` is None for a CPU build."""
+    """The NCCL of this process, and the CuPy and PyTorch that use it."""
 
     cupy: str
+    """Version of CuPy."""
     cupy_cuda: int
+    """CUDA major version that CuPy was built for."""
     torch_cuda: int | None
+    """CUDA major version that PyTorch was built for; None for a CPU build."""
     built_for: int
+    """Version of NCCL that CuPy was built with: 22907 is 2.29.7."""
     version: int
+    """Version of NCCL that is loaded."""
     paths: tuple[str, ...]
+    """Files of the loaded library."""
 
     def __str__(self) -> str:
         where = ", ".join(self.paths) or "a place that is not known"
@@ -66,12 +73,12 @@ class NcclLibrary:
 
 
 def format_version(version: int) -> str:
-    """22907 -> 2.29.7 (before 2.9 the code had three digits fewer; those are too old anyway)."""
+    """22907 -> 2.29.7 (codes before 2.9 were shorter; these versions are too old anyway)."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def install_advice(cuda: int | None) -> str:
-    """The cure that installs CuPy for a CUDA version."""
+    """The command that installs CuPy for a CUDA version."""
     if cuda in (12, 13):
         return f"pip install 'raypar[cuda{cuda}]'"
     return "pip install 'raypar[cuda13]' (PyTorch for CUDA 13) or 'raypar[cuda12]' (for CUDA 12)"
@@ -90,7 +97,7 @@ def cuda_of_cupy() -> int:
 
 
 def cupy_packages() -> list[str]:
-    """The distributions of CuPy that are installed; there should be one."""
+    """Names of the installed distributions of CuPy; there should be one."""
     names = {str(distribution.metadata["Name"]).lower().replace("_", "-") for distribution in distributions()}
     return sorted(name for name in names if name == "cupy" or name.startswith("cupy-cuda"))
 
@@ -100,10 +107,10 @@ def load_bindings() -> Any:
     cuda = cuda_of_torch()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that libnccl is missing is said below, with more of the reason
+            warnings.simplefilter("ignore")  # a missing libnccl is reported below, with the reason
             from cupy.cuda import nccl
     except ImportError as error:
-        # One for another CUDA may lack that CUDA's libraries, and says no more than which file it has not found.
+        # A CuPy for another CUDA may lack that CUDA's libraries; its error names only the file that it has not found.
         others = [name for name in cupy_packages() if cuda is not None and name not in ("cupy", f"cupy-cuda{cuda}x")]
         remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
         raise ClusterError(
@@ -121,12 +128,12 @@ def load_bindings() -> Any:
 
 
 def nccl_version() -> int:
-    """Of the NCCL of this process, as in `NcclLibrary.version`."""
+    """The version of the NCCL of this process, as in `NcclLibrary.version`."""
     return int(load_bindings().get_version())
 
 
 def nccl_library() -> NcclLibrary:
-    """What is loaded here, logged; nothing is judged (`judge`)."""
+    """The library that is loaded in this process, logged and not checked (`check_library`)."""
     nccl = load_bindings()
     import cupy
 
@@ -218,18 +225,18 @@ def check_gpu_count(wanted: int, there: int) -> None:
 
 
 def new_unique_id() -> bytes:
-    """A fresh unique id (128 bytes), for one communicator; its maker listens until all ranks have come."""
+    """A new unique id (128 bytes), for one communicator; this process listens until all its ranks have connected."""
     return bytes(load_bindings().get_unique_id())
 
 
 class NcclCommunicator:
-    """One NCCL communicator. Calls only enqueue work on `stream` (a number); memory is the caller's to keep.
+    """One NCCL communicator. Calls only enqueue work on `stream` (a number); the caller keeps the memory.
 
-    Not thread-safe but for `abort`. Raises `CommError` with NCCL's own words.
+    Not thread-safe but for `abort`. Raises `CommError` with NCCL's own text.
     """
 
     def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
-        """Blocks until all ranks have come, however long that takes."""
+        """Blocks until all ranks have connected, however long that takes."""
         self._nccl = load_bindings()
         with self._translated("making a communicator"):
             self._comm = self._nccl.NcclCommunicator(size, unique_id, rank)
@@ -246,7 +253,7 @@ class NcclCommunicator:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is called inside is enqueued as one: it makes progress together, so that it cannot deadlock with itself."""
+        """Enqueue the calls made inside as one: they make progress together, and cannot deadlock with each other."""
         with self._translated("a group of operations"):
             self._nccl.groupStart()
             try:
@@ -270,12 +277,12 @@ class NcclCommunicator:
             self._comm.allReduce(pointer, pointer, count, NUMBERS[dtype], SUM, stream)
 
     def reduce_scatter(self, source: int, out: int, count: int, dtype: torch.dtype, stream: int) -> None:
-        """`out` [count] = the sum of everybody's part of mine in `source` [size * count], in an order of NCCL's own."""
+        """`out` [count] = the sum of all ranks' parts for this rank in `source` [size * count], in an order of NCCL's own."""
         with self._translated("a reduce-scatter"):
             self._comm.reduceScatter(source, out, count, NUMBERS[dtype], SUM, stream)
 
     def all_gather(self, mine: int, out: int, nbytes: int, stream: int) -> None:
-        """`out` [size * nbytes] = everybody's `mine` [nbytes]."""
+        """`out` [size * nbytes] = all ranks' `mine` [nbytes]."""
         with self._translated("an all-gather"):
             self._comm.allGather(mine, out, nbytes, BYTE, stream)
 
@@ -285,16 +292,16 @@ class NcclCommunicator:
             self._comm.broadcast(pointer, pointer, nbytes, BYTE, root, stream)
 
     def check(self) -> None:
-        """Raise what has gone wrong in the background."""
+        """Raise an error that NCCL has found in the background."""
         with self._translated("work in the background"):
             self._comm.check_async_error()
 
     def destroy(self) -> None:
-        """Finish what is enqueued and free all; may wait for ever where a peer is gone: then `abort`."""
+        """Finish what is enqueued and free the communicator; waits forever for a peer that is gone: `abort` then."""
         with self._translated("freeing a communicator"):
             self._comm.destroy()
 
     def abort(self) -> None:
-        """Stop what is enqueued and free all, from any thread. Later garbage collection does nothing more."""
+        """Stop what is enqueued and free the communicator, from any thread. Later garbage collection does nothing more."""
         with self._translated("an abort"):
             self._comm.abort()

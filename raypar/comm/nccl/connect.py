@@ -1,9 +1,11 @@
-"""How the ranks of one generation make their NCCL communicators: over a `cpu` transport that is connected already.
+"""How the ranks of one generation make their NCCL communicators, over a TCP transport that is connected already.
 
-Everybody tells everybody its library, device and lanes, with a fresh unique id for each lane whose first rank it is. What
-cannot work is refused by all before NCCL is asked. CuPy's communicators are blocking: making one can neither be interrupted
-nor given a limit, so a thread does it, which is left behind at the deadline, inside NCCL. All ranks make their communicators
-in one order, so that none waits for a rank that waits for it.
+Every rank sends all others a hello: its library, its device, its communicators, and a fresh unique id for each communicator
+whose first rank it is. All ranks refuse what cannot work before NCCL is asked.
+
+CuPy's communicators are blocking: making one can neither be interrupted nor given a limit. So a thread makes them; at the
+deadline the thread is left behind, inside NCCL. All ranks make their communicators in one order, so that no two wait for each
+other.
 """
 
 from __future__ import annotations
@@ -29,16 +31,19 @@ from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 HELLO, READY = 1, 2
 """Tags on the control transport."""
-MAX_WORDS_BYTES = 4 << 20
-"""Size limit of what a rank tells: some hundred bytes for each of its communicators."""
+MAX_DOCUMENT_BYTES = 4 << 20
+"""Size limit of a rank's document: some hundred bytes for each of its communicators."""
 MAX_TEXT = 10_000
 """Characters of another rank's error that are passed on."""
 UNIQUE_ID_BYTES = 128
 """Size of NCCL's `ncclUniqueId`."""
-LOOK_S = 0.002
+CHECK_S = 0.002
+"""Pause between two looks whether the communicators are made."""
+EVENT_CHECK_S = 0.0002
+"""Pause between two looks whether a communicator's first work is done."""
 GAVE_UP = "gave up connecting"
 SLICE_S = 0.05
-"""Who waits for one rank's word looks so often at what the others say."""
+"""How long to wait for one rank's message before looking at the others'."""
 
 SHARED_GPU_SINCE = 23000
 """NCCL 2.30 knows NCCL_MULTI_RANK_GPU_ENABLE."""
@@ -48,20 +53,19 @@ def connect_nccl(
     control: TcpTransport,
     *,
     device: Device,
-    wires: Iterable[CommunicatorKey],
+    communicators: Iterable[CommunicatorKey],
     deadline_s: float,
-    stuck: Callable[[Sequence[str]], None] = lambda names: None,
+    report_stuck: Callable[[Sequence[str]], None] = lambda names: None,
 ) -> NcclTransport:
-    """An `nccl` transport with a lane for each of `wires` that names this rank; it owns `control` from here on.
+    """An `nccl` transport with those of `communicators` that name this rank; it owns `control` from here on.
 
-    All members of a wire give it; groups of one need none. Raises `ClusterError` for what the ranks' libraries or devices
-    cannot do, `CommTimeout` at the deadline, `CommError` when a rank is lost meanwhile. `control` is closed then, a thread may
-    be left that waits for other ranks inside NCCL, and `stuck` is told what was made but could not be ended
-    (`NcclTransport.stuck`).
+    All members of a communicator name it; groups of one need none. Raises `ClusterError` for what the ranks' libraries or
+    devices cannot do, `CommTimeout` at the deadline, `CommError` when a rank is lost meanwhile. `control` is closed then, and a
+    thread may be left behind that waits for other ranks inside NCCL. `report_stuck`: see `NcclTransport`.
     """
     deadline = time.monotonic() + deadline_s
     try:
-        mine = sorted({wire for wire in wires if control.rank in wire.members and len(wire.members) > 1})
+        mine = sorted({key for key in communicators if control.rank in key.members and len(key.members) > 1})
         check_communicator_keys(mine, control.rank, control.size, device)
         hellos = exchange_hellos(control, device, mine, deadline, deadline_s)
         check_compatible(hellos, mine, control.rank)
@@ -80,44 +84,43 @@ def connect_nccl(
         if isinstance(error, CommError) and not isinstance(error, GroupAborted):
             with contextlib.suppress(CommError):
                 send_to_all(control, {"what": error.what, "cure": error.cure})
-        transport = NcclTransport(control, device, making.give_up())
+        transport = NcclTransport(control, device, making.give_up(), report_stuck)
         transport.abort(f"rank {control.rank} gave up connecting: {error}")
         transport.close()
-        stuck(transport.stuck)
         raise
-    return NcclTransport(control, device, making.lanes)
+    return NcclTransport(control, device, making.streams, report_stuck)
 
 
-def check_communicator_keys(wires: Sequence[CommunicatorKey], rank: int, size: int, device: Device) -> None:
-    """Raise for wires that no lane can be made of, or more than the device can serve beside each other."""
-    for wire in wires:
-        ascending = list(wire.members) == sorted(set(wire.members) & set(range(size)))
-        pair = len(set(wire.members) & set(range(size))) == len(wire.members) == 2
-        if not (pair if wire.operation == "message" else ascending and wire.operation in COLLECTIVES):
+def check_communicator_keys(keys: Sequence[CommunicatorKey], rank: int, size: int, device: Device) -> None:
+    """Raise for keys that name no communicator, or more of them than the device can serve beside each other."""
+    for key in keys:
+        ascending = list(key.members) == sorted(set(key.members) & set(range(size)))
+        pair = len(set(key.members) & set(range(size))) == len(key.members) == 2
+        if not (pair if key.operation == "message" else ascending and key.operation in COLLECTIVES):
             raise CommError(
-                f"{wire!r} names nothing that {size} ranks can do",
+                f"{key!r} names nothing that {size} ranks can do",
                 cure=f"messages have two ranks, (source, destination); collectives are {', '.join(COLLECTIVES)}, ranks ascend",
             )
-    if len(wires) > device.most_lanes:
+    if len(keys) > device.max_communicators:
         settings = " ".join(f"{name}={value}" for name, value in WORKER_ENVIRONMENT.items())
         raise ClusterError(
-            f"rank {rank} would use {len(wires)} communicators; of more than {device.most_lanes} on {device.name}, one may "
-            "wait for another that waits for it",
+            f"rank {rank} would use {len(keys)} communicators; of more than {device.max_communicators} on {device.name}, "
+            "one may wait for another that waits for it",
             cure=f"start the workers with {settings}, or plan for fewer groups and neighbours",
         )
 
 
 def exchange_hellos(
-    control: TcpTransport, device: Device, wires: Sequence[CommunicatorKey], deadline: float, deadline_s: float
+    control: TcpTransport, device: Device, keys: Sequence[CommunicatorKey], deadline: float, deadline_s: float
 ) -> list[dict[str, Any]]:
-    """What every rank says of itself, by rank."""
+    """The hello of every rank, by rank."""
     device.bind()
     hello = {
         "version": bindings.nccl_version(),
         "device": device.identity,
         "shares": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
-        "wires": [[list(wire.members), wire.operation, wire.channel] for wire in wires],
-        "ids": {str(wire): bindings.new_unique_id().hex() for wire in wires if wire.members[0] == control.rank},
+        "communicators": [[list(key.members), key.operation, key.channel] for key in keys],
+        "ids": {str(key): bindings.new_unique_id().hex() for key in keys if key.members[0] == control.rank},
     }
     send_to_all(control, hello, HELLO)
     others = [rank for rank in range(control.size) if rank != control.rank]
@@ -126,8 +129,8 @@ def exchange_hellos(
     return [hello if rank == control.rank else receive_hello(handles[rank], rank) for rank in range(control.size)]
 
 
-def check_compatible(hellos: Sequence[Mapping[str, Any]], wires: Sequence[CommunicatorKey], rank: int) -> None:
-    """Raise for what the ranks cannot do together; the same on all ranks, but for wires."""
+def check_compatible(hellos: Sequence[Mapping[str, Any]], keys: Sequence[CommunicatorKey], rank: int) -> None:
+    """Raise for what the ranks cannot do together. All ranks find the same, except about communicators."""
     versions: dict[int, list[int]] = {}
     devices: dict[str, list[int]] = {}
     for other, hello in enumerate(hellos):
@@ -147,61 +150,65 @@ def check_compatible(hellos: Sequence[Mapping[str, Any]], wires: Sequence[Commun
                 cure="give every worker a GPU of its own; to try things out, give each process another NCCL_HOSTID"
                 " (with NCCL_SOCKET_IFNAME=lo), or set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and later)",
             )
-    known = {str(wire) for wire in wires}
+    known = {str(key) for key in keys}
     for other, hello in enumerate(hellos):
         theirs = {
-            str(wire): wire
-            for members, name, channel in hello["wires"]
-            if (wire := CommunicatorKey(tuple(members), name, channel))
+            str(key): key
+            for members, name, channel in hello["communicators"]
+            if (key := CommunicatorKey(tuple(members), name, channel))
         }
-        missing = [str(w) for w in wires if other in w.members and str(w) not in theirs]
-        strange = [name for name, wire in theirs.items() if rank in wire.members and name not in known]
-        if missing or strange:
+        missing = [str(w) for w in keys if other in w.members and str(w) not in theirs]
+        unknown = [name for name, key in theirs.items() if rank in key.members and name not in known]
+        if missing or unknown:
             raise CommError(
                 f"ranks {rank} and {other} disagree about what they do together: only rank {rank} names "
-                f"{missing or 'nothing'}, only rank {other} {strange or 'nothing'}",
-                cure="connect all ranks with the wires of one plan",
+                f"{missing or 'nothing'}, only rank {other} {unknown or 'nothing'}",
+                cure="connect all ranks with the communicators of one plan",
             )
 
 
 class CommunicatorSetup(threading.Thread):
-    """Makes this rank's communicators, one after the other, and their connections. `lanes`: those that are made."""
+    """A thread that makes this rank's communicators, one after the other, and their connections."""
 
-    def __init__(self, rank: int, device: Device, wires: Sequence[CommunicatorKey], ids: Mapping[str, bytes]) -> None:
+    def __init__(self, rank: int, device: Device, keys: Sequence[CommunicatorKey], ids: Mapping[str, bytes]) -> None:
         super().__init__(name=f"raypar-nccl-{rank}", daemon=True)
-        self.lanes: dict[CommunicatorKey, CommunicatorStream] = {}
+        self.streams: dict[CommunicatorKey, CommunicatorStream] = {}
+        """Communicators made so far."""
         self._given_up = False
         self._deciding = threading.Lock()
+        """Guards `_given_up` and `streams`."""
         self._rank = rank
         self._device = device
-        self._wires = wires
+        self._keys = keys
         self._ids = ids
+        """Name of a communicator -> its unique id."""
         self._under_way = "nothing"
+        """Name of the communicator that is being made."""
         self._error: BaseException | None = None
         self._over = threading.Event()
         self.start()
 
     def run(self) -> None:
-        """The thread. What it makes after it was given up it aborts itself."""
+        """Make all communicators; one that is made after `give_up` is aborted here."""
         try:
             self._device.bind()
-            for wire in self._wires:
-                self._under_way = str(wire)
-                me = wire.members.index(self._rank)
-                communicator = bindings.NcclCommunicator(len(wire.members), self._ids[str(wire)], me)
+            for key in self._keys:
+                self._under_way = str(key)
+                me = key.members.index(self._rank)
+                communicator = bindings.NcclCommunicator(len(key.members), self._ids[str(key)], me)
                 with self._deciding:
                     if self._given_up:
                         communicator.abort()
                         return
-                    lane = self.lanes[wire] = self._lane(wire, me, communicator)
-                with lane.lock:
-                    lane.warm_up()
-                    mark = lane.stream.mark()
-                while not mark.done() and not self._given_up:
-                    with lane.lock:
+                    stream = self.streams[key] = self._make_stream(key, me, communicator)
+                with stream.lock:
+                    stream.warm_up()
+                    event = stream.device_stream.record_event()
+                while not event.query() and not self._given_up:
+                    with stream.lock:
                         if not self._given_up:
                             communicator.check()
-                    time.sleep(LOOK_S / 10)
+                    time.sleep(EVENT_CHECK_S)
         except CommError as error:
             self._error = CommError(f"{self._under_way}: {error.what}", error.cure)
         except BaseException as error:
@@ -209,22 +216,22 @@ class CommunicatorSetup(threading.Thread):
         finally:
             self._over.set()
 
-    def _lane(self, wire: CommunicatorKey, me: int, communicator: bindings.NcclCommunicator) -> CommunicatorStream:
+    def _make_stream(self, key: CommunicatorKey, me: int, communicator: bindings.NcclCommunicator) -> CommunicatorStream:
         try:
-            return CommunicatorStream(wire, me, communicator, self._device)
+            return CommunicatorStream(key, me, communicator, self._device)
         except BaseException:
-            communicator.abort()  # else Python's collector ends it, gently, which may wait for the others for ever
+            communicator.abort()  # else Python's collector destroys it, which may wait for the others forever
             raise
 
     def give_up(self) -> dict[CommunicatorKey, CommunicatorStream]:
-        """Make no more; what is made."""
+        """Make no more communicators; return those that are made."""
         with self._deciding:
             self._given_up = True
-            return dict(self.lanes)
+            return dict(self.streams)
 
     def wait(self, others: Mapping[int, Handle], deadline: float, deadline_s: float) -> None:
-        """Until all are made. `others`: what they will say, which fails when a rank is lost."""
-        while not self._over.wait(LOOK_S):
+        """Wait until all communicators are made. `others`: receives of the other ranks' results; they fail with a lost rank."""
+        while not self._over.wait(CHECK_S):
             raise_peer_failure(others)
             if time.monotonic() > deadline:
                 raise CommTimeout(
@@ -236,19 +243,19 @@ class CommunicatorSetup(threading.Thread):
             raise self._error
 
 
-def send_to_all(control: TcpTransport, words: Mapping[str, Any], tag: int = READY) -> None:
-    """To all other ranks."""
-    text = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
+def send_to_all(control: TcpTransport, document: Mapping[str, Any], tag: int = READY) -> None:
+    """Send a document to all other ranks."""
+    text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
     for rank in range(control.size):
         if rank != control.rank:
             control.send(text, to=rank, tag=tag)
 
 
 def receive_document(handle: Handle, rank: int) -> dict[str, Any]:
-    """What a rank has told (`tell`). Raises `CommError` naming the rank if that is damaged or too long."""
+    """The document of a completed receive. Raises `CommError` naming the rank if it is damaged or too long."""
     tensor = handle.tensor()
     try:
-        if tensor.dtype != torch.uint8 or tensor.nbytes > MAX_WORDS_BYTES:
+        if tensor.dtype != torch.uint8 or tensor.nbytes > MAX_DOCUMENT_BYTES:
             raise ValueError(f"{tensor.nbytes:,} bytes of {tensor.dtype}")
         found = json.loads(bytes(tensor.numpy()))
         if not isinstance(found, dict):
@@ -259,18 +266,18 @@ def receive_document(handle: Handle, rank: int) -> dict[str, Any]:
 
 
 def receive_hello(handle: Handle, rank: int) -> dict[str, Any]:
-    """A rank's hello (`greet`), checked: its fields have their types, and it has a unique id for each of its own wires.
+    """A rank's hello, checked: its fields have their types, and each communicator whose first rank it is has a unique id.
 
     Raises `CommError` naming the rank.
     """
     found = receive_document(handle, rank)
     try:
-        wires = [CommunicatorKey(tuple(members), operation, channel) for members, operation, channel in found["wires"]]
+        keys = [CommunicatorKey(tuple(members), operation, channel) for members, operation, channel in found["communicators"]]
         ids = {name: bytes.fromhex(text) for name, text in found["ids"].items()}
         good = (
             [type(found[key]) for key in ("version", "device", "shares")] == [int, str, bool]
-            and all(type(number) is int for wire in wires for number in (*wire.members, wire.channel))
-            and set(ids) == {str(wire) for wire in wires if wire.members[0] == rank}
+            and all(type(number) is int for key in keys for number in (*key.members, key.channel))
+            and set(ids) == {str(key) for key in keys if key.members[0] == rank}
             and all(len(id_) == UNIQUE_ID_BYTES for id_ in ids.values())
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
@@ -281,20 +288,20 @@ def receive_hello(handle: Handle, rank: int) -> dict[str, Any]:
 
 
 def raise_peer_failure(ready: Mapping[int, Handle]) -> None:
-    """Raise what another rank has given up with: all say the same, whoever was the first. Raises when one is lost, too."""
+    """Raise the error with which another rank gave up: the first one, which all pass on. Raises for a lost rank too."""
     for rank, handle in ready.items():
-        if handle.done() and (words := receive_document(handle, rank)):
-            what, cure = (str(words.get(key, ""))[:MAX_TEXT] for key in ("what", "cure"))
+        if handle.done() and (document := receive_document(handle, rank)):
+            what, cure = (str(document.get(key, ""))[:MAX_TEXT] for key in ("what", "cure"))
             raise CommError(what if GAVE_UP in what else f"rank {rank} {GAVE_UP}: {what}", cure=cure)
 
 
 def receive_from_all(
-    handles: Mapping[int, Handle], deadline: float, deadline_s: float, what: str, look: Callable[[], None] = lambda: None
+    handles: Mapping[int, Handle], deadline: float, deadline_s: float, what: str, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait for a message of each rank; raises `CommTimeout` with those that did not come. `look` is called now and then."""
+    """Wait for a message of each rank; raises `CommTimeout` naming ranks that sent none. `check` is called repeatedly."""
     late = dict(handles)
     while True:
-        look()
+        check()
         late = {rank: handle for rank, handle in late.items() if not handle.done()}
         if not late:
             return

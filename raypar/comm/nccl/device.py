@@ -1,4 +1,4 @@
-"""The device whose memory an `nccl` transport moves: streams, marks in them, and memory that outlives both.
+"""The device whose memory an `nccl` transport moves: its memory, streams and events, in CUDA's terms.
 
 The transport asks nothing else of a device, so that its tests run the same code on host memory (`tests/helpers/standin.py`).
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 from raypar.comm.nccl import bindings
 from raypar.errors import ClusterError
 
-QUEUES, MOST_QUEUES = 8, 32
-"""Hardware queues of a process for a GPU's streams (CUDA_DEVICE_MAX_CONNECTIONS): the default, and what there can be."""
+DEFAULT_QUEUES, MAX_QUEUES = 8, 32
+"""Hardware queues of a process for a GPU's streams (CUDA_DEVICE_MAX_CONNECTIONS): by default, and at most."""
 
-BLOCKS = 32
-"""Thread blocks of one NCCL kernel at most (NCCL_MAX_CTAS), by default. Each takes up to a whole multiprocessor."""
+DEFAULT_BLOCKS = 32
+"""Most thread blocks of one NCCL kernel (NCCL_MAX_CTAS), by default. Each takes up to a whole multiprocessor."""
 
-MAX_COMMUNICATORS = MOST_QUEUES - 1
-"""Communicators of a process, on any GPU: one queue is the computation's."""
+MAX_COMMUNICATORS = MAX_QUEUES - 1
+"""Most communicators of a process, on any GPU: the computation has a queue of its own."""
 
 WORKER_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -31,120 +31,121 @@ WORKER_ENVIRONMENT = {
     "NCCL_RUNTIME_CONNECT": "0",
     "CUDA_MODULE_LOADING": "EAGER",
 }
-"""What a GPU worker's process is to be started with: many communicators make progress beside each other, and have all their
-connections before the first step.
+"""Variables that a GPU worker's process is started with: many communicators make progress beside each other, and all
+connections are made before the first step.
 
-Kernels are loaded before as well. Loading one may wait for all kernels that run (CUDA programming guide, hazards of lazy
-loading); one of NCCL's runs until its peer does its part, and the peer may be waiting for what this worker computes next."""
+Kernels are loaded before the first step too. Loading a kernel may wait for all kernels that run (CUDA programming guide,
+hazards of lazy loading). A kernel of NCCL runs until its peer does its part, and the peer may be waiting for what this worker
+computes next."""
 
 
 class StreamEvent(Protocol):
-    """A point in a stream's work."""
+    """A point in a stream's work (a CUDA event)."""
 
-    def done(self) -> bool:
-        """Whether the stream has come by it; never blocks."""
+    def query(self) -> bool:
+        """Whether the stream has passed this point; never blocks."""
 
-    def hold_current(self) -> None:
-        """What is given to the caller's current stream from here on waits for the mark; the host does not."""
+    def wait(self, check: Callable[[], object]) -> None:
+        """Work that the caller gives to its current stream from here on runs after this event; the host goes on.
+
+        On host memory the calling thread itself is the stream: then the host waits, and calls `check` meanwhile, which raises
+        when waiting is in vain.
+        """
 
 
 class Stream(Protocol):
-    """Work in order, beside the host and other streams."""
+    """Work in order, beside the host and other streams (a CUDA stream)."""
 
-    handle: int
-    """What NCCL is told: a cudaStream_t as a number."""
+    cuda_stream: int
+    """The stream as NCCL is given it: a cudaStream_t as a number."""
 
-    def follow(self, mark: StreamEvent) -> None:
-        """Later work of this stream waits for `mark`."""
+    def wait_event(self, event: StreamEvent) -> None:
+        """Later work of this stream waits for `event`."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """The tensor operations that `work` calls are done in this stream's turn; `work` may be called later."""
+        """Enqueue the tensor operations that `work` calls; `work` itself may be called later."""
 
-    def mark(self) -> StreamEvent:
-        """After all that the stream has been given so far."""
+    def record_event(self) -> StreamEvent:
+        """An event after all work that the stream has been given so far."""
 
     def close(self) -> None:
-        """No more work will come."""
+        """Release the stream; no more work will come."""
 
 
 class Device(Protocol):
     """One rank's device."""
 
     name: str
-    """For messages."""
+    """The device as messages name it."""
     device: torch.device
-    """Where PyTorch puts tensors that `owns` is true of."""
+    """The device of tensors for which `owns` is true."""
     identity: str
-    """Differs between any two ranks that do not share a device."""
-    most_lanes: int
+    """A text that differs between any two ranks that do not share a device."""
+    max_communicators: int
     """How many communicators surely make progress beside each other and the computation."""
 
     def bind(self) -> None:
-        """Work of the calling thread is for this device (what CUDA calls current is each thread's own)."""
+        """Make this the calling thread's device (CUDA's current device is each thread's own)."""
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in its memory."""
+        """Whether the tensor lies in this device's memory."""
 
     def stream(self) -> Stream:
         """A new stream."""
 
-    def mark(self) -> StreamEvent:
-        """After all that the caller's current stream has been given so far."""
+    def record_event(self) -> StreamEvent:
+        """An event after all work that the caller's current stream has been given so far."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream) -> Tensor:
         """Uninitialised memory for work on `stream`."""
 
-    def hand_over(self, tensor: Tensor) -> None:
-        """The caller's current stream will use a tensor that was made for another one."""
+    def record_stream(self, tensor: Tensor) -> None:
+        """Announce that the caller's current stream will use a tensor whose memory belongs to another stream."""
 
 
 class CudaEvent:
-    """An event of CUDA."""
+    """See `StreamEvent`: an event recorded in `stream`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
 
-    def done(self) -> bool:
-        """See `Mark.done`."""
-        return bool(self._event.query())
+    def query(self) -> bool:
+        """See `StreamEvent.query`."""
+        return bool(self.event.query())
 
-    def hold_current(self) -> None:
-        """See `Mark.hold_current`."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Later work of `stream` waits."""
-        stream.wait_event(self._event)
+    def wait(self, check: Callable[[], object]) -> None:
+        """See `StreamEvent.wait`."""
+        self.event.wait(torch.cuda.current_stream(self._device))
 
 
 class CudaStream:
-    """A stream of PyTorch's pool, which hands out 32 of this priority before it gives one twice.
+    """See `Stream`: one of PyTorch's pool, which hands out 32 of this priority before it gives one twice.
 
-    A high one: a kernel that waits for a peer shall not wait for room beside the computation's as well.
+    The priority is high, so that a kernel that waits for a peer need not wait for free multiprocessors too.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self.handle = int(self.stream.cuda_stream)
+        self.cuda_stream = int(self.stream.cuda_stream)
 
-    def follow(self, mark: StreamEvent) -> None:
-        """See `Stream.follow`."""
-        assert isinstance(mark, CudaEvent)
-        mark.hold(self.stream)
+    def wait_event(self, event: StreamEvent) -> None:
+        """See `Stream.wait_event`."""
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
 
     def run(self, work: Callable[[], object]) -> None:
-        """See `Stream.run`: the work is enqueued at once."""
+        """See `Stream.run`: `work` is called, and enqueues, at once."""
         with torch.cuda.stream(self.stream), torch.no_grad():
             work()
 
-    def mark(self) -> CudaEvent:
-        """See `Stream.mark`."""
+    def record_event(self) -> CudaEvent:
+        """See `Stream.record_event`."""
         return CudaEvent(self.stream)
 
     def close(self) -> None:
-        """See `Stream.close`: the pool keeps it."""
+        """See `Stream.close`: the pool keeps the stream."""
 
 
 class CudaDevice:
@@ -164,11 +165,11 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(self.device)
         self.name = f"{self.device} ({properties.name})"
-        torch.empty(1, device=self.device)  # from here on threads that bind to it find its context
+        torch.empty(1, device=self.device)  # creates the context that threads will find when they bind to the device
         # With NCCL_HOSTID NCCL takes two processes of a machine for two machines, and a GPU that they share for two.
         host = os.environ.get("NCCL_HOSTID")
         self.identity = f"GPU {properties.uuid}" + (f" of NCCL_HOSTID {host}" if host else "")
-        self.most_lanes = max_concurrent_communicators(properties.multi_processor_count)
+        self.max_communicators = max_concurrent_communicators(properties.multi_processor_count)
 
     def bind(self) -> None:
         """See `Device.bind`."""
@@ -182,33 +183,33 @@ class CudaDevice:
         """See `Device.stream`."""
         return CudaStream(self.device)
 
-    def mark(self) -> CudaEvent:
-        """See `Device.mark`."""
+    def record_event(self) -> CudaEvent:
+        """See `Device.record_event`."""
         return CudaEvent(torch.cuda.current_stream(self.device))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream) -> Tensor:
-        """See `Device.empty`: PyTorch's allocator gives the memory to others of that stream only after its work."""
+        """See `Device.empty`: PyTorch's allocator reuses the memory in that stream only after the stream's work on it."""
         assert isinstance(stream, CudaStream)
         with torch.cuda.stream(stream.stream):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def hand_over(self, tensor: Tensor) -> None:
-        """See `Device.hand_over`."""
+    def record_stream(self, tensor: Tensor) -> None:
+        """See `Device.record_stream`."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
 
 def max_concurrent_communicators(processors: int) -> int:
     """Communicators of this process that make progress beside each other and the computation, on so many multiprocessors.
 
-    One queue is the computation's (PyTorch's pool has as many streams as there can be queues), and one multiprocessor: all
-    others may be taken by kernels that wait for peers, which may wait for what is computed here.
+    The computation needs a queue (PyTorch's pool has as many streams as there can be queues) and a multiprocessor of its own:
+    all others may be taken by kernels that wait for peers, which may wait for what is computed here.
     """
-    queues = positive_setting("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES) - 1
-    return min(MAX_COMMUNICATORS, queues, (processors - 1) // positive_setting("NCCL_MAX_CTAS", BLOCKS))
+    queues = positive_setting("CUDA_DEVICE_MAX_CONNECTIONS", DEFAULT_QUEUES) - 1
+    return min(MAX_COMMUNICATORS, queues, (processors - 1) // positive_setting("NCCL_MAX_CTAS", DEFAULT_BLOCKS))
 
 
 def positive_setting(name: str, default: int) -> int:
-    """A positive number of the environment. Raises `ClusterError` for anything else."""
+    """A positive number from the environment. Raises `ClusterError` for anything else."""
     text = os.environ.get(name, "")
     if not text:
         return default

@@ -1,34 +1,48 @@
-"""One posted operation of the `nccl` transport: the memory it uses, and the mark behind it in a stream."""
+"""Handles of the `nccl` transport: one posted operation, the memory it uses, and the event behind it in a stream."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-from raypar.comm.nccl.device import StreamEvent
+from raypar.comm.nccl.communicator_stream import CommunicatorStream
+from raypar.comm.nccl.device import Device, StreamEvent
 from raypar.errors import CommError, CommTimeout
-
-if TYPE_CHECKING:
-    from raypar.comm.nccl.communicator_stream import CommunicatorStream
-    from raypar.comm.nccl.transport import NcclTransport
 
 SHORTEST_PAUSE_S = 20e-6
 LONGEST_PAUSE_S = 0.5e-3
 """A waiting host looks again after pauses that double: events cannot be waited for with a limit, or interrupted."""
 
 
-class PolledHandle(ABC):
-    """What `NcclHandle` and `NcclBatchHandle` share: the `Handle`."""
+class HandleOwner(Protocol):
+    """What a handle needs of its transport (`comm.nccl.pending.PendingOperations`)."""
 
-    def __init__(self, transport: NcclTransport, name: str, peers: Sequence[int]) -> None:
-        self.transport = transport
+    rank: int
+    generation: int
+    device: Device
+
+    def poll(self) -> None:
+        """Look for errors that NCCL has found in the background."""
+
+    def sleep(self, pause_s: float) -> None:
+        """Wait at most `pause_s`, until something may have changed."""
+
+
+class PolledHandle(ABC):
+    """What `NcclHandle` and `NcclBatchHandle` share. See `comm.transport.Handle`."""
+
+    def __init__(self, owner: HandleOwner, name: str, peers: Sequence[int]) -> None:
+        self.owner = owner
         self.name = name
+        """The operation, for messages."""
         self.peers = tuple(peers)
+        """Ranks without which the operation cannot complete."""
         self._ordered = False
+        """Whether a stream has been made to wait for the operation (`wait_on_stream`)."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -39,8 +53,8 @@ class PolledHandle(ABC):
         """Whether everything has been given to the device; raises what the operation failed with."""
 
     @abstractmethod
-    def hold_current(self) -> None:
-        """The current stream goes on after all of it."""
+    def order_current_stream(self, check: Callable[[], object]) -> None:
+        """Make the caller's current stream wait for all of a launched operation. `check`: see `StreamEvent.wait`."""
 
     @abstractmethod
     def received(self) -> list[Tensor]:
@@ -51,29 +65,37 @@ class PolledHandle(ABC):
         self._until(self.done, timeout_s)
 
     def wait_on_stream(self, timeout_s: float | None = None) -> None:
-        """The caller's current stream waits for the operation; the host only until it has been given to the device.
+        """See `Handle.wait_on_stream`: the host waits only until the operation has been given to the device.
 
-        A send or collective has been since it was posted, a receive is once its sender has posted the send. Raises as `wait`
-        does; what goes wrong later is raised by a later `done` or `wait`.
+        A send or collective is given to the device when it is posted, a receive once its sender has posted the send.
         """
+        started_s = time.monotonic()
+
+        def check() -> None:
+            if not self.done() and timeout_s is not None and time.monotonic() - started_s > timeout_s:
+                raise self._timeout(timeout_s)
+
         self._until(self.launched, timeout_s)
-        self.hold_current()
+        self.order_current_stream(check)
         self._ordered = True
 
     def _until(self, reached: Callable[[], bool], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pause = SHORTEST_PAUSE_S
         while not reached():
-            if deadline is not None:
+            if deadline is not None and timeout_s is not None:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise CommTimeout(
-                        f"{self.describe()} was not done after {timeout_s:.3g} s",
-                        cure="a peer is slow, stopped or out of step; abort the group and probe the peer",
-                    )
+                    raise self._timeout(timeout_s)
                 pause = min(pause, left)
-            self.transport.attend(pause)
+            self.owner.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _timeout(self, timeout_s: float) -> CommTimeout:
+        return CommTimeout(
+            f"{self.describe()} was not done after {timeout_s:.3g} s",
+            cure="a peer is slow, stopped or out of step; abort the group and probe the peer",
+        )
 
     def tensor(self) -> Tensor:
         """See `Handle.tensor`."""
@@ -86,70 +108,72 @@ class PolledHandle(ABC):
         return self.received()
 
     def describe(self) -> str:
-        """For messages: operation, ranks and, for one message, its tag."""
+        """The operation and its ranks, for messages."""
         peers = ", ".join(str(p) for p in self.peers)
-        return f"{self.name} of rank {self.transport.rank} with {peers or 'nobody'} (generation {self.transport.generation})"
+        return f"{self.name} of rank {self.owner.rank} with {peers or 'nobody'} (generation {self.owner.generation})"
 
 
 class NcclHandle(PolledHandle):
-    """One send, receive or collective. `kept`: tensors that the device may still read or write, held until it has.
-
-    `lane` and `number`: it is the number-th operation of that communicator on this rank. `start`: where a posted receive
-    lies in the current stream, which may still be using the memory. `told`: a message in host memory whose fate the control
-    transport tells, from before its first byte is out.
-    """
+    """One send, receive or collective."""
 
     def __init__(
         self,
-        transport: NcclTransport,
+        owner: HandleOwner,
         name: str,
         peers: Sequence[int],
         kept: Sequence[Tensor] = (),
         *,
         out: Tensor | None = None,
     ) -> None:
-        super().__init__(transport, name, peers)
+        super().__init__(owner, name, peers)
         self.kept: Sequence[Tensor] = kept
+        """Tensors that the device may still read or write, held until it no longer does."""
         self.out = out
+        """The received tensor; None for other operations, and until a receive without one has got its message."""
         self.start: StreamEvent | None = None
-        self.lane = ""
+        """Of a posted receive: the point in the caller's stream after which its memory may be written."""
+        self.stream_name = ""
+        """Name of the communicator that carries the operation."""
         self.number = 0
-        self.told = False
-        self._mark: StreamEvent | None = None
+        """Its place among the operations of that communicator on this rank, from 1."""
+        self.on_control = False
+        """Whether it is a message in host memory, on the control transport: that alone knows whether it arrived."""
+        self._event: StreamEvent | None = None
+        """Behind the operation in its stream; None until the device has it."""
         self._finished = False
         self._error: CommError | None = None
 
     def done(self) -> bool:
         """See `Handle.done`."""
-        if self.look():
+        if self.update():
             return True
         if self._error is None:
-            self.transport.poll()
+            self.owner.poll()
         self._raise()
         return False
 
     def launched(self) -> bool:
         """See `PolledHandle.launched`."""
         self._raise()
-        return self._mark is not None
+        return self._event is not None
 
-    def hold_current(self) -> None:
-        """See `PolledHandle.hold_current`."""
-        if self._mark is not None and not self._finished:
-            self._mark.hold_current()
+    def order_current_stream(self, check: Callable[[], object]) -> None:
+        """See `PolledHandle.order_current_stream`."""
+        if self._event is not None and not self._finished:
+            self._event.wait(check)
 
     def received(self) -> list[Tensor]:
         """See `PolledHandle.received`."""
         if self.out is None:
             return []
-        if self.transport.device.owns(self.out):
-            self.transport.device.hand_over(self.out)
+        if self.owner.device.owns(self.out):
+            self.owner.device.record_stream(self.out)
         return [self.out]
 
-    def look(self) -> bool:
-        """Whether it has succeeded; lets go of its memory when the device is done with it."""
-        mark = self._mark
-        if not self._finished and mark is not None and mark.done():
+    def update(self) -> bool:
+        """Release the memory if the device is done with it. Returns whether the operation has succeeded."""
+        event = self._event
+        if not self._finished and event is not None and event.query():
             self.kept = ()
             self._finished = self._error is None
         return self._finished
@@ -157,34 +181,34 @@ class NcclHandle(PolledHandle):
     @property
     def in_flight(self) -> bool:
         """The device has it, and is not done."""
-        return self._mark is not None and not self._finished and not self._mark.done()
+        return self._event is not None and not self._finished and not self._event.query()
 
     @property
     def over(self) -> bool:
         """Neither the device nor the transport has anything more to do with it."""
-        return self.look() or (not self.in_flight and self._error is not None)
+        return self.update() or (not self.in_flight and self._error is not None)
 
     @property
-    def good(self) -> bool:
-        """It has not failed."""
-        return self._error is None
+    def failed(self) -> bool:
+        """It has failed."""
+        return self._error is not None
 
     @property
-    def mark(self) -> StreamEvent | None:
-        """Behind it in its stream, once the device has it."""
-        return self._mark
+    def event(self) -> StreamEvent | None:
+        """Behind the operation in its stream, once the device has it."""
+        return self._event
 
-    def take_turn(self, lane: CommunicatorStream) -> None:
-        """It is the next operation of a lane, whose lock is held."""
-        self.lane, self.number = lane.name, lane.calls + 1
+    def number_in(self, stream: CommunicatorStream) -> None:
+        """Note that it is the next operation of `stream`, whose lock is held."""
+        self.stream_name, self.number = stream.name, stream.calls + 1
 
-    def launch(self, mark: StreamEvent) -> None:
-        """The device has it; it is done at `mark`."""
-        self._mark = mark
+    def launch(self, event: StreamEvent) -> None:
+        """Note that the device has it, and is done with it at `event`."""
+        self._event = event
 
     def fail(self, error: CommError) -> None:
-        """Settle with an error; the first one stays, and success too."""
-        if not self.look() and self._error is None:
+        """Settle with an error, unless it has succeeded or failed before."""
+        if not self.update() and self._error is None:
             self._error = error
 
     def _raise(self) -> None:
@@ -193,27 +217,27 @@ class NcclHandle(PolledHandle):
 
 
 class NcclBatchHandle(PolledHandle):
-    """Several flights behind one handle."""
+    """Several operations behind one handle."""
 
-    def __init__(self, transport: NcclTransport, name: str, peers: Sequence[int], flights: Sequence[NcclHandle]) -> None:
-        super().__init__(transport, name, peers)
-        self._flights = flights
+    def __init__(self, owner: HandleOwner, name: str, peers: Sequence[int], handles: Sequence[NcclHandle]) -> None:
+        super().__init__(owner, name, peers)
+        self._handles = handles
 
     def done(self) -> bool:
         """See `Handle.done`."""
-        pending = [flight for flight in self._flights if not flight.done()]  # all are asked: one may have failed
+        pending = [handle for handle in self._handles if not handle.done()]  # all are asked: one may have failed
         return not pending
 
     def launched(self) -> bool:
         """See `PolledHandle.launched`."""
-        pending = [flight for flight in self._flights if not flight.launched()]
+        pending = [handle for handle in self._handles if not handle.launched()]
         return not pending
 
-    def hold_current(self) -> None:
-        """See `PolledHandle.hold_current`."""
-        for flight in self._flights:
-            flight.hold_current()
+    def order_current_stream(self, check: Callable[[], object]) -> None:
+        """See `PolledHandle.order_current_stream`."""
+        for handle in self._handles:
+            handle.order_current_stream(check)
 
     def received(self) -> list[Tensor]:
         """See `PolledHandle.received`."""
-        return [tensor for flight in self._flights for tensor in flight.received()]
+        return [tensor for handle in self._handles for tensor in handle.received()]

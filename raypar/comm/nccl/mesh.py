@@ -1,45 +1,56 @@
-"""One GPU worker's address for all its generations: as `TcpMesh`, whose transports it hands over to NCCL."""
+"""A GPU worker's address, for all its generations: transports of a `TcpMesh`, over which NCCL's communicators are made."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl import connect
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.transport import TcpMesh, TcpTransport
+from raypar.comm.tcp.mesh import TcpMesh
+from raypar.comm.tcp.transport import TcpTransport
 from raypar.errors import GroupAborted
 
 MAKING_S = 60.0
-"""How long the communicators of a generation may take, some tens of them; whoever waits for this worker waits longer."""
+"""Limit of making a generation's communicators, some tens of them. Deadlines of those who wait for this worker are longer."""
 
 
 class NcclMesh:
-    """`listen`, tell the address to everybody, `connect` each generation with what this rank will do in it."""
+    """See `comm.mesh.Mesh`: NCCL for tensors on `device`, TCP for those in host memory and for control."""
 
     def __init__(self, mesh: TcpMesh, device: Device) -> None:
-        self._mesh, self._device = mesh, device
-        self._changing = threading.Lock()
+        self._mesh = mesh
+        self._device = device
+        self._lock = threading.Lock()
+        """Guards all attributes below."""
         self._aborts = 0
+        """Calls of `abort_connect` so far."""
         self._reason = ""
+        """Of the last of them."""
         self._control: TcpTransport | None = None
-        """Connected, while NCCL's communicators are being made over it."""
-        self.stuck: tuple[str, ...] = ()
-        """Of a `connect` that failed: what NCCL did not let go of. If there is anything, this process is to be killed."""
+        """The connected sockets, while NCCL's communicators are being made over them."""
+        self._stuck: tuple[str, ...] = ()
+        """Communicators that NCCL has not ended, of all generations."""
 
     @classmethod
     def listen(cls, host: str, device: Device, *, credential: RunCredential, near: bool = True) -> NcclMesh:
-        """See `TcpMesh.listen`; tensors that are moved lie on `device`, or in host memory."""
+        """See `TcpMesh.listen`."""
         return cls(TcpMesh.listen(host, credential=credential, near=near), device)
 
     @property
     def address(self) -> str:
-        """`host:port`."""
+        """See `Mesh.address`."""
         return self._mesh.address
+
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """See `Mesh.stuck`: of transports, and of a `connect` that failed."""
+        with self._lock:
+            return self._stuck
 
     def connect(
         self,
@@ -49,37 +60,39 @@ class NcclMesh:
         addresses: Sequence[str],
         generation: int,
         deadline_s: float,
-        wires: Iterable[CommunicatorKey],
+        communicators: Collection[CommunicatorKey] = (),
     ) -> NcclTransport:
-        """Meet all other ranks of `generation` and make a communicator for each of `wires` (`worker.communicators`).
-
-        Raises what `TcpMesh.connect` and `nccl_connect.connect` raise, and `GroupAborted` after `abort_connect`.
-        """
-        until = time.monotonic() + deadline_s
-        with self._changing:
-            before = self._aborts
+        """See `Mesh.connect`. Raises what `TcpMesh.connect` and `connect_nccl` raise."""
+        deadline = time.monotonic() + deadline_s
+        with self._lock:
+            aborts = self._aborts
         control = self._mesh.connect(rank=rank, size=size, addresses=addresses, generation=generation, deadline_s=deadline_s)
-        with self._changing:
-            aborted = self._aborts != before
+        with self._lock:
+            aborted = self._aborts != aborts
             self._control = None if aborted else control
         if aborted:
             control.close()
             raise GroupAborted(self._reason, cure="connect the next generation")
         try:
-            left = max(0.0, until - time.monotonic())
+            left_s = max(0.0, deadline - time.monotonic())
             return connect.connect_nccl(
-                control, device=self._device, wires=wires, deadline_s=min(left, MAKING_S), stuck=self._keeps
+                control,
+                device=self._device,
+                communicators=communicators,
+                deadline_s=min(left_s, MAKING_S),
+                report_stuck=self._add_stuck,
             )
         finally:
-            with self._changing:
+            with self._lock:
                 self._control = None
 
-    def _keeps(self, names: Sequence[str]) -> None:
-        self.stuck = (*self.stuck, *names)
+    def _add_stuck(self, names: Sequence[str]) -> None:
+        with self._lock:
+            self._stuck = (*self._stuck, *names)
 
     def abort_connect(self, reason: str) -> None:
-        """From any thread: a `connect` that is under way raises `GroupAborted(reason)`, also while NCCL itself is waiting."""
-        with self._changing:
+        """See `Mesh.abort_connect`; also ends a `connect` that waits inside NCCL."""
+        with self._lock:
             self._aborts += 1
             self._reason = reason
             control = self._control
@@ -88,5 +101,5 @@ class NcclMesh:
             control.abort(reason)
 
     def close(self) -> None:
-        """See `TcpMesh.close`."""
+        """See `Mesh.close`."""
         self._mesh.close()

@@ -2,8 +2,8 @@
 
 Connections of strangers are cheap: each has `HANDSHAKE_S` to prove itself, at most `MAX_PENDING` may try at once (a further
 one replaces the oldest, silent ones first), and no more is read than the handshake has. A peer that is dropped in a flood
-dials again. Between two generations no other thread of a worker accepts connections: without this one strangers would fill the
-kernel's queue.
+dials again. Between two generations no other thread of a worker accepts connections: without this thread, strangers would fill
+the kernel's queue.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class PendingConnection:
-    """A connection that has not proven itself."""
+    """A connection that has not proven itself, and is dropped at the deadline."""
 
-    __slots__ = ("acceptance", "deadline", "socket")
+    __slots__ = ("deadline", "handshake", "socket")
 
-    def __init__(self, sock: socket.socket, acceptance: AcceptorHandshake, deadline: float) -> None:
-        self.socket, self.acceptance, self.deadline = sock, acceptance, deadline
+    def __init__(self, sock: socket.socket, handshake: AcceptorHandshake, deadline: float) -> None:
+        self.socket = sock
+        self.handshake = handshake
+        self.deadline = deadline
 
 
 class Acceptor:
@@ -66,6 +68,7 @@ class Acceptor:
         self._paused_until = 0.0
         """When accepting resumes; 0 if it is not paused."""
         self._bug_logged = False
+        """Whether a mistake of raypar's own has been logged; only the first one is."""
         self._closed = False
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -159,15 +162,15 @@ class Acceptor:
     def _make_room(self) -> None:
         """Drop the oldest connection that has not sent its HELLO; if all have, the oldest."""
         if self._pending:
-            silent = (p for p in self._pending.values() if not p.acceptance.challenged)
+            silent = (p for p in self._pending.values() if not p.handshake.challenged)
             self._drop(next(silent, None) or next(iter(self._pending.values())))
 
     def _read(self, pending: PendingConnection) -> None:
         """Read bytes of a handshake. Nothing that a stranger sends may end this thread."""
-        sock, acceptance = pending.socket, pending.acceptance
+        sock, handshake = pending.socket, pending.handshake
         try:
-            data = sock.recv(acceptance.wanted)
-            reply = acceptance.feed(data) if data else b""
+            data = sock.recv(handshake.wanted)
+            reply = handshake.feed(data) if data else b""
             if not data or (reply and sock.send(reply) < len(reply)):
                 self._drop(pending)
                 return
@@ -182,8 +185,8 @@ class Acceptor:
                 log.warning("a connection was dropped by a mistake of raypar's own; please report it", exc_info=True)
             self._drop(pending)
             return
-        if acceptance.claim is not None:
-            self._admit(pending, acceptance.claim)
+        if handshake.claim is not None:
+            self._admit(pending, handshake.claim)
 
     def _admit(self, pending: PendingConnection, claim: RankClaim) -> None:
         """Keep a proven connection until it is taken. It replaces an earlier one of the same rank, which that peer has lost."""
@@ -218,7 +221,7 @@ class Acceptor:
         """Close a connection that has not proven itself."""
         fd = pending.socket.fileno()
         del self._pending[fd]
-        self._epoll.unregister(fd)  # closing would not do: a process that was forked meanwhile holds the connection too
+        self._epoll.unregister(fd)  # not by closing alone: a process that was forked meanwhile holds the connection too
         pending.socket.close()
 
 

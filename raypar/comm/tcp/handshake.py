@@ -60,7 +60,7 @@ class RunCredential:
         if len(self.secret) < SECRET_BYTES:
             raise CommError(
                 f"the secret of run {self.run!r} has {len(self.secret)} bytes, {SECRET_BYTES} are needed",
-                cure="make it with Credential.fresh",
+                cure="make it with RunCredential.fresh",
             )
 
     @classmethod
@@ -80,28 +80,31 @@ class RunCredential:
 
 @dataclass(frozen=True, slots=True)
 class RankClaim:
-    """What a dialer claims to be: rank `rank` of `size` in a generation, dialling rank `to`."""
+    """What a dialer claims to be."""
 
     generation: int
     rank: int
     to: int
+    """The rank that it dials."""
     size: int
+    """Number of ranks in the generation."""
 
 
 class AcceptorHandshake:
-    """The acceptor's side. Receive at most `wanted` bytes, `feed` those that came, send what `feed` returns; repeat.
-
-    `claim`: None until the dialer has proven itself.
-    """
+    """The acceptor's side. Receive at most `wanted` bytes, `feed` those that came, send what `feed` returns; repeat."""
 
     __slots__ = ("_asked", "_credential", "_data", "_hello", "_nonce", "claim", "wanted")
 
     def __init__(self, credential: RunCredential) -> None:
         self._credential = credential
         self._data = b""
+        """Bytes of the message that is being received."""
         self._hello = self._nonce = b""
+        """The dialer's HELLO and the nonce of the CHALLENGE, once the HELLO is complete."""
         self._asked: RankClaim | None = None
+        """The claim of the HELLO, not proven yet."""
         self.claim: RankClaim | None = None
+        """None until the dialer has proven itself."""
         self.wanted = HELLO.size
 
     @property
@@ -135,11 +138,7 @@ class AcceptorHandshake:
 
 
 class DialerHandshake:
-    """The dialer's side. Send `hello`; then receive at most `wanted` bytes, `feed` them, send what `feed` returns; repeat.
-
-    `answer`: None until it is complete, "" for welcome, else the reason of the refusal. `wanted` never reaches beyond the
-    ANSWER, because the peer's first message may follow it.
-    """
+    """The dialer's side. Send `hello`; then receive at most `wanted` bytes, `feed` them, send what `feed` returns; repeat."""
 
     __slots__ = ("_credential", "_data", "answer", "challenged", "hello", "wanted")
 
@@ -148,10 +147,13 @@ class DialerHandshake:
         nonce = os.urandom(NONCE_BYTES)
         self.hello = HELLO.pack(MAGIC, VERSION, claim.generation, claim.rank, claim.to, claim.size, nonce)
         self._data = b""
+        """Bytes of the message that is being received."""
         self.challenged = False
         """Whether the acceptor has proven itself."""
         self.answer: str | None = None
+        """None until it is complete, "" for welcome, else the reason of the refusal."""
         self.wanted = CHALLENGE.size
+        """Never reaches beyond the ANSWER, because the peer's first message may follow it."""
 
     def feed(self, data: bytes) -> bytes:
         """Take up to `wanted` bytes; returns what to send. Raises `CommError` if the peer does not belong to the run."""

@@ -1,4 +1,4 @@
-"""The bytes on a connection of the `cpu` transport, once it is made: message header, tensors as raw memory."""
+"""The bytes of a message on a TCP transport's connection: a header, then the tensor as raw memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.uint32,
     torch.uint64,
 )
-"""A dtype's place is its code on the wire: append only."""
+"""A dtype's index is its code in a header: append only."""
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 HEADER = struct.Struct("<IBBxxQQQQI")
@@ -48,7 +48,7 @@ HEADER = struct.Struct("<IBBxxQQQQI")
 
 `CHECK` follows, then the dims, 8 bytes each."""
 CHECK = struct.Struct("<I")
-"""CRC-32 of all before it: a damaged header must not be waited for, allocated for, or taken for another message."""
+"""CRC-32 of all bytes before it: for a damaged header nothing may be allocated, awaited or delivered."""
 HEAD_BYTES = HEADER.size + CHECK.size
 
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -64,7 +64,7 @@ def tensor_memory(tensor: Tensor, nbytes: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class MessageHeader:
-    """What stands before each tensor."""
+    """The header of one message, unpacked."""
 
     generation: int
     channel: int

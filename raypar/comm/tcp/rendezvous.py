@@ -36,11 +36,12 @@ REDIAL_S, MAX_REDIAL_S = 0.01, 0.5
 
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """Rank `rank` of `size` in a generation."""
+    """One rank's place in a generation."""
 
     generation: int
     rank: int
     size: int
+    """Number of ranks."""
 
 
 class Listener:
@@ -52,6 +53,7 @@ class Listener:
         tune_socket(listening)  # accepted sockets inherit the buffers, in time for the window scale of the handshake
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{listening.getsockname()[1]}"
+        """`host:port`"""
         self._credential = credential
         listeners = [listening]
         if near:
@@ -61,10 +63,12 @@ class Listener:
                 unix.listen(1024)
                 unix.setblocking(False)
                 listeners.append(unix)
-            except OSError:  # the name is taken: everybody comes over TCP
+            except OSError:  # the name is taken: all peers connect over TCP
                 unix.close()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Wakes `connect`: a peer has arrived, or `abort` was called."""
         self._reason: str | None = None
+        """Of the last `abort`."""
         self._closed = False
         self._acceptor = Acceptor(listeners, credential, lambda: os.eventfd_write(self._wake, 1))
 
@@ -101,12 +105,17 @@ class Listener:
 
 
 class DialAttempt:
-    """A connection to a lower rank that has not welcomed us yet: the `times`-th attempt, begun at `since_s`."""
+    """A connection to a lower rank that has not answered with a welcome yet."""
 
     __slots__ = ("handshake", "rank", "since_s", "times")
 
     def __init__(self, rank: int, handshake: DialerHandshake, since_s: float, times: int) -> None:
-        self.rank, self.handshake, self.since_s, self.times = rank, handshake, since_s, times
+        self.rank = rank
+        self.handshake = handshake
+        self.since_s = since_s
+        """When it began."""
+        self.times = times
+        """Which attempt it is, from 1."""
 
 
 class Rendezvous:
@@ -116,9 +125,11 @@ class Rendezvous:
         self.listener = listener
         self.me = me
         self.addresses = addresses
+        """By rank."""
         self.found: dict[int, socket.socket] = {}
         """Rank -> its connection, once both ends have proven themselves."""
         self.dialing: dict[socket.socket, DialAttempt] = {}
+        """Connections to lower ranks that are in the handshake."""
         self.again: list[tuple[float, int, int]] = []
         """(time, rank, attempts so far) of peers that are to be dialed again, because they closed the connection."""
         self.selector = selectors.DefaultSelector()
@@ -184,7 +195,7 @@ class Rendezvous:
             # It listens already, so connecting is one round trip; the answer may take until it hears of this generation.
             try:
                 sock = connect_socket(socket.AF_UNIX, unix_socket_name(address, self.listener._credential))
-            except (ConnectionRefusedError, PermissionError, BlockingIOError):  # nobody of ours here, or a flood
+            except (ConnectionRefusedError, PermissionError, BlockingIOError):  # no worker of this run here, or a flood
                 sock = connect_socket(address_family(host), (host, int(port)))
             self.dialing[sock] = DialAttempt(rank, handshake, time.monotonic(), times)
             try:
@@ -271,7 +282,7 @@ class Rendezvous:
             self.found[claim.rank] = sock
 
     def drop(self) -> None:
-        """Connecting has failed: close what there is."""
+        """Close all connections: connecting has failed."""
         self.selector.close()
         for sock in (*self.found.values(), *self.dialing):
             sock.close()
@@ -304,7 +315,7 @@ def connect_socket(family: socket.AddressFamily, name: bytes | tuple[str, int]) 
 
 
 def tune_socket(sock: socket.socket) -> None:
-    """Small messages leave at once; large ones find room."""
+    """Send small messages at once, and give large ones large buffers."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)

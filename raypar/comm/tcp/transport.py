@@ -1,10 +1,10 @@
-"""The TCP transport (Unix sockets inside one machine): one mesh per generation, written for few wake-ups on a busy machine.
+"""The TCP transport (Unix sockets inside one machine), written for few thread switches on a busy machine.
 
-Who moves the bytes. A send goes straight into the socket from the calling thread; what does not fit is left to the I/O
-thread. A thread that waits for an operation takes over the sockets of the operation's peers and reads by itself: no
-hand-over between threads on the way of a message. All other readiness belongs to the I/O thread, which therefore receives
-while the owner computes, and carries collectives from phase to phase. Each connection has one reader and one writer
-at a time (`reading`, `writing`); nobody holds either while blocked.
+A send goes straight into the socket from the calling thread; bytes that do not fit are left to the I/O thread. A thread that
+waits for an operation takes over the sockets of the operation's peers and reads from them itself, so that a message needs no
+hand-over between threads. The I/O thread serves all other sockets: it receives while the owner computes, and carries
+collectives from phase to phase. Each connection has one reader and one writer at a time (`reading`, `writing`); no thread
+blocks while it holds either.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from torch import Tensor
 
 from raypar.comm.collectives import MessageTransport
 from raypar.comm.message_operation import MessageOperation, OperationMessage, take_oldest
-from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
-from raypar.comm.tcp.rendezvous import GroupRank, Listener
 from raypar.errors import CommError, GroupAborted
 
 STAGING_BYTES = 16 << 10
@@ -35,54 +33,16 @@ Key = tuple[int, int, int]
 """(source, channel, tag)"""
 
 
-class TcpMesh:
-    """One worker's address for all its generations: `listen`, tell the address to everybody, `connect` each generation."""
-
-    def __init__(self, host: str, credential: RunCredential, near: bool) -> None:
-        self._listener = Listener(host, credential, near)
-
-    @classmethod
-    def listen(cls, host: str = "127.0.0.1", *, credential: RunCredential, near: bool = True) -> TcpMesh:
-        """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach).
-
-        `credential`: only workers that have the same one are let in. `near`: workers of this machine come through a Unix socket
-        instead.
-        """
-        if not hasattr(select, "epoll"):
-            raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
-        return cls(host, credential, near)
-
-    @property
-    def address(self) -> str:
-        """`host:port`."""
-        return self._listener.address
-
-    def connect(self, *, rank: int, size: int, addresses: Sequence[str], generation: int, deadline_s: float) -> TcpTransport:
-        """Meet all other ranks of `generation`; one call at a time.
-
-        Raises `CommTimeout` naming ranks that did not come, `CommError` naming one that cannot be reached, `GroupAborted`
-        when a peer is in a newer generation already, or after `abort_connect`.
-        """
-        me = GroupRank(generation, rank, size)
-        return TcpTransport(rank, size, generation, self._listener.connect(me, addresses, deadline_s))
-
-    def abort_connect(self, reason: str) -> None:
-        """From any thread: a `connect` that is under way raises `GroupAborted(reason)`."""
-        self._listener.abort(reason)
-
-    def close(self) -> None:
-        """Stop listening; transports that are connected go on. Idempotent."""
-        self._listener.close()
-
-
 class OutgoingMessage:
-    """A message on its way into a socket: `buffers` still to send; the message keeps the tensor alive."""
+    """A message on its way into a socket."""
 
     __slots__ = ("buffers", "message")
 
     def __init__(self, message: OperationMessage, buffers: list[bytes | memoryview]) -> None:
         self.message = message
+        """Keeps the tensor alive."""
         self.buffers = buffers
+        """Bytes that are still to be sent."""
 
 
 class EarlyMessage:
@@ -92,8 +52,11 @@ class EarlyMessage:
 
     def __init__(self, tensor: Tensor, complete: bool = False) -> None:
         self.tensor = tensor
+        """Where it is received."""
         self.complete = complete
+        """Whether all of it has arrived."""
         self.message: OperationMessage | None = None
+        """Its receive, if that was posted before all of it had arrived."""
 
 
 class PeerConnection:
@@ -124,19 +87,32 @@ class PeerConnection:
         self.socket = sock
         self.fd = sock.fileno()
         self.lost: str | None = None
+        """Why the peer is lost, once it is."""
         self.reading = threading.Lock()
+        """Held by the thread that reads; guards the attributes up to `skipping`."""
         self.staging = memoryview(bytearray(STAGING_BYTES))
+        """Headers and small messages are read into it."""
         self.staged = 0
+        """Bytes in `staging` that are not parsed."""
         self.into: OperationMessage | EarlyMessage | None = None
+        """The message that is being received."""
         self.body: memoryview | None = None
+        """The memory of its tensor, if it did not come whole with its header."""
         self.filled = 0
-        self.skipping = 0  # bytes still to come of a message that does not fit its receive
+        """Bytes of `body` received."""
+        self.skipping = 0
+        """Bytes still to come of a message that does not fit its receive."""
         self.writing = threading.Lock()
+        """Held by the thread that sends."""
         self.queue: deque[OutgoingMessage] = deque()
-        self.unsent = False  # the socket is full: the rest waits until it is writable
+        self.unsent = False
+        """The socket is full: the rest of the queue waits until it is writable."""
         self.masking = threading.Lock()
-        self.taken = False  # a waiting thread reads this socket by itself
+        """Guards `mask` and `lost`."""
+        self.taken = False
+        """A waiting thread reads this socket itself."""
         self.mask = select.EPOLLIN
+        """What the I/O thread is woken for."""
 
 
 class TcpTransport(MessageTransport):
@@ -145,20 +121,30 @@ class TcpTransport(MessageTransport):
     def __init__(self, rank: int, size: int, generation: int, sockets: dict[int, socket.socket]) -> None:
         super().__init__(rank, size, generation)
         self._match = threading.Lock()
+        """Guards `_posted` and `_arrived`."""
         self._posted: dict[Key, deque[OperationMessage]] = {}
+        """Receives whose messages have not come."""
         self._arrived: dict[Key, deque[EarlyMessage]] = {}
+        """Messages whose receives are not posted."""
         self._connections = {r: PeerConnection(r, s) for r, s in sockets.items()}
+        """By rank."""
         self._by_fd = {c.fd: c for c in self._connections.values()}
         self._ending = threading.Lock()
+        """Held by `abort` and `close`."""
         self._closed = False
-        # The waiting thread that does its own I/O, what it waits for, and how others wake it; further ones use `_settled`.
         self._waiter = threading.Lock()
+        """Held by the waiting thread that does its own I/O; further ones wait for `_settled`."""
         self._waiter_thread = 0
+        """Its identity."""
         self._waited: MessageOperation | None = None
+        """The operation that it waits for."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Wakes it when another thread has settled the operation."""
         self._settled = threading.Condition()
+        """Notified of settled operations while `_others_waiting`."""
         self._others_waiting = 0
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Ends the I/O thread."""
         self._epoll = select.epoll()
         self._epoll.register(self._stop, select.EPOLLIN)
         for connection in self._connections.values():
@@ -187,8 +173,8 @@ class TcpTransport(MessageTransport):
             connection.queue.append(outgoing)
             self._flush(connection)
         if self._aborted is not None or connection.lost is not None:
-            # Also when it got lost right after we queued: whoever saw that may have emptied the queue before. Under the
-            # lock, because the peer may have taken the message and left while its sender still waits for the interpreter.
+            # Also if the peer got lost right after queueing: the thread that saw it may have emptied the queue before. Under
+            # the lock, because the peer may have taken the message and left while its sender waits for the interpreter.
             with connection.writing:
                 unsent = bool(outgoing.buffers)
             if unsent:
@@ -206,7 +192,7 @@ class TcpTransport(MessageTransport):
         message.complete()
 
     def _flush(self, connection: PeerConnection) -> None:
-        """Send what is queued until the socket is full. Any thread; one at a time."""
+        """Send queued messages until the socket is full. Any thread; one at a time."""
         queue = connection.queue
         while queue and not connection.unsent and connection.writing.acquire(False):
             sent: list[OperationMessage] = []
@@ -238,7 +224,7 @@ class TcpTransport(MessageTransport):
                 self._lose(connection, reason)
 
     def _watch(self, connection: PeerConnection) -> None:
-        """Tell the I/O thread's epoll what it is responsible for on this connection."""
+        """Set what the I/O thread is woken for on this connection."""
         with connection.masking:
             if connection.lost is not None or self._closed:
                 return
@@ -267,7 +253,7 @@ class TcpTransport(MessageTransport):
                 message.fail(self._gone(connection, message))
 
     def _hand_over(self, message: OperationMessage, tensor: Tensor) -> None:
-        """Give a message that has arrived in a tensor of its own to its receive."""
+        """Complete a receive with a message that has arrived in a tensor of its own."""
         if message.tensor is None:
             message.tensor = tensor
         elif not self._fits(message, tensor.dtype, tensor.shape):
@@ -297,7 +283,7 @@ class TcpTransport(MessageTransport):
         message.complete()
 
     def _drain(self, connection: PeerConnection, until: MessageOperation | None = None) -> None:
-        """Read what there is (or until the operation `until` is settled). Any thread; one at a time."""
+        """Read all that has arrived (or until the operation `until` is settled). Any thread; one at a time."""
         with connection.reading:
             reason = None
             try:
@@ -331,7 +317,7 @@ class TcpTransport(MessageTransport):
             self._lose(connection, reason)
 
     def _parse(self, connection: PeerConnection) -> None:
-        """Take whole messages, and the start of the last one, out of the staging buffer."""
+        """Take whole messages, and the beginning of the last one, out of the staging buffer."""
         staging, at, end = connection.staging, 0, connection.staged
         while at < end:
             found = unpack_header(staging[at:end])
@@ -359,7 +345,7 @@ class TcpTransport(MessageTransport):
         connection.staged = end - at
 
     def _begin(self, connection: PeerConnection, header: MessageHeader) -> Tensor | None:
-        """A header has come: find the receive it belongs to, or start an arrival. Returns where the body goes.
+        """Find the receive of a header that has come, or keep the message as an early one. Returns where the body goes.
 
         None for a message that does not fit its receive, which has failed: nothing is allocated for it.
         """
@@ -378,13 +364,13 @@ class TcpTransport(MessageTransport):
                 return arrival.tensor
         if not self._fits(message, header.dtype, header.shape):
             return None
-        connection.into = message  # it fails with the connection if there is no room
+        connection.into = message  # the receive fails with the connection if there is no room
         if message.tensor is None:
             message.tensor = self._room_for(header)
         return message.tensor
 
     def _room_for(self, header: MessageHeader) -> Tensor:
-        """Memory for a message. Raises `CommError` where there is not enough."""
+        """Memory for a message. Raises `CommError` if there is not enough."""
         try:
             return self.pool.empty(header.shape, header.dtype)
         except (MemoryError, RuntimeError) as error:
@@ -408,7 +394,7 @@ class TcpTransport(MessageTransport):
     # -- waiting
 
     def wait_for(self, operation: MessageOperation, timeout_s: float | None) -> bool:
-        """See `MessageTransport.wait_for`: the caller does the I/O of the operation's peers by itself."""
+        """See `MessageTransport.wait_for`: the caller itself reads from the operation's peers."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._waiter.acquire(False):
             return self._wait_beside(operation, deadline)
@@ -447,7 +433,7 @@ class TcpTransport(MessageTransport):
             self._waiter.release()
 
     def _wait_beside(self, operation: MessageOperation, deadline: float | None) -> bool:
-        """Another thread is waiting with I/O of its own: leave ours to it and to the I/O thread."""
+        """Wait while another thread does I/O of its own: it and the I/O thread read from this operation's peers."""
         with self._settled:
             self._others_waiting += 1
             try:
@@ -465,7 +451,7 @@ class TcpTransport(MessageTransport):
                 self._settled.notify_all()
 
     def _serve(self) -> None:
-        """The I/O thread. An error of ours in it would leave everybody waiting, so it aborts the group."""
+        """Run the I/O thread. A mistake in it would leave all ranks waiting, so it aborts the group."""
         try:
             self._turn()
         except Exception as error:
@@ -496,7 +482,7 @@ class TcpTransport(MessageTransport):
         )
 
     def _lose(self, connection: PeerConnection, reason: str) -> None:
-        """The peer is gone: what is pending with it fails, what others have sent is not touched."""
+        """Fail all that is pending with a lost peer; messages of others are not touched."""
         with connection.masking:
             if connection.lost is not None:
                 return

@@ -91,6 +91,9 @@ class _Done:
     def wait(self, timeout_s: float | None = None) -> None:
         return None
 
+    def wait_on_stream(self, timeout_s: float | None = None) -> None:
+        return None
+
     def tensor(self) -> Tensor:
         return self.tensors()[0]
 
@@ -100,8 +103,6 @@ class _Done:
 
 class _Nobody:
     """A transport whose other ends do not exist: collectives leave their tensors as they are, which have no numbers anyway."""
-
-    carries_shapes = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.generation, self.ledger = rank, size, 0, CommunicationLedger()

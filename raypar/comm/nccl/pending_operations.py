@@ -1,0 +1,214 @@
+"""Operations of one `nccl` transport that are under way: they are launched, remembered, and failed if they can never complete.
+
+The control transport notices a lost peer, whose connections are closed when its process dies; NCCL itself would wait for the
+peer forever. A rank that closes sends how many operations it has posted in each communicator; its peers then fail only
+operations that it never posted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.communicator_key import CommunicatorKey
+from raypar.comm.nccl.communicator_stream import CommunicatorStream
+from raypar.comm.nccl.device import Device
+from raypar.comm.nccl.handle import NcclHandle
+from raypar.comm.tcp.transport import TcpTransport
+from raypar.errors import CommError, GroupAborted
+
+LOCK_CHECK_S = 0.02
+"""A thread that waits for another one's launch looks this often whether the transport has ended."""
+
+POLL_S = 0.01
+"""Shortest time between two questions to NCCL for errors that it has found in the background."""
+
+
+class PendingOperations:
+    """What messages, collectives and the end of an `nccl` transport share. Thread-safe."""
+
+    def __init__(self, control: TcpTransport, device: Device, streams: Mapping[CommunicatorKey, CommunicatorStream]) -> None:
+        self.rank = control.rank
+        self.size = control.size
+        self.generation = control.generation
+        self.control = control
+        """Carries announcements, host memory and barriers; owned by this transport."""
+        self.ledger = control.ledger = CommunicationLedger()
+        self.device = device
+        self._streams = dict(streams)
+        self._changed = threading.Condition()
+        """Notified when a waiting thread should look at its handle again."""
+        self._handles: list[NcclHandle] = []
+        """Operations that are not over."""
+        self._handles_lock = threading.Lock()
+        self._aborted: str | None = None
+        """The reason, once the transport is aborted or closed."""
+        self._broken: CommError | None = None
+        """The first error of NCCL itself: it ends the whole group."""
+        self._gone: dict[int, str] = {}
+        """Rank -> reason, of peers that are lost or have closed."""
+        self._posted_by: dict[int, dict[str, int]] = {}
+        """Rank -> communicator -> operations that it has posted, of peers that have closed."""
+        self._next_poll_s = 0.0
+
+    # -- launching
+
+    @contextmanager
+    def hold(self, lock: threading.Lock) -> Iterator[None]:
+        """Hold a lock that another thread may keep while it hangs inside NCCL: an abort frees those that wait for it."""
+        while not lock.acquire(timeout=LOCK_CHECK_S):
+            self.check_alive()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def launch(
+        self,
+        stream: CommunicatorStream,
+        handle: NcclHandle,
+        work: Callable[[], Sequence[Tensor]],
+        *,
+        after_current: bool = True,
+    ) -> None:
+        """Enqueue an operation of a communicator whose lock is held. `work` returns memory to keep until it is done.
+
+        The operation runs after what the caller's current stream has been given so far, or after `handle.start`.
+        """
+        start = self.device.record_event() if after_current else handle.start
+        if start is not None:
+            stream.device_stream.wait_event(start)
+        handle.number_in(stream)
+        stream.calls += 1
+        try:
+            handle.kept = (*handle.kept, *work())
+        except CommError as error:
+            self._break(error)
+            handle.launch(stream.device_stream.record_event())  # part of it may be running: its memory is kept until it ends
+            raise
+        handle.launch(stream.device_stream.record_event())
+
+    def stream_of(self, key: CommunicatorKey) -> CommunicatorStream:
+        """The communicator that was made for `key`. Raises `CommError` if there is none."""
+        stream = self._streams.get(key)
+        if stream is None:
+            raise CommError(
+                f"no communicator was made for {key} (generation {self.generation})",
+                cure=f"name it when the group is connected: CommunicatorKey({key.members}, {key.operation!r}, {key.channel})",
+            )
+        return stream
+
+    def check_rank(self, peer: int) -> None:
+        """Raise `CommError` for a rank outside of the mesh."""
+        if not 0 <= peer < self.size:
+            raise CommError(f"rank {peer} is not in a mesh of {self.size}", cure=f"use a rank from 0 to {self.size - 1}")
+
+    def checked(self, tensor: Tensor, peer: int) -> Tensor:
+        """The tensor without its autograd history, if it can travel to or from `peer`; raises `CommError` if not."""
+        self.check_rank(peer)
+        if not tensor.is_contiguous() or not (self.device.owns(tensor) or tensor.device.type == "cpu"):
+            strides = tuple(tensor.stride())
+            raise CommError(
+                f"a tensor of shape {tuple(tensor.shape)} with strides {strides} on {tensor.device} cannot be moved",
+                cure=f"pass a contiguous tensor on {self.device.name} or the host (tensor.contiguous())",
+            )
+        return tensor.detach()
+
+    # -- failing
+
+    def check_alive(self) -> None:
+        """Raise what has ended this transport, if anything has."""
+        if self._aborted is not None:
+            raise GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+        if self._broken is not None:
+            raise CommError(*self._broken.args)
+
+    def track(self, handle: NcclHandle) -> bool:
+        """Remember an operation until it is over. Returns False if it has failed: then it must not be launched."""
+        with self._handles_lock:
+            self._handles = [h for h in self._handles if not h.over]
+            if handle not in self._handles:
+                self._handles.append(handle)
+        self._fail_if_hopeless(handle)
+        return not handle.failed
+
+    def _fail_if_hopeless(self, handle: NcclHandle) -> None:
+        error = self._reason_to_fail(handle)
+        if error is not None:
+            handle.fail(error)
+
+    def fail_hopeless(self) -> None:
+        """Fail every operation that can never complete, and wake the threads that wait."""
+        with self._handles_lock:
+            handles = list(self._handles)
+        for handle in handles:
+            self._fail_if_hopeless(handle)
+        self.wake()
+
+    def _reason_to_fail(self, handle: NcclHandle) -> CommError | None:
+        if self._aborted is not None:
+            return GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+        cure = "abort this group; the ranks that are left form the next generation"
+        if self._broken is not None:
+            return CommError(f"{handle.describe()}: {self._broken.what}", cure=self._broken.cure or cure)
+        for peer in handle.peers:
+            if peer not in self._gone:
+                continue
+            posted = self._posted_by.get(peer)
+            if posted is not None and handle.on_control:
+                continue  # the closed peer may have received it; if it was lost, the control transport fails it
+            if posted is None or not handle.stream_name or handle.number > posted.get(handle.stream_name, 0):
+                return CommError(f"{handle.describe()}: {self._gone[peer]}", cure=cure)
+        return None
+
+    def _break(self, error: CommError) -> None:
+        if self._broken is None:
+            self._broken = error
+        self.fail_hopeless()
+
+    def peer_lost(self, peer: int, reason: str) -> None:
+        """The control transport has lost a peer. A peer that has closed before is not lost."""
+        if self._aborted is None and peer not in self._gone:
+            self._gone[peer] = reason
+            self.fail_hopeless()
+
+    def peer_closed(self, peer: int, posted: dict[str, int]) -> None:
+        """A peer has closed: what it has posted (communicator -> operations) will complete, nothing else."""
+        self._posted_by[peer] = posted
+        self._gone[peer] = f"rank {peer} closed its end"
+        self.fail_hopeless()
+
+    # -- waiting (see `handle.HandleOwner`)
+
+    def wake(self) -> None:
+        """Make threads that wait look at their handles again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def sleep(self, pause_s: float) -> None:
+        """See `HandleOwner.sleep`."""
+        with self._changed:
+            self._changed.wait(pause_s)
+
+    def poll(self) -> None:
+        """See `HandleOwner.poll`: at most every `POLL_S`. One error breaks the whole group."""
+        now = time.monotonic()
+        if now < self._next_poll_s or self._broken is not None:
+            return
+        self._next_poll_s = now + POLL_S
+        for stream in self._streams.values():
+            if not stream.lock.acquire(False):
+                continue  # it is being used, and the next poll comes soon
+            try:
+                if self._aborted is None:
+                    stream.communicator.check()
+            except CommError as error:
+                self._break(CommError(f"{stream.name}: {error.what}", error.cure))
+                return
+            finally:
+                stream.lock.release()

@@ -1,0 +1,142 @@
+"""What differs between the kinds of device that a job may compute on: one object per kind, found by the job's `device`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.communicator_key import CommunicatorKey
+from raypar.comm.mesh import Mesh
+from raypar.comm.nccl import device as nccl_device
+from raypar.comm.nccl.mesh import NcclMesh
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.mesh import TcpMesh
+from raypar.errors import ConfigError
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.plan import ParallelPlan
+from raypar.plan.adopt_order import AdoptOrder
+from raypar.worker.assignment import Assignment
+from raypar.worker.communicators import check_communicators, communicators_of
+from raypar.worker.gpu_process import ENVIRONMENT, configure_process
+from raypar.worker.job_spec import JobSpec
+
+
+class Backend(ABC):
+    """One kind of device. The launcher asks for what a run needs before it starts; each worker opens its device and a mesh.
+
+    The launcher uses the attributes and `check_plan`. A worker calls `open_device` once, then `listen` once, then
+    `communicators` for every generation.
+    """
+
+    gpus_per_worker: int
+    """GPUs that Ray has to reserve for each worker."""
+    environment: Mapping[str, str]
+    """Variables that a worker's process is started with."""
+    deadlines: Mapping[str, float]
+    """Fields of `elastic.run_machine.RunPolicy`, in seconds, that have other values than its defaults."""
+    plan_notes: tuple[str, ...]
+    """Lines shown with the plan."""
+
+    @abstractmethod
+    def check_plan(
+        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool
+    ) -> None:
+        """Raise `PlanError` for a plan that workers of this kind cannot carry out. `parts`: assignments by rank."""
+
+    @abstractmethod
+    def open_device(self, *, exact: bool) -> torch.device:
+        """Prepare this process to compute; return the device of its tensors. Raises `ClusterError` when there is none.
+
+        `exact`: results must be bit-identical whenever they are computed.
+        """
+
+    @abstractmethod
+    def listen(self, host: str, credential: RunCredential) -> Mesh:
+        """A mesh that listens on `host` and moves tensors of the device; after `open_device`."""
+
+    @abstractmethod
+    def communicators(
+        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], ShardLayout]
+    ) -> frozenset[CommunicatorKey]:
+        """What `Mesh.connect` has to make for this rank in the generation of `order`. `layout`: see `communicators_of`."""
+
+
+class CpuBackend(Backend):
+    """Workers compute on processors and talk over TCP."""
+
+    gpus_per_worker = 0
+    environment: Mapping[str, str] = {}
+    deadlines: Mapping[str, float] = {}
+    plan_notes = ()
+
+    def check_plan(
+        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool
+    ) -> None:
+        """See `Backend.check_plan`: sockets carry any plan."""
+
+    def open_device(self, *, exact: bool) -> torch.device:
+        """See `Backend.open_device`. Products on a CPU have the same bits at all times."""
+        return CPU
+
+    def listen(self, host: str, credential: RunCredential) -> Mesh:
+        """See `Backend.listen`."""
+        return TcpMesh.listen(host, credential=credential)
+
+    def communicators(
+        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], ShardLayout]
+    ) -> frozenset[CommunicatorKey]:
+        """See `Backend.communicators`: none."""
+        return frozenset()
+
+
+class GpuBackend(Backend):
+    """Every worker computes on a GPU of its own; device memory moves by NCCL, host memory over TCP."""
+
+    gpus_per_worker = 1
+    environment: Mapping[str, str] = {**nccl_device.WORKER_ENVIRONMENT, **ENVIRONMENT}
+    deadlines: Mapping[str, float] = {"adopt_s": 90.0, "stand_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
+    """A generation's communicators have to be made (`comm.nccl.mesh.MAKING_S`), and the last one's aborted
+    (`comm.nccl.transport.ABORT_S`). Nobody has measured how long that takes on a GPU."""
+    plan_notes = ("times are of this machine's processors, not of GPUs",)
+
+    def __init__(self) -> None:
+        self._device: nccl_device.Device | None = None
+        """This process's GPU, once it is open."""
+
+    def check_plan(
+        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool
+    ) -> None:
+        """See `Backend.check_plan`: a GPU works on a limited number of communicators at a time."""
+        check_communicators(spec, graph, plan, parts, elastic=elastic)
+
+    def open_device(self, *, exact: bool) -> torch.device:
+        """See `Backend.open_device`: the first GPU that this process sees; Ray shows it only its own."""
+        self._device = nccl_device.CudaDevice()
+        configure_process(self._device.device, exact=exact)
+        return self._device.device
+
+    def listen(self, host: str, credential: RunCredential) -> Mesh:
+        """See `Backend.listen`."""
+        assert self._device is not None, "open_device comes first"
+        return NcclMesh.listen(host, self._device, credential=credential)
+
+    def communicators(
+        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], ShardLayout]
+    ) -> frozenset[CommunicatorKey]:
+        """See `Backend.communicators`."""
+        return communicators_of(order, rank, spec, layout)
+
+
+BACKENDS: Mapping[str, type[Backend]] = {"cpu": CpuBackend, "gpu": GpuBackend}
+"""A job's `device` -> its backend."""
+
+
+def make_backend(device: str) -> Backend:
+    """A new backend for a job's `device`. Raises `ConfigError` for a name that is not in `BACKENDS`."""
+    if device not in BACKENDS:
+        raise ConfigError(f"device {device!r} is not known", cure=f"set device to one of {', '.join(BACKENDS)}")
+    return BACKENDS[device]()

@@ -1,0 +1,70 @@
+"""Backends: what the launcher and a worker ask of each kind of device, without one."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from raypar.elastic.adopt_order import AdoptOrder
+
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.mesh import TcpMesh
+from raypar.elastic.run_machine import RunPolicy
+from raypar.errors import ConfigError
+from raypar.worker.backend import BACKENDS, make_backend
+from raypar.worker.job_spec import JobSpec
+
+PACKAGE = Path(__file__).parents[2] / "raypar"
+
+
+def test_a_worker_on_processors_needs_nothing_but_sockets():
+    backend = make_backend("cpu")
+    assert (backend.gpus_per_worker, dict(backend.environment), dict(backend.deadlines), backend.plan_notes) == (0, {}, {}, ())
+    assert backend.open_device(exact=True) == CPU
+    mesh = backend.listen("127.0.0.1", RunCredential.fresh("a run"))
+    try:
+        assert isinstance(mesh, TcpMesh) and mesh.address.startswith("127.0.0.1:") and mesh.stuck == ()
+        assert backend.communicators(AdoptOrder(None, {}, 0), 0, None, None) == frozenset()
+        alone = mesh.connect(rank=0, size=1, addresses=[mesh.address], generation=1, deadline_s=5.0, communicators=frozenset())
+        assert (alone.rank, alone.size, alone.generation) == (0, 1, 1)
+        alone.close()
+    finally:
+        mesh.close()
+
+
+def test_a_gpu_run_reserves_gpus_and_waits_longer_for_communicators():
+    backend = make_backend("gpu")
+    assert backend.gpus_per_worker == 1
+    assert backend.environment["CUDA_MODULE_LOADING"] == "EAGER"
+    assert backend.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    defaults = RunPolicy(workers=1, last=1)
+    assert all(seconds > getattr(defaults, name) for name, seconds in backend.deadlines.items())
+
+
+def test_a_device_that_no_backend_has_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="device 'tpu' is not known") as refused:
+        make_backend("tpu")
+    assert "cpu, gpu" in refused.value.cure
+    assert JobSpec.device in BACKENDS, "the default"
+
+
+def test_no_other_file_asks_which_kind_of_device_a_job_has():
+    """Only the job file's parser and the registry name them; `gpu` is also a line of a worker's fingerprint."""
+    names = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value == "gpu"
+    }
+    assert names == {"config.py", "worker/backend.py", "actors/fingerprint.py"}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_mesh_is_listened_on_only_once_its_device_is_open(name):
+    backend = make_backend(name)
+    if backend.gpus_per_worker:
+        with pytest.raises(AssertionError, match="open_device comes first"):
+            backend.listen("127.0.0.1", RunCredential.fresh("a run"))
+    else:
+        backend.open_device(exact=False)
+        backend.listen("127.0.0.1", RunCredential.fresh("a run")).close()
