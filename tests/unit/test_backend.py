@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from raypar.elastic.adopt_order import AdoptOrder
+from raypar.plan.adopt_order import AdoptOrder
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.tcp.handshake import RunCredential
