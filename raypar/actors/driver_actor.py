@@ -42,7 +42,8 @@ from raypar.actors.worker_registry import WorkerRegistry, died_with_node
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.run_machine import Phase, RunMachine
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
 
@@ -96,9 +97,9 @@ class DriverActor:
         self.status = MembersFile(request)
         self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
         self.registry = registry = WorkerRegistry(
-            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.members
+            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
         )
-        machine.nodes = registry.where
+        machine.membership.nodes = registry.where
         self.reports = reports = StepReports(machine, plans)
         self.calls = calls = WorkerCalls(machine, pool, plans, tasks, registry.hellos)
         shared = request, machine, journal, plans, pool, registry, recorder, side_effects, reports, calls, tasks
@@ -203,7 +204,9 @@ class DriverActor:
         except Exception as error:
             wrong = RayparError(f"the driver failed:\n{traceback.format_exc()}", cure="please report it with the lines above")
             wrong.__cause__ = error
-            self.tasks.spawn(self.ending.end(do.Teardown("failed", str(error), self.machine.emitted, wrong), self.step_calls))
+            self.tasks.spawn(
+                self.ending.end(do.Teardown("failed", str(error), self.machine.progress.emitted, wrong), self.step_calls)
+            )
 
     async def _tick(self) -> None:
         self.feed.heard_s = time.monotonic()
@@ -230,11 +233,11 @@ class DriverActor:
                 self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
     def _carry_out(self, decision: do.Decision) -> None:
-        generation, seen = self.machine.generation, self.side_effects.seen
+        generation, seen = self.machine.membership.generation, self.side_effects.seen
         match decision.action:
             case do.RunStep(step, cut):
                 trace = step in self.request.trace
-                self.step_calls += len(self.machine.members)
+                self.step_calls += len(self.machine.membership.members)
                 self.calls.call_all(
                     lambda w: w.step.remote(generation, step, trace, cut),
                     lambda number, report: self.reports.stepped(number, generation, step, self._warn(number, report)),
@@ -289,7 +292,7 @@ class DriverActor:
                 self.tasks.spawn(self.generations.adopt(decision.action, decision.reason))
             case do.CheckReplay(step, doubted):
                 self._check_replay(step, doubted)
-                self.feed.tell("replay", step=step + 1, until=self.machine.journalled)
+                self.feed.tell("replay", step=step + 1, until=self.machine.progress.journalled)
             case do.KillWorker(worker, why):
                 if why == "drained":
                     text = f"worker {worker} has left: {decision.reason}"

@@ -66,7 +66,7 @@ class DriverStart:
             await asyncio.to_thread(self.journal.met, number, hello)
         nodes = self.registry.nodes(hellos)
         members = spread_over_nodes(plan, nodes) if len(hellos) == plan.world else tuple(range(plan.world))
-        self.machine.members = members
+        self.machine.membership.members = members
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{len(hellos)} workers on {len(set(nodes.values()))} node(s), pids {pids}"
         self.side_effects.note("started", text=text, workers=[self.registry.who(n) for n in members])
@@ -131,7 +131,7 @@ class DriverStart:
         for number, failure in failed.items():  # of somebody who died when it had built already, the others know nothing else
             generation = None if failure.kind == "lost" else 1
             self.tasks.post(on.CallFailed(failure.kind, failure.error, number, generation))
-        if waiting and not failed and self.machine.generation == 1:
+        if waiting and not failed and self.machine.membership.generation == 1:
             silent = [n for n, task in zip(numbers, asking, strict=True) if task in waiting]
             stacks = await self.calls.stacks(silent)
             raise ClusterError(

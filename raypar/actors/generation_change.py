@@ -78,7 +78,7 @@ class GenerationChange:
 
     async def choose(self, generation: int, workers: int) -> None:
         """The planner's plan for so many."""
-        now = self.machine.plan
+        now = self.machine.membership.plan
         self.tasks.post(await asyncio.to_thread(self.plans.choose, generation, workers, now))
 
     async def adopt(self, order: do.AdoptPlan, reason: str) -> None:
@@ -88,7 +88,7 @@ class GenerationChange:
         assignments = await asyncio.to_thread(self.plans.assignments, plan)
         schedule = self.plans.schedule(plan)
         if self.schedule is None or self.plan is None:
-            self.plan = self.machine.plan or request.plan
+            self.plan = self.machine.membership.plan or request.plan
             self.schedule = self.plans.schedule(self.plan)
         await asyncio.to_thread(self.journal.record, MembershipRecord(order.generation, plan, order.members, schedule))
         workers = (*order.members, *order.sources)

@@ -26,7 +26,7 @@ from raypar.actors.step_charts import write_step_charts
 from raypar.actors.step_reports import merge_reports
 from raypar.actors.worker_messages import WorkerHello
 from raypar.elastic.actions import Teardown
-from raypar.elastic.run_machine import DEPTH
+from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError
 from raypar.plan import ParallelPlan
 from raypar.run_folder import Line, RunFolder, line_order, replace_whole
@@ -182,8 +182,8 @@ class RunRecorder:
 
     def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
         """How many steps people have seen for certain: those that have lines (`there`, from 1), and those that the journal has
-        (`known`, from 0) but for the last `DEPTH`: a step is issued only when all but so many before it were shown."""
-        return max([self.request.policy.first, *there, *(step + 1 - DEPTH for step in known[-1:])])
+        (`known`, from 0) but for the last `MAX_OPEN_STEPS`: a step is issued only when all but so many before it were shown."""
+        return max([self.request.policy.first, *there, *(step + 1 - MAX_OPEN_STEPS for step in known[-1:])])
 
     def _tell_gaps(self, lines: Iterable[Line], first: int, seen: int) -> None:
         """Warn of steps that people have seen and of which the file has no lines."""

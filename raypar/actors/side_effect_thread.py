@@ -33,7 +33,7 @@ class SideEffectThread:
         try:
             result = await self.awaited(call)
         except DriverReplaced:
-            self.tasks.post(on.GenerationClaimed(self.machine.generation, ok=False))
+            self.tasks.post(on.GenerationClaimed(self.machine.membership.generation, ok=False))
         except UserCodeError as error:
             self.tasks.post(on.CallFailed("user", error))
         except Exception as error:

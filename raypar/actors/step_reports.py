@@ -35,17 +35,17 @@ class StepReports:
     def stepped(self, number: int, generation: int, step: int, report: Report) -> on.Event:
         """A worker's report of a step; the event that it is."""
         machine, busy_s = self.machine, None
-        if generation == machine.generation:
-            rank = machine.members.index(number)
+        if generation == machine.membership.generation:
+            rank = machine.membership.members.index(number)
             self._open[step][rank] = report
-            microbatches = self.plans.passes(machine.plan)[rank] if machine.plan is not None else 0
+            microbatches = self.plans.passes(machine.membership.plan)[rank] if machine.membership.plan is not None else 0
             busy_s = report["busy_seconds"] / microbatches if microbatches else None
         cost, digest = report["mirror_seconds"], report["digest"]
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
     def validated(self, number: int, generation: int, done: int, report: Any) -> on.Event:
         """A worker's part of a validation; the event that it is."""
-        if generation == self.machine.generation:
+        if generation == self.machine.membership.generation:
             self.validations[number] = report
         return on.ValidationReported(number, done, generation)
 
@@ -59,7 +59,7 @@ class StepReports:
         """Steps that a worker has applied and nobody has reported to the end are committed by the machine; people see their
         loss."""
         for step, outcome in stand.outcomes.items():
-            if step >= self.machine.journalled:
+            if step >= self.machine.progress.journalled:
                 self._open[step] = {0: reconstruct_report(outcome)}
         return stand
 

@@ -31,9 +31,9 @@ class WorkerCalls:
 
     def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
         """One call to every member; each answer becomes an event."""
-        for number in self.machine.members:
+        for number in self.machine.membership.members:
             if number in self.pool.workers:  # else the machine has been told that it is lost
-                self.call(number, self.machine.generation, call(self.pool.workers[number]), event)
+                self.call(number, self.machine.membership.generation, call(self.pool.workers[number]), event)
 
     def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
         """`event(number, answer)` once it answers, `CallFailed` of that generation if it fails."""
@@ -66,12 +66,12 @@ class WorkerCalls:
 
     def coordinate(self, number: int) -> str:
         """Its seat, for people; its number where it has none."""
-        members, plan = self.machine.members, self.machine.plan
+        members, plan = self.machine.membership.members, self.machine.membership.plan
         return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
 
     def explained(self, number: int, error: Exception) -> Exception:
         """With what it holds and what would fit, where memory was lacking. Takes long enough for a thread."""
-        members, plan = self.machine.members, self.machine.plan
+        members, plan = self.machine.membership.members, self.machine.membership.plan
         if not isinstance(error, OutOfMemory) or plan is None or number not in members:
             return error
         held, fits = self.plans.memory(plan, members.index(number))
@@ -84,9 +84,9 @@ class WorkerCalls:
         await answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
         if self._answered:
             await asyncio.wait(set(self._answered), timeout=5.0)
-        there = [number for number in self.machine.members if number in workers]
+        there = [number for number in self.machine.membership.members if number in workers]
         stand = dict(zip(there, await answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
-        self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.members)))
+        self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.membership.members)))
 
     async def probe(self, numbers: tuple[int, ...]) -> None:
         """Where they are in their code."""

@@ -271,6 +271,8 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | StopRequested
+    | WorkerSilent
+    | WorkerAnswered
     | GroupsAborted
     | StacksReported
     | DriverTakenOver

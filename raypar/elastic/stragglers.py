@@ -11,12 +11,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from raypar.elastic.actions import ReportStraggler
-
-if TYPE_CHECKING:
-    from raypar.elastic.run_machine import RunMachine
 
 LEAST_S = 1e-3
 """Per microbatch: what is slower by less costs nobody anything and is noise as often as not."""
@@ -110,46 +104,3 @@ class StragglerWatch:
             if len(self._records[worker].ratios) == self.steps and min(self._records[worker].ratios) > self.times
         ]
         return sorted(slow, key=lambda finding: (-finding.times, finding.worker))
-
-
-def begin_straggler_watch(m: RunMachine) -> None:
-    """The workers of a generation are compared with each other."""
-    if m.plan is None:
-        return
-    places: dict[tuple[int, int], list[int]] = {}
-    for worker, place in zip(m.members, m.plan.copies, strict=True):
-        places.setdefault(place, []).append(worker)
-    m.watch.begin(list(places.values()))
-
-
-def check_stragglers(m: RunMachine, busy: Mapping[int, float]) -> None:
-    """A step is committed: tell of stragglers, and ask one of them to leave if the job wants that and another can come.
-
-    One at a time, and one of a node: a node whose worker was replaced and that got the next one too has no better to offer.
-    """
-    found = m.watch.step(busy)
-    leaver = next(iter(m.watch.now()), None) if _replaceable(m) else None
-    if leaver is not None and m.nodes.get(leaver.worker, f"of worker {leaver.worker}") in m.slow_nodes:
-        leaver = None
-    for finding in found:
-        if leaver is None or finding.worker != leaver.worker:
-            m.decide(_told(finding), "its replicas wait for it in every step" if not finding.over else "it has caught up")
-    if leaver is None:
-        return
-    m.slow_nodes.add(m.nodes.get(leaver.worker, f"of worker {leaver.worker}"))
-    m.decide(_told(leaver, leaves=True), "elastic.stragglers is replace")
-    m.leaving.add(leaver.worker)
-    m.pause_for = f"worker {leaver.worker} leaves: it takes {leaver.times:.1f} times as long as it should"
-
-
-def _replaceable(m: RunMachine) -> bool:
-    """Whether one worker may leave now, and another can come."""
-    policy = m.policy
-    if not policy.elastic or not policy.replace_stragglers or m.leaving or m.pause_for is not None or m.stop is not None:
-        return False
-    another = bool(m.spares) or policy.hires
-    return another and len(m.members) + len(m.spares) - 1 >= policy.min_workers and len(m.members) > 1
-
-
-def _told(finding: StragglerFinding, leaves: bool = False) -> ReportStraggler:
-    return ReportStraggler(finding.worker, finding.times, finding.steps, finding.alone, finding.over, leaves)
