@@ -1,5 +1,7 @@
 """Every change of phase that the table declares happens somewhere, and no other does (the machine raises)."""
 
+from pathlib import Path
+
 import pytest
 from helpers.hash_body import Job
 from helpers.protocol import KINDS, random_faults, simulate
@@ -7,6 +9,7 @@ from helpers.transitions import declared_transitions, record_transitions
 from test_recovery_rules import WHOLE, do, layout, lost
 from test_run_machine import World as RandomWorld
 
+from raypar.elastic.diagram import draw_diagram, insert_diagram
 from raypar.elastic.digest_check import MAX_DOUBTS
 from raypar.elastic.events import (
     CallFailed,
@@ -35,10 +38,11 @@ from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.transition_table import TABLE, Row
+from raypar.elastic.transition_table import RECOVERING, TABLE, Row, on
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
+MAP = Path(__file__).parents[2] / "raypar/README.md"
 CTRL_C = StopRequested("Ctrl-C", interrupt=True)
 MISTAKE = CallFailed("error", RayparError("a mistake of ours", cure="none"))
 SILENT = WorkerSilent(1, 10.0)
@@ -522,6 +526,18 @@ def test_every_declared_transition_happens():
     assert found <= declared, "the machine should have raised"
     never = sorted(f"{before.name} {event} {after.name}" for before, event, after in declared - found)
     assert never == [], "a transition that nobody can show does not belong into the table"
+
+
+def test_the_map_has_the_tables_diagram():
+    text = MAP.read_text()
+    assert insert_diagram(text) == text, "python -m raypar.elastic.diagram raypar/README.md"
+
+
+def test_the_diagram_draws_an_edge_of_all_phases_of_a_group_once():
+    rows = [on(Tick, [*RECOVERING, P.RUNNING], lambda m, event: None, [P.OVER, P.CLAIMING])]
+    edges = [line.strip() for line in draw_diagram(rows).splitlines() if "-->" in line]
+    inner = [f'{phase.name} -- "Tick" --> CLAIMING' for phase in (P.RUNNING, *RECOVERING[1:])]
+    assert sorted(edges) == sorted(['RUNNING -- "Tick" --> OVER', 'RECOVERY -- "Tick" --> OVER', *inner])
 
 
 def test_a_phase_that_the_row_does_not_name_raises_with_the_story(monkeypatch):
