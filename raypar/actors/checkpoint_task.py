@@ -29,7 +29,7 @@ class CheckpointTask:
     recorder: RunRecorder
     side_effects: SideEffectThread
     calls: WorkerCalls
-    post: Callable[[on.Event], None]
+    post: Callable[[on.RunEvent], None]
 
     def __post_init__(self) -> None:
         self._disk = ThreadPoolExecutor(1, "raypar-disk")

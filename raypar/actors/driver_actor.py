@@ -64,7 +64,7 @@ class DriverActor:
         self.run = run
         self.journal = Journal(run)
         self.feed = EventFeed()
-        self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
+        self.queue: asyncio.Queue[on.RunEvent] = asyncio.Queue()
         """From the very beginning: Ctrl-C may come before the request."""
         self.tasks = BackgroundTasks(self.queue.put_nowait)
         self.starting = asyncio.Lock()
@@ -161,7 +161,7 @@ class DriverActor:
             self.queue.put_nowait(event)
         self.tasks.spawn(self._run())
 
-    async def _take_over(self, record: MembershipRecord) -> on.Event:
+    async def _take_over(self, record: MembershipRecord) -> on.RunEvent:
         event = await self.beginning.take_over(record)
         self.finding = False
         return event

@@ -49,7 +49,7 @@ class DriverStart:
     tasks: BackgroundTasks
     feed: EventFeed
 
-    async def start(self) -> on.Event | None:
+    async def start(self) -> on.RunEvent | None:
         """Place and start the workers of the job's plan, and build their stages. None when one was lost on the way: the
         machine has been told, and an elastic run goes on with the others."""
         request, plan, recorder = self.request, self.request.plan, self.recorder
@@ -121,7 +121,7 @@ class DriverStart:
                 break  # the others wait for it in vain: the next generation frees them
         answers = {n: task.result() for n, task in zip(numbers, asking, strict=True) if task.done()}
         failed = {n: a for n, a in answers.items() if isinstance(a, CallFailure)}
-        blamed: list[on.Kind] = ["user", "error"]
+        blamed: list[on.FailureKind] = ["user", "error"]
         if not elastic:
             blamed += ["lost", "aborted"]
         for kind in blamed:
@@ -140,7 +140,7 @@ class DriverStart:
             )
         return {n: a for n, a in answers.items() if n not in failed}
 
-    async def take_over(self, record: MembershipRecord) -> on.Event:
+    async def take_over(self, record: MembershipRecord) -> on.RunEvent:
         """Find the workers of a driver that is gone, and what people have seen of the run."""
         request, recorder = self.request, self.recorder
         await asyncio.to_thread(self.pool.find)

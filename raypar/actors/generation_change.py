@@ -109,7 +109,7 @@ class GenerationChange:
         self.side_effects.note("recovering", text=text, **event_text.generation_facts(order, schedule))
         initial = InitialDigestCheck()
 
-        def adopted(number: int, described: dict[str, Any] | None) -> on.Event:
+        def adopted(number: int, described: dict[str, Any] | None) -> on.RunEvent:
             different = initial.add(number, described["initial"]) if described is not None else None
             return on.CallFailed("user", different) if different is not None else on.PlanAdopted(number, order.generation)
 

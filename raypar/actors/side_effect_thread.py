@@ -25,11 +25,11 @@ class SideEffectThread:
         self.recorder, self.machine, self.feed, self.tasks = recorder, machine, feed, tasks
         self._thread = ThreadPoolExecutor(1, "raypar-effects")
 
-    def perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
+    def perform(self, call: Callable[[], Any], event: Callable[[Any], on.RunEvent]) -> None:
         """What it returns becomes an event; so does what it raises."""
         self.tasks.spawn(self._perform(call, event))
 
-    async def _perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
+    async def _perform(self, call: Callable[[], Any], event: Callable[[Any], on.RunEvent]) -> None:
         try:
             result = await self.awaited(call)
         except DriverReplaced:
@@ -64,7 +64,7 @@ class SideEffectThread:
         self.feed.tell(kind, **facts)
         self.aside(self.recorder.note, {"kind": kind, **facts})
 
-    def seen(self, event: on.Event) -> on.Event:
+    def seen(self, event: on.RunEvent) -> on.RunEvent:
         """`event` is an effect's: what the recorder has to say of it is told first."""
         self.feed.pass_on(self.recorder.new_events())
         return event

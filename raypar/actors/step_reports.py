@@ -32,7 +32,7 @@ class StepReports:
         self._warned: set[str] = set()
         """Keys of warnings that were shown: workers run the same code, and each reports them."""
 
-    def stepped(self, number: int, generation: int, step: int, report: Report) -> on.Event:
+    def stepped(self, number: int, generation: int, step: int, report: Report) -> on.RunEvent:
         """A worker's report of a step; the event that it is."""
         machine, busy_s = self.machine, None
         if generation == machine.membership.generation:
@@ -43,7 +43,7 @@ class StepReports:
         cost, digest = report["mirror_seconds"], report["digest"]
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
-    def validated(self, number: int, generation: int, done: int, report: Any) -> on.Event:
+    def validated(self, number: int, generation: int, done: int, report: Any) -> on.RunEvent:
         """A worker's part of a validation; the event that it is."""
         if generation == self.machine.membership.generation:
             self.validations[number] = report

@@ -29,19 +29,19 @@ class WorkerCalls:
         self.machine, self.pool, self.plans, self.tasks, self.met = machine, pool, plans, tasks, met
         self._answered: set[asyncio.Task[None]] = set()
 
-    def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
+    def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.RunEvent]) -> None:
         """One call to every member; each answer becomes an event."""
         for number in self.machine.membership.members:
             if number in self.pool.workers:  # else the machine has been told that it is lost
                 self.call(number, self.machine.membership.generation, call(self.pool.workers[number]), event)
 
-    def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
+    def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
         """`event(number, answer)` once it answers, `CallFailed` of that generation if it fails."""
         task = self.tasks.spawn(self._answer(number, generation, ref, event))
         self._answered.add(task)
         task.add_done_callback(self._answered.discard)
 
-    async def _answer(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
+    async def _answer(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
         answer = await self.ask(number, ref)
         if not isinstance(answer, CallFailure):
             self.tasks.post(event(number, answer))

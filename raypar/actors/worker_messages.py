@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 
-from raypar.elastic.events import Kind
+from raypar.elastic.events import FailureKind
 from raypar.errors import RayparError
 
 
@@ -13,7 +13,7 @@ from raypar.errors import RayparError
 class CallFailure:
     """A call that failed, and who is to blame."""
 
-    kind: Kind
+    kind: FailureKind
     error: Exception
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from raypar.elastic.holdings import Move
 from raypar.plan import ParallelPlan
 
-End = Literal["done", "stopped", "interrupted", "failed", "deposed"]
+EndKind = Literal["done", "stopped", "interrupted", "failed", "deposed"]
 """`deposed`: another driver has taken over; the run goes on without this one, which removes nothing."""
 
 
@@ -210,7 +210,7 @@ class Teardown:
     `done`: steps whose side effects people have seen.
     """
 
-    end: End
+    end: EndKind
     why: str
     done: int
     error: Exception | None = None

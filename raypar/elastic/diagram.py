@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raypar.elastic.phases import Phase
-from raypar.elastic.transition_table import RECOVERING, ROWS, TRAINING, Row
+from raypar.elastic.transition_table import RECOVERING, ROWS, TRAINING, TransitionRow
 
 BEGIN, END = "<!-- run machine: generated -->", "<!-- run machine: end -->"
 """The lines of the map between which the diagram stands."""
@@ -24,7 +24,7 @@ Edges = dict[tuple[str, str], set[str]]
 """(from, to) -> the events that lead there."""
 
 
-def draw_diagram(rows: Iterable[Row] = ROWS) -> str:
+def draw_diagram(rows: Iterable[TransitionRow] = ROWS) -> str:
     """The table's changes of phase as a Mermaid flowchart, which GitHub renders."""
     edges = _merge_edges(_find_edges(rows))
     lines = ["flowchart TD"]
@@ -40,7 +40,7 @@ def _node(phase: Phase) -> str:
     return f'  {phase.name}["{phase.value}"]'
 
 
-def _find_edges(rows: Iterable[Row]) -> Edges:
+def _find_edges(rows: Iterable[TransitionRow]) -> Edges:
     """The changes of phase in the order of the phases."""
     found: Edges = {}
     for row in rows:

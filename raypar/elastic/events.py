@@ -9,7 +9,7 @@ from raypar.elastic.holdings import Digest
 from raypar.elastic.member import WorkerStatus
 from raypar.plan import ParallelPlan
 
-Kind = Literal["user", "lost", "error", "aborted"]
+FailureKind = Literal["user", "lost", "error", "aborted"]
 """Who is to blame: user code; a worker that died; raypar or its input; or a consequence of somebody else's failure."""
 
 
@@ -43,7 +43,7 @@ class CallFailed:
     machine was taken away or lost.
     """
 
-    kind: Kind
+    kind: FailureKind
     error: Exception
     worker: int | None = None
     generation: int | None = None
@@ -259,7 +259,7 @@ class Tick:
     ended: frozenset[int] = frozenset()
 
 
-Event = (
+RunEvent = (
     WorkersReady
     | StepReported
     | CallFailed

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from raypar.elastic.actions import AbortGroups
-from raypar.elastic.events import CallFailed, Kind
+from raypar.elastic.events import CallFailed, FailureKind
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 
-BLAME: dict[Kind, int] = {"user": 0, "error": 1, "lost": 2, "aborted": 3}
+BLAME: dict[FailureKind, int] = {"user": 0, "error": 1, "lost": 2, "aborted": 3}
 """Which failure of several is the cause: the smallest number, and the first of equals."""
 
 

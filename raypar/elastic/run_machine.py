@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import deque
 
 from raypar.elastic.actions import Decision
-from raypar.elastic.events import Event, Tick
+from raypar.elastic.events import RunEvent, Tick
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.run_state import Layout, RunState
 from raypar.elastic.transition_table import TABLE
 from raypar.plan import ParallelPlan
 
-STORY_LINES = 40
+KEPT_EVENTS = 40
 """Events that an error can tell of."""
 
 
@@ -25,10 +25,10 @@ class RunMachine(RunState):
     def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, layout: Layout = lambda plan: ()) -> None:
         """As `RunState`."""
         super().__init__(policy, plan, layout)
-        self.story: deque[str] = deque(maxlen=STORY_LINES)
+        self.story: deque[str] = deque(maxlen=KEPT_EVENTS)
         """The last events that changed something, in words."""
 
-    def handle(self, event: Event, now_s: float) -> list[Decision]:
+    def handle(self, event: RunEvent, now_s: float) -> list[Decision]:
         """What to do about `event` at `now_s` (any monotonic clock). Every decision has its reason.
 
         Raises `UnexpectedEvent` where the table has no row for the event, or the rule leads to a phase that its row does not
@@ -46,7 +46,7 @@ class RunMachine(RunState):
             self.story.append(f"{before.value}: {event} -> {self.phase.value}" + (f": {names}" if names else ""))
         return self.decisions
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: RunEvent) -> None:
         """Apply the table's rule, and check the phase that it has led to."""
         before, row = self.phase, TABLE.get((self.phase, type(event)))
         if row is None:

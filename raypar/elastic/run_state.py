@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raypar.elastic.actions import Action, Decision, End, Teardown
-from raypar.elastic.events import Event
+from raypar.elastic.actions import Action, Decision, EndKind, Teardown
+from raypar.elastic.events import RunEvent
 from raypar.elastic.holdings import Piece
 from raypar.elastic.mirror_schedule import MirrorSchedule
 from raypar.elastic.phases import Phase
@@ -68,7 +68,7 @@ class RunState:
         """How long steps take."""
         self.decisions: list[Decision] = []
         """What the present event has led to so far."""
-        self.next_event: Event | None = None
+        self.next_event: RunEvent | None = None
         """An event that the present one amounts to; it is handled right after it."""
 
     def decide(self, action: Action, reason: str) -> None:
@@ -80,7 +80,7 @@ class RunState:
         self.phase = phase
         self.timer.begin_phase(deadline_s)
 
-    def end_run(self, end: End, why: str, error: Exception | None = None) -> None:
+    def end_run(self, end: EndKind, why: str, error: Exception | None = None) -> None:
         """Make the last decision of the run."""
         self.enter(Phase.OVER)
         self.decide(Teardown(end, why, self.progress.emitted, error), why)

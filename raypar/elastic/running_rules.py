@@ -11,8 +11,8 @@ from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
-    Event,
     GroupsAborted,
+    RunEvent,
     SnapshotTaken,
     StacksReported,
     StepEmitted,
@@ -32,12 +32,12 @@ from raypar.elastic.run_failure import conclude_failure, fail_run
 from raypar.elastic.run_state import RunState
 from raypar.elastic.silent_worker_rules import check_silent_workers
 from raypar.elastic.step_flow import (
+    begin_checkpoint,
     commit_step,
     end_if_saved,
     issue_steps,
     record_emitted_step,
     serve_next,
-    take_snapshot,
 )
 from raypar.elastic.straggler_rules import begin_straggler_watch, check_stragglers
 from raypar.elastic.worker_hiring import start_missing_workers
@@ -45,7 +45,7 @@ from raypar.elastic.worker_names import name_workers, verb_form
 from raypar.errors import CommTimeout
 
 
-def ignore_event(m: RunState, event: Event) -> None:
+def ignore_event(m: RunState, event: RunEvent) -> None:
     """Do nothing: the event came too late to matter."""
 
 
@@ -190,7 +190,7 @@ def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
 def continue_after_save(m: RunState) -> None:
     """Go on where a phase waits for the writer."""
     if m.phase is Phase.SAVING:
-        take_snapshot(m)
+        begin_checkpoint(m)
     elif m.phase is Phase.ENDING:
         end_if_saved(m)
     elif m.phase is Phase.FAILING:

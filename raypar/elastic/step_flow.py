@@ -104,13 +104,13 @@ def serve_next(m: RunState) -> None:
     elif what == "save":
         m.enter(Phase.SAVING, deadline_s=m.policy.pass_deadline_s)
         if p.saving is None:
-            take_snapshot(m)
+            begin_checkpoint(m)
     else:
         m.enter(Phase.ENDING, deadline_s=m.policy.pass_deadline_s)
         end_if_saved(m)
 
 
-def take_snapshot(m: RunState) -> None:
+def begin_checkpoint(m: RunState) -> None:
     """Begin a checkpoint. Only one is written at a time."""
     m.progress.saving = m.progress.emitted
     m.decide(TakeSnapshot(m.progress.emitted), f"a checkpoint is due after {m.progress.emitted} steps")

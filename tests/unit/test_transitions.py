@@ -38,7 +38,7 @@ from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.transition_table import RECOVERING, TABLE, Row, on
+from raypar.elastic.transition_table import RECOVERING, TABLE, TransitionRow, row
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -534,7 +534,7 @@ def test_the_map_has_the_tables_diagram():
 
 
 def test_the_diagram_draws_an_edge_of_all_phases_of_a_group_once():
-    rows = [on(Tick, [*RECOVERING, P.RUNNING], lambda m, event: None, [P.OVER, P.CLAIMING])]
+    rows = [row(Tick, [*RECOVERING, P.RUNNING], lambda m, event: None, [P.OVER, P.CLAIMING])]
     edges = [line.strip() for line in draw_diagram(rows).splitlines() if "-->" in line]
     inner = [f'{phase.name} -- "Tick" --> CLAIMING' for phase in (P.RUNNING, *RECOVERING[1:])]
     assert sorted(edges) == sorted(['RUNNING -- "Tick" --> OVER', 'RECOVERY -- "Tick" --> OVER', *inner])
@@ -543,7 +543,7 @@ def test_the_diagram_draws_an_edge_of_all_phases_of_a_group_once():
 def test_a_phase_that_the_row_does_not_name_raises_with_the_story(monkeypatch):
     machine = run()
     row = TABLE[P.RUNNING, Tick]
-    wrong = Row(row.phases, Tick, "wrong", lambda m, event: m.enter(P.SETTLING), row.to)
+    wrong = TransitionRow(row.phases, Tick, "wrong", lambda m, event: m.enter(P.SETTLING), row.to)
     monkeypatch.setitem(TABLE, (P.RUNNING, Tick), wrong)
     with pytest.raises(UnexpectedEvent, match=r"Tick.*led from running to settling(.|\n)*WorkersReady.*RunStep"):
         do(machine, Tick())
