@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from raypar.elastic.worker_names import name_workers, verb_form
@@ -32,13 +33,13 @@ class CapacityLimits:
 class CapacityView:
     """The workers that a run has at one moment."""
 
-    members: frozenset[int]
+    members: Set[int]
     """Workers with a seat that are neither lost nor asked to leave."""
-    spares: frozenset[int] = frozenset()
+    spares: Set[int] = frozenset()
     """Workers that wait for a seat."""
-    starting: frozenset[int] = frozenset()
+    starting: Set[int] = frozenset()
     """Workers that are being started."""
-    placed: frozenset[int] = frozenset()
+    placed: Set[int] = frozenset()
     """Those of `starting` for which the cluster has found room."""
     available: int = 0
     """Workers that a new plan could use now."""
@@ -49,12 +50,13 @@ class CapacityView:
     grow_at_s: float | None = None
     """From this time on the first spare does not wait for others any more; None: no spare is looked at."""
     settled: bool = False
-    """Whether a larger plan may be asked for: no other change is under way, and a step has been measured."""
+    """Whether a larger plan may be asked for: no other change is under way, and a step has been measured, without which nobody
+    can say what a seat saves."""
     stopping: bool = False
     """Whether the run has been asked to end."""
 
     @property
-    def present(self) -> frozenset[int]:
+    def present(self) -> Set[int]:
         """Workers that are there or on their way."""
         return self.members | self.spares | self.starting
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypar.elastic import capacity
 from raypar.elastic.actions import ChoosePlan, Notice, Warn
+from raypar.elastic.capacity import CapacityDecision
 from raypar.elastic.deadlines import usual_step_s
 from raypar.elastic.events import PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
 from raypar.elastic.failure_budget import mark_lost
@@ -32,7 +33,7 @@ def add_spare_recovering(m: RunState, event: WorkerJoined) -> None:
 def add_spare_running(m: RunState, event: WorkerJoined) -> None:
     """Let a new worker wait for a seat, which it may get between two steps."""
     add_spare(m, event)
-    ask_for_larger_plan(m)
+    ask_for_larger_plan(m, decide_capacity(m))
 
 
 def add_spare(m: RunState, event: WorkerJoined) -> None:
@@ -61,12 +62,8 @@ def forget_failed_start(m: RunState, event: WorkerStartFailed) -> None:
     mark_lost(m, event.worker)
 
 
-def ask_for_larger_plan(m: RunState) -> None:
-    """Ask the planner for a plan with seats for the spares, while training goes on, if the capacity decision says so.
-
-    Not before a step has been measured: what a seat would save is a part of that.
-    """
-    decision = decide_capacity(m, count_available(m))
+def ask_for_larger_plan(m: RunState, decision: CapacityDecision) -> None:
+    """Ask the planner for a plan with seats for the spares, while training goes on, if that has been decided."""
     if decision.grow:
         m.planned.asking, m.planned.ask_at_s = True, None
         m.decide(ChoosePlan(m.membership.generation, decision.seats), decision.reason)

@@ -40,7 +40,7 @@ from raypar.elastic.step_flow import (
     serve_next,
 )
 from raypar.elastic.straggler_rules import begin_straggler_watch, check_stragglers
-from raypar.elastic.worker_hiring import start_missing_workers
+from raypar.elastic.worker_hiring import decide_capacity, start_workers
 from raypar.elastic.worker_names import name_workers, verb_form
 from raypar.errors import CommTimeout
 
@@ -108,8 +108,9 @@ def check_steps(m: RunState, event: Tick) -> None:
     if check_silent_workers(m, event):
         return
     if m.policy.elastic and m.health.disturbed_at_s is None:
-        start_missing_workers(m)
-        ask_for_larger_plan(m)
+        wanted = decide_capacity(m)
+        start_workers(m, wanted)
+        ask_for_larger_plan(m, wanted)
     late = find_overdue_workers(m, step_deadline_s(m))
     if not late and event.unheard:  # late and silent: two witnesses where one alone would not do so early
         late = tuple(sorted(event.unheard & set(find_overdue_workers(m, silent_deadline_s(m)))))

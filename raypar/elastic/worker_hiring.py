@@ -8,15 +8,15 @@ from raypar.elastic.capacity import CapacityDecision, CapacityView
 from raypar.elastic.run_state import RunState
 
 
-def decide_capacity(m: RunState, available: int) -> CapacityDecision:
-    """What the run wants of its workers now, if a new plan could use `available` of them."""
+def decide_capacity(m: RunState, available: int | None = None) -> CapacityDecision:
+    """What the run wants of its workers now, if a new plan could use `available` of them; by default all that are there."""
     who, planned = m.membership, m.planned
     view = CapacityView(
-        members=frozenset(who.members) - who.gone - who.leaving,
-        spares=frozenset(who.spares),
-        starting=frozenset(m.hiring.starting),
-        placed=frozenset(m.hiring.placed),
-        available=available,
+        members=set(who.members) - who.gone - who.leaving,
+        spares=who.spares,
+        starting=m.hiring.starting,
+        placed=m.hiring.placed,
+        available=count_available(m) if available is None else available,
         seats=len(who.members),
         start_after_s=m.hiring.retry_at_s,
         grow_at_s=planned.ask_at_s,
@@ -33,7 +33,11 @@ def count_available(m: RunState) -> int:
 
 def start_missing_workers(m: RunState) -> None:
     """Start the workers that are wanted. Not before the others train again: starting a process costs them time."""
-    decision = decide_capacity(m, count_available(m))
+    start_workers(m, decide_capacity(m))
+
+
+def start_workers(m: RunState, decision: CapacityDecision) -> None:
+    """Start as many workers as have been decided."""
     for _ in range(decision.start):
         number = m.hiring.next_number
         m.hiring.next_number += 1
