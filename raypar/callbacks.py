@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from raypar.errors import ConfigError, InputError, RayparError, UserCodeError
+from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, chain_of
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Callbacks:
             name = f"{type(callback).__name__}.{hook}"
             outage, began_s = self._outages.get(index), time.monotonic()
             if outage is not None and hook != "on_end" and began_s < outage.retry_s:
-                outage.missed += 1
+                outage.missed += hook in WRITING_HOOKS
                 continue
             try:
                 with around(f"callback {name}"):
@@ -314,12 +314,7 @@ class Tracker(Callback):
         tracker of raypar's raises, for their packages have errors of their own for a server or a disk that fails."""
         if hook != "on_start" and isinstance(error, Exception) and type(self) in TRACKERS.values():
             return True
-        causes: list[BaseException] = []
-        cause: BaseException | None = error
-        while cause is not None and cause not in causes:  # `raise first from second` while handling first makes a circle
-            causes.append(cause)
-            cause = cause.__cause__ or cause.__context__
-        return any(isinstance(cause, OSError) for cause in causes)
+        return any(isinstance(each, OSError) for each in chain_of(error, contexts=True))
 
     def __init__(self) -> None:
         import importlib.util
@@ -389,6 +384,7 @@ class TensorBoard(Tracker):
 
         fresh = self._events is None
         suffix = f".{os.getpid()}.{self._files}"
+        there = set(Path(self._directory).glob(f"*{suffix}")) if fresh else set()
         try:
             if fresh:
                 directory_check(self._directory)
@@ -404,7 +400,7 @@ class TensorBoard(Tracker):
             with suppress(Exception):
                 failed.close()
             if fresh:
-                for left in Path(self._directory).glob(f"*{suffix}"):
+                for left in set(Path(self._directory).glob(f"*{suffix}")) - there:
                     left.unlink(missing_ok=True)
             else:
                 self._files += 1

@@ -6,6 +6,8 @@ Every error survives pickling between actors because both texts are in `args`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class RayparError(Exception):
     """Base of every error raised on purpose. `exit_code` is what the command line returns for it."""
@@ -100,3 +102,13 @@ class Interrupted(RayparError):
 def first_line(error: Exception) -> str:
     """What it says in a line; messages of Ray and of workers have many, and the first says it."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def chain_of(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
+    """An error and what it was raised from, each once: two may be each other's cause. `contexts`: also what was handled when an
+    error was raised without `from`."""
+    seen: set[int] = set()  # by id, for errors may be equal
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (error.__context__ if contexts else None)

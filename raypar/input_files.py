@@ -46,9 +46,9 @@ def kind_of(mode: int) -> str | None:
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
-def denied(error: OSError) -> bool:
-    """Whether it is about a permission."""
-    return isinstance(error, PermissionError)
+def cure_of(error: OSError) -> str:
+    """The cure for a path that could not be read."""
+    return READABLE if isinstance(error, PermissionError) else "give another path"
 
 
 class TooDeep(ValueError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError
-from raypar.input_files import READABLE, TooDeep, denied, kind_of, open_regular, parse_json, read_bytes, read_text, shown
+from raypar.input_files import TooDeep, cure_of, kind_of, open_regular, parse_json, read_bytes, read_text, shown
 from raypar.run_records import check_document, check_event, check_metrics
 
 FILES = (
@@ -327,8 +327,7 @@ def explain_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cure = READABLE if denied(error) else "give another path"
-        raise ConfigError(f"cannot read {error.filename or path}: {error.strerror or error}", cure=cure) from error
+        raise ConfigError(f"cannot read {error.filename or path}: {error.strerror or error}", cure=cure_of(error)) from error
 
 
 @contextlib.contextmanager

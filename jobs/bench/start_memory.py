@@ -15,11 +15,17 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jobs.bench.harness import page, table  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raypar.worker.job_spec import JobSpec
 
 RUNS = 3
 WIDTH, DEPTH, VOCAB = 1024, 8, 8192
@@ -58,7 +64,7 @@ STAGES = ((0, 3), (3, 5), (5, 7), (7, 10))
 """Layers of four workers: the embedding and 2 blocks, twice 2 blocks, 2 blocks and the head."""
 
 
-def job(width: int, depth: int, vocab: int, mode: str):  # type: ignore[no-untyped-def]
+def job(width: int, depth: int, vocab: int, mode: str) -> JobSpec:
     """The example GPT, initialised as GPT-2: normal weights, scaled residual projections."""
     from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
@@ -76,7 +82,7 @@ def job(width: int, depth: int, vocab: int, mode: str):  # type: ignore[no-untyp
     )
 
 
-def model(width: int, depth: int, vocab: int):  # type: ignore[no-untyped-def]
+def model(width: int, depth: int, vocab: int) -> nn.Sequential:
     """The model function: the example GPT, with its residual projections drawn a second time, by name."""
     from examples import gpt
 

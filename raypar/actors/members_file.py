@@ -34,13 +34,10 @@ class MembersFile:
     ) -> str | None:
         """None while nothing has changed but the number of steps; while some are executed again, that is told now and then."""
         plan = machine.membership.plan or self.request.plan
-        recovering = machine.phase in RECOVERING
-        last_copy = recovering and machine.waits and machine.phase is not Phase.WAITING
+        phase, why = _phase_and_reason(machine)
         there = [n for n in machine.membership.members if n not in machine.membership.gone]
         facts = {
-            "phase": "waiting"
-            if last_copy or machine.health.silent_since_s
-            else _PHASES.get(machine.phase, "recovering" if recovering else "running"),
+            "phase": phase,
             "generation": machine.membership.generation,
             "plan": plan.describe(),
             "stages": [asdict(stage) for stage in plan.stages],
@@ -49,9 +46,7 @@ class MembersFile:
             "spares": [who(n) for n in sorted(machine.membership.spares)],
             "starting": sorted(machine.hiring.starting),
             "wanted": machine.policy.wanted,
-            "why": (machine.recovery.awaited if last_copy else machine.recovery.why)
-            if recovering
-            else (silent_worker_rules.describe_silence(machine.health.silent_since_s) if machine.health.silent_since_s else ""),
+            "why": why,
         }
         again = machine.progress.committed < machine.progress.journalled and machine.phase not in _PHASES
         now = time.time()
@@ -61,6 +56,17 @@ class MembersFile:
         more = {"time": now, "step": machine.progress.emitted, "steps": self.request.policy.last, "driver_pid": os.getpid()}
         replaying = {"step": machine.progress.committed, "until": machine.progress.journalled} if again else None
         return json.dumps({**more, **facts, "replaying": replaying}, indent=1) + "\n"
+
+
+def _phase_and_reason(machine: RunMachine) -> tuple[str, str]:
+    """The run's phase in a word, and why it recovers or waits."""
+    if machine.health.silent_since_s:
+        return "waiting", silent_worker_rules.describe_silence(machine.health.silent_since_s)
+    if machine.phase not in RECOVERING:
+        return _PHASES.get(machine.phase, "running"), ""
+    if machine.waits and machine.phase is not Phase.WAITING:
+        return "waiting", machine.recovery.awaited
+    return _PHASES.get(machine.phase, "recovering"), machine.recovery.why
 
 
 _PHASES = {Phase.STARTING: "starting", Phase.WAITING: "waiting", Phase.OVER: "ended"}

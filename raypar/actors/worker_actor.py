@@ -27,7 +27,7 @@ from raypar.actors.working_dir import WorkingDir
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.member import Member, StaleGeneration
-from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError
+from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, chain_of
 from raypar.user_code import USER_CODE_ERRORS, error_text
 
 ORPHAN_THREAD = "raypar-orphan"
@@ -54,7 +54,6 @@ class WorkerActor:
         self.guard: Any = None
         self.body: Any = None
         self.member: Any = None
-        self.writer: Any = None
         self.mesh: Any = None
         self.heard_s = time.monotonic()
         self.orphan_timeout_s = orphan_timeout_s
@@ -89,7 +88,6 @@ class WorkerActor:
         from raypar.worker.compute_state import StateGuard
         from raypar.worker.elastic_worker import ElasticWorker
         from raypar.worker.gpu_process import configure_process
-        from raypar.worker.state_snapshot import CheckpointWriter
         from raypar.worker.warm_up import warm_up
         from raypar.worker.worker_core import WorkerCore
 
@@ -113,7 +111,6 @@ class WorkerActor:
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
         self.body = ElasticWorker(self.core, self.number)
         self.member = Member(self.number, self.body)
-        self.writer = CheckpointWriter()
         warm_up(self.core, data=joining)
         freeze_what_stays(collect=True)
         node = ray.get_runtime_context().get_node_id()
@@ -199,22 +196,14 @@ class WorkerActor:
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def save(self, generation: int, done: int, folder: str) -> Any:
         """Copy the state after `done` steps, write it in the background; `save_result` has the outcome."""
-        return self._guard("saving", lambda: self.member.save(generation, done, lambda: self._snapshot(Path(folder))))
-
-    def _snapshot(self, folder: Path) -> None:
-        from raypar.worker.state_snapshot import take_snapshot, written_state
-
-        core = self.core
-        names = written_state(core.assignment.plan, core.assignment.crossing, core.rank, core.stages)
-        state = take_snapshot(core.stages, core.end.optimizers, names)
-        self.writer.start(folder, f"worker_{core.rank:04d}.safetensors", state)
+        return self._guard("saving", lambda: self.member.save(generation, done, lambda: self.core.save(Path(folder))))
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
         """Waits for the writer: its record, or `CallFailure` with the error of the disk."""
-        return self._guard("writing", self.writer.result)
+        return self._guard("writing", self.core.save_result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str, bool, float]:
@@ -359,14 +348,10 @@ def remove_own_placement_group() -> None:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from, says that memory could not be had."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:  # two errors may be each other's cause
-        seen.append(error)
-        name = type(error).__name__
-        refused = isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATORS_SAY)
-        if isinstance(error, MemoryError) or name == "OutOfMemoryError" or refused:
+    for each in chain_of(error):
+        refused = isinstance(each, RuntimeError) and any(words in str(each) for words in ALLOCATORS_SAY)
+        if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError" or refused:
             return True
-        error = error.__cause__
     return False
 
 

@@ -1,6 +1,6 @@
 """Silent workers that hold the only copy of some state, and the sentences about waiting for them.
 
-`recovery.py` decides how long it waits.
+`recovery_rules.py` decides how long the run waits.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ def fail_run(m: RunState, event: CallFailed) -> None:
     if event.kind == "aborted" and m.health.aborted_by_us:
         return
     m.health.failures.append(event)
+    m.health.silent_since_s.clear()  # no worker is waited for any more
     m.enter(Phase.FAILING, deadline_s=m.policy.root_cause_s if m.progress.saving is None else m.policy.save_grace_s)
     m.decide(AbortGroups(f"{type(event.error).__name__} elsewhere"), "no worker may wait for one that has failed")
     conclude_failure(m)

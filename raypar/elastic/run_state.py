@@ -81,7 +81,8 @@ class RunState:
         self.timer.begin_phase(deadline_s)
 
     def end_run(self, end: EndKind, why: str, error: Exception | None = None) -> None:
-        """Make the last decision of the run."""
+        """Make the last decision of the run. No worker is waited for any more."""
+        self.health.silent_since_s.clear()
         self.enter(Phase.OVER)
         self.decide(Teardown(end, why, self.progress.emitted, error), why)
 

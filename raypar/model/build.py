@@ -287,23 +287,28 @@ def _put_attributes(module: nn.Module, made: Mapping[int, Tensor]) -> None:
                 vars(part)[key] = replace_tensors(value, put)
 
 
-def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[int] | None = None) -> Any:
-    """`value` with `change(tensor)` in the place of each tensor in lists, tuples and dicts, which are changed in place: who
-    shares a list still does."""
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any] | None = None) -> Any:
+    """`value` with `change(tensor)` in the place of each tensor in lists, tuples and dicts.
+
+    Lists and dicts are changed in place: who shares one still does. `done`: id of a container -> what is in its place now.
+    """
     if isinstance(value, Tensor):
         return change(value)
-    seen = set() if seen is None else seen
-    if type(value) not in (list, tuple, dict) or id(value) in seen:
+    done = {} if done is None else done
+    if type(value) not in (list, tuple, dict):
         return value
-    seen.add(id(value))
+    if id(value) in done:
+        return done[id(value)]
+    done[id(value)] = value
     if type(value) is list:
-        value[:] = [replace_tensors(item, change, seen) for item in value]
+        value[:] = [replace_tensors(item, change, done) for item in value]
     elif type(value) is dict:
-        value.update({key: replace_tensors(item, change, seen) for key, item in value.items()})
+        value.update({key: replace_tensors(item, change, done) for key, item in value.items()})
     else:
-        items = tuple(replace_tensors(item, change, seen) for item in value)
-        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
-    return value
+        items = tuple(replace_tensors(item, change, done) for item in value)
+        if any(a is not b for a, b in zip(items, value, strict=True)):
+            done[id(value)] = items
+    return done[id(value)]
 
 
 def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor]) -> Tensor:

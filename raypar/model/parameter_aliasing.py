@@ -120,15 +120,15 @@ _HOLDERS = {
 """What holds a parameter, as `_held` says -> (the words for it, cure)."""
 
 
-def _held(value: Any, holder: str, inside: Collection[nn.Module], seen: set[int]) -> Iterator[tuple[Tensor, str]]:
+def _held(value: Any, holder: str, inside: Collection[nn.Module], seen: set[tuple[int, str]]) -> Iterator[tuple[Tensor, str]]:
     """(tensor, what holds it: a key of `_HOLDERS`) of every tensor in `value`, its containers and functions.
 
     Modules `inside` the layer are copied with it and so are left out, unless a function holds them: functions are not copied.
-    `seen`: ids of what was visited, which ends cycles.
+    `seen`: (id, holder) of what was visited, which ends cycles.
     """
-    if id(value) in seen:
+    if (id(value), holder) in seen:
         return
-    seen.add(id(value))
+    seen.add((id(value), holder))
     within: list[Any] = []
     if isinstance(value, Tensor):
         yield value, holder

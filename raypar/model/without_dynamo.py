@@ -37,7 +37,7 @@ def without_dynamo(kind: T) -> T:
             changed = _unless_loaded(made, plain)
             if hooked:
                 changed = Optimizer.profile_hook_step(changed)
-                changed.hooked = True  # type: ignore[attr-defined]
+                vars(changed)["hooked"] = True
             setattr(owner, name, changed)
     return kind
 
@@ -45,16 +45,15 @@ def without_dynamo(kind: T) -> T:
 def _plain(method: Any) -> Callable[..., Any] | None:
     """What `method` does without dynamo; None if it does not call it."""
     code = getattr(method, "__code__", None)
-    if code is _DISABLED:
-        return method.__wrapped__  # type: ignore[no-any-return]
-    if code is not _STEP:
+    if code is not _DISABLED and code is not _STEP:
         return None
+    wrapped: Callable[..., Any] = method.__wrapped__
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
-            return method.__wrapped__(optimizer, *args, **kwargs)
+            return wrapped(optimizer, *args, **kwargs)
 
-    return step
+    return wrapped if code is _DISABLED else step
 
 
 def _unless_loaded(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

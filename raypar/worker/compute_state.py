@@ -332,8 +332,10 @@ class StateGuard(EnvironmentGuard):
         """Within this context expect the present state, with the contexts that raypar itself has entered."""
         before = self.training
         self._expect(compute_state())
-        yield
-        self._expect(before)
+        try:
+            yield
+        finally:
+            self._expect(before)
 
     def enter_thread(self) -> None:
         """Set this thread's number of threads, and start its OpenMP threads before users' code changes any setting.

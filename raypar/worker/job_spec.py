@@ -60,11 +60,13 @@ class Ref:
         return label_of(self.target)
 
 
-def label_of(target: Callable[..., Any]) -> str:
-    """A callable as text that is the same in every process: name, and for objects what they hold."""
+def label_of(target: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:
+    """A callable as text that is the same in every process: name, and for objects what they hold. `inside`: see `text_of`."""
     if isinstance(target, functools.partial):
-        given = [text_of(value) for value in target.args] + [f"{k}={text_of(v)}" for k, v in sorted(target.keywords.items())]
-        return f"partial({', '.join([label_of(target.func), *given])})"
+        inside = (*inside, id(target))
+        given = [text_of(value, inside) for value in target.args]
+        given += [f"{name}={text_of(value, inside)}" for name, value in sorted(target.keywords.items())]
+        return f"partial({', '.join([label_of(target.func, inside), *given])})"
     if hasattr(target, "named_buffers") and not isinstance(target, type):  # a loss module
         options = [f"{k}={v!r}" for k, v in vars(target).items() if isinstance(v, (int, float, str)) and k[0] != "_"]
         options += [f"{name}={text_of(buffer)}" for name, buffer in target.named_buffers()]
@@ -72,15 +74,23 @@ def label_of(target: Callable[..., Any]) -> str:
     return str(getattr(target, "__qualname__", "")) or without_addresses(repr(target))
 
 
-def text_of(value: Any) -> str:
-    """An argument as text that is the same in every process; of a tensor or an array shape, type and a hash of its values."""
+def text_of(value: Any, inside: tuple[int, ...] = ()) -> str:
+    """An argument as text that is the same in every process; of a tensor or an array shape, type and a hash of its values.
+
+    `inside`: ids of the containers that it is in; one of these again is `...`, as in Python's `repr`.
+    """
+    if id(value) in inside:
+        return "..."
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = [text_of(item) for item in value]
+        parts = [text_of(item, (*inside, id(value))) for item in value]
         return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, (set, frozenset)) else parts)})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{text_of(k)}: {text_of(v)}" for k, v in value.items()) + "}"
+        inside = (*inside, id(value))
+        return "{" + ", ".join(f"{text_of(k, inside)}: {text_of(v, inside)}" for k, v in value.items()) + "}"
+    if hasattr(value, "named_parameters") and not isinstance(value, type):
+        return " ".join([label_of(value), *(f"{name}={text_of(tensor)}" for name, tensor in value.named_parameters())])
     if callable(value):
-        return label_of(value)
+        return label_of(value, inside)
     if all(hasattr(value, name) for name in ("dtype", "shape", "tolist")):
         try:
             values = value.tolist()
@@ -91,9 +101,11 @@ def text_of(value: Any) -> str:
     return without_addresses(repr(value))
 
 
-def without_stable_text(target: Any) -> str | None:
+def without_stable_text(target: Any, inside: tuple[int, ...] = ()) -> str | None:
     """The text of an argument bound by a `functools.partial` that names an address only, so that a resumed run could not tell
-    it from another; None if there is none."""
+    it from another; None if there is none. `inside`: see `text_of`."""
+    if id(target) in inside:
+        return None
     if isinstance(target, functools.partial):
         given = [*target.args, *target.keywords.values(), target.func]
     elif isinstance(target, Mapping):
@@ -105,7 +117,8 @@ def without_stable_text(target: Any) -> str | None:
             return None
         text = re.sub(rf"(<function [^ ]+){_ADDRESS}>", r"\1>", repr(target))  # in a dataclass, say: its name tells it
         return None if without_addresses(text) == text else repr(target)
-    return next((text for value in given if (text := without_stable_text(value)) is not None), None)
+    inside = (*inside, id(target))
+    return next((text for value in given if (text := without_stable_text(value, inside)) is not None), None)
 
 
 def without_addresses(text: str) -> str:

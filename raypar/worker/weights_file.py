@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError, first_line
-from raypar.input_files import READABLE, denied, open_regular, parse_json, read_bytes, shown
+from raypar.input_files import cure_of, open_regular, parse_json, read_bytes, shown
 from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of
 from raypar.worker.checkpoint import latest_usable_checkpoint, load_manifest, verify_checkpoint
 from raypar.worker.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, ManifestEntry, check_header
@@ -607,9 +607,7 @@ def _as_checkpoint_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {shown(path)}: {error.strerror or error}", cure=READABLE if denied(error) else "give another path"
-        ) from error
+        raise CheckpointError(f"cannot read {shown(path)}: {error.strerror or error}", cure=cure_of(error)) from error
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -103,7 +104,7 @@ class WorkerCore:
         self.stages: dict[int, Stage] = {}
         self.transport: Transport | None = None
         self._loaders: list[Loader] = []
-        self._datasets: dict[str, Any] = {}
+        self._datasets: dict[tuple[str | tuple[str, str], ...], Any] = {}
         self._layouts: dict[int, ShardLayout] = {}
         self._writer = CheckpointWriter()
 
@@ -278,8 +279,8 @@ class WorkerCore:
 
     def dataset(self, spec: DataSpec) -> Any:
         """The user's data set, made once per worker and data specification."""
-        target = spec.dataset.target  # not its label: two lambdas, or two objects of a class, have the same
-        key = repr((target if isinstance(target, str) else id(target), sorted(spec.dataset.args.items(), key=str)))
+        ref = spec.dataset
+        key = (_identity(ref.target), *((name, _identity(value)) for name, value in sorted(ref.args.items())))
         if key not in self._datasets:
             with self.guard.watching(f"the data set function {spec.dataset.label}"):
                 self._datasets[key] = make_dataset(spec)
@@ -361,8 +362,8 @@ class WorkerCore:
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path, done: int) -> None:
-        """Copy this rank's share of the state after `done` steps, write it in the background; see `save_result`."""
+    def save(self, folder: Path) -> None:
+        """Copy this rank's share of the state, and write it in the background; see `save_result`."""
         names = written_state(self.assignment.plan, self.assignment.crossing, self.rank, self.stages)
         self._writer.start(
             folder, f"worker_{self.rank:04d}.safetensors", take_snapshot(self.stages, self.end.optimizers, names)
@@ -394,6 +395,17 @@ class WorkerCore:
         if self.transport is not None:
             self.transport.close()
             self.transport = None
+
+
+def _identity(value: Any) -> str:
+    """Text that two values share only if they are the same: plain ones with equal JSON, or one object.
+
+    Not their names or `repr`: two lambdas have the same, and two large tensors may.
+    """
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return f"object {id(value)}"
 
 
 def graph_watched(graph: Graph, guard: StateGuard) -> Graph:

@@ -291,7 +291,7 @@ def same(dial):
 def test_the_secret_is_shown_nowhere_and_is_long_enough():
     credential = RunCredential.fresh("nightly")
     for text in (repr(credential), str(credential), f"{[credential]}"):
-        assert text.strip("[]") == "Credential(run='nightly')"
+        assert text.strip("[]") == "RunCredential(run='nightly')"
     assert credential.secret != RunCredential.fresh("nightly").secret and len(credential.secret) == 32
     with pytest.raises(CommError, match="the secret of run 'nightly' has 31 bytes, 32 are needed"):
         RunCredential("nightly", bytes(31))

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import resource
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.full_disk import room
 from helpers.tiny_job import write_job
 
 from raypar import launch
@@ -26,17 +26,6 @@ from raypar.run_folder import RunFolder, write_whole
 from raypar.worker import checkpoint
 
 LINE = {"step": 1, "loss": 0.5, "norm": 1.0, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "time": 1.0}
-
-
-@contextmanager
-def room(nbytes: int):
-    """Files of this process take no more than so many bytes: what needs no root to be as a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def two_lines(capsys, status: int = 2) -> str:

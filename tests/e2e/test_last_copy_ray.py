@@ -1,8 +1,6 @@
 """A worker with the only copy of a state is slow or stopped for a while, on a real Ray: it is waited for, nothing is lost."""
 
-import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -53,16 +51,7 @@ def test_a_sample_that_takes_25_s_to_read_once_costs_nothing_else(layout, undist
 @pytest.mark.chaos
 def test_a_worker_that_is_stopped_for_a_while_goes_on(undisturbed, tmp_path):
     trainee = Trainee(tmp_path, *ALONE)
-
-    def act(pids: list[int]) -> None:
-        os.kill(pids[0], signal.SIGSTOP)
-        trainee.wakes = threading.Timer(12.0, os.kill, (pids[0], signal.SIGCONT))
-        trainee.wakes.start()
-
-    try:
-        trainee.result = trainee.run(act)
-    finally:
-        trainee.wakes.join()
+    trainee.run_with_a_stop(0, 12.0)
     same(trainee, undisturbed)
     assert "answers no pings" in trainee.told("waiting")[0]["text"]
 
@@ -72,16 +61,7 @@ def test_a_worker_that_is_stopped_for_a_while_goes_on(undisturbed, tmp_path):
 def test_a_worker_of_a_run_that_is_not_elastic_is_stopped_for_a_while_and_nothing_else_happens(layout, tmp_path):
     """It ended the run after 10 s; its peer waits for it in communication meanwhile."""
     trainee = Trainee(tmp_path, *layout, "elastic=false")
-
-    def act(pids: list[int]) -> None:
-        os.kill(pids[1], signal.SIGSTOP)
-        trainee.wakes = threading.Timer(20.0, os.kill, (pids[1], signal.SIGCONT))
-        trainee.wakes.start()
-
-    try:
-        trainee.result = trainee.run(act)
-    finally:
-        trainee.wakes.join()
+    trainee.run_with_a_stop(1, 20.0)
     wanted = Undisturbed.of(tmp_path, *layout, "elastic=false")
     assert trainee.result.end == "done", trainee.result.why
     assert (trainee.losses, trainee.result.weights_sha256) == (wanted.losses, wanted.weights_sha256)
@@ -94,15 +74,6 @@ def test_a_worker_of_a_run_that_is_not_elastic_is_stopped_for_a_while_and_nothin
 @pytest.mark.chaos
 def test_a_worker_that_is_killed_while_it_is_waited_for_ends_the_wait_at_once(tmp_path):
     trainee = Trainee(tmp_path, *ALONE)
-
-    def act(pids: list[int]) -> None:
-        os.kill(pids[0], signal.SIGSTOP)
-        trainee.dies = threading.Timer(6.0, os.kill, (pids[0], signal.SIGKILL))
-        trainee.dies.start()
-
-    try:
-        trainee.result = trainee.run(act)
-    finally:
-        trainee.dies.join()
+    trainee.run_with_a_stop(0, 6.0, then=signal.SIGKILL)
     assert trainee.told("waiting") and trainee.result.end == "failed"
     assert "is lost" in str(trainee.result.error) and "no mirror and no checkpoint has it" in str(trainee.result.error)

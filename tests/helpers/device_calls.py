@@ -96,7 +96,7 @@ def resumes(state: State, folder: str) -> None:
                 run.step(0), run.step(1)
                 part = checkpoint.create_checkpoint(Path(folder), 2)
                 for core in run.cores:
-                    core.save(part, 2)
+                    core.save(part)
                 records = [core.save_result() for core in run.cores]
                 path = checkpoint.commit_checkpoint(part, records, steps_done=2, contract=checkpoint.contract_of(spec))
             with LocalJob(spec, plan, "zb-h1", device=second) as run:
@@ -210,7 +210,7 @@ def changes_shards(state: State, model: str, path: list[tuple[int, int, int]], f
             local.step(2 * len(path))
             part = checkpoint.create_checkpoint(Path(folder) / f"last-{device.type}", 1)
             for core in local.cores:
-                core.save(part, 1)
+                core.save(part)
             records = [core.save_result() for core in local.cores]
             last.append(checkpoint.commit_checkpoint(part, records, steps_done=1, contract={}))
     same_tensors(*last)

@@ -75,6 +75,6 @@ class Generations:
     def save(self, root: Path, done: int) -> Path:
         folder = checkpoint.create_checkpoint(root, done)
         for worker in self.members:
-            self.bodies[worker].core.save(folder, done)
+            self.bodies[worker].core.save(folder)
         records = [self.bodies[worker].core.save_result() for worker in self.members]
         return checkpoint.commit_checkpoint(folder, records, steps_done=done, contract={})

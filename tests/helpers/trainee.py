@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,21 @@ class Trainee:
                 acts.pop(event["step"])()
 
         return run_job(load_job(self.path, self.words), tell)
+
+    def run_with_a_stop(self, rank: int, seconds: float, then: int = signal.SIGCONT) -> None:
+        """Run it; a worker is stopped, and gets the signal `then` so many seconds later."""
+        timers: list[threading.Timer] = []
+
+        def act(pids: list[int]) -> None:
+            os.kill(pids[rank], signal.SIGSTOP)
+            timers.append(threading.Timer(seconds, os.kill, (pids[rank], then)))
+            timers[0].start()
+
+        try:
+            self.result = self.run(act)
+        finally:
+            for timer in timers:
+                timer.join()
 
     def told(self, kind: str) -> list[dict]:
         return [event for event in self.events if event["kind"] == kind]

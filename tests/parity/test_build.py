@@ -57,6 +57,16 @@ class Zeroed(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
+class Twice(nn.Linear):
+    """Has one tuple at two places of a list."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.register_buffer("mask", torch.ones(4))
+        pair = (self.mask, 1)
+        self.pairs = [pair, pair]
+
+
 # -- initialisation ----------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +144,12 @@ def test_buffers_keep_what_the_constructor_gave_them():
     module = made(chain(Table))["l0"]
     assert torch.equal(module.mask, torch.ones(3, 3).tril()) and torch.equal(module.scratch, torch.arange(3.0))
     assert list(module.state_dict()) == ["mask"]
+
+
+def test_one_tuple_at_two_places_of_an_attribute_has_the_values_at_both():
+    """At the second one it kept the buffer of the skeleton, on the meta device."""
+    twice = made(chain(Twice))["l0"]
+    assert all(mask is twice.mask for mask, _ in twice.pairs)
 
 
 def test_what_is_made_on_meta_has_no_values_and_is_refused_when_they_are_asked_for():

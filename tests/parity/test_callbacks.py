@@ -1,10 +1,9 @@
 """Callbacks are called as one: every one of them, once, and what they answer comes back whole."""
 
-import contextlib
 import importlib.machinery
 import json
 import math
-import resource
+import os
 import struct
 import sys
 import types
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.full_disk import room
 from ray import cloudpickle
 from tensorboardX.proto.event_pb2 import Event
 
@@ -234,17 +234,6 @@ def test_a_hook_that_does_not_exist_is_refused_with_the_name_that_was_meant():
 # -- trackers that cannot write ------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def room(nbytes: int):
-    """Files of this process take no more than so many bytes: what needs no root to be as a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def steps_in(folder: Path) -> list[int]:
     """Steps whose loss the event files hold, file after file; nothing after a torn record is read."""
     steps = []
@@ -359,6 +348,36 @@ def test_a_tracker_that_cannot_begin_is_left_out_if_it_is_the_disk_and_ends_the_
     error = TypeError("init() got an unexpected keyword argument 'colour'")
     with pytest.raises(UserCodeError, match="'colour'"):
         Callbacks([WandB(colour="red")]).call("on_start", {**START, "folder": str(tmp_path)})
+
+
+def test_what_a_tracker_misses_are_steps_and_validations_not_all_calls():
+    class Server(Tracker):
+        up = False
+
+        def log(self, step, metrics):
+            if not self.up:
+                raise ConnectionError("no route")
+
+    callbacks = Callbacks([tracker := Server()])
+    callbacks.call("on_step", step(1))
+    outage = callbacks._outages[0]
+    outage.retry_s = float("inf")
+    callbacks.call("on_step", step(2))
+    callbacks.call("on_checkpoint", {"step": 2, "path": "c"})
+    outage.retry_s, tracker.up = 0.0, True
+    callbacks.call("on_step", step(3))
+    assert "it lacks 2 steps" in callbacks.lines()[-1][1]
+
+
+def test_a_new_event_file_that_cannot_be_written_leaves_those_of_other_processes(tmp_path: Path):
+    """In containers the driver of a resumed run may have the number of the former one's process."""
+    former = tmp_path / "tensorboard" / f"events.out.tfevents.1700000000.host.{os.getpid()}.0"
+    former.parent.mkdir()
+    former.write_bytes(b"of the former driver")
+    tracker = Callbacks([TensorBoard()])
+    with room(0):
+        tracker.call("on_start", {**START, "folder": str(tmp_path)})
+    assert list(former.parent.iterdir()) == [former]
 
 
 def test_a_callback_of_the_users_that_meets_the_full_disk_ends_the_run():

@@ -27,7 +27,7 @@ def save(local: LocalJob, root: Path, done: int) -> Path:
     """What the driver does: all workers write, one commits."""
     folder = checkpoint.create_checkpoint(root, done)
     for core in local.cores:
-        core.save(folder, done)
+        core.save(folder)
     records = [core.save_result() for core in local.cores]
     return checkpoint.commit_checkpoint(folder, records, steps_done=done, contract=checkpoint.contract_of(local.spec))
 
@@ -216,7 +216,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_last_good_checkpoint(tmp_path: 
     monkeypatch.setattr(os, "fsync", full)
     with LocalJob(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
         core = local.cores[0]
-        core.save(folder, 20)
+        core.save(folder)
         with pytest.raises(CheckpointError, match="No space left on device") as found:
             core.save_result()
         local.step(0)

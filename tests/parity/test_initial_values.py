@@ -229,7 +229,7 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
         run.step(0)
         folder = checkpoint.create_checkpoint(tmp_path, 1)
         for core in run.cores:
-            core.save(folder, 1)
+            core.save(folder)
         records = [core.save_result() for core in run.cores]
         path = checkpoint.commit_checkpoint(folder, records, steps_done=1, contract=checkpoint.contract_of(spec))
     kinds = {(e.name, e.kind) for e in checkpoint.load_manifest(path).entries}
@@ -329,7 +329,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         folder = checkpoint.create_checkpoint(tmp_path / "checkpoints", 0)
         for core in run.cores:
-            core.save(folder, 0)
+            core.save(folder)
         records = [core.save_result() for core in run.cores]
         path = checkpoint.commit_checkpoint(folder, records, steps_done=0, contract=checkpoint.contract_of(spec))
     assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0
@@ -517,6 +517,14 @@ def hook_with_a_parameter() -> nn.Module:
     return model
 
 
+def module_and_a_function_of_it() -> nn.Module:
+    """The module alone would be copied with its layer; the function keeps the one that is not trained."""
+    model = models.blocks()
+    norm = model[1].norm
+    model[1].stages = [norm, lambda x: norm(x)]
+    return model
+
+
 def module_of_another_layer() -> nn.Module:
     model = models.blocks()
     model[2].others = [model[0].norm]
@@ -534,6 +542,10 @@ def module_of_another_layer() -> nn.Module:
         (parameter_in_a_list, "1.scales holds the trained parameter 1.norm.weight in a plain attribute"),
         (data_in_an_attribute, "1.scale holds the trained parameter 1.norm.weight in a plain attribute"),
         (lambda_with_self, "1.project holds the trained parameter 1.norm.weight in a variable of a function"),
+        (
+            module_and_a_function_of_it,
+            "1.stages holds the trained parameter 1.norm.weight in a variable of a function",
+        ),
         (hook_with_a_parameter, "0._forward_hooks holds the trained parameter 1.norm.weight in a variable of a function"),
         (module_of_another_layer, "2.others holds the trained parameter 0.norm.weight in a module of another layer"),
     ],

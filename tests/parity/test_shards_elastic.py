@@ -57,7 +57,7 @@ def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path
                 local.step(step)
             folder = checkpoint.create_checkpoint(tmp_path / "local", done + 2)
             for core in local.cores:
-                core.save(folder, done + 2)
+                core.save(folder)
             records = [core.save_result() for core in local.cores]
             there = checkpoint.commit_checkpoint(folder, records, steps_done=done + 2, contract={})
         found, want = checkpoint.read_tensors(live.save(tmp_path / "live", done + 2)), checkpoint.read_tensors(there)

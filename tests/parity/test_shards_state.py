@@ -24,7 +24,7 @@ def save(local: LocalJob, root: Path, done: int) -> Path:
     """What the driver does: all workers write, one commits."""
     folder = checkpoint.create_checkpoint(root, done)
     for core in local.cores:
-        core.save(folder, done)
+        core.save(folder)
     records = [core.save_result() for core in local.cores]
     return checkpoint.commit_checkpoint(folder, records, steps_done=done, contract=checkpoint.contract_of(local.spec))
 

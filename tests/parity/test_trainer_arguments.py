@@ -20,7 +20,7 @@ from raypar.config import ElasticConfig, parse_init_from
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
 from raypar.launch import resumed
 from raypar.worker import checkpoint, profiler
-from raypar.worker.job_spec import DataSpec, Ref, label_of, text_of
+from raypar.worker.job_spec import DataSpec, Ref, label_of, text_of, without_stable_text
 from raypar.worker.preflight import preflight
 from raypar.worker.worker_core import WorkerCore
 
@@ -341,6 +341,35 @@ def test_two_data_sets_of_one_name_are_two():
     core = WorkerCore(spec)
     assert [core.dataset(data) for data in (spec.data, spec.validation.data)] == [[1, 2], [3]]
     assert core.dataset(spec.data) is core.dataset(spec.data)
+
+
+def only(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def test_two_data_sets_whose_arguments_print_alike_are_two():
+    """Of a large tensor `repr` shows the corners only: validation read the training samples."""
+    train, other = torch.zeros(2000), torch.zeros(2000)
+    other[1000] = 1.0
+    given = {**GIVEN, "model": lambda: nn.Sequential(nn.Linear(1, 1)), "data": (only, {"rows": train})}
+    spec = raypar.Trainer(**(given | {"validation": (only, {"rows": other})})).spec
+    core = WorkerCore(spec)
+    assert [core.dataset(data) is rows for data, rows in ((spec.data, train), (spec.validation.data, other))] == [True, True]
+
+
+def test_modules_in_a_partial_are_told_apart_by_their_weights():
+    """A run was resumed with another teacher as if it were the same."""
+    labels = {label_of(functools.partial(squares, scale=nn.Linear(2, 2))) for _ in range(2)}
+    assert len(labels) == 2
+
+
+@pytest.mark.parametrize("text", [label_of, without_stable_text])
+def test_an_argument_that_contains_itself_has_a_text(text):
+    """A RecursionError came out of Trainer."""
+    rows: list[Any] = [1]
+    of_itself = functools.partial(squares, scale=rows)
+    rows += [of_itself, {"rows": rows}]
+    assert text(of_itself) in ("partial(squares, scale=list(1, ..., {'rows': ...}))", None)
 
 
 def test_a_state_dict_is_no_place_that_workers_can_read():

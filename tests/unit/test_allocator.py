@@ -29,6 +29,19 @@ def test_freed_memory_is_kept_until_it_is_given_back():
     assert full - freed <= 4 and freed - returned >= 60
 
 
+class SaysThatItIsEqual(ValueError):
+    """As every exception that is a dataclass without fields."""
+
+    def __eq__(self, other):
+        return True
+
+
+def test_the_cause_of_an_error_that_is_equal_to_it_is_looked_at_too():
+    error = SaysThatItIsEqual()
+    error.__cause__ = MemoryError()
+    assert is_out_of_memory(error)
+
+
 def test_errors_that_are_each_others_cause_are_looked_through_once():
     first, second = ValueError("first"), RuntimeError("second")
     first.__cause__, second.__cause__ = second, first

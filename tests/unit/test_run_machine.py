@@ -5,6 +5,7 @@ from collections import Counter, deque
 from itertools import pairwise
 
 import pytest
+from helpers.machine_steps import commit, do
 
 from raypar.elastic.actions import (
     AbortGroups,
@@ -39,19 +40,6 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
-
-
-def do(machine, event, now_s=0.0):
-    return [decision.action for decision in machine.handle(event, now_s)]
-
-
-def commit(machine, step, workers=2, stop=None):
-    """All events of one undisturbed step; returns the actions after the last."""
-    for rank in range(workers):
-        actions = do(machine, StepReported(rank, step, 0.1))
-    assert actions == [WriteJournal(step)]
-    assert do(machine, StepJournalled(step)) == [Emit(step)]
-    return do(machine, StepEmitted(step, stop))
 
 
 def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():

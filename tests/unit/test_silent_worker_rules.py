@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from helpers.machine_steps import commit, do
 
 from raypar.actors.members_file import MembersFile
 from raypar.elastic.actions import AbortGroups, Notice, Probe, TakeSnapshot, Teardown, Validate, Warn
@@ -25,12 +26,8 @@ from raypar.elastic.events import (
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.errors import CommTimeout, GroupAborted, WorkerLost
+from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
 from raypar.plan import ParallelPlan
-
-
-def do(machine, event, now_s=0.0):
-    return [decision.action for decision in machine.handle(event, now_s)]
 
 
 def running(**policy):
@@ -38,10 +35,7 @@ def running(**policy):
     machine = RunMachine(RunPolicy(workers=2, last=10, **policy))
     do(machine, WorkersReady())
     for step in range(2):
-        do(machine, StepReported(0, step, 0.1))
-        do(machine, StepReported(1, step, 0.1))
-        do(machine, StepJournalled(step))
-        do(machine, StepEmitted(step))
+        commit(machine, step)
     return machine
 
 
@@ -204,14 +198,19 @@ def test_members_json_says_who_is_waited_for():
     assert seen[1]["why"].startswith("worker 1: it answers no pings")
 
 
+@pytest.mark.parametrize("end", [Tick(ended=frozenset({1})), CallFailed("user", UserCodeError("a layer raised"), 0)])
+def test_nobody_is_waited_for_once_the_run_has_failed(end):
+    """members.json went on to say so, of a process that was known to be gone."""
+    machine = running()
+    status = MembersFile(SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=2), policy=machine.policy))
+    silent(machine)
+    do(machine, end, 12.0)
+    assert machine.phase is Phase.OVER and not machine.waits
+    assert json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b"))["phase"] == "ended"
+
+
 def test_a_validation_that_was_waited_for_is_completed():
-    machine = RunMachine(RunPolicy(workers=2, last=4, validates=True, validate_every=2))
-    do(machine, WorkersReady())
-    for step in range(2):
-        do(machine, StepReported(0, step, 0.1))
-        do(machine, StepReported(1, step, 0.1))
-        do(machine, StepJournalled(step))
-        do(machine, StepEmitted(step))
+    machine = running(validates=True, validate_every=2)
     silent(machine)
     do(machine, ValidationReported(0, 2), 11.0)
     do(machine, WorkerAnswered(1), 40.0)
