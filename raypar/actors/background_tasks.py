@@ -13,7 +13,7 @@ from raypar.errors import RayparError, UserCodeError
 class BackgroundTasks:
     """Starts tasks, holds on to them while they run, and reports those that raise."""
 
-    def __init__(self, post: Callable[[on.Event], None]) -> None:
+    def __init__(self, post: Callable[[on.RunEvent], None]) -> None:
         self.post = post
         """Gives an event to the run machine."""
         self._open: set[asyncio.Task[None]] = set()
@@ -34,12 +34,12 @@ class BackgroundTasks:
             wrong = RayparError(f"the driver failed:\n{text}", cure="please report it with the lines above")
             self.post(on.CallFailed("error", wrong))
 
-    async def guarded(self, work: Awaitable[on.Event | None]) -> None:
+    async def guarded(self, work: Awaitable[on.RunEvent | None]) -> None:
         """Await `work`; post the event that it returns, or the failure that it raises."""
         try:
             event = await work
         except RayparError as error:
-            kind: on.Kind = "user" if isinstance(error, UserCodeError) else "error"
+            kind: on.FailureKind = "user" if isinstance(error, UserCodeError) else "error"
             event = on.CallFailed(kind, error)
         except Exception as error:
             event = on.CallFailed("error", error)

@@ -26,7 +26,7 @@ class CheckpointTask:
     recorder: RunRecorder
     side_effects: SideEffectThread
     calls: WorkerCalls
-    post: Callable[[on.Event], None]
+    post: Callable[[on.RunEvent], None]
     """Gives an event to the run machine."""
 
     def __post_init__(self) -> None:
@@ -34,13 +34,13 @@ class CheckpointTask:
 
     async def save(self, done: int) -> None:
         """Take a snapshot on every worker; then, while training continues, wait for the files and commit the checkpoint."""
-        generation, recorder = self.machine.generation, self.recorder
+        generation, recorder = self.machine.membership.generation, self.recorder
         try:
             folder = await asyncio.to_thread(recorder.checkpoint_begin, done)
         except RayparError as error:
             self.post(on.CheckpointFailed(done, error))
             return
-        members = {n: self.pool.workers[n] for n in self.machine.members if n in self.pool.workers}
+        members = {n: self.pool.workers[n] for n in self.machine.membership.members if n in self.pool.workers}
         asked = [self.calls.ask(number, w.save.remote(generation, done, str(folder))) for number, w in members.items()]
         taken = await asyncio.gather(*asked)
         if not any(isinstance(answer, CallFailure) for answer in taken):

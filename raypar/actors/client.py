@@ -21,7 +21,7 @@ from raypar.actors.driver_shutdown import CLIENT_GONE_S
 from raypar.actors.journal import Journal
 from raypar.actors.run_request import RunRequest
 from raypar.actors.worker_pool import remove_leftovers, run_namespace
-from raypar.elastic.actions import End
+from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, RayparError, WorkerLost
 
 GRACE_S = 1.5
@@ -47,7 +47,7 @@ DRIVER_BACK_S = 60.0
 class RunEnd:
     """How a run ended: kind of end, reason, number of steps of the job that are done, error of a failed run."""
 
-    end: End
+    end: EndKind
     why: str
     done: int
     error: Exception | None

@@ -42,7 +42,8 @@ from raypar.actors.worker_registry import WorkerRegistry, died_with_node
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.run_machine import Phase, RunMachine
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
 from raypar.plan.ownership import Ownership
 
@@ -69,7 +70,7 @@ class DriverActor:
         """The state of the run that outlives this driver."""
         self.feed = EventFeed()
         """What the client is told."""
-        self.queue: asyncio.Queue[on.Event] = asyncio.Queue()
+        self.queue: asyncio.Queue[on.RunEvent] = asyncio.Queue()
         """Events for the run machine. Made before the request is known: Ctrl-C may come first."""
         self.tasks = BackgroundTasks(self.queue.put_nowait)
         """Work beside the event loop."""
@@ -113,9 +114,9 @@ class DriverActor:
         self.status = MembersFile(request)
         self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
         self.registry = registry = WorkerRegistry(
-            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.members
+            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
         )
-        machine.nodes = registry.where
+        machine.membership.nodes = registry.where
         self.reports = reports = StepReports(machine, plans)
         self.calls = calls = WorkerCalls(machine, pool, plans, tasks, registry.hellos)
         shared = request, machine, journal, plans, pool, registry, recorder, side_effects, reports, calls, tasks
@@ -182,7 +183,7 @@ class DriverActor:
             self.queue.put_nowait(event)
         self.tasks.spawn(self._run())
 
-    async def _take_over(self, record: MembershipRecord) -> on.Event:
+    async def _take_over(self, record: MembershipRecord) -> on.RunEvent:
         """The event of the takeover."""
         event = await self.beginning.take_over(record)
         self.finding = False
@@ -227,7 +228,9 @@ class DriverActor:
         except Exception as error:
             wrong = RayparError(f"the driver failed:\n{traceback.format_exc()}", cure="please report it with the lines above")
             wrong.__cause__ = error
-            self.tasks.spawn(self.ending.end(do.Teardown("failed", str(error), self.machine.emitted, wrong), self.step_calls))
+            self.tasks.spawn(
+                self.ending.end(do.Teardown("failed", str(error), self.machine.progress.emitted, wrong), self.step_calls)
+            )
 
     async def _tick(self) -> None:
         """Post a `Tick` four times a second; stop the run after its maximal time, or when no client polls any more."""
@@ -256,11 +259,11 @@ class DriverActor:
 
     def _carry_out(self, decision: do.Decision) -> None:
         """Begin what the machine has decided about steps, and what it wants to tell the user; outcomes become events."""
-        generation, seen = self.machine.generation, self.side_effects.seen
+        generation, seen = self.machine.membership.generation, self.side_effects.seen
         match decision.action:
             case do.RunStep(step, cut):
                 trace = step in self.request.trace
-                self.step_calls += len(self.machine.members)
+                self.step_calls += len(self.machine.membership.members)
                 self.calls.call_all(
                     lambda w: w.step.remote(generation, step, trace, cut),
                     lambda number, report: self.reports.stepped(number, generation, step, self._warn(number, report)),
@@ -321,7 +324,7 @@ class DriverActor:
                 self.tasks.spawn(self.generations.adopt(decision.action, decision.reason))
             case do.CheckReplay(step, doubted):
                 self._check_replay(step, doubted)
-                self.feed.tell("replay", step=step + 1, until=self.machine.journalled)
+                self.feed.tell("replay", step=step + 1, until=self.machine.progress.journalled)
             case do.KillWorker(worker, why):
                 if why == "drained":
                     text = f"worker {worker} has left: {decision.reason}"

@@ -50,7 +50,7 @@ class DriverStart:
     tasks: BackgroundTasks
     feed: EventFeed
 
-    async def start(self) -> on.Event | None:
+    async def start(self) -> on.RunEvent | None:
         """Place and start the workers of the job's plan, and build their stages.
 
         None if a worker was lost on the way: the machine has been told, and an elastic run continues with the others.
@@ -69,7 +69,7 @@ class DriverStart:
             await asyncio.to_thread(self.journal.met, number, hello)
         nodes = self.registry.nodes(hellos)
         members = spread_over_nodes(plan, nodes) if len(hellos) == plan.world else tuple(range(plan.world))
-        self.machine.members = members
+        self.machine.membership.members = members
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{len(hellos)} workers on {len(set(nodes.values()))} node(s), pids {pids}"
         self.side_effects.note("started", text=text, workers=[self.registry.who(n) for n in members])
@@ -127,7 +127,7 @@ class DriverStart:
                 break  # the others wait for it in vain: the next generation frees them
         answers = {n: task.result() for n, task in zip(numbers, asking, strict=True) if task.done()}
         failed = {n: a for n, a in answers.items() if isinstance(a, CallFailure)}
-        blamed: list[on.Kind] = ["user", "error"]
+        blamed: list[on.FailureKind] = ["user", "error"]
         if not elastic:
             blamed += ["lost", "aborted"]
         for kind in blamed:
@@ -137,7 +137,7 @@ class DriverStart:
         for number, failure in failed.items():  # a worker that died once it had built is known by this only
             generation = None if failure.kind == "lost" else 1
             self.tasks.post(on.CallFailed(failure.kind, failure.error, number, generation))
-        if waiting and not failed and self.machine.generation == 1:
+        if waiting and not failed and self.machine.membership.generation == 1:
             silent = [n for n, task in zip(numbers, asking, strict=True) if task in waiting]
             stacks = await self.calls.stacks(silent)
             raise ClusterError(
@@ -146,7 +146,7 @@ class DriverStart:
             )
         return {n: a for n, a in answers.items() if n not in failed}
 
-    async def take_over(self, record: MembershipRecord) -> on.Event:
+    async def take_over(self, record: MembershipRecord) -> on.RunEvent:
         """Find the workers of the former driver, and what the user has seen of the run."""
         request, recorder = self.request, self.recorder
         await asyncio.to_thread(self.pool.find)

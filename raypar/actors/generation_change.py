@@ -79,7 +79,7 @@ class GenerationChange:
 
     async def choose(self, generation: int, workers: int) -> None:
         """Choose the plan for so many workers."""
-        now = self.machine.plan
+        now = self.machine.membership.plan
         self.tasks.post(await asyncio.to_thread(self.plans.choose, generation, workers, now))
 
     async def adopt(self, order: do.AdoptPlan, reason: str) -> None:
@@ -89,7 +89,7 @@ class GenerationChange:
         assignments = await asyncio.to_thread(self.plans.assignments, plan)
         schedule = self.plans.schedule(plan)
         if self.schedule is None or self.plan is None:
-            self.plan = self.machine.plan or request.plan
+            self.plan = self.machine.membership.plan or request.plan
             self.schedule = self.plans.schedule(self.plan)
         await asyncio.to_thread(self.journal.record, MembershipRecord(order.generation, plan, order.members, schedule))
         workers = (*order.members, *order.sources)
@@ -110,7 +110,7 @@ class GenerationChange:
         self.side_effects.note("recovering", text=text, **event_text.generation_facts(order, schedule))
         initial = InitialDigestCheck()
 
-        def adopted(number: int, described: dict[str, Any] | None) -> on.Event:
+        def adopted(number: int, described: dict[str, Any] | None) -> on.RunEvent:
             different = initial.add(number, described["initial"]) if described is not None else None
             return on.CallFailed("user", different) if different is not None else on.PlanAdopted(number, order.generation)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from raypar.actors.run_request import RunRequest
 from raypar.elastic import silent_worker_rules
-from raypar.elastic.run_machine import Phase, RunMachine
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
 from raypar.plan import ParallelPlan
 
@@ -35,35 +36,35 @@ class MembersFile:
         self, machine: RunMachine, who: Callable[[int], dict[str, Any]], schedule: Callable[[ParallelPlan], str]
     ) -> str | None:
         """The new text; None if only the number of steps has changed. While steps are replayed: one every `AGAIN_S` seconds."""
-        plan = machine.plan or self.request.plan
+        plan = machine.membership.plan or self.request.plan
         phase, why = _phase_and_reason(machine)
-        there = [n for n in machine.members if n not in machine.gone]
+        there = [n for n in machine.membership.members if n not in machine.membership.gone]
         facts = {
             "phase": phase,
-            "generation": machine.generation,
+            "generation": machine.membership.generation,
             "plan": plan.describe(),
             "stages": [asdict(stage) for stage in plan.stages],
             "schedule": schedule(plan),
-            "members": [{"coordinate": plan.coordinate(machine.members.index(n)), **who(n)} for n in there],
-            "spares": [who(n) for n in sorted(machine.spares)],
-            "starting": sorted(machine.hiring),
-            "wanted": machine.wanted,
+            "members": [{"coordinate": plan.coordinate(machine.membership.members.index(n)), **who(n)} for n in there],
+            "spares": [who(n) for n in sorted(machine.membership.spares)],
+            "starting": sorted(machine.hiring.starting),
+            "wanted": machine.policy.wanted,
             "why": why,
         }
-        again = machine.committed < machine.journalled and machine.phase not in _PHASES
+        again = machine.progress.committed < machine.progress.journalled and machine.phase not in _PHASES
         now = time.time()
         if facts == self._last and again == self._again and not (again and now - self._at > AGAIN_S):
             return None
         self._last, self._at, self._again = facts, now, again
-        more = {"time": now, "step": machine.emitted, "steps": self.request.policy.last, "driver_pid": os.getpid()}
-        replaying = {"step": machine.committed, "until": machine.journalled} if again else None
+        more = {"time": now, "step": machine.progress.emitted, "steps": self.request.policy.last, "driver_pid": os.getpid()}
+        replaying = {"step": machine.progress.committed, "until": machine.progress.journalled} if again else None
         return json.dumps({**more, **facts, "replaying": replaying}, indent=1) + "\n"
 
 
 def _phase_and_reason(machine: RunMachine) -> tuple[str, str]:
     """The run's phase in a word, and why it recovers or waits."""
-    if machine.silence:
-        return "waiting", silent_worker_rules.reason(machine.silence)
+    if machine.health.silent_since_s:
+        return "waiting", silent_worker_rules.describe_silence(machine.health.silent_since_s)
     if machine.phase not in RECOVERING:
         return _PHASES.get(machine.phase, "running"), ""
     if machine.waits and machine.phase is not Phase.WAITING:

@@ -26,7 +26,7 @@ from raypar.actors.step_charts import write_step_charts
 from raypar.actors.step_reports import merge_reports
 from raypar.actors.worker_messages import WorkerHello
 from raypar.elastic.actions import Teardown
-from raypar.elastic.run_machine import DEPTH
+from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError
 from raypar.plan import ParallelPlan
 from raypar.run_folder import Line, RunFolder, line_sort_key, replace_whole
@@ -194,10 +194,10 @@ class RunRecorder:
     def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
         """How many steps the user has seen for certain.
 
-        These are the steps with a line (`there`, from 1), and those in the journal (`known`, from 0) but for the last `DEPTH`:
-        a step is issued only when all but `DEPTH` of the steps before it were shown.
+        These are the steps with a line (`there`, from 1), and those in the journal (`known`, from 0) but for the last
+        `MAX_OPEN_STEPS`: a step is issued only when all but so many steps before it were shown.
         """
-        return max([self.request.policy.first, *there, *(step + 1 - DEPTH for step in known[-1:])])
+        return max([self.request.policy.first, *there, *(step + 1 - MAX_OPEN_STEPS for step in known[-1:])])
 
     def _tell_gaps(self, lines: Iterable[Line], first: int, seen: int) -> None:
         """Warn of steps that the user has seen and whose lines are missing from the file."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypar.elastic.run_machine import RunPolicy
+from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import Crossing, Microbatches, Outline, ParallelPlan
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.timeline import Timeline

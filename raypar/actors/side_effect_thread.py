@@ -26,15 +26,15 @@ class SideEffectThread:
         self._thread = ThreadPoolExecutor(1, "raypar-effects")
         """The one thread: nothing else calls the recorder."""
 
-    def perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
+    def perform(self, call: Callable[[], Any], event: Callable[[Any], on.RunEvent]) -> None:
         """Perform a side effect; `event(its result)`, or its failure, goes to the run machine."""
         self.tasks.spawn(self._perform(call, event))
 
-    async def _perform(self, call: Callable[[], Any], event: Callable[[Any], on.Event]) -> None:
+    async def _perform(self, call: Callable[[], Any], event: Callable[[Any], on.RunEvent]) -> None:
         try:
             result = await self.awaited(call)
         except DriverReplaced:
-            self.tasks.post(on.GenerationClaimed(self.machine.generation, ok=False))
+            self.tasks.post(on.GenerationClaimed(self.machine.membership.generation, ok=False))
         except UserCodeError as error:
             self.tasks.post(on.CallFailed("user", error))
         except Exception as error:
@@ -65,7 +65,7 @@ class SideEffectThread:
         self.feed.tell(kind, **facts)
         self.aside(self.recorder.note, {"kind": kind, **facts})
 
-    def seen(self, event: on.Event) -> on.Event:
+    def seen(self, event: on.RunEvent) -> on.RunEvent:
         """The event of a side effect, after the recorder's lines about the side effect were sent to the client."""
         self.feed.pass_on(self.recorder.new_events())
         return event

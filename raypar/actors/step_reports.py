@@ -33,20 +33,20 @@ class StepReports:
         self._warned: set[str] = set()
         """Keys of warnings that were shown: all workers run the same code, and each reports its warnings."""
 
-    def stepped(self, number: int, generation: int, step: int, report: Report) -> on.Event:
+    def stepped(self, number: int, generation: int, step: int, report: Report) -> on.RunEvent:
         """Keep a worker's report of a step; the event for the run machine."""
         machine, busy_s = self.machine, None
-        if generation == machine.generation:
-            rank = machine.members.index(number)
+        if generation == machine.membership.generation:
+            rank = machine.membership.members.index(number)
             self._open[step][rank] = report
-            microbatches = self.plans.passes(machine.plan)[rank] if machine.plan is not None else 0
+            microbatches = self.plans.passes(machine.membership.plan)[rank] if machine.membership.plan is not None else 0
             busy_s = report["busy_seconds"] / microbatches if microbatches else None
         cost, digest = report["mirror_seconds"], report["digest"]
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
-    def validated(self, number: int, generation: int, done: int, report: Any) -> on.Event:
+    def validated(self, number: int, generation: int, done: int, report: Any) -> on.RunEvent:
         """Keep a worker's report of a validation; the event for the run machine."""
-        if generation == self.machine.generation:
+        if generation == self.machine.membership.generation:
             self.validations[number] = report
         return on.ValidationReported(number, done, generation)
 
@@ -62,7 +62,7 @@ class StepReports:
         The machine commits such steps, and the user sees their loss.
         """
         for step, outcome in stand.outcomes.items():
-            if step >= self.machine.journalled:
+            if step >= self.machine.progress.journalled:
                 self._open[step] = {0: reconstruct_report(outcome)}
         return stand
 

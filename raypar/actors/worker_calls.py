@@ -32,19 +32,19 @@ class WorkerCalls:
         self._answered: set[asyncio.Task[None]] = set()
         """Calls whose answer is awaited."""
 
-    def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.Event]) -> None:
+    def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.RunEvent]) -> None:
         """Call every member; each answer becomes an event."""
-        for number in self.machine.members:
+        for number in self.machine.membership.members:
             if number in self.pool.workers:  # else the machine has been told that it is lost
-                self.call(number, self.machine.generation, call(self.pool.workers[number]), event)
+                self.call(number, self.machine.membership.generation, call(self.pool.workers[number]), event)
 
-    def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
+    def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
         """Post `event(number, answer)` when the call is answered, or `CallFailed` of that generation when it fails."""
         task = self.tasks.spawn(self._answer(number, generation, ref, event))
         self._answered.add(task)
         task.add_done_callback(self._answered.discard)
 
-    async def _answer(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.Event]) -> None:
+    async def _answer(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
         answer = await self.ask(number, ref)
         if not isinstance(answer, CallFailure):
             self.tasks.post(event(number, answer))
@@ -69,12 +69,12 @@ class WorkerCalls:
 
     def coordinate(self, number: int) -> str:
         """The worker's seat in words, or its number if it has no seat."""
-        members, plan = self.machine.members, self.machine.plan
+        members, plan = self.machine.membership.members, self.machine.membership.plan
         return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
 
     def explained(self, number: int, error: Exception) -> Exception:
         """The error; of an out-of-memory error with what the worker holds and what would fit. Slow: call it in a thread."""
-        members, plan = self.machine.members, self.machine.plan
+        members, plan = self.machine.membership.members, self.machine.membership.plan
         if not isinstance(error, OutOfMemory) or plan is None or number not in members:
             return error
         held, fits = self.plans.memory(plan, members.index(number))
@@ -89,9 +89,9 @@ class WorkerCalls:
         await answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
         if self._answered:
             await asyncio.wait(set(self._answered), timeout=5.0)
-        there = [number for number in self.machine.members if number in workers]
+        there = [number for number in self.machine.membership.members if number in workers]
         stand = dict(zip(there, await answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
-        self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.members)))
+        self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.membership.members)))
 
     async def probe(self, numbers: tuple[int, ...]) -> None:
         """Post the stacks of these workers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 
-from raypar.elastic.events import Kind
+from raypar.elastic.events import FailureKind
 from raypar.errors import RayparError
 
 
@@ -13,7 +13,7 @@ from raypar.errors import RayparError
 class CallFailure:
     """The failure of a call, sent as a value so that the error arrives whole and of its own class."""
 
-    kind: Kind
+    kind: FailureKind
     """Who is to blame: user code, raypar, a lost worker, or an abort."""
     error: Exception
 

@@ -38,7 +38,7 @@ class WorkerRegistry:
         self,
         pool: WorkerPool,
         journal: Journal,
-        post: Callable[[on.Event], None],
+        post: Callable[[on.RunEvent], None],
         note: Callable[..., None],
         works: Callable[[int], bool],
     ) -> None:

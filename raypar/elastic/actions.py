@@ -1,4 +1,4 @@
-"""What the machine decides; the driver carries it out and answers with events. Frozen."""
+"""What the machine decides. The driver carries it out and answers with events."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from typing import Any, Literal
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Move
 
-End = Literal["done", "stopped", "interrupted", "failed", "deposed"]
-"""`deposed`: another driver has taken over; the run goes on without this one, which removes nothing."""
+EndKind = Literal["done", "stopped", "interrupted", "failed", "deposed"]
+"""How a run ends. `deposed`: another driver has taken over and goes on; this one removes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Call every worker for `step`, queued behind the step that may still run. Answer: `StepReported` of each.
-
-    `cut`: the state after it goes into the mirror.
-    """
+    """Call every worker for a step, queued behind the one that may still run. Answer: `StepReported` of each."""
 
     step: int
+    """The step."""
     cut: bool = False
+    """Whether the state after it goes into the mirror."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal:
-    """Write `step` to the journal by compare-and-set. Answer: `StepJournalled`."""
+    """Write a step to the journal by compare-and-set. Answer: `StepJournalled`."""
 
     step: int
+    """The step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Write the metrics of `step` and call the callbacks. Answer: `StepEmitted`."""
+    """Write the metrics of a step and call the callbacks. Answer: `StepEmitted`."""
 
     step: int
+    """The step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Validate:
     """Call every worker for a validation pass. Answer: `ValidationReported` of each."""
 
     done: int
+    """Steps before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,59 +51,68 @@ class EmitValidation:
     """Write the validation loss and call the callbacks. Answer: `ValidationEmitted`."""
 
     done: int
+    """Steps before the validation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Call every worker to copy its state and write it in the background.
+    """Call every worker to copy its state and write the copy in the background.
 
     Answers: `SnapshotTaken`, later `CheckpointSaved` or `CheckpointFailed`; or `CheckpointFailed` alone.
     """
 
     done: int
+    """Steps of that state."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortGroups:
-    """Abort every worker's transport, so that no call waits for ever. Answer: `GroupsAborted`."""
+    """Abort the transport of every worker, so that no call waits for ever. Answer: `GroupsAborted`."""
 
     why: str
+    """The reason that the calls fail with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask these ranks for their stacks. Answer: `StacksReported`."""
+    """Ask workers for their stacks. Answer: `StacksReported`."""
 
     ranks: tuple[int, ...]
+    """The workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Tell the user something that does not end the run."""
+    """Tell people of something that does not end the run. No answer."""
 
     text: str
+    """The sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Tell the user what was decided, where nothing is wrong."""
+    """Tell people what was decided, where nothing is wrong. No answer."""
 
     text: str
+    """The sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportStraggler:
-    """Tell people that `worker` takes `times` as long as its replicas (`alone`: as in its own first steps) for `steps` steps.
-
-    `over`: it does no longer. `leaves`: it is going to be drained; the next one should be hired on another node. No answer.
-    """
+    """Tell people of a worker that computes too slowly. No answer."""
 
     worker: int
+    """The worker."""
     times: float
+    """How many times as long as it should it takes."""
     steps: int
+    """For so many steps."""
     alone: bool = False
+    """Whether it was compared with its own first steps, not with its replicas."""
     over: bool = False
+    """Whether it is a straggler no longer."""
     leaves: bool = False
+    """Whether it is going to be drained; the next worker should be started on another node."""
 
 
 # -- recovery and rescaling ------------------------------------------------------------------------------------------------
@@ -109,111 +120,129 @@ class ReportStraggler:
 
 @dataclass(frozen=True, slots=True)
 class ClaimGeneration:
-    """Claim `generation` in the journal by compare-and-set. Answer: `GenerationClaimed`."""
+    """Claim a generation in the journal by compare-and-set. Answer: `GenerationClaimed`."""
 
     generation: int
+    """The generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class FenceWorkers:
-    """Abort what these workers do, make them deaf to older generations, ask where they stand.
+    """Abort what workers do, let them refuse calls of older generations, and ask where they stand.
 
-    Answer: `WorkerStatusReported` of each."""
+    Answer: `WorkerStatusReported` of each.
+    """
 
     generation: int
+    """The new generation."""
     workers: tuple[int, ...]
+    """The workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyKeptGradients:
-    """Let these workers apply `step` from the gradients they kept; `outcome` is the vote's. Answer: `WorkerSettled` of each."""
+    """Let workers apply a step late, from the gradients that they kept. Answer: `WorkerSettled` of each."""
 
     generation: int
+    """The new generation."""
     workers: tuple[int, ...]
+    """The workers."""
     step: int
+    """The step."""
     outcome: Any
+    """The result of the whole vote."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoosePlan:
-    """Ask the planner for the best plan of up to `workers` workers. Answer: `PlanChosen`.
+    """Ask the planner for the best plan of up to so many workers. Answer: `PlanChosen`.
 
-    Asked in the old generation while it trains, when it might grow; else on the way to a new one.
+    Asked while the old generation trains, where the run might grow; else on the way to a new one.
     """
 
     generation: int
+    """The present generation."""
     workers: int
+    """The number of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptPlan:
-    """Connect the workers and give them their parts of `plan`. Answer: `PlanAdopted` of each of `members` and `sources`.
-
-    `members[rank]` takes seat `rank`; `sources` have no seat but hand over what they hold. Everybody starts from the state
-    after `done` steps: that in memory, or the mirror's cut of `done` when `cut`, or, when `load`, that of the checkpoint (of
-    the very beginning: as it is initialised). `moves` go over the
-    new generation's transport.
-    """
+    """Connect the workers and give them their parts of a plan. Answer: `PlanAdopted` of each."""
 
     generation: int
+    """The new generation."""
     plan: ParallelPlan
+    """The plan."""
     members: tuple[int, ...]
+    """`members[rank]` takes that seat of the plan."""
     sources: tuple[int, ...]
+    """Workers without a seat that hand over what they hold."""
     done: int
+    """All start from the state after so many steps."""
     moves: tuple[Move, ...]
+    """The pieces of state that go from one worker to another, over the new transport."""
     cut: bool = False
+    """Whether that state is the mirror's, not the one that the workers compute with."""
     load: bool = False
+    """Whether it is the checkpoint's (after no steps: the initial values)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start a worker called `worker` in the background, wherever there is room.
-
-    Answer, some day: `WorkerJoined` or `WorkerStartFailed`."""
+    """Start a worker in the background, wherever there is room. Answer, some day: `WorkerJoined` or `WorkerStartFailed`."""
 
     worker: int
+    """Its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStepAfterRecovery:
-    """The first step after a disturbance is committed, `seconds` after the last one before it; `again`: steps that have to be
-    executed again because of it. No answer."""
+    """Tell that the first step after a disturbance is committed. No answer."""
 
     step: int
+    """The step."""
     seconds: float
+    """Time since the last step before the disturbance."""
     again: int = 0
+    """Steps that have to be executed again because of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReplay:
-    """Step `step` was executed again after a roll-back: compare with the journal, emit nothing. No answer if it is the same.
+    """Compare a step that was executed again after a roll-back with the journal; emit nothing.
 
-    `doubted`: it may differ from what people saw, because a worker's state was wrong then, or because there were other shards.
+    Answer: `CallFailed` if it differs without a reason, else none.
     """
 
     step: int
+    """The step."""
     doubted: bool = False
+    """Whether it may differ from what people saw: a worker's state was wrong then, or the number of shards was another."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Kill this worker and do not wait for it; what it still says is ignored."""
+    """Kill a worker without waiting for it. What it still says is ignored."""
 
     worker: int
+    """The worker."""
     why: str
+    """Why, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teardown:
-    """The run is over: remove actors, placement groups and journal, and report. Always the last action of a run.
+    """The run is over: remove actors, placement groups and journal, and report. Always the last action."""
 
-    `done`: steps whose side effects people have seen.
-    """
-
-    end: End
+    end: EndKind
+    """How it has ended."""
     why: str
+    """Why, for people."""
     done: int
+    """Steps that people have seen."""
     error: Exception | None = None
+    """What it failed with."""
 
 
 Action = (
@@ -243,7 +272,9 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An action and its reason: the sentence for the log."""
+    """An action and its reason."""
 
     action: Action
+    """What the driver carries out."""
     reason: str
+    """Why: the sentence for the log."""

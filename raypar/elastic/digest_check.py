@@ -16,7 +16,7 @@ from raypar.errors import ModelError, WorkerLost
 from raypar.plan.pieces import Digest
 
 if TYPE_CHECKING:
-    from raypar.elastic.run_machine import RunMachine
+    from raypar.elastic.run_state import RunState
 
 MAX_DOUBTS = 3
 """So many times in a row all go back; then it is no accident."""
@@ -65,38 +65,38 @@ def find_differing_workers(digests: Mapping[int, Digest]) -> tuple[set[int], set
     return wrong, unsure
 
 
-def check_digests(m: RunMachine, done: int, digests: Mapping[int, Digest]) -> bool:
+def check_digests(m: RunState, done: int, digests: Mapping[int, Digest]) -> bool:
     """Whether the replicas agreed after `done` steps. If not, nothing newer than the last that did is used any more."""
     wrong, unsure = find_differing_workers(digests)
     if not wrong | unsure:
-        m.agreed, m.doubts = done, 0
-        m.bad_cuts.discard(done)
+        m.trust.agreed, m.trust.doubts = done, 0
+        m.trust.bad_cuts.discard(done)
         return True
     who = f"{name_workers(wrong)} differs from that of the replicas" if wrong else f"{name_workers(unsure)} differs"
     what = f"silent corruption: the state of {who} after {done} steps"
-    if m.interrupted:
+    if m.stopping.interrupted:
         m.decide(Warn(f"{what}; what is saved now may be wrong"), "the run is being interrupted")
         return True
-    m.bad_cuts.add(done)
-    m.tainted |= set(m.members) | set(m.recovery.stands)
-    m.doubt, m.doubts = what, m.doubts + 1
-    m.doubted = range(m.agreed, m.journalled)
+    m.trust.bad_cuts.add(done)
+    m.trust.tainted |= set(m.membership.members) | set(m.recovery.stands)
+    m.trust.doubt, m.trust.doubts = what, m.trust.doubts + 1
+    m.trust.doubted_steps = range(m.trust.agreed, m.progress.journalled)
     # They leave once the others have another state, not before: a new driver would find that those left agree, and go on.
-    m.wrong |= wrong
-    m.leaving |= wrong
-    if m.doubts > MAX_DOUBTS:
+    m.trust.wrong |= wrong
+    m.membership.leaving |= wrong
+    if m.trust.doubts > MAX_DOUBTS:
         cure = "one of these machines computes wrongly, or the job is not reproducible; `raypar resume` without them goes on"
-        m.over("failed", what, WorkerLost(f"{what}, for the {m.doubts}th time in a row", cure=cure))
+        m.end_run("failed", what, WorkerLost(f"{what}, for the {m.trust.doubts}th time in a row", cure=cure))
     else:
-        m.decide(Warn(f"{what}; all go back to the last state that agreed, that after {m.agreed} steps or before"), what)
+        m.decide(Warn(f"{what}; all go back to the last state that agreed, that after {m.trust.agreed} steps or before"), what)
     return False
 
 
-def check_digests_in_recovery(m: RunMachine) -> bool:
+def check_digests_in_recovery(m: RunState) -> bool:
     """The same on the way to a new generation, where some have reported to nobody, or to another driver. False: it is over."""
     stands = m.recovery.stands
     done = {step for stand in stands.values() for step in stand.digests}
-    for step in sorted(done - m.bad_cuts):
-        if step > m.agreed and not m.doubt:
+    for step in sorted(done - m.trust.bad_cuts):
+        if step > m.trust.agreed and not m.trust.doubt:
             check_digests(m, step, {w: s.digests[step] for w, s in stands.items() if step in s.digests})
-    return m.doubts <= MAX_DOUBTS
+    return m.trust.doubts <= MAX_DOUBTS

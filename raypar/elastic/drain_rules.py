@@ -1,40 +1,34 @@
-"""Workers that are asked to leave: they do so between two steps, when others have what they held."""
+"""Workers that are asked to leave: they do so between two steps, when others hold what they held."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from raypar.elastic.actions import KillWorker
-from raypar.elastic.events import DrainAsked, Event
+from raypar.elastic.events import DrainAsked
 from raypar.elastic.failure_budget import mark_lost
 from raypar.elastic.phases import Phase
+from raypar.elastic.run_state import RunState
+from raypar.elastic.step_flow import issue_steps
 
-if TYPE_CHECKING:
-    from raypar.elastic.run_machine import RunMachine
 
-
-def drain_running(m: RunMachine, event: Event) -> None:
-    """It leaves between two steps."""
-    assert isinstance(event, DrainAsked)
-    if event.worker in m.spares | m.hiring:
+def drain_worker(m: RunState, event: DrainAsked) -> None:
+    """Let a worker with a seat leave between two steps, and one without a seat at once."""
+    who = m.membership
+    if event.worker in who.spares | m.hiring.starting:
         mark_lost(m, event.worker)
         m.decide(KillWorker(event.worker, "drained"), "it had no work")
-    elif event.worker in m.members and event.worker not in m.gone:
-        m.leaving.add(event.worker)
-        m.pause_for = f"worker {event.worker} leaves: {event.why}"
+    elif event.worker in who.members and event.worker not in who.gone:
+        who.leaving.add(event.worker)
+        m.planned.reason = f"worker {event.worker} leaves: {event.why}"
         if m.phase in (Phase.RUNNING, Phase.FLUSHING):
-            m.advance()
+            issue_steps(m)
 
 
-def drain_starting(m: RunMachine, event: Event) -> None:
-    """It leaves before the first step."""
-    assert isinstance(event, DrainAsked)
-    m.leaving.add(event.worker)
+def drain_before_start(m: RunState, event: DrainAsked) -> None:
+    """Let the worker leave before the first step."""
+    m.membership.leaving.add(event.worker)
 
 
-def drain_recovering(m: RunMachine, event: Event) -> None:
-    """It is looked at when a plan is made; if that is over, once the new generation runs."""
-    assert isinstance(event, DrainAsked)
-    if event.worker in m.gone:
-        return
-    m.leaving.add(event.worker)
+def drain_later(m: RunState, event: DrainAsked) -> None:
+    """Let the worker leave with the next plan; if that is made already, once the new generation runs."""
+    if event.worker not in m.membership.gone:
+        m.membership.leaving.add(event.worker)

@@ -1,4 +1,4 @@
-"""What happens to a run: facts the driver reports to the machine. Frozen; carry no clock of their own."""
+"""What happens to a run: the facts that the driver reports to the machine."""
 
 from __future__ import annotations
 
@@ -9,119 +9,137 @@ from raypar.elastic.member import WorkerStatus
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Digest
 
-Kind = Literal["user", "lost", "error", "aborted"]
-"""Who is to blame: user code; a worker that died; raypar or its input; or a consequence of somebody else's failure."""
+FailureKind = Literal["user", "lost", "error", "aborted"]
+"""Who is to blame: user code; a worker that died; raypar or its input; or nobody, as it follows from another failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersReady:
-    """Every worker of the first plan has built its stages and is connected to all others."""
+    """All workers of the first plan have built their stages and are connected."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReported:
-    """A worker holds the whole vote of `step` and has applied it. `seconds`: how long the step took there.
-
-    `mirror_seconds`: what of the mirror (copies, exchange) it spent beside them. `digest`: of the state, where a cut was taken.
-    `busy_s`: how long it computed for one microbatch; None where that is not known.
-    """
+    """A worker holds the whole vote of a step and has applied it."""
 
     worker: int
+    """The worker."""
     step: int
+    """The step."""
     seconds: float = 0.0
+    """How long the step took there."""
     generation: int = 1
+    """The generation whose call this answers."""
     mirror_seconds: float = 0.0
+    """Time spent on the mirror (copies, exchange) beside `seconds`."""
     digest: Digest | None = None
+    """Digest of its state, where the step took a snapshot for the mirror."""
     busy_s: float | None = None
+    """How long it computed for one microbatch; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """A worker's call, the start-up (worker None) or a side effect of the driver failed with `error`.
+    """A worker's call, the start-up, or a side effect of the driver has failed."""
 
-    `generation`: that of the call; None for what has none (a worker's death, a side effect). `preempted`: it died because its
-    machine was taken away or lost.
-    """
-
-    kind: Kind
+    kind: FailureKind
+    """Who is to blame."""
     error: Exception
+    """What it failed with."""
     worker: int | None = None
+    """The worker; None: the start-up or a side effect."""
     generation: int | None = None
+    """The generation of the call; None where there is none (a worker's death, a side effect)."""
     preempted: bool = False
+    """Whether the worker died because its machine was taken away or lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepJournalled:
-    """Step `step` is in the journal: whoever takes over knows that it is committed."""
+    """A step is in the journal: a driver that takes over knows that it is committed."""
 
     step: int
+    """The step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEmitted:
-    """Metrics of `step` are written and its callbacks have returned; `stop` is the reason one of them asked to stop."""
+    """The metrics of a step are written, and its callbacks have returned."""
 
     step: int
+    """The step."""
     stop: str | None = None
+    """Why a callback asked to stop; None: none did."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationReported:
-    """A worker has finished the validation pass after `done` steps."""
+    """A worker has finished a validation pass."""
 
     worker: int
+    """The worker."""
     done: int
+    """Steps before the pass."""
     generation: int = 1
+    """The generation whose call this answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationEmitted:
-    """The validation loss after `done` steps is written and its callbacks have returned."""
+    """The validation loss is written, and its callbacks have returned."""
 
     done: int
+    """Steps before the validation."""
     stop: str | None = None
+    """Why a callback asked to stop; None: none did."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """Every worker has its own copy of the state after `done` steps and writes it in the background; training may go on."""
+    """All workers have copied their state and write the copy in the background. Training may go on."""
 
     done: int
+    """Steps of that state."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The checkpoint after `done` steps is complete under its final name."""
+    """A checkpoint is complete under its final name."""
 
     done: int
+    """Steps of its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """The checkpoint after `done` steps could not be written; earlier ones are untouched."""
+    """A checkpoint could not be written. Earlier ones are untouched."""
 
     done: int
+    """Steps of its state."""
     error: Exception
+    """Why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Somebody wants the run to end with its state saved.
-
-    `interrupt`: Ctrl-C; the steps in flight get `grace_s` seconds, then they are aborted, which makes them void.
-    """
+    """The run is to end early, with its state saved."""
 
     reason: str
+    """Why, for people."""
     interrupt: bool = False
+    """Whether it was Ctrl-C: what is in flight gets `grace_s`, then it is aborted and has never happened."""
     grace_s: float = 0.0
+    """Seconds of that grace."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSilent:
-    """A worker has answered no ping for `seconds`, told once; `WorkerAnswered` follows if it answers again."""
+    """A worker has answered no ping for a while. Told once; `WorkerAnswered` follows if it answers again."""
 
     worker: int
+    """The worker."""
     seconds: float
+    """How long it has been silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +147,23 @@ class WorkerAnswered:
     """A worker whose silence was told has answered a ping."""
 
     worker: int
+    """The worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsAborted:
-    """All groups are aborted; `done`: steps that each worker has applied, None where it did not answer."""
+    """All workers have been told to leave what they do."""
 
     done: tuple[int | None, ...]
+    """By rank, the steps that the worker has applied; None: it did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StacksReported:
-    """What the workers that are overdue were doing: text for the error (stacks, or that they do not answer)."""
+    """Overdue workers were asked what they are doing."""
 
     text: str
+    """Their stacks, or that they do not answer; for the error."""
 
 
 # -- recovery and rescaling ------------------------------------------------------------------------------------------------
@@ -150,31 +171,38 @@ class StacksReported:
 
 @dataclass(frozen=True, slots=True)
 class DriverTakenOver:
-    """This driver takes over from one that is gone: `workers` were found, `plan` was that of `generation`.
-
-    `seen`: steps that people have seen; `validated`, `saved`: after how many steps that was done last; all from the run folder.
-    `starting`: workers that were hired and have not joined yet; `hired`: how many numbers have been given to workers; `idle_s`:
-    how long ago people have seen a step.
-    """
+    """This driver follows one that is gone; the facts are from the run folder and from the workers that it found."""
 
     workers: tuple[int, ...]
+    """The workers that were found."""
     generation: int
+    """The last generation that was claimed."""
     seen: int
+    """Steps that people have seen."""
     plan: ParallelPlan
+    """The plan of that generation."""
     members: tuple[int, ...]
+    """`members[rank]` has that seat of the plan."""
     validated: int | None = None
+    """Steps of the last validation."""
     saved: int | None = None
+    """Steps of the last checkpoint."""
     starting: tuple[int, ...] = ()
+    """Workers that were started and have not joined yet."""
     hired: int = 0
+    """How many numbers have been given to workers."""
     idle_s: float | None = None
+    """How long ago people have seen a step; None: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationClaimed:
-    """The journal's answer to a claim: `ok` False when another driver was first, which is the end of this one."""
+    """The journal has answered a claim."""
 
     generation: int
+    """The generation."""
     ok: bool
+    """False: another driver was first, which ends this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,44 +210,53 @@ class WorkerStatusReported:
     """A worker has left what it did, obeys nothing older than `generation`, and says where it stands."""
 
     generation: int
+    """The generation."""
     stand: WorkerStatus
+    """Where it stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettled:
-    """A worker has applied the step whose votes it had missed; where it stands now (what a former plan left there is gone)."""
+    """A worker has applied the step whose votes it had missed."""
 
     generation: int
+    """The generation that asked for it."""
     stand: WorkerStatus
+    """Where it stands now; what a former plan left there is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanChosen:
-    """The planner's answer for that many workers; None when no plan fits them, and why.
-
-    `step_s`, `now_s`: predicted seconds of a step under it and under the present plan; 0 where nothing is predicted.
-    """
+    """The planner has answered."""
 
     generation: int
+    """The generation in which it was asked."""
     plan: ParallelPlan | None
+    """The best plan; None: none fits the workers."""
     why: str = ""
+    """Why none fits."""
     step_s: float = 0.0
+    """Predicted seconds of a step under the plan; 0: nothing is predicted."""
     now_s: float = 0.0
+    """The same under the present plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanAdopted:
-    """A worker holds its part of the new plan and is connected to the others of `generation`."""
+    """A worker holds its part of the new plan and is connected to the others."""
 
     worker: int
+    """The worker."""
     generation: int
+    """The generation of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlaced:
-    """There is room for one more worker: its process starts, and will be there in seconds."""
+    """The cluster has room for one more worker: its process starts, and will be there in seconds."""
 
     worker: int
+    """The worker's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,39 +264,42 @@ class WorkerJoined:
     """A new worker has started, loaded torch and the model's code, and waits for a seat."""
 
     worker: int
+    """The worker's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStartFailed:
-    """A worker that was to start did not; its number is not used again."""
+    """A worker that was to start did not. Its number is not used again."""
 
     worker: int
+    """The worker's number."""
     error: Exception
+    """Why it did not."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """A worker has to leave (preemption, maintenance); it may still be asked for what it holds."""
+    """A worker has to leave (preemption, maintenance); until then it may hand over what it holds."""
 
     worker: int
+    """The worker."""
     why: str
+    """Why, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: deadlines are looked at.
-
-    `stalled_s`: how much of it no deadline counts, because the driver itself stood still and heard nobody, or workers wanted to
-    compute and got no processor. `unheard`: workers that have not even answered a ping for a while, although others had the
-    time to. `ended`: those of them whose process or machine is known to be gone, though Ray has not said so yet.
-    """
+    """Time has passed: time limits are checked."""
 
     stalled_s: float = 0.0
+    """Seconds that no limit counts: the driver stood still and heard nobody, or workers got no processor."""
     unheard: frozenset[int] = frozenset()
+    """Workers that have answered no ping for a while, although others had the time to."""
     ended: frozenset[int] = frozenset()
+    """Those of them whose process or machine is known to be gone, before Ray has said so."""
 
 
-Event = (
+RunEvent = (
     WorkersReady
     | StepReported
     | CallFailed
@@ -271,6 +311,8 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | StopRequested
+    | WorkerSilent
+    | WorkerAnswered
     | GroupsAborted
     | StacksReported
     | DriverTakenOver

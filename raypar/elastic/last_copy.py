@@ -1,38 +1,38 @@
 """Silent workers that hold the only copy of some state, and the sentences about waiting for them.
 
-`recovery.py` decides how long it waits.
+`recovery_rules.py` decides how long the run waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
 from raypar.elastic import state_sources
 from raypar.elastic.buddies import assign_buddies
+from raypar.elastic.member import WorkerStatus
+from raypar.elastic.run_state import RunState
 from raypar.elastic.worker_names import name_workers, verb_form
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import state_keys
 from raypar.plan.pieces import Piece, count_overlap, missing_pieces, subtract_pieces
 
-if TYPE_CHECKING:
-    from raypar.elastic.member import WorkerStatus
-    from raypar.elastic.run_machine import RunMachine
+TELL_EVERY_S = 30.0
+"""How often people are told again what the run waits for."""
 
 
-def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
+def only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
     """Those of the `silent` workers without whom some of the state would be lost.
 
     Nobody, if all of the state is elsewhere: live in the workers that answer, in a complete snapshot of the mirror, or in a
     checkpoint of this very step. Nobody either, if the state would be incomplete even with the silent workers.
     """
-    if m.plan is None or not silent:
+    if m.membership.plan is None or not silent:
         return ()
     answering = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in silent}
     done = done_by(m, silent)
-    if _needs_no_worker(m, done) and len(answering.keys() - m.leaving) >= m.policy.min_workers:
+    if _needs_no_worker(m, done) and len(answering.keys() - m.membership.leaving) >= m.policy.min_workers:
         return ()
-    need = dict(enumerate(m.layout(m.plan)))
+    need = dict(enumerate(m.layout(m.membership.plan)))
     lost = missing_pieces(_live_pieces(m, answering, done), need)
     if not lost or state_sources.newest_mirror_cut(m, need, without=silent) is not None:
         return ()
@@ -44,27 +44,27 @@ def only_holders(m: RunMachine, silent: Collection[int]) -> tuple[int, ...]:
     return tuple(worker for worker in sorted(silent) if count_overlap(lost, held.get(worker, ())))
 
 
-def _needs_no_worker(m: RunMachine, done: int) -> bool:
+def _needs_no_worker(m: RunState, done: int) -> bool:
     """Whether the state after `done` steps can be had without a worker's memory: it is initial, or in a checkpoint."""
     return done <= m.policy.first or state_sources.last_checkpoint_step(m) == done
 
 
-def _live_pieces(m: RunMachine, stands: Mapping[int, WorkerStatus], done: int) -> dict[int, tuple[Piece, ...]]:
+def _live_pieces(m: RunState, stands: Mapping[int, WorkerStatus], done: int) -> dict[int, tuple[Piece, ...]]:
     """Worker -> its pieces of the state after `done` steps.
 
     A worker that has not applied the last step, but has kept the gradients for it, counts: it can still apply it.
     """
-    sound = {worker: stand for worker, stand in stands.items() if stand.done is not None and worker not in m.tainted}
+    sound = {worker: stand for worker, stand in stands.items() if stand.done is not None and worker not in m.trust.tainted}
     return {w: s.pieces for w, s in sound.items() if s.done == done or (s.done == done - 1 and s.votable)}
 
 
-def done_by(m: RunMachine, silent: Collection[int]) -> int:
+def done_by(m: RunState, silent: Collection[int]) -> int:
     """The number of steps after which the workers that answer would continue."""
-    stands = {w: s.done for w, s in m.recovery.stands.items() if w not in silent and w not in m.tainted}
-    return max((done for done in stands.values() if done is not None), default=m.committed)
+    stands = {w: s.done for w, s in m.recovery.stands.items() if w not in silent and w not in m.trust.tainted}
+    return max((done for done in stands.values() if done is not None), default=m.progress.committed)
 
 
-def may_hold(m: RunMachine) -> dict[int, list[Piece]]:
+def may_hold(m: RunState) -> dict[int, list[Piece]]:
     """Worker -> the pieces of state that it should hold; for workers that cannot be asked.
 
     These are the pieces of its seats, in the plan that trained last and in one that was being adopted since, and the mirror's
@@ -72,22 +72,22 @@ def may_hold(m: RunMachine) -> dict[int, list[Piece]]:
     """
     found: dict[int, list[Piece]] = {}
     seatings: list[tuple[ParallelPlan, tuple[int, ...]]] = []
-    if m.plan is not None:
-        seatings.append((m.plan, m.members))
+    if m.membership.plan is not None:
+        seatings.append((m.membership.plan, m.membership.members))
     if m.recovery.former is not None:
         seatings.append((m.recovery.former.plan, m.recovery.former.members))
     for plan, members in seatings:
         layout = m.layout(plan)
         for worker, pieces in zip(members, layout, strict=True):
             found.setdefault(worker, []).extend(pieces)
-        if m.clock.first is not None or m.clock.complete:
-            keepers = assign_buddies([m.nodes.get(worker, "") for worker in members], state_keys(layout))
+        if m.mirror.first is not None or m.mirror.complete:
+            keepers = assign_buddies([m.membership.nodes.get(worker, "") for worker in members], state_keys(layout))
             for rank, keeper in keepers.items():
                 found[members[keeper]].extend(layout[rank])
     return found
 
 
-def waiting_text(m: RunMachine, holders: Collection[int], unheard: Collection[int]) -> str:
+def waiting_text(m: RunState, holders: Collection[int], unheard: Collection[int]) -> str:
     """The sentence about the workers that are waited for: what only they hold, and whether they answer pings."""
     held = may_hold(m)
     pieces = sorted({piece for worker in holders for piece in held[worker]})
@@ -101,7 +101,7 @@ def waiting_text(m: RunMachine, holders: Collection[int], unheard: Collection[in
     return f"{what}; {who}, but nothing says that {verb_form(silent, 'its process has', 'their processes have')} ended"
 
 
-def outcome_text(m: RunMachine, holders: Collection[int]) -> str:
+def outcome_text(m: RunState, holders: Collection[int]) -> str:
     """The sentence about what happens when the wait for them ends in vain."""
     saved = state_sources.last_checkpoint_step(m)
     if saved is not None:

@@ -1,7 +1,7 @@
-"""What one worker may do: generations, steps, and where it stands. Pure; the body does the work.
+"""What one worker may do: which calls it obeys, and where it stands. Its backend does the work.
 
-One rule keeps everything apart: a worker obeys no call of a generation older than the newest it has heard of. `hear` may
-come at any moment, from another thread; everything else is called in order, one after the other.
+One rule keeps the generations apart: a worker obeys no call of a generation older than the newest it has heard of. `hear` may
+be called at any moment, from another thread; all other calls come one after the other.
 """
 
 from __future__ import annotations
@@ -15,94 +15,104 @@ from raypar.plan.pieces import Digest, Piece
 
 T = TypeVar("T")
 Routine = Generator[Any, Any, T]
-"""As `comm.transport.Routine`: yields where it has to wait."""
+"""A routine as in `comm.transport`: it yields where it has to wait."""
 
 KEPT_OUTCOMES = 3
-"""Steps whose outcome a worker remembers: more than can be in flight, so that a new driver finds what the old one missed."""
+"""Steps whose outcome a worker remembers. More than can be in flight: a new driver finds there what the old one missed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """Where a worker stands.
-
-    done: steps applied to the state it holds, None when it holds none (it waits for a seat). votable: it keeps the reduced
-    gradients of step `done` and may apply it late. outcomes: of its last steps. pieces: what it holds of the state after
-    `done` steps. cuts: steps -> what it holds of the mirror's cut after so many steps, own and others'. digests: steps -> of
-    its own state then, where others should hold the same.
-    """
+    """Where a worker stands."""
 
     worker: int
+    """Its number."""
     done: int | None = None
+    """Steps applied to the state that it holds; None: it holds none and waits for a seat."""
     votable: bool = False
+    """Whether it keeps the reduced gradients of step `done` and may apply it late."""
     outcomes: Mapping[int, Any] = field(default_factory=dict)
+    """Step -> result of its vote, for the last steps."""
     pieces: tuple[Piece, ...] = ()
+    """What it holds of the state after `done` steps."""
     cuts: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
+    """Steps -> what it holds of the mirror's snapshot after so many steps: its own state and that of others."""
     digests: Mapping[int, Digest] = field(default_factory=dict)
+    """Steps -> digest of its own state then, where other workers should hold the same."""
 
 
 class MemberBackend(Protocol):
-    """What does the work: torch in the product, hashes in the simulation of the protocol."""
+    """The part of a worker that computes: torch in the product, hashes in the simulation of the protocol."""
 
     def step(self, step: int, cut: bool) -> Routine[Any]:
-        """Run, vote, apply; with `cut` the state after it goes into the mirror. Returns what the driver wants to know."""
+        """Run a step, vote on it, apply it. With `cut` the state after it goes into the mirror. Returns the driver's report."""
 
     def validate(self) -> Routine[Any]:
-        """A pass over the validation data."""
+        """Run a pass over the validation data."""
 
     def applied(self) -> int:
-        """Steps applied to the state held: counts in the very moment the optimizer has run."""
+        """The number of steps applied to the state; it grows in the moment in which the optimizer has run."""
 
     def outcome(self) -> Any:
-        """Of the step that was applied last."""
+        """The result of the vote on the step that was applied last."""
 
     def votable(self) -> bool:
-        """Whether the reduced gradients of the step that was run last are complete, kept, and not applied."""
+        """Whether the reduced gradients of the last step are complete, kept, and not applied."""
 
     def apply_late(self, step: int, outcome: Any) -> None:
         """Apply the kept gradients as `outcome` says."""
 
     def adopt(self, order: Any) -> Routine[None]:
-        """Connect, exchange state, build. The old part is given up only at the very end, all at once."""
+        """Connect, exchange state, build the new part. The old part is given up at the very end, all at once."""
 
     def pieces(self) -> tuple[Piece, ...]:
-        """All that is held of the state after `applied()` steps, also what a former plan left here."""
+        """All pieces of the state after `applied()` steps, also those that a former plan left here."""
 
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
-        """What is held of each cut of the mirror."""
+        """Steps -> the pieces of the mirror's snapshot after so many steps."""
 
     def digests(self) -> Mapping[int, Digest]:
-        """Of the own state in each cut that is held, where others should hold the same."""
+        """Steps -> digest of the own state in that snapshot, where other workers should hold the same."""
 
     def abort(self, reason: str) -> None:
-        """From any thread: every pending wait raises."""
+        """Let every pending wait raise. Safe from any thread."""
 
 
 class StaleGeneration(RayparError):
-    """The call is of a generation that is over: its driver has been replaced, or has moved on."""
+    """The call belongs to a generation that is over: its driver has been replaced, or has moved on."""
 
 
 @dataclass
 class Member:
-    """One worker. `heard`: the newest generation it knows of; `generation`: the one whose plan its body has."""
+    """One worker's side of the protocol."""
 
     worker: int
+    """Its number."""
     body: MemberBackend
+    """What does the work."""
     heard: int = 0
+    """The newest generation that it knows of."""
     generation: int = 0
+    """The generation whose plan it has adopted."""
     seated: bool = False
+    """Whether it has adopted any plan."""
     broken: bool = False
+    """Whether a step has failed or is running: no other one may start."""
     outcomes: dict[int, Any] = field(default_factory=dict)
+    """Step -> result of its vote, for the last `KEPT_OUTCOMES` steps."""
 
     def hear(self, generation: int, reason: str) -> None:
-        """A new generation begins: whatever is done for an older one is aborted. Raises `StaleGeneration`."""
+        """Begin a new generation: abort what is done for an older one. Raises `StaleGeneration`."""
         self._admit(generation)
         if generation > self.heard:
             self.heard = generation
             self.body.abort(reason)
 
     def step(self, generation: int, step: int, cut: bool = False) -> Routine[Any]:
-        """One step of the plan of `generation`; returns the body's report. After a failure all later ones of that generation
-        fail."""
+        """Run one step of the plan of `generation`; returns the backend's report.
+
+        After a failure all later steps of that generation fail.
+        """
         self._admit(generation)
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
@@ -119,7 +129,7 @@ class Member:
         return report
 
     def validate(self, generation: int) -> Routine[Any]:
-        """A validation pass of the plan of `generation`: changes nothing, so it may be broken off and run again."""
+        """Run a validation pass. It changes nothing, so it may be broken off and run again."""
         self._admit(generation)
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
@@ -127,7 +137,7 @@ class Member:
         return report
 
     def stand(self, generation: int) -> WorkerStatus:
-        """Where this worker stands, after everything before has ended. It may come before `hear`, which comes another way."""
+        """Where this worker stands, once all calls before have ended. `hear` comes another way, perhaps later."""
         self.hear(generation, f"generation {generation} begins")
         body = self.body
         if not self.seated:
@@ -136,8 +146,10 @@ class Member:
         return WorkerStatus(self.worker, body.applied(), body.votable(), outcomes, body.pieces(), cuts, digests)
 
     def settle(self, generation: int, step: int, outcome: Any) -> WorkerStatus:
-        """Apply a step late, because somebody holds the whole vote; asked twice, it is done once. Where this worker stands
-        then."""
+        """Apply a step late, because some worker held the whole vote. Returns where this worker stands then.
+
+        Asked twice, it applies the step once.
+        """
         self._admit(generation)
         if self.body.applied() == step:
             assert self.body.votable(), f"worker {self.worker} has not kept the gradients of step {step}"
@@ -146,7 +158,7 @@ class Member:
         return self.stand(generation)
 
     def save(self, generation: int, done: int, copy: Callable[[], T]) -> T:
-        """`copy` the state after `done` steps: that and no other, whatever a driver asks for that stood still meanwhile."""
+        """Call `copy` if the state is that after `done` steps; a driver that stood still may ask for an old one."""
         self._admit(generation)
         if generation != self.generation or self.body.applied() != done:
             what = f"worker {self.worker} holds the state after {self.body.applied()} steps of generation {self.generation}"
@@ -154,7 +166,7 @@ class Member:
         return copy()
 
     def adopt(self, generation: int, order: Any) -> Routine[None]:
-        """Take a part of a new plan, or hand over what is held for it."""
+        """Take a part of a new plan, or hand over the pieces that others need for theirs."""
         self._admit(generation)
         yield from self.body.adopt(order)
         self._admit(generation)

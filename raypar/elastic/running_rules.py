@@ -1,18 +1,19 @@
-"""The rules of a run whose workers are all well, and of its end. See `machine.py` for the picture, `table.py` for the table."""
+"""The rules of a run whose workers are all well, and of its end."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
-from raypar.elastic import digest_check, growth_rules, recovery_rules, silent_worker_rules, stragglers
-from raypar.elastic.actions import AbortGroups, EmitValidation, Probe, Warn
+from raypar.elastic.actions import AbortGroups, Emit, EmitValidation, Probe, Warn
+from raypar.elastic.deadlines import find_mute_workers, find_overdue_workers, silent_deadline_s, step_deadline_s
+from raypar.elastic.digest_check import check_digests
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
-    Event,
     GroupsAborted,
+    RunEvent,
+    SnapshotTaken,
     StacksReported,
     StepEmitted,
     StepJournalled,
@@ -21,319 +22,337 @@ from raypar.elastic.events import (
     Tick,
     ValidationEmitted,
     ValidationReported,
+    WorkersReady,
 )
+from raypar.elastic.growth_rules import ask_for_larger_plan
 from raypar.elastic.phases import Phase, UnexpectedEvent
+from raypar.elastic.recovery_rules import answer_disturbance
+from raypar.elastic.recovery_start import begin_recovery
+from raypar.elastic.run_failure import conclude_failure, fail_run
+from raypar.elastic.run_state import RunState
+from raypar.elastic.silent_worker_rules import check_silent_workers
+from raypar.elastic.step_flow import (
+    begin_checkpoint,
+    commit_step,
+    end_if_saved,
+    issue_steps,
+    record_emitted_step,
+    serve_next,
+)
+from raypar.elastic.straggler_rules import begin_straggler_watch, check_stragglers
+from raypar.elastic.worker_hiring import decide_capacity, start_workers
 from raypar.elastic.worker_names import name_workers, verb_form
 from raypar.errors import CommTimeout
 
-if TYPE_CHECKING:
-    from raypar.elastic.run_machine import RunMachine
+
+def ignore_event(m: RunState, event: RunEvent) -> None:
+    """Do nothing: the event came too late to matter."""
 
 
-def ignore(m: RunMachine, event: Event) -> None:
-    """Came too late to matter."""
+# -- steps ---------------------------------------------------------------------------------------------------------------
 
 
-def ready(m: RunMachine, event: Event) -> None:
-    """Start training, or end at once when nothing is left to do."""
-    for worker in sorted(m.leaving):
-        m.pause_for = f"worker {worker} leaves"
-    stragglers.begin_straggler_watch(m)
-    m.go(Phase.RUNNING)
-    m.advance()
+def start_training(m: RunState, event: WorkersReady) -> None:
+    """Issue the first steps, or end at once when nothing is left to do."""
+    for worker in sorted(m.membership.leaving):
+        m.planned.reason = f"worker {worker} leaves"
+    begin_straggler_watch(m)
+    m.enter(Phase.RUNNING)
+    issue_steps(m)
 
 
-def reported(m: RunMachine, event: Event) -> None:
+def count_report(m: RunState, event: StepReported) -> None:
     """Count a worker's report; the last one of a step commits it."""
-    assert isinstance(event, StepReported)
-    if event.generation < m.generation:
+    p, members = m.progress, m.membership.members
+    if event.generation < m.membership.generation:
         return
-    if not m.committed <= event.step < m.issued:
-        raise UnexpectedEvent(f"{event}: committed {m.committed}, issued {m.issued}")
-    m._reports.setdefault(event.step, set()).add(event.worker)
-    m.clock.report(event.step, event.mirror_seconds)
+    if not p.committed <= event.step < p.issued:
+        raise UnexpectedEvent(f"{event}: committed {p.committed}, issued {p.issued}")
+    p.reports.setdefault(event.step, set()).add(event.worker)
+    m.mirror.report(event.step, event.mirror_seconds)
     if event.digest is not None:
-        m._digests.setdefault(event.step, {})[event.worker] = event.digest
+        p.digests.setdefault(event.step, {})[event.worker] = event.digest
     if event.busy_s is not None:
-        m._busy.setdefault(event.step, {})[event.worker] = event.busy_s
-    while len(m._reports.get(m.committed, ())) == len(m.members):
-        if m.committed == m.clock.last and not digest_check.check_digests(m, m.committed + 1, m._digests.pop(m.committed, {})):
+        p.busy_s.setdefault(event.step, {})[event.worker] = event.busy_s
+    while len(p.reports.get(p.committed, ())) == len(members):
+        if p.committed == m.mirror.last and not check_digests(m, p.committed + 1, p.digests.pop(p.committed, {})):
             if m.phase is not Phase.OVER:
-                recovery_rules.begin(m, m.doubt)
+                begin_recovery(m, m.trust.doubt)
             return
-        del m._reports[m.committed]
-        m.step_times.add(event.seconds, len(m.members))
-        m.clock.commit(m.committed, event.seconds)
-        busy = m._busy.pop(m.committed, {})
-        m.commit(m.committed)
-        stragglers.check_stragglers(m, busy)
-    if m.committed <= m.emitted or m.pause_for is not None:
-        m.advance()
+        del p.reports[p.committed]
+        m.step_times.add(event.seconds, len(members))
+        m.mirror.commit(p.committed, event.seconds)
+        busy_s = p.busy_s.pop(p.committed, {})
+        commit_step(m, p.committed)
+        check_stragglers(m, busy_s)
+    if p.committed <= p.emitted or m.planned.reason is not None:
+        issue_steps(m)
 
 
-def journalled(m: RunMachine, event: Event) -> None:
-    """Only now may people see the step."""
-    assert isinstance(event, StepJournalled)
-    m.see(event.step)
+def emit_step(m: RunState, event: StepJournalled) -> None:
+    """Let people see a step, which they may only after it is in the journal."""
+    m.decide(Emit(event.step), f"step {event.step} is in the journal")
 
 
-def emitted(m: RunMachine, event: Event) -> None:
-    """The step has been seen; go on, or stop if a callback asked for it."""
-    assert isinstance(event, StepEmitted)
-    m.count_emitted(event)
-    m.advance()
+def count_emitted_step(m: RunState, event: StepEmitted) -> None:
+    """Count a step as seen, and go on; or stop if a callback asked for that."""
+    record_emitted_step(m, event)
+    issue_steps(m)
 
 
-def validated(m: RunMachine, event: Event) -> None:
-    """All workers have finished the validation pass."""
-    assert isinstance(event, ValidationReported)
-    if event.generation < m.generation:
+def check_steps(m: RunState, event: Tick) -> None:
+    """Look for steps that take too long, and for the end of Ctrl-C's grace; start workers that are missing."""
+    if m.timer.expired:
+        abort_open_work(m, "the steps in flight did not end within the grace; aborted, they never happened")
         return
-    m._answers.add(event.worker)
-    if len(m._answers) == len(m.members):
-        m.validated = event.done
+    if check_silent_workers(m, event):
+        return
+    if m.policy.elastic and m.health.disturbed_at_s is None:
+        wanted = decide_capacity(m)
+        start_workers(m, wanted)
+        ask_for_larger_plan(m, wanted)
+    late = find_overdue_workers(m, step_deadline_s(m))
+    if not late and event.unheard:  # late and silent: two witnesses where one alone would not do so early
+        late = tuple(sorted(event.unheard & set(find_overdue_workers(m, silent_deadline_s(m)))))
+    if late and m.policy.elastic:
+        pings = f" and {verb_form(late, 'answers', 'answer')} no pings" * (set(late) <= event.unheard)
+        who = f"{name_workers(late)} {verb_form(late, 'has', 'have')}"
+        what = f"step {m.progress.committed + 1}: {who} not reported for {m.timer.elapsed_s:.1f} s{pings}"
+        answer_disturbance(m, CallFailed("aborted", CommTimeout(what), generation=m.membership.generation))
+    elif late and not m.health.probing:
+        m.health.probing = True
+        m.decide(Probe(late), f"step {m.progress.committed} is over its deadline of {step_deadline_s(m):.0f} s")
+
+
+def fail_hung_workers(m: RunState, event: StacksReported) -> None:
+    """End the run if workers are still overdue; the error shows their stacks."""
+    m.health.probing = False
+    late = find_overdue_workers(m, step_deadline_s(m))
+    if late and not m.health.silent_since_s:
+        who = f"{name_workers(late)} {verb_form(late, 'has', 'have')}"
+        error = CommTimeout(
+            f"step {m.progress.committed}: {who} not reported within {step_deadline_s(m):.0f} s\n{event.text}",
+            cure="look at the stacks above for what they wait for; `raypar resume` goes on from the last checkpoint",
+        )
+        fail_run(m, CallFailed("error", error, late[0]))
+
+
+# -- what is due between two steps -------------------------------------------------------------------------------------------
+
+
+def count_validation(m: RunState, event: ValidationReported) -> None:
+    """Count a worker's validation pass; with the last one people see the loss."""
+    p = m.progress
+    if event.generation < m.membership.generation:
+        return
+    p.answers.add(event.worker)
+    if len(p.answers) == len(m.membership.members):
+        p.validated = event.done
         m.decide(EmitValidation(event.done), "all workers have validated")
 
 
-def validation_emitted(m: RunMachine, event: Event) -> None:
-    """Next thing due."""
-    assert isinstance(event, ValidationEmitted)
-    if event.stop is not None and m.stop is None:
-        m.stop = StopRequested(event.stop)
-    m.serve()
+def finish_validation(m: RunState, event: ValidationEmitted) -> None:
+    """Begin the next thing that is due; a callback may have asked to stop."""
+    if event.stop is not None and m.stopping.request is None:
+        m.stopping.request = StopRequested(event.stop)
+    serve_next(m)
 
 
-def validation_emitted_late(m: RunMachine, event: Event) -> None:
-    """After a recovery; training goes on already."""
-    assert isinstance(event, ValidationEmitted)
+def finish_validation_late(m: RunState, event: ValidationEmitted) -> None:
+    """Stop if a callback of a validation asked for that whose callbacks outlasted a recovery; training goes on already."""
     if event.stop is not None:
-        stop_running(m, StopRequested(event.stop))
+        stop_after_open_steps(m, StopRequested(event.stop))
 
 
-def snapshot_taken(m: RunMachine, event: Event) -> None:
-    """Training goes on while the files are written."""
-    m.serve()
+def continue_after_snapshot(m: RunState, event: SnapshotTaken) -> None:
+    """Begin the next thing that is due, while the files are written."""
+    serve_next(m)
 
 
-def saved(m: RunMachine, event: Event) -> None:
-    """A checkpoint is complete."""
-    assert isinstance(event, CheckpointSaved)
-    m.saving, m.saved, m._save_error = None, event.done, None
-    after_save(m)
+def record_checkpoint(m: RunState, event: CheckpointSaved) -> None:
+    """Remember a complete checkpoint."""
+    m.progress.saving, m.progress.saved, m.progress.save_error = None, event.done, None
+    continue_after_save(m)
 
 
-def save_failed(m: RunMachine, event: Event) -> None:
-    """Training goes on; the last good checkpoint stays."""
-    assert isinstance(event, CheckpointFailed)
-    waited_for = m.phase is Phase.SAVING and event.done == m.emitted
-    m.saving, m._save_error = None, event.error
-    kept = f"the one after {m.saved} steps stays" if m.saved else "there is none yet"
+def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
+    """Tell that a checkpoint failed. Training goes on, and the last good checkpoint stays."""
+    p = m.progress
+    waited_for = m.phase is Phase.SAVING and event.done == p.emitted
+    p.saving, p.save_error = None, event.error
+    kept = f"the one after {p.saved} steps stays" if p.saved else "there is none yet"
     m.decide(Warn(f"the checkpoint after {event.done} steps could not be written ({event.error}); {kept}"), "training goes on")
     if waited_for:
-        m.serve()
+        serve_next(m)
     else:
-        after_save(m)
+        continue_after_save(m)
 
 
-def after_save(m: RunMachine) -> None:
-    """Who waited for the writer goes on."""
+def continue_after_save(m: RunState) -> None:
+    """Go on where a phase waits for the writer."""
     if m.phase is Phase.SAVING:
-        m.take_snapshot()
+        begin_checkpoint(m)
     elif m.phase is Phase.ENDING:
-        m.end_if_saved()
+        end_if_saved(m)
     elif m.phase is Phase.FAILING:
-        m.conclude()
+        conclude_failure(m)
 
 
-def stop_running(m: RunMachine, event: Event) -> None:
-    """Issue nothing more; what is in flight is finished first."""
-    assert isinstance(event, StopRequested)
-    if m.stop is None or (event.interrupt and not m.stop.interrupt):
-        m.stop = event
-        m.stop_at = max(m.issued, m.emitted)
-        if m.phase is Phase.FLUSHING:
-            m.go(Phase.FLUSHING, deadline_s=event.grace_s if event.interrupt else None)
-        m.advance()
-
-
-def stop_settled(m: RunMachine, event: Event) -> None:
-    """Validating, saving or ending: the state is settled, so what is left is to save and end."""
-    assert isinstance(event, StopRequested)
-    if m.stop is None or (event.interrupt and not m.stop.interrupt):
-        m.stop = event
-        if event.interrupt and m.phase is Phase.VALIDATING:
-            m._deadline_s = m._now_s + event.grace_s
-
-
-def stop_starting(m: RunMachine, event: Event) -> None:
-    """Nothing has been done yet."""
-    assert isinstance(event, StopRequested)
-    m.over("interrupted" if event.interrupt else "stopped", event.reason)
-
-
-def failed(m: RunMachine, event: Event) -> None:
-    """An elastic run goes on without the worker, if only to save after Ctrl-C; user code and our own mistakes end it."""
-    assert isinstance(event, CallFailed)
-    if survivable(m, event):
-        recovery_rules.disturbed(m, event)
-    else:
-        m.fail(event)
-
-
-def survivable(m: RunMachine, event: CallFailed) -> bool:
-    """Whether a new generation is an answer: not to what is the end of our own abort."""
-    return m.policy.elastic and (event.kind == "lost" or (event.kind == "aborted" and not m._we_aborted))
-
-
-def failed_for_good(m: RunMachine, event: Event) -> None:
-    """Before there is any state, or while the run is being ended."""
-    assert isinstance(event, CallFailed)
-    m.fail(event)
-
-
-def failed_saving(m: RunMachine, event: Event) -> None:
-    """A worker that dies after the last step has nothing left to lose but its share of the checkpoint. Where others hold that
-    state, they write it again."""
-    assert isinstance(event, CallFailed)
-    if survivable(m, event):
-        recovery_rules.disturbed(m, event)
-    elif m.saving is None or event.kind == "user":
-        m.fail(event)
-    else:
-        m.failures.append(event)
-        m.go(Phase.FAILING, deadline_s=m.policy.save_grace_s)
-        m.conclude()
-
-
-def failed_again(m: RunMachine, event: Event) -> None:
-    """Another symptom, or the cause itself."""
-    assert isinstance(event, CallFailed)
-    m.failures.append(event)
-    m.conclude()
-
-
-def tick_starting(m: RunMachine, event: Event) -> None:
-    """The start has deadlines of its own, with better words; only silent workers are looked at."""
-    assert isinstance(event, Tick)
-    silent_worker_rules.tick(m, event)
-
-
-def tick_steps(m: RunMachine, event: Event) -> None:
-    """A step that takes too long, or an interrupted one whose grace is over; workers that wait for a seat, or are missing."""
-    if m._deadline_s is not None and m._now_s >= m._deadline_s:
-        abort(m, "the steps in flight did not end within the grace; aborted, they never happened")
+def check_pass(m: RunState, event: Tick) -> None:
+    """Look for a validation, a snapshot or a last checkpoint that takes too long, and for workers that hang in it."""
+    if check_silent_workers(m, event):
         return
-    assert isinstance(event, Tick)
-    if silent_worker_rules.tick(m, event):
-        return
-    if m.policy.elastic and m.began_s is None:
-        m.hire()
-        growth_rules.look_for_growth(m)
-    late = m.overdue(m.step_deadline_s())
-    if not late and event.unheard:  # two witnesses, neither of whom would do alone so early
-        late = tuple(sorted(event.unheard & set(m.overdue(m.silent_deadline_s()))))
-    if late and m.policy.elastic:
-        waited = m._now_s - m._since_s
-        pings = f" and {verb_form(late, 'answers', 'answer')} no pings" * (set(late) <= event.unheard)
-        who = f"{name_workers(late)} {verb_form(late, 'has', 'have')}"
-        what = f"step {m.committed + 1}: {who} not reported for {waited:.1f} s{pings}"
-        recovery_rules.disturbed(m, CallFailed("aborted", CommTimeout(what), generation=m.generation))
-    elif late and not m._probing:
-        m._probing = True
-        m.decide(Probe(late), f"step {m.committed} is over its deadline of {m.step_deadline_s():.0f} s")
-
-
-def probed(m: RunMachine, event: Event) -> None:
-    """A hung worker ends the run."""
-    assert isinstance(event, StacksReported)
-    m._probing = False
-    late = m.overdue(m.step_deadline_s())
-    if late and not m.silence:
-        who = f"{name_workers(late)} {verb_form(late, 'has', 'have')}"
-        error = CommTimeout(
-            f"step {m.committed}: {who} not reported within {m.step_deadline_s():.0f} s\n{event.text}",
-            cure="look at the stacks above for what they wait for; `raypar resume` goes on from the last checkpoint",
-        )
-        m.fail(CallFailed("error", error, late[0]))
-
-
-def tick_waiting(m: RunMachine, event: Event) -> None:
-    """Start, validation, snapshot or last checkpoint take too long, or somebody in it hangs."""
-    assert isinstance(event, Tick)
-    if silent_worker_rules.tick(m, event):
-        return
-    mute = m.mute() if m.policy.elastic else ()
+    generation = m.membership.generation
+    mute = find_mute_workers(m) if m.policy.elastic else ()
     if mute:
         what = f"no pings are answered by {name_workers(mute)} while {m.phase.value}"
-        recovery_rules.disturbed(m, CallFailed("aborted", CommTimeout(what), generation=m.generation))
+        answer_disturbance(m, CallFailed("aborted", CommTimeout(what), generation=generation))
         return
-    if m._deadline_s is None or m._now_s < m._deadline_s:
+    if not m.timer.expired:
         return
-    if m.interrupted:
+    saved = m.progress.saved
+    if m.stopping.interrupted:
         if m.phase is Phase.VALIDATING:
-            abort(m, "the validation pass did not end within the grace")
+            abort_open_work(m, "the validation pass did not end within the grace")
         else:
-            m.over(
-                "interrupted",
-                f"interrupted; the last checkpoint is of step {m.saved}" if m.saved else "interrupted, nothing saved",
-            )
+            left = f"interrupted; the last checkpoint is of step {saved}" if saved else "interrupted, nothing saved"
+            m.end_run("interrupted", left)
         return
-    missing = set(m.members) - m._answers
+    missing = set(m.membership.members) - m.progress.answers
     error = CommTimeout(
-        f"{m.phase.value} did not end within {m._now_s - m._since_s:.0f} s; no answer from {name_workers(missing)}",
+        f"{m.phase.value} did not end within {m.timer.elapsed_s:.0f} s; no answer from {name_workers(missing)}",
         cure="look at the workers' logs; `raypar resume` goes on from the last checkpoint",
     )
     if m.policy.elastic and m.phase is not Phase.ENDING:
-        recovery_rules.disturbed(m, CallFailed("aborted", error, generation=m.generation))
+        answer_disturbance(m, CallFailed("aborted", error, generation=generation))
     else:
-        m.fail(CallFailed("error", error))
+        fail_run(m, CallFailed("error", error))
 
 
-def abort(m: RunMachine, reason: str) -> None:
+def check_start(m: RunState, event: Tick) -> None:
+    """Look for silent workers. The start has time limits of its own, in the driver."""
+    check_silent_workers(m, event)
+
+
+# -- requests to stop --------------------------------------------------------------------------------------------------------
+
+
+def stop_before_start(m: RunState, event: StopRequested) -> None:
+    """End the run: nothing has been done yet."""
+    m.end_run("interrupted" if event.interrupt else "stopped", event.reason)
+
+
+def stop_after_open_steps(m: RunState, event: StopRequested) -> None:
+    """Issue no more steps; those in flight are finished first."""
+    p, stopping = m.progress, m.stopping
+    if stopping.request is None or (event.interrupt and not stopping.interrupted):
+        stopping.request = event
+        stopping.at = max(p.issued, p.emitted)
+        if m.phase is Phase.FLUSHING:
+            m.enter(Phase.FLUSHING, deadline_s=event.grace_s if event.interrupt else None)
+        issue_steps(m)
+
+
+def stop_when_served(m: RunState, event: StopRequested) -> None:
+    """End the run after what is being served now; a validation has Ctrl-C's grace for that."""
+    stopping = m.stopping
+    if stopping.request is None or (event.interrupt and not stopping.interrupted):
+        stopping.request = event
+        if event.interrupt and m.phase is Phase.VALIDATING:
+            m.timer.deadline_s = m.timer.now_s + event.grace_s
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------------
+
+
+def handle_failure(m: RunState, event: CallFailed) -> None:
+    """Go on without the worker in an elastic run, if only to save after Ctrl-C; user code and our own mistakes end the run."""
+    if can_recover(m, event):
+        answer_disturbance(m, event)
+    else:
+        fail_run(m, event)
+
+
+def can_recover(m: RunState, event: CallFailed) -> bool:
+    """Whether a new generation is an answer: not to what follows from our own abort."""
+    return m.policy.elastic and (event.kind == "lost" or (event.kind == "aborted" and not m.health.aborted_by_us))
+
+
+def fail_for_good(m: RunState, event: CallFailed) -> None:
+    """End the run: it is being interrupted, so there is no other way."""
+    fail_run(m, event)
+
+
+def handle_failure_at_end(m: RunState, event: CallFailed) -> None:
+    """Deal with a failure after the last step. A worker that dies has nothing left to lose but its share of the checkpoint;
+    where others hold that state, they write it again."""
+    if can_recover(m, event):
+        answer_disturbance(m, event)
+    elif m.progress.saving is None or event.kind == "user":
+        fail_run(m, event)
+    else:
+        m.health.failures.append(event)
+        m.enter(Phase.FAILING, deadline_s=m.policy.save_grace_s)
+        conclude_failure(m)
+
+
+def add_failure(m: RunState, event: CallFailed) -> None:
+    """Note another failure: a further consequence, or the cause itself."""
+    m.health.failures.append(event)
+    conclude_failure(m)
+
+
+def check_failure(m: RunState, event: Tick) -> None:
+    """Report the consequence if the cause has not shown up in time."""
+    conclude_failure(m)
+
+
+# -- aborted steps -----------------------------------------------------------------------------------------------------------
+
+
+def abort_open_work(m: RunState, reason: str) -> None:
     """Free all workers from the step or pass in flight."""
-    m._we_aborted, m._stand = True, None
-    m._aborts += 1
-    m.go(Phase.ABORTING, deadline_s=m.policy.abort_s)
+    m.health.aborted_by_us, m.health.applied_after_abort = True, None
+    m.health.aborts += 1
+    m.enter(Phase.ABORTING, deadline_s=m.policy.abort_s)
     m.decide(AbortGroups("interrupted"), reason)
 
 
-def aborted(m: RunMachine, event: Event) -> None:
-    """Where the workers stand; a step that all of them had applied just before is still committed and seen."""
-    assert isinstance(event, GroupsAborted)
-    m._stand = event.done
-    save_where_we_stand(m)
+def note_aborted(m: RunState, event: GroupsAborted) -> None:
+    """Remember where the workers stand. A step that all of them had just applied is still committed and seen."""
+    m.health.applied_after_abort = event.done
+    save_if_all_agree(m)
 
 
-def emitted_aborting(m: RunMachine, event: Event) -> None:
-    """The last committed step has been seen."""
-    assert isinstance(event, StepEmitted)
-    m.emitted = event.step + 1
-    save_where_we_stand(m)
+def count_emitted_aborting(m: RunState, event: StepEmitted) -> None:
+    """Count the last committed step as seen."""
+    m.progress.emitted = event.step + 1
+    save_if_all_agree(m)
 
 
-def save_where_we_stand(m: RunMachine) -> None:
-    """Save once every worker stands at the step people have seen; until then wait, up to the abort's deadline."""
-    if m._stand is not None and set(m._stand) == {m.emitted}:
-        m.issued = m.committed = m.served = m.stop_at = m.emitted
-        m._reports.clear()
-        m._due = deque(["end"] if m.emitted in (m.saved, m.saving) else ["save", "end"])
-        m.serve()
+def save_if_all_agree(m: RunState) -> None:
+    """Save once every worker stands at the step that people have seen; until then wait, up to the abort's time limit."""
+    p, applied = m.progress, m.health.applied_after_abort
+    if applied is not None and set(applied) == {p.emitted}:
+        p.issued = p.committed = p.served = m.stopping.at = p.emitted
+        p.reports.clear()
+        p.due = deque(["end"] if p.emitted in (p.saved, p.saving) else ["save", "end"])
+        serve_next(m)
 
 
-def tick_aborting(m: RunMachine, event: Event) -> None:
-    """A worker that hangs, or is deep in a computation, cannot be asked, or has applied a step that another has not. Of an
-    elastic run a new generation, once, finds out who is well, and saves; else there is no new checkpoint."""
-    if m._deadline_s is None or m._now_s < m._deadline_s:
+def check_abort(m: RunState, event: Tick) -> None:
+    """End the wait for workers after an abort: one hangs, is deep in a computation, or has applied a step that another has not.
+
+    In an elastic run a new generation, once, finds out which workers are well, and saves; else there is no new checkpoint.
+    """
+    if not m.timer.expired:
         return
-    stand = "not all workers answered" if m._stand is None else f"the workers stand at steps {m._stand}"
+    applied = m.health.applied_after_abort
+    stand = "not all workers answered" if applied is None else f"the workers stand at steps {applied}"
     what = f"{stand} {m.policy.abort_s} s after the abort"
-    if m.policy.elastic and m._aborts == 1:
-        recovery_rules.begin(m, what, counts=False)
+    if m.policy.elastic and m.health.aborts == 1:
+        begin_recovery(m, what, counts=False)
         return
-    left = f"the last checkpoint is of step {m.saved}" if m.saved else "nothing is saved"
-    m.over("interrupted", f"interrupted; {what}: {left}")
-
-
-def tick_failing(m: RunMachine, event: Event) -> None:
-    """The root cause did not show up in time: the symptom is reported."""
-    m.conclude()
+    saved = m.progress.saved
+    left = f"the last checkpoint is of step {saved}" if saved else "nothing is saved"
+    m.end_run("interrupted", f"interrupted; {what}: {left}")

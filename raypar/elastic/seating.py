@@ -14,7 +14,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Holdings, Piece, count_overlap, merge_pieces
 
 if TYPE_CHECKING:
-    from raypar.elastic.run_machine import RunMachine
+    from raypar.elastic.run_state import RunState
 
 
 def spread_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
@@ -40,13 +40,13 @@ def spread_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int
     return tuple(members)
 
 
-def refill_seats(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
+def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
     """The same stages with who is left: waiting workers in the empty seats, then fewer replicas; None if a stage, or a shard of
     it, has nobody."""
-    assert m.plan is not None
-    plan, idle = m.plan, [w for w in usable if w not in m.members]
+    assert m.membership.plan is not None
+    plan, idle = m.membership.plan, [w for w in usable if w not in m.membership.members]
     full, at = Counter(plan.compute_keys), {place: list[int]() for place in plan.compute_keys}
-    for worker, place in zip(m.members, plan.compute_keys, strict=True):
+    for worker, place in zip(m.membership.members, plan.compute_keys, strict=True):
         if worker in usable:
             at[place].append(worker)
     while idle and any(len(at[place]) < full[place] for place in at):
@@ -56,22 +56,24 @@ def refill_seats(m: RunMachine, usable: list[int]) -> tuple[ParallelPlan, tuple[
         at[neediest].append(worker)
     if not all(at.values()):
         return None
-    replicas = [seat_whole_replicas([at[place] for place in at if place[0] == p], m.nodes) for p in range(plan.positions)]
+    replicas = [
+        seat_whole_replicas([at[place] for place in at if place[0] == p], m.membership.nodes) for p in range(plan.positions)
+    ]
     stages = tuple(replace(s, replicas=len(replicas[s.position])) for s in plan.stages)
     return ParallelPlan(stages), tuple(w for here in replicas for replica in here for w in replica)
 
 
 def choose_replacements(
-    m: RunMachine, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
+    m: RunState, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
 ) -> int:
     """Which of the idle workers joins those `at` a place (`ParallelPlan.compute_keys`): who lacks least of what they hold; of
     these one on a node where other shards lack it; of these one where there are fewest copies; of these the lowest number."""
     need, have = m.layout(plan)[plan.compute_keys.index(place)], live_holders(m, m.recovery.done)
-    copies = Counter(m.nodes.get(worker) for worker in at[place])
-    others = [Counter(m.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
+    copies = Counter(m.membership.nodes.get(worker) for worker in at[place])
+    others = [Counter(m.membership.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
 
     def key(worker: int) -> tuple[int, int, int, int]:
-        node = m.nodes.get(worker)
+        node = m.membership.nodes.get(worker)
         lacking = max((count[node] for count in others), default=0) - copies[node]
         return -count_overlap(need, have.get(worker, ())), -max(0, lacking), copies[node], worker
 
@@ -91,12 +93,12 @@ def seat_whole_replicas(shards: Sequence[Sequence[int]], nodes: Mapping[int, str
     return found
 
 
-def assign_seats(m: RunMachine, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
+def assign_seats(m: RunState, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
     """Who takes which seat of a new plan: as little as possible moves, the shards of a replica sit on one node, and copies of a
     stage on different ones."""
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
     have = live_holders(m, m.recovery.done)
-    return match_workers_to_seats(m.layout(plan), have, usable, m.nodes, plan.compute_keys, replicas)
+    return match_workers_to_seats(m.layout(plan), have, usable, m.membership.nodes, plan.compute_keys, replicas)
 
 
 def match_workers_to_seats(

@@ -7,92 +7,91 @@ silence begins a recovery, which does its own waiting (`last_copy.py`).
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import Notice, Warn
-from raypar.elastic.events import CallFailed, Event, Tick, WorkerAnswered, WorkerSilent
+from raypar.elastic.events import CallFailed, Tick, WorkerAnswered, WorkerSilent
+from raypar.elastic.last_copy import TELL_EVERY_S
 from raypar.elastic.phases import Phase
-from raypar.elastic.recovery_rules import SAY_S
+from raypar.elastic.run_failure import fail_run
+from raypar.elastic.run_state import RunState
 from raypar.elastic.worker_names import name_workers, verb_form
 from raypar.errors import CommTimeout, WorkerLost
-
-if TYPE_CHECKING:
-    from raypar.elastic.run_machine import RunMachine
 
 WAITS_IN = (Phase.STARTING, Phase.RUNNING, Phase.FLUSHING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)
 RESUME = "look at its node; `raypar resume` goes on from the last checkpoint"
 
 
-def silent(m: RunMachine, event: Event) -> None:
-    """Wait for a worker that answers no pings; where nobody waits, it has failed."""
-    assert isinstance(event, WorkerSilent)
-    if m.policy.elastic or m.phase not in WAITS_IN or not waits(m):
-        fail(m, event.worker, event.seconds)
-    elif event.worker not in m.silence:
-        m.silence[event.worker] = m._now_s
-        say(m, [event.worker])
+def wait_for_silent_worker(m: RunState, event: WorkerSilent) -> None:
+    """Begin to wait for a worker that answers no pings; where no wait is wanted, count it as failed."""
+    silent = m.health.silent_since_s
+    if m.policy.elastic or m.phase not in WAITS_IN or not _may_wait(m):
+        fail_silent_worker(m, event.worker, event.seconds)
+    elif event.worker not in silent:
+        silent[event.worker] = m.timer.now_s
+        tell_of_wait(m, [event.worker])
 
 
-def heard(m: RunMachine, event: Event) -> None:
-    """A silent worker has answered. Deadlines begin anew when nobody else is waited for."""
-    assert isinstance(event, WorkerAnswered)
-    since_s = m.silence.pop(event.worker, None)
+def end_wait_for_worker(m: RunState, event: WorkerAnswered) -> None:
+    """Note that a silent worker has answered. Time limits begin anew when no other one is waited for."""
+    since_s = m.health.silent_since_s.pop(event.worker, None)
     if since_s is None:
         return
-    waited_s = m._now_s - since_s
+    waited_s = m.timer.now_s - since_s
     m.decide(Notice(f"worker {event.worker} answers again, after a wait of {waited_s:.1f} s"), "it was waited for")
-    if not m.silence:
-        m._since_s = m._now_s
-        if m._deadline_s is not None:
-            m._deadline_s += waited_s
+    if not m.health.silent_since_s:
+        m.timer.since_s = m.timer.now_s
+        if m.timer.deadline_s is not None:
+            m.timer.deadline_s += waited_s
 
 
-def tick(m: RunMachine, event: Tick) -> bool:
-    """Whether somebody is waited for, so that the phase's deadlines do not count; the end of the wait ends the run.
+def check_silent_workers(m: RunState, event: Tick) -> bool:
+    """End the wait for silent workers where that is due. True while there is one: the phase's time limits do not count then.
 
-    After Ctrl-C nobody is waited for: where that gives a grace, the grace decides.
+    After Ctrl-C no worker is waited for: in a phase with a grace for that, the grace decides.
     """
-    if not m.silence or (m.interrupted and m.phase in (Phase.FLUSHING, Phase.VALIDATING)):
+    silent = m.health.silent_since_s
+    if not silent or (m.stopping.interrupted and m.phase in (Phase.FLUSHING, Phase.VALIDATING)):
         return False
-    gone = sorted(event.ended & set(m.silence))
-    late = [worker for worker, since_s in m.silence.items() if m._now_s - since_s >= m.policy.last_copy_wait_s]
+    gone = sorted(event.ended & set(silent))
+    late = [worker for worker, since_s in silent.items() if m.timer.now_s - since_s >= m.policy.last_copy_wait_s]
     if gone:
         what = f"{name_workers(gone)} {verb_form(gone, 'was', 'were')} lost: the process or its machine is gone"
-        m.fail(CallFailed("lost", WorkerLost(what, cure=RESUME), gone[0]))
-    elif late or not waits(m):
-        worker = min(m.silence, key=lambda w: m.silence[w])
-        fail(m, worker, m._now_s - m.silence[worker])
-    elif m._now_s - m.silence_told_s >= SAY_S:
-        say(m, m.silence)
+        fail_run(m, CallFailed("lost", WorkerLost(what, cure=RESUME), gone[0]))
+    elif late or not _may_wait(m):
+        worker = min(silent, key=lambda w: silent[w])
+        fail_silent_worker(m, worker, m.timer.now_s - silent[worker])
+    elif m.timer.now_s - m.health.silence_told_s >= TELL_EVERY_S:
+        tell_of_wait(m, silent)
     return True
 
 
-def waits(m: RunMachine) -> bool:
+def _may_wait(m: RunState) -> bool:
     """Whether silent workers are waited for: not after Ctrl-C, and not where no wait is wanted."""
-    return bool(m.policy.last_copy_wait_s) and not m.interrupted
+    return bool(m.policy.last_copy_wait_s) and not m.stopping.interrupted
 
 
-def say(m: RunMachine, workers: Collection[int]) -> None:
-    """Tell people who is waited for, and for how long."""
-    m.silence_told_s = m._now_s
-    left_s = m.policy.last_copy_wait_s - (m._now_s - min(m.silence[worker] for worker in workers))
-    saved = f"the checkpoint after {m.saved} steps is left" if m.saved else "there is no checkpoint"
+def tell_of_wait(m: RunState, workers: Collection[int]) -> None:
+    """Tell people which workers the run waits for, and for how long."""
+    m.health.silence_told_s = m.timer.now_s
+    begin_s = min(m.health.silent_since_s[worker] for worker in workers)
+    left_s = m.policy.last_copy_wait_s - (m.timer.now_s - begin_s)
+    saved = f"the checkpoint after {m.progress.saved} steps is left" if m.progress.saved else "there is no checkpoint"
     m.decide(
-        Warn(f"waiting for {reason(workers)}; {left_s:.0f} s left, then the run ends ({saved})"),
+        Warn(f"waiting for {describe_silence(workers)}; {left_s:.0f} s left, then the run ends ({saved})"),
         "silence alone is no evidence of a death",
     )
 
 
-def reason(workers: Collection[int]) -> str:
-    """`worker 1: it answers no pings, but ...`: who is waited for, and why."""
+def describe_silence(workers: Collection[int]) -> str:
+    """`worker 1: it answers no pings, but ...`: which workers are waited for, and why."""
     they = verb_form(workers, "it answers", "they answer")
     ended = verb_form(workers, "its process has", "their processes have")
     only = f"the run is not elastic, so nobody else has {verb_form(workers, 'its', 'their')} state"
     return f"{name_workers(workers)}: {they} no pings, but nothing says that {ended} ended; {only}"
 
 
-def fail(m: RunMachine, worker: int, seconds: float) -> None:
-    """Its silence is a failure like that of a broken connection, in whatever phase."""
+def fail_silent_worker(m: RunState, worker: int, seconds: float) -> None:
+    """Treat the worker's silence like a broken connection: the rule for that is applied next."""
     error = CommTimeout(f"worker {worker} has not answered for {seconds:.0f} s", cure=RESUME)
-    m.silence.clear()
-    m.handle_as(CallFailed("aborted", error, worker))
+    m.health.silent_since_s.clear()
+    m.next_event = CallFailed("aborted", error, worker)

@@ -6,34 +6,44 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-KEPT = 100
-ENOUGH = 3
-"""Steps after which their own median is believed: the first of a generation is longer."""
+KEPT_STEPS = 100
+"""Steps that are remembered."""
+MIN_OWN_STEPS = 3
+"""Steps with the present number of workers from which on their own median is believed: a generation's first step is longer."""
 
 
 @dataclass
 class StepTimes:
-    """The last steps' seconds, each with the number of workers that did it. What was measured stays as it is, so that
-    a run that shrinks and grows again and again expects after all of that what it did at the beginning."""
+    """The seconds of the last steps, each with the number of workers that executed it.
 
-    _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    Measured times are kept as they are. A run that shrinks and grows again therefore expects what it did at the beginning.
+    """
+
+    _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """(seconds, number of workers) of each step."""
 
     def add(self, seconds: float, workers: int) -> None:
-        """One step that all of them have done."""
+        """Add a step that `workers` workers have executed."""
         self._steps.append((seconds, workers))
 
     @property
     def known(self) -> bool:
-        """Some step has been measured."""
+        """Whether a step has been measured."""
         return bool(self._steps)
 
     def longest_s(self, workers: int) -> float | None:
-        """What so many workers may take for a step that is as long as the longest; None before the first. Fewer take longer;
-        that more of them are faster is not relied on."""
-        return max((seconds * max(1.0, had / workers) for seconds, had in self._steps), default=None)
+        """The longest step, scaled to `workers` workers; None before the first.
+
+        Fewer workers take longer in proportion; that more of them are faster is not relied on.
+        """
+        return max((self._scaled_s(seconds, had, workers) for seconds, had in self._steps), default=None)
 
     def usual_s(self, workers: int) -> float:
-        """The median of those that so many have done, or of all, as longest_s has them; 0 before the first."""
+        """The median of the steps of so many workers, or of all steps scaled to that number; 0 before the first."""
         own = [seconds for seconds, had in self._steps if had == workers]
-        found = own if len(own) >= ENOUGH else [seconds * max(1.0, had / workers) for seconds, had in self._steps]
+        found = own if len(own) >= MIN_OWN_STEPS else [self._scaled_s(s, had, workers) for s, had in self._steps]
         return statistics.median(found) if found else 0.0
+
+    @staticmethod
+    def _scaled_s(seconds: float, had: int, workers: int) -> float:
+        return seconds * max(1.0, had / workers)

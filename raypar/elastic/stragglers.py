@@ -1,7 +1,7 @@
-"""Stragglers: workers that compute much slower than they should, for long. Reported; replaced where the job says so.
+"""Stragglers: workers that compute much more slowly than they should, for long.
 
-What is compared is the time a worker computes (waiting does not count) per microbatch: with the other replicas of the same
-place in the plan, shard by shard, who compute the same; where a worker is the only one, with its own first steps of the
+The time that a worker computes for a microbatch (without waiting) is compared with that of the workers that compute the same:
+the other replicas of its stage, shard by shard. A worker without such peers is compared with its own first steps of the
 generation.
 """
 
@@ -11,65 +11,64 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from raypar.elastic.actions import ReportStraggler
-
-if TYPE_CHECKING:
-    from raypar.elastic.run_machine import RunMachine
 
 LEAST_S = 1e-3
-"""Per microbatch: what is slower by less costs nobody anything and is noise as often as not."""
+"""Seconds for a microbatch: a smaller difference costs little and is often noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class StragglerFinding:
-    """`worker` has taken `times` as long as it should for `steps` steps in a row; or, when `over`, it does no longer.
-
-    `alone`: it was compared with its own first steps, because nobody else does what it does.
-    """
+    """A worker that has become a straggler, or is one no longer."""
 
     worker: int
+    """The worker."""
     times: float
+    """How many times as long as it should it has taken: the median of its last steps."""
     steps: int
+    """The number of those steps."""
     alone: bool
+    """Whether it was compared with its own first steps."""
     over: bool = False
+    """Whether it is a straggler no longer."""
 
 
 @dataclass
 class _Record:
-    """Of one worker in this generation. `ratios`: of its last steps to what they should have been."""
+    """The steps of one worker in this generation."""
 
     peers: tuple[int, ...]
+    """Workers that compute the same."""
     ratios: deque[float]
+    """Time of each of the last steps, divided by the time it should have taken."""
     first: list[float] = field(default_factory=list)
+    """Times of the first steps, of a worker without peers."""
 
 
 class StragglerWatch:
-    """Finds stragglers from each step's compute times.
-
-    `times`: a step that took more than this multiple of the expected time is slow. `steps`: so many slow steps in a row make a
-    straggler, and so many in a row that are not slow end it.
-    """
+    """Finds stragglers from each step's compute times."""
 
     def __init__(self, times: float, steps: int) -> None:
-        self.times, self.steps = times, steps
+        self.times = times
+        """A step that took more than this multiple of the expected time is slow."""
+        self.steps = steps
+        """So many slow steps in a row make a straggler, and so many in a row that are not slow end it."""
         self.told: set[int] = set()
-        """Stragglers, as far as people know."""
+        """Stragglers that have been reported."""
         self._records: dict[int, _Record] = {}
+        """Worker -> its steps in this generation."""
 
     def begin(self, places: Sequence[Sequence[int]]) -> None:
-        """A generation begins. `places`: the workers that do the same, for each place of the plan."""
+        """Start a new generation. `places`: for each place of the plan, the workers that compute the same."""
         self._records = {
             worker: _Record(tuple(w for w in place if w != worker), deque(maxlen=self.steps))
             for place in places
             for worker in place
         }
-        # Who has nobody to be compared with any more is measured anew.
+        # A worker that has lost its peers is measured anew.
         self.told = {worker for worker in self.told if worker in self._records and self._records[worker].peers}
 
     def step(self, busy: Mapping[int, float]) -> list[StragglerFinding]:
-        """A step is done. `busy`: seconds that each worker computed for a microbatch. Returns what is new."""
+        """Take a committed step and return what is new. `busy`: worker -> seconds that it computed for a microbatch."""
         found = []
         for worker in sorted(busy):
             record = self._records.get(worker)
@@ -103,53 +102,10 @@ class StragglerWatch:
         return StragglerFinding(worker, statistics.median(record.ratios), self.steps, not record.peers, over)
 
     def now(self) -> list[StragglerFinding]:
-        """Those that have been too slow in every one of the last steps of this generation, the slowest first."""
+        """The stragglers that were slow in every one of the last steps of this generation, the slowest first."""
         slow = [
             self._finding(worker)
             for worker in self.told
             if len(self._records[worker].ratios) == self.steps and min(self._records[worker].ratios) > self.times
         ]
         return sorted(slow, key=lambda finding: (-finding.times, finding.worker))
-
-
-def begin_straggler_watch(m: RunMachine) -> None:
-    """The workers of a generation are compared with each other."""
-    if m.plan is None:
-        return
-    places: dict[tuple[int, int], list[int]] = {}
-    for worker, place in zip(m.members, m.plan.compute_keys, strict=True):
-        places.setdefault(place, []).append(worker)
-    m.watch.begin(list(places.values()))
-
-
-def check_stragglers(m: RunMachine, busy: Mapping[int, float]) -> None:
-    """A step is committed: tell of stragglers, and ask one of them to leave if the job wants that and another can come.
-
-    One at a time, and one of a node: a node whose worker was replaced and that got the next one too has no better to offer.
-    """
-    found = m.watch.step(busy)
-    leaver = next(iter(m.watch.now()), None) if _replaceable(m) else None
-    if leaver is not None and m.nodes.get(leaver.worker, f"of worker {leaver.worker}") in m.slow_nodes:
-        leaver = None
-    for finding in found:
-        if leaver is None or finding.worker != leaver.worker:
-            m.decide(_told(finding), "its replicas wait for it in every step" if not finding.over else "it has caught up")
-    if leaver is None:
-        return
-    m.slow_nodes.add(m.nodes.get(leaver.worker, f"of worker {leaver.worker}"))
-    m.decide(_told(leaver, leaves=True), "elastic.stragglers is replace")
-    m.leaving.add(leaver.worker)
-    m.pause_for = f"worker {leaver.worker} leaves: it takes {leaver.times:.1f} times as long as it should"
-
-
-def _replaceable(m: RunMachine) -> bool:
-    """Whether one worker may leave now, and another can come."""
-    policy = m.policy
-    if not policy.elastic or not policy.replace_stragglers or m.leaving or m.pause_for is not None or m.stop is not None:
-        return False
-    another = bool(m.spares) or policy.hires
-    return another and len(m.members) + len(m.spares) - 1 >= policy.min_workers and len(m.members) > 1
-
-
-def _told(finding: StragglerFinding, leaves: bool = False) -> ReportStraggler:
-    return ReportStraggler(finding.worker, finding.times, finding.steps, finding.alone, finding.over, leaves)

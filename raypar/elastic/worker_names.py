@@ -1,4 +1,4 @@
-"""Workers as they are called in sentences."""
+"""How sentences name workers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 
 def name_workers(workers: Collection[int]) -> str:
-    """`worker 5`, `workers 3, 5`: the lowest number first."""
+    """`worker 5` or `workers 3, 5`, the lowest number first."""
     return f"worker{'s' * (len(workers) != 1)} {', '.join(map(str, sorted(workers)))}"
 
 
 def verb_form(workers: Collection[int], one: str, several: str) -> str:
-    """Of a sentence about them: `has` or `have`."""
+    """The form of a verb or noun that fits the number of workers: `has` or `have`."""
     return one if len(workers) == 1 else several

@@ -14,7 +14,7 @@ from raypar.worker.job_spec import JobSpec
 if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
     from raypar.config import ElasticConfig
-    from raypar.elastic.run_machine import RunPolicy
+    from raypar.elastic.run_policy import RunPolicy
     from raypar.worker.preflight import PreflightResult
 
 MIRROR_COST = 0.02
@@ -99,7 +99,7 @@ def build_run_policy(spec: JobSpec, world: int, options: RunOptions, deadlines: 
 
     `deadlines`: of the kind of device (`Backend.deadlines`).
     """
-    from raypar.elastic.run_machine import RunPolicy
+    from raypar.elastic.run_policy import RunPolicy
 
     return RunPolicy(
         workers=world,

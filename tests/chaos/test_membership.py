@@ -92,7 +92,7 @@ def test_without_growth_new_workers_wait_until_a_seat_is_empty():
     changes = (Change(1, 0.0, "join", 2), Change(6, 0.0, "kill"))
     world, found, _ = run(Case(PLAIN, plan, changes, policy=(("grow", False), ("max_workers", 8))))
     assert found == undisturbed(PLAIN)
-    assert world.flesh.sizes == [4, 4] and 4 in world.driver.machine.members
+    assert world.flesh.sizes == [4, 4] and 4 in world.driver.machine.membership.members
 
 
 def test_no_more_workers_get_a_seat_than_max_workers():
@@ -100,7 +100,7 @@ def test_no_more_workers_get_a_seat_than_max_workers():
     policy = (("max_workers", 6), ("grow_after_s", 5.0))
     world, found, _ = run(Case(PLAIN, plan, (Change(1, 0.0, "join", 5),), policy=policy))
     assert found == undisturbed(PLAIN)
-    assert world.flesh.sizes == [4, 6] and len(world.driver.machine.spares) == 3
+    assert world.flesh.sizes == [4, 6] and len(world.driver.machine.membership.spares) == 3
 
 
 def test_below_min_workers_the_run_waits_until_somebody_joins():

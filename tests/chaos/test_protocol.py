@@ -241,7 +241,7 @@ def test_state_that_changes_by_itself_is_found_and_executed_again(shape, every: 
         world, end = simulate(work, plan, [Fault(at, "corrupt")], **quiet)
         assert any("silent corruption" in line for line in world.story), world.tell(f"changed at {at}")
         assert end == reference, world.tell(f"changed at {at}")
-        assert len(world.driver.machine.members) == (4 if shape == (2, 2) else 2)
+        assert len(world.driver.machine.membership.members) == (4 if shape == (2, 2) else 2)
 
 
 @pytest.mark.parametrize("whole", WHOLE)
@@ -273,14 +273,14 @@ def test_a_new_driver_finds_silent_corruption_too(whole: bool):
     plan, quiet = REPLICAS[4, 1], QUICK | {"validates": False}
     work = job(steps=8, mirror_every=3)
     plain, _ = simulate(work, plan, **quiet)
-    reference = plain.flesh.final([plain.processes[w].body for w in plain.driver.machine.members])
+    reference = plain.flesh.final([plain.processes[w].body for w in plain.driver.machine.membership.members])
     for seed in range(400 if whole else 20):
         faults = random_faults(seed, 3, plain, kinds=("corrupt", "corrupt", "kill_driver", "stop_driver"))
         early = plain.points // 2  # what changes after the last step is seen by nobody
         faults = [replace(f, at=f.at % early) if f.kind == "corrupt" else f for f in faults]
         world, _ = simulate(work, plan, faults, **quiet)
         if world.over.end == "done":
-            bodies = [world.processes[w].body for w in world.driver.machine.members]
+            bodies = [world.processes[w].body for w in world.driver.machine.membership.members]
             assert world.flesh.final(bodies) == reference, world.tell(f"{faults}: other bits")
         else:
             assert "the only copies" in world.over.why or "executed again" in world.over.why, world.tell(f"{faults}")
@@ -322,7 +322,7 @@ def test_a_straggler_is_replaced_wherever_it_is_and_the_bits_stay_the_same(shape
         assert found == reference, world.tell(f"worker {worker} is slow: {world.over.why}")
         assert not world.processes[worker].alive, "it was drained, then removed"
         assert sum("ReportStraggler(" in line for line in world.story) == 1, "told once, and nobody else left"
-        assert sorted(world.driver.machine.members) == sorted({*range(plan.world), plan.world} - {worker})
+        assert sorted(world.driver.machine.membership.members) == sorted({*range(plan.world), plan.world} - {worker})
         world, found = simulate(work, plan, **quiet, **(more | {"replace_stragglers": False}))
         assert found == reference and world.processes[worker].alive
 

@@ -19,7 +19,7 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
 from raypar.console.terminal import Console
 from raypar.elastic.actions import Teardown
-from raypar.elastic.run_machine import RunPolicy
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
 from raypar.launch import Result, new_run, resume
 from raypar.run_folder import RunFolder, write_whole

@@ -13,7 +13,7 @@ from raypar.actors import line_file
 from raypar.actors import run_recorder as module
 from raypar.actors.run_recorder import RunRecorder
 from raypar.callbacks import Callbacks, Tracker
-from raypar.elastic.run_machine import RunPolicy
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError
 
 

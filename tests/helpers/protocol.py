@@ -22,7 +22,8 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.member import Member, StaleGeneration
 from raypar.elastic.phases import Phase
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CommError, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import subtract_pieces
@@ -418,7 +419,7 @@ class World:
     def neighbours(self, change: Change) -> list[Process]:
         """Whom it hits: as many as can be spared."""
         stays = self.stays()
-        live = [p for p in (self.processes[w] for w in self.driver.machine.members) if p in stays]
+        live = [p for p in (self.processes[w] for w in self.driver.machine.membership.members) if p in stays]
         firsts = list(range(len(live)))
         random.Random(change.seed).shuffle(firsts)
         fatal = change.kind in ("kill", "zombie")
@@ -433,7 +434,7 @@ class World:
 
     def stays(self) -> list[Process]:
         """Processes that work and have not been asked to leave."""
-        leaves = self.driver.machine.gone | self.driver.machine.leaving
+        leaves = self.driver.machine.membership.gone | self.driver.machine.membership.leaving
         return [p for p in self.processes if p.alive and p.stopped_until <= self.now and p.number not in leaves]
 
     def can_spare(self, victims: Sequence[Process]) -> bool:
@@ -521,7 +522,7 @@ class World:
         if self.policy.validates:
             due = [n for n in range(1, self.job.steps + 1) if n % self.policy.validate_every == 0 or n == self.job.steps]
             assert self.validations == due, self.tell(f"validations {self.validations}")
-        bodies = [self.processes[worker].body for worker in self.driver.machine.members]
+        bodies = [self.processes[worker].body for worker in self.driver.machine.membership.members]
         return h(self.flesh.final(bodies), *(h(self.journal[s]) for s in range(self.job.steps)))
 
 
@@ -537,7 +538,7 @@ class Driver:
         self.alive, self.stopped_until = True, 0.0
         self.stall_told = False
         self.machine = RunMachine(world.policy, plan=world.plan, layout=world.flesh.layout)
-        self.machine.nodes = dict(world.nodes)
+        self.machine.membership.nodes = dict(world.nodes)
         self.outcomes: dict[int, Any] = {}
         self.inbox: deque[Any] = deque()
         self.copying: tuple[int, set[int]] = (0, set())
@@ -617,7 +618,7 @@ class Driver:
         if worker in waiting:
             self.copying = (0, set())
             self.post(on.CheckpointFailed(done, WorkerLost(f"worker {worker} died")))
-        if worker in self.machine.hiring:
+        if worker in self.machine.hiring.starting:
             self.post(on.WorkerStartFailed(worker, WorkerLost(f"worker {worker} died")))
         self.post(on.CallFailed("lost", WorkerLost(f"worker {worker} died"), worker))
 
@@ -628,7 +629,7 @@ class Driver:
         def arrive() -> None:
             if process.alive:
                 process.call(lambda: work(process), answer)
-            elif worker not in self.machine.gone:
+            elif worker not in self.machine.membership.gone:
                 self.world.at(CALL_MS, lambda: self.lost(worker))
 
         def answer(value: Any) -> None:
@@ -652,10 +653,10 @@ class Driver:
 
     def carry_out(self, action: Any) -> None:
         world, machine = self.world, self.machine
-        generation = machine.generation
+        generation = machine.membership.generation
         match action:
             case do.RunStep(step, cut):
-                for worker in machine.members:
+                for worker in machine.membership.members:
                     self.ask(
                         worker,
                         lambda p: p.member.step(generation, step, cut),
@@ -674,7 +675,7 @@ class Driver:
             case do.TakeSnapshot(done):
                 self.snapshot(done)
             case do.Validate(done):
-                for worker in machine.members:
+                for worker in machine.membership.members:
                     self.ask(
                         worker,
                         lambda p: p.member.validate(generation),
@@ -768,7 +769,7 @@ class Driver:
 
     def abort(self, why: str) -> None:
         """All leave what they do; where they stand then is asked behind it."""
-        world, members = self.world, self.machine.members
+        world, members = self.world, self.machine.membership.members
         stand: dict[int, int | None] = {}
 
         def stands(worker: int, done: Any) -> None:
@@ -816,7 +817,7 @@ class Driver:
 
     def snapshot(self, done: int) -> None:
         world, machine = self.world, self.machine
-        waiting, copies, generation = set(machine.members), {}, machine.generation
+        waiting, copies, generation = set(machine.membership.members), {}, machine.membership.generation
         self.copying = (done, waiting)
         place = world.flesh.begin_save(done)
 
@@ -833,7 +834,7 @@ class Driver:
                 self.post(on.SnapshotTaken(done))
                 self.effect(lambda: self.saved(done, place, copies))
 
-        for worker in machine.members:
+        for worker in machine.membership.members:
             self.ask(
                 worker,
                 lambda p: p.member.save(generation, done, lambda: world.flesh.copy(p.body, place)),

@@ -4,13 +4,13 @@ import ast
 from pathlib import Path
 
 import pytest
-from raypar.plan.adopt_order import AdoptOrder
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.tcp.mesh import TcpMesh
-from raypar.elastic.run_machine import RunPolicy
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
+from raypar.plan.adopt_order import AdoptOrder
 from raypar.worker.backend import BACKENDS, make_backend
 from raypar.worker.job_spec import JobSpec
 

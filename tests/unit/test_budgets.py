@@ -18,7 +18,8 @@ from raypar.elastic.events import (
 )
 from raypar.elastic.member import WorkerStatus
 from raypar.elastic.phases import Phase
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import GroupAborted, OutOfMemory, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
@@ -46,21 +47,24 @@ class Scene:
     def recover(self):
         """Up to the new generation, if the machine lets us."""
         m = self.machine
-        done = m.committed
-        found = self.do(GenerationClaimed(m.generation, True)) if m.phase is Phase.CLAIMING else []
+        done = m.progress.committed
+        found = self.do(GenerationClaimed(m.membership.generation, True)) if m.phase is Phase.CLAIMING else []
         for worker in sorted(m.recovery.expected) if m.phase is Phase.STANDING else ():
             found += self.do(
-                WorkerStatusReported(m.generation, WorkerStatus(worker, done if worker in m.members else None, pieces=STATE))
+                WorkerStatusReported(
+                    m.membership.generation,
+                    WorkerStatus(worker, done if worker in m.membership.members else None, pieces=STATE),
+                )
             )
         for order in [a for a in found if isinstance(a, AdoptPlan)]:
-            found += self.do(*(PlanAdopted(w, m.generation) for w in order.members))
+            found += self.do(*(PlanAdopted(w, m.membership.generation) for w in order.members))
         return found
 
     def step(self):
         m = self.machine
-        step = m.committed
-        self.do(*(StepReported(w, step, 0.1, m.generation) for w in m.members))
-        if step >= m.emitted:
+        step = m.progress.committed
+        self.do(*(StepReported(w, step, 0.1, m.membership.generation) for w in m.membership.members))
+        if step >= m.progress.emitted:
             self.do(StepJournalled(step), StepEmitted(step))
 
 
@@ -101,14 +105,14 @@ def test_machines_that_are_taken_away_do_not_count(way, symptom):
     scene = Scene(12, max_attempts=2)
     for worker in range(10):
         if way == "asked to leave":
-            scene.machine.leaving.add(worker)
+            scene.machine.membership.leaving.add(worker)
         if symptom:
-            scene.do(CallFailed("aborted", GroupAborted("closed"), 11, scene.machine.generation))
+            scene.do(CallFailed("aborted", GroupAborted("closed"), 11, scene.machine.membership.generation))
         scene.die(worker, preempted=way == "its machine")
         scene.recover()
-        assert scene.machine.phase is Phase.RUNNING and scene.machine.attempts == 0
+        assert scene.machine.phase is Phase.RUNNING and scene.machine.health.attempts == 0
     scene.step()
-    assert scene.machine.committed == 1
+    assert scene.machine.progress.committed == 1
 
 
 def test_workers_that_are_asked_to_leave_do_not_count():
@@ -118,7 +122,7 @@ def test_workers_that_are_asked_to_leave_do_not_count():
         scene.step()
         scene.step()
         scene.recover()
-    assert scene.machine.members == (8, 9, 10, 11)
+    assert scene.machine.membership.members == (8, 9, 10, 11)
 
 
 def test_a_replacement_that_dies_in_the_same_step_is_not_tried_for_ever():
@@ -137,13 +141,13 @@ def test_a_replacement_that_dies_in_the_same_step_is_not_tried_for_ever():
 
 def test_a_place_that_runs_out_of_memory_twice_ends_the_run():
     scene = Scene(1, min_workers=1)
-    plan = scene.machine.plan
+    plan = scene.machine.membership.plan
     (claim,) = scene.do(CallFailed("lost", OutOfMemory("killed: its node ran out of memory"), 0))
     assert claim == ClaimGeneration(2), "once may be somebody else's fault"
     scene.recover()
     scene.do(WorkerJoined(1))
     scene.recover()
-    assert scene.machine.phase is Phase.RUNNING and scene.machine.plan == plan
+    assert scene.machine.phase is Phase.RUNNING and scene.machine.membership.plan == plan
     (end,) = scene.do(CallFailed("lost", OutOfMemory("killed again", "predicted to fit: plan.stages=2"), 1))
     assert isinstance(end, Teardown) and end.error.cure == "predicted to fit: plan.stages=2"
 
@@ -156,7 +160,7 @@ def test_memory_that_is_lacking_while_a_plan_is_taken_over_counts_too():
     assert m.phase is Phase.ADOPTING
     assert scene.do(CallFailed("lost", OutOfMemory("killed"), 1)) == [ClaimGeneration(3)]
     scene.recover()
-    assert m.members == (2,), "another plan: it has another chance"
+    assert m.membership.members == (2,), "another plan: it has another chance"
     assert scene.do(CallFailed("lost", OutOfMemory("killed"), 2)) == [ClaimGeneration(4)]
 
 

@@ -20,6 +20,7 @@ from raypar.elastic.actions import (
     Teardown,
     Warn,
 )
+from raypar.elastic.deadlines import silent_deadline_s
 from raypar.elastic.events import (
     CheckpointSaved,
     GenerationClaimed,
@@ -37,7 +38,7 @@ from raypar.elastic.events import (
 )
 from raypar.elastic.member import WorkerStatus
 from raypar.elastic.phases import Phase
-from raypar.elastic.run_machine import RunPolicy
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
 from raypar.launch.request import elastic_policy_fields
 from raypar.plan import ParallelPlan
@@ -62,11 +63,11 @@ def late(machine, unheard=()):
     """The step is overdue: a new generation is claimed, and all are asked where they stand."""
     silent = frozenset(unheard)
     assert do(machine, Tick(unheard=silent), now_s=3.1) == [ClaimGeneration(2)]
-    assert do(machine, GenerationClaimed(2, True), now_s=3.2) == [FenceWorkers(2, machine.members)]
+    assert do(machine, GenerationClaimed(2, True), now_s=3.2) == [FenceWorkers(2, machine.membership.members)]
 
 
 def stand(machine, worker, done=4, generation=2, **more):
-    pieces = machine.layout(machine.plan)[machine.members.index(worker)]
+    pieces = machine.layout(machine.membership.plan)[machine.membership.members.index(worker)]
     return WorkerStatusReported(generation, WorkerStatus(worker, done, pieces=pieces, **more))
 
 
@@ -87,12 +88,12 @@ def test_a_worker_that_is_alone_with_the_state_is_waited_for_and_goes_on(applied
     assert ("answers pings" in line) == (not unheard) and ("answers no pings" in line) == bool(unheard)
     for now_s in (5.0, 15.0, 25.0):
         assert do(machine, silent, now_s=now_s) == []
-    assert machine.phase is Phase.STANDING and not machine.gone
+    assert machine.phase is Phase.STANDING and not machine.membership.gone
     note, *_, order = do(machine, stand(machine, 0, 4 + applied), now_s=27.0)
     assert note == Notice("worker 0 has answered, after a wait of 22.7 s; its state is whole")
     assert isinstance(order, AdoptPlan) and order.members == (0,) and order.done == 4 + applied and not order.load
     do(machine, PlanAdopted(0, 2), now_s=27.1)
-    assert machine.phase in (Phase.RUNNING, Phase.FLUSHING) and not machine.gone
+    assert machine.phase in (Phase.RUNNING, Phase.FLUSHING) and not machine.membership.gone
 
 
 def test_people_are_told_again_what_is_waited_for_and_how_long():
@@ -158,7 +159,7 @@ def test_one_of_two_stages_is_waited_for_unless_the_mirror_has_a_copy(mirror):
     assert do(machine, stand(machine, 1, cuts=cuts), now_s=3.3) == []
     actions = do(machine, Tick(), now_s=4.3)
     if mirror:
-        assert actions == [ClaimGeneration(3)] and machine.silent == {0}, "as fast as ever"
+        assert actions == [ClaimGeneration(3)] and machine.membership.hung == {0}, "as fast as ever"
         return
     (line,) = told(actions)
     assert line.startswith("waiting for worker 0") and "w0[0:4]" in line and "w1" not in line
@@ -170,7 +171,7 @@ def test_a_cut_of_the_mirror_that_only_the_silent_have_is_waited_for():
     """Worker 1 died; worker 0 has the only other copy of what it held, and is silent for a while."""
     plan = ParallelPlan.mesh(pp=2, layers=2)
     machine = trained(plan, mirror_every=1)
-    machine.clock.complete = True
+    machine.mirror.complete = True
     do(machine, lost(1), now_s=1.0)
     do(machine, WorkerJoined(2), GenerationClaimed(2, True), WorkerStatusReported(2, WorkerStatus(2)), now_s=1.1)
     (line,) = told(do(machine, Tick(unheard=frozenset({0})), now_s=2.5))
@@ -186,7 +187,7 @@ def test_of_two_silent_replicas_one_is_enough_and_the_other_is_then_given_up():
     assert do(machine, both, now_s=20.0) == []
     assert told(do(machine, stand(machine, 1), now_s=21.0)) == []
     assert do(machine, Tick(unheard=frozenset({0})), now_s=21.2) == [ClaimGeneration(3)]
-    assert machine.silent == {0} and machine.gone == {0}
+    assert machine.membership.hung == {0} and machine.membership.gone == {0}
 
 
 def test_who_has_a_replica_that_answers_is_given_up_as_fast_as_ever():
@@ -256,7 +257,7 @@ def test_a_step_that_was_waited_for_has_the_time_when_it_is_executed_again():
     do(machine, PlanAdopted(0, 2), now_s=28.0)
     assert do(machine, Tick(), now_s=28.0 + 40.0) == [], "it took 25 s before"
     do(machine, StepReported(0, 4, 41.0, 2), StepJournalled(4), StepEmitted(4), now_s=69.0)
-    assert machine.silent_deadline_s() == 1.5, "who is silent is found as fast as ever"
+    assert silent_deadline_s(machine) == 1.5, "who is silent is found as fast as ever"
 
 
 def test_who_answers_while_a_plan_is_adopted_is_not_given_up_with_who_hangs():
@@ -266,7 +267,7 @@ def test_who_answers_while_a_plan_is_adopted_is_not_given_up_with_who_hangs():
     do(machine, GenerationClaimed(2, True), WorkerStatusReported(2, WorkerStatus(2)), stand(machine, 1), now_s=1.1)
     assert machine.phase is Phase.ADOPTING
     assert do(machine, Tick(unheard=frozenset({2})), now_s=7.0) == [ClaimGeneration(3)]
-    assert machine.silent == {2}
+    assert machine.membership.hung == {2}
     assert do(machine, GenerationClaimed(3, True), now_s=7.1) == [KillWorker(2, "did not answer"), FenceWorkers(3, (1,))]
 
 

@@ -18,7 +18,8 @@ from raypar.actors.run_recorder import RunRecorder, format_step_ranges
 from raypar.actors.step_reports import StepReports
 from raypar.console.terminal import Console
 from raypar.elastic.actions import Teardown
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
 from raypar.plan import ParallelPlan
 from raypar.run_folder import RunFolder, line_sort_key, parse_lines, read_lines_file

@@ -41,7 +41,8 @@ from raypar.elastic.events import (
 )
 from raypar.elastic.member import Member, StaleGeneration, WorkerStatus
 from raypar.elastic.phases import Phase
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import GroupAborted, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
@@ -69,7 +70,9 @@ def lost(worker):
 
 def stood(machine, worker, done):
     """The first generation's answer to the second, with all that its seat holds."""
-    return WorkerStatusReported(2, WorkerStatus(worker, done, pieces=layout(machine.plan)[machine.members.index(worker)]))
+    return WorkerStatusReported(
+        2, WorkerStatus(worker, done, pieces=layout(machine.membership.plan)[machine.membership.members.index(worker)])
+    )
 
 
 def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
@@ -89,7 +92,7 @@ def test_a_drained_worker_without_a_seat_leaves_at_once_and_is_not_lost():
     do(machine, WorkersReady(), WorkerJoined(2))
     (decision,) = machine.handle(DrainAsked(2, "node b09ad58f is being drained"), 0.0)
     assert (decision.action, decision.reason) == (KillWorker(2, "drained"), "it had no work")
-    assert machine.members == (0, 1) and machine.generation == 1 and 2 in machine.gone
+    assert machine.membership.members == (0, 1) and machine.membership.generation == 1 and 2 in machine.membership.gone
 
 
 def test_nobody_is_killed_before_the_next_generation_is_claimed():
@@ -118,7 +121,7 @@ def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replic
     machine = elastic(ParallelPlan.mesh(pp=3 - replicas, dp=replicas, layers=2), mirror_every=mirror, capacity_s=60.0)
     machine.policy = replace(machine.policy, last=9)
     do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
-    machine.clock.complete = True  # the way back to the beginning is too long
+    machine.mirror.complete = True  # the way back to the beginning is too long
     actions = do(machine, *map(lost, die), GenerationClaimed(2, True), *(stood(machine, w, 1) for w in (0, 1) if w not in die))
     if len(die) == 1:
         actions = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
@@ -220,7 +223,7 @@ def test_a_validation_whose_callbacks_outlast_a_recovery_is_still_seen():
     do(machine, lost(0), GenerationClaimed(2, True), stood(machine, 1, 1), PlanAdopted(1, 2))
     assert machine.phase in (Phase.RUNNING, Phase.FLUSHING)
     do(machine, ValidationEmitted(1, stop="good enough"))
-    assert machine.stop is not None and machine.stop.reason == "good enough"
+    assert machine.stopping.request is not None and machine.stopping.request.reason == "good enough"
 
 
 @pytest.mark.parametrize("phase", [Phase.VALIDATING, Phase.ENDING])
@@ -243,7 +246,7 @@ def test_who_answers_no_pings_in_a_validation_or_a_checkpoint_is_given_up_as_soo
 @pytest.mark.parametrize("came", [True, False])
 def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to_be_written_again(came):
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2)
-    machine.hiring, machine.hired = {2}, 3
+    machine.hiring.starting, machine.hiring.next_number = {2}, 3
     finish(machine, (0, 1))
     do(machine, SnapshotTaken(1), WorkerJoined(2) if came else WorkerStartFailed(2, WorkerLost("no room")))
     assert machine.phase is Phase.ENDING

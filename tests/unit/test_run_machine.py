@@ -35,7 +35,10 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkersReady,
 )
-from raypar.elastic.run_machine import DEPTH, Phase, RunMachine, RunPolicy, UnexpectedEvent
+from raypar.elastic.phases import Phase, UnexpectedEvent
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
 
 
@@ -171,7 +174,7 @@ def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
         for rank in range(2):
             do(machine, StepReported(rank, step, 0.1), now_s=0.1 * (step + 1))
         do(machine, StepJournalled(step), now_s=0.1 * (step + 1))
-    assert machine.issued == machine.committed == 2, "both steps are done, people look at the first"
+    assert machine.progress.issued == machine.progress.committed == 2, "both steps are done, people look at the first"
     assert do(machine, Tick(), now_s=60.0) == []
     assert do(machine, StepEmitted(0), now_s=60.1) == [RunStep(2)]
     assert do(machine, Tick(), now_s=60.3) == []
@@ -310,7 +313,7 @@ def test_every_order_of_events_keeps_the_promises(block):
         ahead = 0
         for action in log:
             ahead += isinstance(action, RunStep) - isinstance(action, Emit)
-            assert ahead <= DEPTH
+            assert ahead <= MAX_OPEN_STEPS
         for index, action in enumerate(log):
             if isinstance(action, (Validate, TakeSnapshot)):
                 before = log[:index]
@@ -346,7 +349,7 @@ def cuts_of(policy, steps, seconds, mirror_seconds):
                     pending.append(StepJournalled(step))
                 case Emit(step):
                     pending.append(StepEmitted(step))
-    assert machine.committed == steps
+    assert machine.progress.committed == steps
     return taken
 
 
@@ -360,6 +363,6 @@ def test_the_mirror_takes_a_cut_in_the_first_step_and_then_every_k_steps():
 def test_the_mirror_takes_a_cut_as_often_as_its_cost_allows():
     cuts = cuts_of(RunPolicy(workers=2, last=200, mirror_cost=0.02), 200, 0.1, 0.1)
     gaps = [b - a for a, b in pairwise(cuts[1:-1])]
-    assert cuts[0] == 0 and gaps and all(50 <= gap <= 50 + DEPTH for gap in gaps), cuts
+    assert cuts[0] == 0 and gaps and all(50 <= gap <= 50 + MAX_OPEN_STEPS for gap in gaps), cuts
     free = cuts_of(RunPolicy(workers=2, last=9, mirror_cost=0.02), 9, 0.1, 0.0)
-    assert all(gap <= DEPTH for gap in (b - a for a, b in pairwise(free))), free
+    assert all(gap <= MAX_OPEN_STEPS for gap in (b - a for a, b in pairwise(free))), free

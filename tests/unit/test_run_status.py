@@ -11,6 +11,8 @@ from raypar.cli import main
 from raypar.commands.status import dead_local_nodes
 from raypar.console.run_status import format_status, run_status
 from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
 from raypar.run_folder import RunFolder
 
@@ -58,19 +60,19 @@ def of(**facts):
 def test_members_json_is_written_again_when_the_last_step_has_been_executed_again():
     """Nothing else in it changes then, and it said for ever that steps were being executed again."""
     status = MembersFile(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(last=20)))
-    machine = SimpleNamespace(
-        plan=None, members=(), gone=set(), phase=Phase.RUNNING, generation=2, spares=(), hiring=(), wanted=1
-    )
-    machine.committed, machine.journalled, machine.emitted, machine.silence = 8, 10, 10, {}
+    machine = RunMachine(RunPolicy(workers=1, last=20))
+    machine.phase = Phase.RUNNING
+    progress = machine.progress
+    progress.committed, progress.journalled, progress.emitted = 8, 10, 10
 
     def replaying() -> object:
         made = status.changed(machine, lambda n: {}, lambda plan: "1f1b")
         return None if made is None else (json.loads(made)["replaying"],)
 
     assert replaying() == ({"step": 8, "until": 10},)
-    machine.committed = 10
+    progress.committed = 10
     assert replaying() == (None,)
-    machine.committed = machine.journalled = 11
+    progress.committed = progress.journalled = 11
     assert replaying() is None
 
 

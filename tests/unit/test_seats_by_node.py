@@ -8,7 +8,8 @@ import pytest
 from raypar.elastic.actions import AdoptPlan
 from raypar.elastic.events import CallFailed, GenerationClaimed, WorkerJoined, WorkersReady, WorkerStatusReported
 from raypar.elastic.member import WorkerStatus
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import match_workers_to_seats
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
@@ -74,7 +75,7 @@ def layout(plan):
 def test_a_lost_worker_is_replaced_by_one_that_does_not_share_the_node_of_the_copy_that_is_left():
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
     machine = RunMachine(RunPolicy(workers=4, last=9, elastic=True, grow=False), plan=plan, layout=layout)
-    machine.nodes = {0: "x", 1: "y", 2: "y", 3: "x", 4: "x", 5: "y"}
+    machine.membership.nodes = {0: "x", 1: "y", 2: "y", 3: "x", 4: "x", 5: "y"}
     events = [
         WorkersReady(),
         WorkerJoined(4),

@@ -12,7 +12,8 @@ from raypar.elastic.events import (
     WorkerStatusReported,
 )
 from raypar.elastic.member import WorkerStatus
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import match_workers_to_seats
 from raypar.errors import WorkerLost
 from raypar.plan import Outline, ParallelPlan
@@ -29,7 +30,7 @@ def held(plan):
 def after(plan, dead, nodes=None, new=()):
     """What is decided once all others stand."""
     machine = RunMachine(RunPolicy(workers=plan.world, last=9, elastic=True, grow=False), plan=plan, layout=held)
-    machine.nodes = nodes or {}
+    machine.membership.nodes = nodes or {}
     events = [
         WorkersReady(),
         *map(WorkerJoined, new),
@@ -96,7 +97,7 @@ def test_stragglers_are_compared_with_replicas_of_the_same_shard():
     actions = []
     for step in range(3):
         for worker, busy_s in enumerate((0.01, 0.05, 0.04, 0.05)):
-            event = StepReported(worker, step, 0.1, machine.generation, busy_s=busy_s)
+            event = StepReported(worker, step, 0.1, machine.membership.generation, busy_s=busy_s)
             actions += [decision.action for decision in machine.handle(event, 0.1 * step)]
         for event in (StepJournalled(step), StepEmitted(step)):
             machine.handle(event, 0.1 * step)

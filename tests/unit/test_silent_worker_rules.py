@@ -24,7 +24,8 @@ from raypar.elastic.events import (
     WorkersReady,
 )
 from raypar.elastic.phases import Phase
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -65,7 +66,7 @@ def test_a_worker_that_is_only_silent_is_waited_for_with_a_line_and_training_goe
     )
     for worker in (0, 1):
         done = do(machine, StepReported(worker, 2, 50.0), 51.0)
-    assert machine.committed == 3 and done
+    assert machine.progress.committed == 3 and done
 
 
 def test_the_deadline_of_a_step_does_not_count_while_somebody_is_waited_for_and_begins_anew_then():
@@ -172,7 +173,7 @@ def test_an_elastic_run_begins_a_recovery_as_before():
     machine = RunMachine(RunPolicy(workers=2, last=10, elastic=True), plan=ParallelPlan.mesh(dp=2, layers=2))
     do(machine, WorkersReady())
     do(machine, WorkerSilent(1, 10.0), 10.0)
-    assert machine.phase is Phase.CLAIMING and not machine.silence
+    assert machine.phase is Phase.CLAIMING and not machine.health.silent_since_s
 
 
 def test_what_comes_late_is_ignored_in_every_phase():

@@ -10,7 +10,8 @@ import pytest
 from raypar.actors.step_reports import StepReports, loss_and_norm, reconstruct_report
 from raypar.actors.worker_messages import pickle_error
 from raypar.elastic.member import WorkerStatus
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
 from raypar.plan.vote_result import VoteResult
 
@@ -23,7 +24,7 @@ def report(loss: float = 1.0) -> dict:
 def reports() -> StepReports:
     plan = ParallelPlan.mesh(dp=2)
     machine = RunMachine(RunPolicy(workers=2, last=10), plan=plan)
-    machine.members = (5, 3)
+    machine.membership.members = (5, 3)
     return StepReports(machine, SimpleNamespace(passes=lambda plan: (4, 0)))
 
 
@@ -44,7 +45,7 @@ def test_reports_are_kept_by_rank_and_computing_is_counted_by_microbatch(reports
 
 def test_a_late_report_of_an_earlier_generation_is_an_event_and_nothing_else(reports):
     see(reports, 0, 1.0)
-    reports.machine.generation = 2
+    reports.machine.membership.generation = 2
     assert reports.stepped(3, 1, 1, report()).generation == 1
     with pytest.raises(KeyError):
         reports.commit(1)
@@ -62,7 +63,7 @@ def test_what_is_executed_again_has_to_give_the_same_to_the_last_bit(reports, se
 
 def test_a_step_that_was_found_applied_is_seen_with_its_loss_and_no_time(reports):
     outcome = VoteResult(loss=0.5, norm=2.0, count=8.0, factor=0.125, skipped=False)
-    reports.machine.journalled = 4
+    reports.machine.progress.journalled = 4
     reports.heard(WorkerStatus(3, 5, outcomes={3: outcome, 4: outcome}))
     reports.commit(4)
     assert reports.emit(4) == {0: reconstruct_report(outcome)}

@@ -2,7 +2,8 @@
 
 from raypar.elastic.actions import ClaimGeneration, ReportStraggler
 from raypar.elastic.events import StepEmitted, StepJournalled, StepReported, StopRequested, WorkersReady
-from raypar.elastic.run_machine import RunMachine, RunPolicy
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
 
@@ -82,7 +83,10 @@ def run(machine, count, slow=(3,), first=0):
     """So many steps; the slow ones take twice as long. What was decided about stragglers, and whether a recovery began."""
     found = []
     for step in range(first, first + count):
-        events = [StepReported(w, step, 0.1, machine.generation, busy_s=0.02 if w in slow else 0.01) for w in machine.members]
+        events = [
+            StepReported(w, step, 0.1, machine.membership.generation, busy_s=0.02 if w in slow else 0.01)
+            for w in machine.membership.members
+        ]
         for event in (*events, StepJournalled(step), StepEmitted(step)):
             actions = [decision.action for decision in machine.handle(event, 0.1 * step)]
             found += [a for a in actions if isinstance(a, (ReportStraggler, ClaimGeneration))]
@@ -107,7 +111,7 @@ def test_a_straggler_that_is_to_be_replaced_is_drained():
     made = machine(replace_stragglers=True)
     found = run(made, 21)
     assert found == [ReportStraggler(3, 2.0, 20, leaves=True), ClaimGeneration(2)]
-    assert made.leaving == {3} and made.attempts <= 1
+    assert made.membership.leaving == {3} and made.health.attempts <= 1
 
 
 def test_nobody_leaves_below_min_workers_or_where_nobody_can_come_or_while_the_run_ends():
@@ -116,18 +120,18 @@ def test_nobody_leaves_below_min_workers_or_where_nobody_can_come_or_while_the_r
     made = machine(replace_stragglers=True)
     run(made, 10)
     made.handle(StopRequested("enough"), 1.0)
-    assert not made.leaving
+    assert not made.membership.leaving
 
 
 def test_one_straggler_leaves_at_a_time():
     made = machine(replace_stragglers=True)
     found = run(made, 21, slow=(1, 3))
     assert sorted((f.worker, f.leaves) for f in found if isinstance(f, ReportStraggler)) == [(1, True), (3, False)]
-    assert made.leaving == {1}
+    assert made.membership.leaving == {1}
 
 
 def test_a_node_that_was_found_slow_before_is_not_left_again():
     made = machine(replace_stragglers=True)
-    made.nodes = {0: "a", 1: "b", 2: "a", 3: "b"}
-    made.slow_nodes = {"b"}
+    made.membership.nodes = {0: "a", 1: "b", 2: "a", 3: "b"}
+    made.health.slow_nodes = {"b"}
     assert run(made, 60) == [ReportStraggler(3, 2.0, 20)]

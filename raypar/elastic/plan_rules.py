@@ -1,0 +1,225 @@
+"""The next generation's plan: the cheapest one that the workers allow, its state, and the move to it.
+
+The answers to a loss are tried in the order of their cost: fill the empty seats from workers that wait; go on with the replicas
+that are left, so that nothing moves; choose a new plan. The state comes from the workers that hold it; else all go back to the
+newest complete snapshot of the mirror; else to the checkpoint. Steps that are executed again are compared with the journal and
+emit nothing.
+"""
+
+from __future__ import annotations
+
+from raypar.elastic import state_sources
+from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, Warn
+from raypar.elastic.events import PlanAdopted, PlanChosen
+from raypar.elastic.failure_budget import mark_lost
+from raypar.elastic.phases import Phase
+from raypar.elastic.recovery_start import begin_recovery
+from raypar.elastic.replay import shards_of
+from raypar.elastic.run_state import RunState
+from raypar.elastic.seating import assign_seats, refill_seats
+from raypar.elastic.step_flow import issue_steps
+from raypar.elastic.straggler_rules import begin_straggler_watch
+from raypar.elastic.worker_hiring import decide_capacity, start_missing_workers
+from raypar.elastic.worker_names import name_workers
+from raypar.errors import ClusterError, WorkerLost
+from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Piece, missing_pieces, plan_moves
+
+SLOWEST_PER_S = 2e6
+"""Elements, with what the optimizer keeps for them, that a worker takes over in a second, at the least."""
+
+
+def find_plan(m: RunState) -> None:
+    """Adopt the cheapest plan that the workers allow, ask the planner, or wait for workers."""
+    usable = _usable_workers(m)
+    wanted = decide_capacity(m, len(usable))
+    if wanted.lacking:
+        lost = state_sources.lost_pieces(m)
+        if lost:
+            end_unrecoverable(m, lost)
+        else:
+            wait_for_workers(m, wanted.reason, wanted.lacking)
+        return
+    grown, m.planned.plan = m.planned.plan, None
+    if grown is not None and m.planned.workers < wanted.seats:
+        request_plan(m, usable)  # more have come since it was chosen
+        return
+    if grown is not None and grown.world <= len(usable):
+        adopt_plan(m, grown, assign_seats(m, grown, usable))
+        return
+    plan = refill_seats(m, usable) if m.membership.plan is not None else None
+    if plan is not None:
+        adopt_plan(m, *plan)
+        return
+    request_plan(m, usable)
+
+
+def _usable_workers(m: RunState) -> list[int]:
+    """Workers that have answered in this recovery and stay."""
+    return sorted(set(m.recovery.stands) - m.membership.leaving)
+
+
+def request_plan(m: RunState, usable: list[int]) -> None:
+    """Ask the planner for a plan of the workers that are left."""
+    m.enter(Phase.PLANNING, deadline_s=m.policy.pass_deadline_s)
+    m.decide(ChoosePlan(m.membership.generation, decide_capacity(m, len(usable)).seats), f"{len(usable)} workers")
+
+
+def use_chosen_plan(m: RunState, event: PlanChosen) -> None:
+    """Adopt the planner's plan, or wait for workers where it has found none."""
+    if event.generation != m.membership.generation:
+        return
+    if event.plan is None:
+        wait_for_workers(m, event.why)
+        return
+    usable = _usable_workers(m)
+    if event.plan.world > len(usable):  # a worker was asked to leave meanwhile
+        find_plan(m)
+        return
+    adopt_plan(m, event.plan, assign_seats(m, event.plan, usable))
+
+
+def adopt_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> None:
+    """Find the state, and tell the workers to take their parts of the plan."""
+    r = m.recovery
+    need = dict(zip(members, m.layout(plan), strict=True))
+    source = state_sources.find_state(m, need)
+    if source is None:
+        end_unrecoverable(m, missing_pieces(state_sources.live_holders(m, r.done), need))
+        return
+    ways = plan_moves(source.have, need)
+    seatless = tuple(sorted({way.source for way in ways} - set(members)))
+    r.expected = {*members, *seatless}
+    r.order = AdoptPlan(m.membership.generation, plan, members, seatless, source.done, ways, source.cut, source.load)
+    most = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
+    usual_s = (m.policy.load_s if source.load else m.policy.adopt_s) + most / SLOWEST_PER_S
+    # Longer with each attempt: perhaps no worker hangs, and all are slow.
+    m.enter(Phase.ADOPTING, deadline_s=usual_s * max(1, m.health.attempts))
+    where = "the disk, or made anew," if source.load else "the mirror" if source.cut else "the workers that hold it"
+    m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {source.done} steps")
+
+
+def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> None:
+    """End the run: no memory and no checkpoint has these pieces of state."""
+    names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+    gone = m.membership.gone & set(m.membership.members)
+    held_by = "the workers' copies differ" if m.trust.doubt else f"{name_workers(gone)} held it"
+    if m.health.waited_s:
+        held_by += f" and did not answer, in a wait of {m.health.waited_s:.0f} s (elastic.last_copy_wait_s)"
+    m.end_run(
+        "failed",
+        f"the only copies of {len(lost)} pieces of state are lost",
+        WorkerLost(
+            f"state after {m.recovery.done} steps is lost: {names}; {held_by}, no mirror and no checkpoint has it",
+            cure=f"start again with {', or with '.join(what_would_help(m))}",
+        ),
+    )
+
+
+def what_would_help(m: RunState) -> list[str]:
+    """Settings that would have kept the state. Nothing in memory helps where all workers are gone."""
+    helps = ["checkpoint.every set"]
+    if m.health.waited_s:
+        helps.append("a larger elastic.last_copy_wait_s, if it was only slow")
+    if set(m.membership.members) - m.membership.gone:
+        if not (m.policy.mirror_every or m.policy.mirror_cost):
+            helps.append("elastic.mirror: auto")
+        plan = m.membership.plan
+        if plan is not None and min(stage.replicas for stage in plan.stages) == 1:
+            helps.append("two replicas of every stage")
+    return helps
+
+
+def count_adoption(m: RunState, event: PlanAdopted) -> None:
+    """Count a worker that has taken its part; with the last one the new generation runs."""
+    r = m.recovery
+    if event.generation != m.membership.generation or event.worker not in r.expected:
+        return
+    r.expected.discard(event.worker)
+    if not r.expected:
+        assert r.order is not None
+        start_generation(m, r.order)
+
+
+def start_generation(m: RunState, order: AdoptPlan) -> None:
+    """Let training go on with the new plan; workers that leave go now."""
+    who, p, stopping = m.membership, m.progress, m.stopping
+    trained = who.members
+    who.plan, who.members = order.plan, order.members
+    tell_of_other_shards(m, order)
+    who.spares = (who.spares | set(m.recovery.stands)) - set(who.members) - who.leaving - who.gone
+    p.issued = p.committed = order.done
+    m.mirror.begin()
+    m.trust.doubt, m.health.waited_s = "", 0.0
+    m.trust.tainted -= set(who.members)
+    m.planned.reason = m.planned.plan = None
+    m.planned.ask_at_s = m.timer.now_s if who.spares else None
+    _dismiss_leaving_workers(m, trained)
+    if stopping.request is not None and (stopping.at is None or stopping.interrupted):
+        stopping.at = max(p.committed, p.emitted)
+    if stopping.abandon_at_s is not None and p.committed < p.emitted:
+        end_interrupted(m)  # what people have seen would have to be executed again first
+        return
+    stopping.abandon_at_s = None
+    begin_straggler_watch(m)
+    m.enter(Phase.RUNNING)
+    issue_steps(m)
+
+
+def _dismiss_leaving_workers(m: RunState, trained: tuple[int, ...]) -> None:
+    """Kill the workers that leave and have no seat; one that still has a seat leaves with the next change.
+
+    `trained`: the members of the plan before.
+    """
+    who = m.membership
+    for worker in sorted(who.leaving):
+        if worker in who.members:
+            m.planned.reason = f"worker {worker} leaves"
+        else:
+            why = "its state differs from that of its replicas" if worker in m.trust.wrong else "drained"
+            m.decide(KillWorker(worker, why), "its work is with the others" if worker in trained else "it had no work")
+            mark_lost(m, worker)
+
+
+def tell_of_other_shards(m: RunState, order: AdoptPlan) -> None:
+    """Warn about replayed steps whose shard count changed; their losses may differ from those that people have seen."""
+    others = m.replay.begin(order.done, shards_of(order.plan), m.progress.journalled)
+    if others:
+        doubted = m.trust.doubted_steps
+        m.trust.doubted_steps = range(min(doubted.start, others.start), others.stop) if doubted.stop > order.done else others
+        text = f"steps {others.start + 1} to {others.stop} are executed again with other shards: losses may differ a little"
+        m.decide(Warn(text), "a sum's order depends on the number of shards")
+
+
+def wait_for_workers(m: RunState, why: str, lacking: int | None = None) -> None:
+    """Wait until a worker joins, or the time limit; not at all where none can join. `lacking`: how many workers, where that is
+    known. If one has joined since all were asked, ask again at once."""
+    who = m.membership
+    unasked = who.spares - set(m.recovery.stands) - who.gone - who.leaving
+    if unasked:
+        begin_recovery(m, f"worker {min(unasked)} has joined", counts=False)
+        return
+    if not m.policy.capacity_s:
+        cure = "`raypar resume` goes on from the last checkpoint, also under a smaller plan; or lower elastic.min_workers"
+        m.end_run("failed", why, ClusterError(why, cure=cure))
+        return
+    m.enter(Phase.WAITING, deadline_s=m.policy.capacity_s)
+    more = "more workers" if lacking is None else f"{lacking} more worker{'s' * (lacking > 1)}"
+    m.recovery.awaited = f"{more} of 1 CPU each ({why})"
+    tell_what_is_awaited(m)
+    start_missing_workers(m)
+
+
+def tell_what_is_awaited(m: RunState, more: str = "") -> None:
+    """Tell people what the run waits for, and for how long; `more` is added."""
+    assert m.timer.deadline_s is not None
+    m.recovery.told_s = m.timer.now_s
+    text = f"waiting for {m.recovery.awaited}; {m.timer.deadline_s - m.timer.now_s:.0f} s left"
+    m.decide(Warn(f"{text} {more}".rstrip()), "nothing can be done without them")
+
+
+def end_interrupted(m: RunState) -> None:
+    """End the run between two generations: the state is spread over the workers, so the last checkpoint is what is left."""
+    saved = m.progress.saved
+    left = f"the last checkpoint is of step {saved}" if saved else "nothing is saved"
+    m.end_run("interrupted", f"interrupted while {m.phase.value}; {left}")

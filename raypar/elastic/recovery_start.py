@@ -1,0 +1,42 @@
+"""The way into a recovery: the machine claims the next generation."""
+
+from __future__ import annotations
+
+from raypar.elastic.actions import ClaimGeneration
+from raypar.elastic.failure_budget import step_failed_too_often
+from raypar.elastic.member import StaleGeneration
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_state import RunState
+from raypar.elastic.state_records import Recovery
+from raypar.errors import CommError, WorkerLost
+
+
+def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
+    """Begin a new generation. Steps in flight will be settled, or never happened.
+
+    `counts`: this is an attempt at the next step, of which there are `max_attempts`. A planned change (a worker leaves or
+    joins) is no attempt, nor is a death that nobody is to blame for (a machine was taken away): any number of those may come.
+    """
+    progress, health, stopping = m.progress, m.health, m.stopping
+    if m.phase in (Phase.VALIDATING, Phase.SAVING, Phase.ENDING):
+        progress.served = progress.emitted - 1  # saving and validation are due there again
+    progress.forget_open_steps()
+    health.probing = health.aborted_by_us = False
+    m.planned.asking = False
+    if health.disturbed_at_s is None:
+        health.disturbed_at_s = m.timer.now_s
+    health.attempts += counts
+    if stopping.interrupted and stopping.abandon_at_s is None:
+        stopping.abandon_at_s = m.timer.now_s + m.policy.interrupt_s
+    if health.attempts > m.policy.max_attempts:
+        m.end_run("failed", f"{health.attempts} attempts without a step between them: {why}", step_failed_too_often(m))
+        return
+    m.recovery = Recovery(why, former=m.recovery.order or m.recovery.former)
+    m.membership.generation += 1
+    m.enter(Phase.CLAIMING, deadline_s=m.policy.claim_s)
+    m.decide(ClaimGeneration(m.membership.generation), why)
+
+
+def is_lost_share(error: Exception) -> bool:
+    """Whether a checkpoint failed because a worker died or left, not because of the disk: it can be written again."""
+    return isinstance(error, (WorkerLost, CommError, StaleGeneration))

@@ -1,0 +1,93 @@
+"""The state of a run, and the three things that a rule may do besides changing it: decide, change the phase, end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raypar.elastic.actions import Action, Decision, EndKind, Teardown
+from raypar.elastic.events import RunEvent
+from raypar.elastic.mirror_schedule import MirrorSchedule
+from raypar.elastic.phases import Phase
+from raypar.elastic.replay import Replay, shards_of
+from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.state_records import (
+    Health,
+    Hiring,
+    Membership,
+    PhaseTimer,
+    PlannedChange,
+    Progress,
+    Recovery,
+    StateTrust,
+    Stopping,
+)
+from raypar.elastic.step_times import StepTimes
+from raypar.elastic.stragglers import StragglerWatch
+from raypar.plan import ParallelPlan
+from raypar.plan.pieces import Piece
+
+Layout = Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]
+"""The pieces of state that each rank of a plan has to hold."""
+
+
+class RunState:
+    """All that the machine knows of one run. Rules take it, read it and change it."""
+
+    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, layout: Layout = lambda plan: ()) -> None:
+        """`plan` and `layout` are needed by elastic runs only."""
+        first = policy.first
+        self.policy = policy
+        """The limits of the run."""
+        self.layout = layout
+        """What each rank of a plan has to hold of the state."""
+        self.phase = Phase.STARTING
+        """Where the run is."""
+        self.timer = PhaseTimer()
+        """The time, and the phase's time limit."""
+        self.progress = Progress(first, first, first, first, first, saved=first or None)
+        """How far the run is."""
+        self.membership = Membership(plan, tuple(range(policy.workers)))
+        """The workers, their seats and their generation."""
+        self.hiring = Hiring(policy.workers)
+        """Workers that are being started."""
+        self.planned = PlannedChange()
+        """The change of plan or members that is wanted."""
+        self.stopping = Stopping()
+        """The request to end early."""
+        self.health = Health(StragglerWatch(policy.straggler_times, policy.straggler_steps))
+        """Silence, slowness and failures."""
+        self.trust = StateTrust(agreed=first)
+        """Which state is known to be right."""
+        self.recovery = Recovery("")
+        """The recovery that is under way, or the last one."""
+        self.mirror = MirrorSchedule(policy.mirror_every, policy.mirror_cost)
+        """Which steps end with a snapshot for the mirror."""
+        self.replay = Replay(first, shards_of(plan) if plan is not None else None)
+        """Which steps were executed with how many shards."""
+        self.step_times = StepTimes()
+        """How long steps take."""
+        self.decisions: list[Decision] = []
+        """What the present event has led to so far."""
+        self.next_event: RunEvent | None = None
+        """An event that the present one amounts to; it is handled right after it."""
+
+    def decide(self, action: Action, reason: str) -> None:
+        """Add an action to those that the driver carries out."""
+        self.decisions.append(Decision(action, reason))
+
+    def enter(self, phase: Phase, *, deadline_s: float | None = None) -> None:
+        """Change the phase. After `deadline_s` seconds its time limit is over; None: it has none."""
+        self.phase = phase
+        self.timer.begin_phase(deadline_s)
+
+    def end_run(self, end: EndKind, why: str, error: Exception | None = None) -> None:
+        """Make the last decision of the run. No worker is waited for any more."""
+        self.health.silent_since_s.clear()
+        self.enter(Phase.OVER)
+        self.decide(Teardown(end, why, self.progress.emitted, error), why)
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing can be done before workers join, or before a silent one answers that holds an only copy."""
+        standing = self.phase is Phase.STANDING and self.recovery.waited_from_s is not None
+        return self.phase is Phase.WAITING or standing or bool(self.health.silent_since_s)

@@ -1,0 +1,171 @@
+"""The flow of steps: which are issued, what is due between them, and how the run ends when all are done.
+
+Step n+2 is issued when people have seen step n, so one call always waits at each worker while another runs. A stop that a
+callback of step n asks for therefore ends the run after exactly one more step, on every cluster.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from raypar.elastic.actions import CheckReplay, FirstStepAfterRecovery, RunStep, TakeSnapshot, Validate, WriteJournal
+from raypar.elastic.events import StepEmitted, StopRequested
+from raypar.elastic.phases import Phase, UnexpectedEvent
+from raypar.elastic.recovery_start import begin_recovery, is_lost_share
+from raypar.elastic.run_state import RunState
+from raypar.elastic.state_records import Due
+from raypar.elastic.worker_hiring import start_missing_workers
+
+MAX_OPEN_STEPS = 2
+"""Steps that a worker has been called for and has not finished: one runs, one waits."""
+
+
+def issue_steps(m: RunState) -> None:
+    """Issue the steps that may be issued, or begin what is due at the flush point that has been reached."""
+    p = m.progress
+    if m.planned.reason is not None:
+        if p.committed == p.issued:
+            begin_recovery(m, m.planned.reason, counts=False)
+        return
+    barrier = max(next_flush_point(m), p.committed)
+    while p.issued < min(barrier, min(p.emitted, p.committed) + MAX_OPEN_STEPS):
+        saved_next = p.issued + 1 in next_saved_steps(m)
+        if saved_next and m.mirror.waits:
+            return  # only one mirror snapshot at a time is compared
+        if p.issued == p.committed:
+            m.timer.since_s = m.timer.now_s  # time that callbacks took makes no worker late
+        alone = len(m.membership.members) == 1  # nobody would keep a copy
+        cut = not alone and m.mirror.take(p.issued, saved_next)
+        m.decide(RunStep(p.issued, cut), f"step {p.issued} is within {MAX_OPEN_STEPS} of the last one seen by all")
+        p.issued += 1
+    if p.emitted == p.committed == p.issued == barrier:
+        p.due = find_due(m, barrier)
+        p.served = barrier
+        serve_next(m)
+    elif p.issued == barrier and m.phase is Phase.RUNNING:
+        request = m.stopping.request
+        m.enter(Phase.FLUSHING, deadline_s=request.grace_s if request is not None and request.interrupt else None)
+
+
+def end_step(m: RunState) -> int:
+    """The number of steps after which the run ends, as far as that is known now."""
+    return m.policy.end if m.stopping.at is None else m.stopping.at
+
+
+def next_flush_point(m: RunState) -> int:
+    """The number of steps beyond which none is issued before saving and validation have been served there."""
+    periods = (m.policy.validate_every if m.policy.validates else 0, m.policy.save_every)
+    served = max(m.progress.served, m.progress.emitted - 1)  # no step beyond a flush point is issued before it was served
+    return min([end_step(m), *((served // every + 1) * every for every in periods if every)])
+
+
+def next_saved_steps(m: RunState) -> tuple[int, ...]:
+    """The numbers of steps after which the state is saved next: there the replicas are compared before."""
+    end, every = end_step(m), m.policy.save_every
+    return (end, (m.progress.issued // every + 1) * every) if every else (end,)
+
+
+def find_due(m: RunState, done: int) -> deque[Due]:
+    """What is due after `done` steps. Saving comes first: what fails in a validation, or in a callback after it, must not take
+    the training with it."""
+    policy, due, stop_at = m.policy, deque[Due](), m.stopping.at
+    cut_short = stop_at is not None and done >= stop_at and done < policy.last
+    ends = cut_short or done >= policy.end
+    save_now = policy.save_every and done % policy.save_every == 0
+    save_last = ends and (policy.save_at_end or done < policy.last)
+    if done not in (m.progress.saved, m.progress.saving) and (save_now or save_last):
+        due.append("save")
+    every = policy.validate_every
+    validate_now = (every and done % every == 0) or done == policy.last
+    fresh = done > policy.first and m.progress.validated != done
+    if policy.validates and fresh and validate_now and not m.stopping.interrupted:
+        due.append("validate")
+    if ends:
+        due.append("end")
+    return due
+
+
+def serve_next(m: RunState) -> None:
+    """Begin the next thing that is due at this flush point; after the last one training goes on. No step is in flight."""
+    p = m.progress
+    done = p.emitted
+    if not p.due and m.stopping.request is not None and m.stopping.at is None:
+        m.stopping.at = done
+        p.due = deque(["end"] if done in (p.saved, p.saving) else ["save", "end"])
+    if not p.due:
+        m.enter(Phase.RUNNING)
+        issue_steps(m)
+        return
+    what = p.due.popleft()
+    p.answers = set()
+    if what == "validate":
+        m.enter(Phase.VALIDATING, deadline_s=m.policy.pass_deadline_s)
+        m.decide(Validate(done), f"{done} steps are done")
+    elif what == "save":
+        m.enter(Phase.SAVING, deadline_s=m.policy.pass_deadline_s)
+        if p.saving is None:
+            begin_checkpoint(m)
+    else:
+        m.enter(Phase.ENDING, deadline_s=m.policy.pass_deadline_s)
+        end_if_saved(m)
+
+
+def begin_checkpoint(m: RunState) -> None:
+    """Begin a checkpoint. Only one is written at a time."""
+    m.progress.saving = m.progress.emitted
+    m.decide(TakeSnapshot(m.progress.emitted), f"a checkpoint is due after {m.progress.emitted} steps")
+
+
+def end_if_saved(m: RunState) -> None:
+    """End the run if no checkpoint is being written any more."""
+    p, request = m.progress, m.stopping.request
+    if p.saving is not None:
+        return
+    done = p.emitted
+    if p.save_error is not None and p.saved != done:
+        if m.policy.elastic and is_lost_share(p.save_error):
+            p.save_error = None
+            begin_recovery(m, "a worker was lost with its share of the last checkpoint; the others hold the state")
+            return
+        kept = f"the checkpoint after {p.saved} steps is good" if p.saved else "there is no earlier checkpoint"
+        m.end_run("failed", f"the last checkpoint could not be written; {kept}", p.save_error)
+    elif request is not None:
+        m.end_run("interrupted" if request.interrupt else "stopped", request.reason)
+    elif done < m.policy.last:
+        m.end_run("stopped", f"asked to stop after {done} steps")
+    else:
+        m.end_run("done", f"all {done} steps are done")
+
+
+def commit_step(m: RunState, step: int) -> None:
+    """Count `step` as applied by every worker, and have it journalled; one that people have seen before is compared."""
+    p, health, now_s = m.progress, m.health, m.timer.now_s
+    p.committed = step + 1
+    if step >= p.journalled:
+        health.attempts = 0
+        health.deaths.clear()
+        health.patience_s = 0.0
+    m.timer.since_s = now_s
+    if health.disturbed_at_s is not None:
+        since_s = health.disturbed_at_s if p.last_commit_s is None else p.last_commit_s
+        m.decide(FirstStepAfterRecovery(step, now_s - since_s, max(0, p.journalled - step)), "training goes on")
+        health.disturbed_at_s = None
+        health.failures.clear()
+    p.last_commit_s = now_s
+    start_missing_workers(m)
+    if step < p.journalled:
+        m.decide(CheckReplay(step, step in m.trust.doubted_steps), f"step {step} was seen before the roll-back")
+    else:
+        p.journalled = step + 1
+        m.decide(WriteJournal(step), f"all {len(m.membership.members)} workers hold step {step}")
+
+
+def record_emitted_step(m: RunState, event: StepEmitted) -> None:
+    """Count a step as seen, and stop after one more if its callback asked for that. No step may be left out."""
+    p, stopping = m.progress, m.stopping
+    if event.step > p.emitted:
+        raise UnexpectedEvent(f"{event}, but step {p.emitted} has not been seen")
+    p.emitted = max(p.emitted, event.step + 1)
+    if event.stop is not None and stopping.request is None:
+        stopping.request = StopRequested(event.stop)
+        stopping.at = max(min(next_flush_point(m), event.step + MAX_OPEN_STEPS), p.committed, p.emitted)

@@ -1,0 +1,45 @@
+"""What the machine asks `capacity.desired`, and how it starts the workers that are wanted."""
+
+from __future__ import annotations
+
+from raypar.elastic import capacity
+from raypar.elastic.actions import StartWorker
+from raypar.elastic.capacity import CapacityDecision, CapacityView
+from raypar.elastic.run_state import RunState
+
+
+def decide_capacity(m: RunState, available: int | None = None) -> CapacityDecision:
+    """What the run wants of its workers now, if a new plan could use `available` of them; by default all that are there."""
+    who, planned = m.membership, m.planned
+    view = CapacityView(
+        members=set(who.members) - who.gone - who.leaving,
+        spares=who.spares,
+        starting=m.hiring.starting,
+        placed=m.hiring.placed,
+        available=count_available(m) if available is None else available,
+        seats=len(who.members),
+        start_after_s=m.hiring.retry_at_s,
+        grow_at_s=planned.ask_at_s,
+        settled=not planned.asking and planned.reason is None and m.step_times.known,
+        stopping=m.stopping.request is not None,
+    )
+    return capacity.desired(view, m.policy.capacity, m.timer.now_s)
+
+
+def count_available(m: RunState) -> int:
+    """Workers that a new plan could use while training goes on."""
+    return len(m.membership.members) + len(m.membership.spares)
+
+
+def start_missing_workers(m: RunState) -> None:
+    """Start the workers that are wanted. Not before the others train again: starting a process costs them time."""
+    start_workers(m, decide_capacity(m))
+
+
+def start_workers(m: RunState, decision: CapacityDecision) -> None:
+    """Start as many workers as have been decided."""
+    for _ in range(decision.start):
+        number = m.hiring.next_number
+        m.hiring.next_number += 1
+        m.hiring.starting.add(number)
+        m.decide(StartWorker(number), decision.reason)
