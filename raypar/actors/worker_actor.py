@@ -55,8 +55,8 @@ class WorkerActor:
         self.body: Any = None
         self.member: Any = None
         self.writer: Any = None
-        self.backend: Any = None
         self.mesh: Any = None
+        self.backend: Any = None
         self.heard_s = time.monotonic()
         self.orphan_timeout_s = orphan_timeout_s
         self.doing = "starting"
