@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 ALIGNED = 64
 """Bytes. Addresses of memory that PyTorch allocates are multiples of this."""
 
-SMALL_BYTES = 32 << 10
+SMALL_BLOCK_BYTES = 32 << 10
 """The C library itself keeps smaller blocks."""
 
 
@@ -51,7 +51,7 @@ class BufferPool:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor."""
         nbytes = prod(shape) * dtype.itemsize
-        if nbytes < SMALL_BYTES:
+        if nbytes < SMALL_BLOCK_BYTES:
             return torch.empty(shape, dtype=dtype)
         size = 1 << (nbytes - 1).bit_length()
         with self._lock:

@@ -471,8 +471,10 @@ def lying(dtype_code=0, dims=(3, 5), nbytes=60, generation=1, tag=7, count=None)
     """A header that is whole, and wrong."""
     packed = struct.pack(f"<{len(dims)}Q", *dims)
     count = len(dims) if count is None else count
-    head = message_header.HEADER.pack(message_header.MAGIC, dtype_code, count, generation, 0, tag, nbytes, zlib.crc32(packed))
-    return head + message_header.CHECK.pack(zlib.crc32(head)) + packed
+    head = message_header.FIXED_HEADER.pack(
+        message_header.MESSAGE_MAGIC, dtype_code, count, generation, 0, tag, nbytes, zlib.crc32(packed)
+    )
+    return head + message_header.HEADER_CHECKSUM.pack(zlib.crc32(head)) + packed
 
 
 LIES = {
@@ -484,7 +486,7 @@ LIES = {
     "a shape that wraps round to its bytes": lying(dims=(1 << 32, 1 << 32, 15), nbytes=60),
     "fewer bytes than the shape has": lying(nbytes=56),
     "more bytes than the shape has": lying(nbytes=64),
-    "an unknown dtype": lying(dtype_code=len(message_header.DTYPES)),
+    "an unknown dtype": lying(dtype_code=len(message_header.SENDABLE_DTYPES)),
     "255 dims": lying(dims=(1,) * 255, nbytes=4),
     "another generation": lying(generation=2),
 }
@@ -600,7 +602,7 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     "frame",
     [
         (3, 0, 1, 0, 7, 4),
-        (0, len(message_header.DTYPES), 1, 0, 7, 4),
+        (0, len(message_header.SENDABLE_DTYPES), 1, 0, 7, 4),
         (0, 0, 17, 0, 7, 4),
         (0, 0, 1, 0, 7, 4, 4),
         (0, 0, 1, 0, 7, 1 << 62),
@@ -610,7 +612,7 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     ],
 )
 def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_message(frame):
-    packed = messages.FRAME.pack(*frame, *[0] * (5 + messages.MAX_DIMS - len(frame)))
+    packed = messages.ANNOUNCEMENT.pack(*frame, *[0] * (5 + messages.MAX_ANNOUNCED_DIMS - len(frame)))
     with pytest.raises(CommError, match=r"damaged|more than this machine has memory"):
         messages.unpack_announcement(packed)
 

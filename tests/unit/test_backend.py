@@ -1,11 +1,14 @@
 """Backends: what the launcher and a worker ask of each kind of device, without one."""
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
 
 from raypar.comm.buffer_pool import CPU
+from raypar.comm.mesh import Mesh
+from raypar.comm.nccl.mesh import NcclMesh
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.tcp.mesh import TcpMesh
 from raypar.elastic.run_policy import RunPolicy
@@ -30,6 +33,14 @@ def test_a_worker_on_processors_needs_nothing_but_sockets():
         alone.close()
     finally:
         mesh.close()
+
+
+@pytest.mark.parametrize("mesh", [TcpMesh, NcclMesh])
+def test_every_mesh_is_called_as_the_protocol_says(mesh):
+    for name in ("connect", "abort_connect", "close"):
+        wanted, found = (inspect.signature(getattr(one, name)).parameters for one in (Mesh, mesh))
+        assert list(found.values()) == list(wanted.values()), name
+    assert all(hasattr(mesh, name) for name in ("address", "stuck"))
 
 
 def test_a_gpu_run_reserves_gpus_and_waits_longer_for_communicators():

@@ -208,8 +208,10 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
 
 
 def test_cupy_is_loaded_only_when_a_transport_needs_it():
-    files = (PACKAGE / "comm" / "nccl").glob("*.py")
-    comm = [".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in files]
+    comm = [
+        ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for path in (PACKAGE / "comm" / "nccl").glob("*.py")
+    ]
     assert comm and loaded(["raypar", *comm], {"cupy"}) == ""
 
 

@@ -29,7 +29,7 @@ from raypar.comm.tcp.transport import TcpTransport
 from raypar.comm.transport import Handle
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
-HELLO, READY = 1, 2
+HELLO_TAG, READY_TAG = 1, 2
 """Tags on the control transport."""
 MAX_DOCUMENT_BYTES = 4 << 20
 """Size limit of a rank's document: some hundred bytes for each of its communicators."""
@@ -76,7 +76,7 @@ def connect_nccl(
     making = CommunicatorSetup(control.rank, device, mine, ids)
     others = [rank for rank in range(control.size) if rank != control.rank]
     try:
-        ready = {rank: control.recv(None, source=rank, tag=READY) for rank in others}
+        ready = {rank: control.recv(None, source=rank, tag=READY_TAG) for rank in others}
         making.wait(ready, deadline, deadline_s)
         send_to_all(control, {})
         receive_from_all(ready, deadline, deadline_s, "made all communicators", lambda: raise_peer_failure(ready))
@@ -122,9 +122,9 @@ def exchange_hellos(
         "communicators": [[list(key.members), key.operation, key.channel] for key in keys],
         "ids": {str(key): bindings.new_unique_id().hex() for key in keys if key.members[0] == control.rank},
     }
-    send_to_all(control, hello, HELLO)
+    send_to_all(control, hello, HELLO_TAG)
     others = [rank for rank in range(control.size) if rank != control.rank]
-    handles = {rank: control.recv(None, source=rank, tag=HELLO) for rank in others}
+    handles = {rank: control.recv(None, source=rank, tag=HELLO_TAG) for rank in others}
     receive_from_all(handles, deadline, deadline_s, "said what NCCL and device it has")
     return [hello if rank == control.rank else receive_hello(handles[rank], rank) for rank in range(control.size)]
 
@@ -243,7 +243,7 @@ class CommunicatorSetup(threading.Thread):
             raise self._error
 
 
-def send_to_all(control: TcpTransport, document: Mapping[str, Any], tag: int = READY) -> None:
+def send_to_all(control: TcpTransport, document: Mapping[str, Any], tag: int = READY_TAG) -> None:
     """Send a document to all other ranks."""
     text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
     for rank in range(control.size):

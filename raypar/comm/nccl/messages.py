@@ -26,7 +26,7 @@ from raypar.comm.message_operation import MessageOperation, MessagePhase, Phases
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
-from raypar.comm.tcp.message_header import CODES, DTYPES, check_tensor_bytes
+from raypar.comm.tcp.message_header import DTYPE_CODES, SENDABLE_DTYPES, check_tensor_bytes
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.errors import CommError
 
@@ -37,14 +37,14 @@ ON_DEVICE, ON_HOST, GOODBYE = range(3)
 """What a frame announces: a message in its communicator; a message whose bytes follow the frame; that the sender closes, with
 its operation counts, which follow the frame."""
 
-MAX_DIMS = 16
-FRAME = struct.Struct(f"<BBBxIQ{MAX_DIMS}Q")
+MAX_ANNOUNCED_DIMS = 16
+ANNOUNCEMENT = struct.Struct(f"<BBBxIQ{MAX_ANNOUNCED_DIMS}Q")
 """Kind (one of the above), dtype code, number of dims, bytes of a goodbye, tag, dims."""
 
 MAX_GOODBYE_BYTES = 1 << 20
 """Size limit of a goodbye: some tens of bytes for each communicator that two ranks share."""
 
-Key = tuple[int, int]
+SourceTag = tuple[int, int]
 """(source, tag)"""
 
 
@@ -104,8 +104,8 @@ class Mailbox:
         """By peer: held while a message is launched and announced, so that both have one order."""
         self._matching = threading.Lock()
         """Guards `_posted` and `_arrived`."""
-        self._posted: dict[Key, deque[NcclHandle]] = {}
-        self._arrived: dict[Key, deque[NcclHandle]] = {}
+        self._posted: dict[SourceTag, deque[NcclHandle]] = {}
+        self._arrived: dict[SourceTag, deque[NcclHandle]] = {}
 
     def listen(self) -> None:
         """Take the announcements of all other ranks, from here on."""
@@ -202,7 +202,7 @@ class Mailbox:
 
     def take_announcements(self, peer: int) -> Phases:
         """The phases of `AnnouncementReceive`: take the peer's announcements, one after the other."""
-        frame = torch.empty(FRAME.size, dtype=torch.uint8)
+        frame = torch.empty(ANNOUNCEMENT.size, dtype=torch.uint8)
         while True:
             yield MessagePhase((), [(frame, peer, 0)])
             kind, dtype, shape, more, tag = unpack_announcement(bytes(frame.numpy()))
@@ -324,31 +324,37 @@ class Mailbox:
                 if peer != self._owner.rank:
                     shared = {stream.name: stream.calls for stream in streams if peer in stream.key.members}
                     text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
-                    frame = FRAME.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MAX_DIMS)
+                    frame = ANNOUNCEMENT.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MAX_ANNOUNCED_DIMS)
                     self._announce(peer, bytearray(frame), text)
         return True
 
 
 def pack_announcement(kind: int, tensor: Tensor, tag: int) -> bytearray:
     """The announcement of one message. Raises `CommError` for a dtype, shape or tag that cannot travel."""
-    code, dims = CODES.get(tensor.dtype), tensor.dim()
-    if code is None or dims > MAX_DIMS or not 0 <= tag < 1 << 64:
+    code, dims = DTYPE_CODES.get(tensor.dtype), tensor.dim()
+    if code is None or dims > MAX_ANNOUNCED_DIMS or not 0 <= tag < 1 << 64:
         raise CommError(
             f"cannot send {tensor.dtype} with {dims} dims and tag {tag}",
-            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_DIMS} dims",
+            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_ANNOUNCED_DIMS} dims",
         )
-    return bytearray(FRAME.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MAX_DIMS - dims)))
+    return bytearray(ANNOUNCEMENT.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MAX_ANNOUNCED_DIMS - dims)))
 
 
 def unpack_announcement(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int]:
     """(kind, dtype, shape, bytes of a goodbye, tag) of a frame. Raises `CommError` for a damaged one."""
-    kind, code, dims, more, tag, *shape = FRAME.unpack(frame)
-    if kind > GOODBYE or code >= len(DTYPES) or dims > MAX_DIMS or any(shape[dims:]) or more > MAX_GOODBYE_BYTES:
+    kind, code, dims, more, tag, *shape = ANNOUNCEMENT.unpack(frame)
+    if (
+        kind > GOODBYE
+        or code >= len(SENDABLE_DTYPES)
+        or dims > MAX_ANNOUNCED_DIMS
+        or any(shape[dims:])
+        or more > MAX_GOODBYE_BYTES
+    ):
         raise CommError(
             f"an announcement is damaged (kind {kind}, dtype code {code}, {dims} dims, {more} bytes)", cure="abort the group"
         )
-    check_tensor_bytes(shape[:dims], DTYPES[code])
-    return kind, DTYPES[code], tuple(shape[:dims]), more, tag
+    check_tensor_bytes(shape[:dims], SENDABLE_DTYPES[code])
+    return kind, SENDABLE_DTYPES[code], tuple(shape[:dims]), more, tag
 
 
 def unpack_goodbye(text: bytes) -> dict[str, int]:

@@ -25,7 +25,7 @@ from raypar.errors import CommError, GroupAborted
 LOCK_CHECK_S = 0.02
 """A thread that waits for another one's launch looks this often whether the transport has ended."""
 
-POLL_S = 0.01
+ERROR_POLL_S = 0.01
 """Shortest time between two questions to NCCL for errors that it has found in the background."""
 
 
@@ -196,11 +196,11 @@ class PendingOperations:
             self._changed.wait(pause_s)
 
     def poll(self) -> None:
-        """See `HandleOwner.poll`: at most every `POLL_S`. One error breaks the whole group."""
+        """See `HandleOwner.poll`: at most every `ERROR_POLL_S`. One error breaks the whole group."""
         now = time.monotonic()
         if now < self._next_poll_s or self._broken is not None:
             return
-        self._next_poll_s = now + POLL_S
+        self._next_poll_s = now + ERROR_POLL_S
         for stream in self._streams.values():
             if not stream.lock.acquire(False):
                 continue  # it is being used, and the next poll comes soon

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from raypar.errors import CommError
 
-MAGIC = 0x72617970  # "rayp"
-MAX_DIMS = 64
+MESSAGE_MAGIC = 0x72617970  # "rayp"
+MAX_MESSAGE_DIMS = 64
 """PyTorch's own limit."""
-MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+MAX_MESSAGE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """This machine's memory: a header that announces a larger message is refused before anything is allocated."""
 
-DTYPES: tuple[torch.dtype, ...] = (
+SENDABLE_DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
     torch.float16,
@@ -41,15 +41,15 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.uint64,
 )
 """A dtype's index is its code in a header: append only."""
-CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(SENDABLE_DTYPES)}
 
-HEADER = struct.Struct("<IBBxxQQQQI")
+FIXED_HEADER = struct.Struct("<IBBxxQQQQI")
 """magic, dtype code, number of dims, generation, channel, tag, payload bytes, CRC-32 of the dims.
 
-`CHECK` follows, then the dims, 8 bytes each."""
-CHECK = struct.Struct("<I")
+`HEADER_CHECKSUM` follows, then the dims, 8 bytes each."""
+HEADER_CHECKSUM = struct.Struct("<I")
 """CRC-32 of all bytes before it: for a damaged header nothing may be allocated, awaited or delivered."""
-HEAD_BYTES = HEADER.size + CHECK.size
+HEADER_BYTES = FIXED_HEADER.size + HEADER_CHECKSUM.size
 
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.restype = ctypes.py_object
@@ -76,35 +76,40 @@ class MessageHeader:
 
 def pack_header(tensor: Tensor, generation: int, channel: int, tag: int) -> bytes:
     """The header of one message. Raises `CommError` for a dtype or tag that cannot travel."""
-    code = CODES.get(tensor.dtype)
+    code = DTYPE_CODES.get(tensor.dtype)
     shape = tensor.shape
-    if code is None or not 0 <= tag < 1 << 64 or len(shape) > MAX_DIMS:
+    if code is None or not 0 <= tag < 1 << 64 or len(shape) > MAX_MESSAGE_DIMS:
         raise CommError(
             f"cannot send {tensor.dtype} of {len(shape)} dims with tag {tag}",
-            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_DIMS} dims",
+            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_MESSAGE_DIMS} dims",
         )
     dims = struct.pack(f"<{len(shape)}Q", *shape) if shape else b""
-    head = HEADER.pack(MAGIC, code, len(shape), generation, channel, tag, tensor.nbytes, zlib.crc32(dims))
-    return head + CHECK.pack(zlib.crc32(head)) + dims
+    head = FIXED_HEADER.pack(MESSAGE_MAGIC, code, len(shape), generation, channel, tag, tensor.nbytes, zlib.crc32(dims))
+    return head + HEADER_CHECKSUM.pack(zlib.crc32(head)) + dims
 
 
 def unpack_header(data: memoryview) -> tuple[MessageHeader, int] | None:
     """The header at the start of `data` and its length; None while it is incomplete. Raises `CommError` for a damaged one."""
-    if len(data) < HEAD_BYTES:
+    if len(data) < HEADER_BYTES:
         return None
-    magic, code, dims, generation, channel, tag, nbytes, check = HEADER.unpack_from(data)
-    (whole,) = CHECK.unpack_from(data, HEADER.size)
-    if magic != MAGIC or whole != zlib.crc32(data[: HEADER.size]) or code >= len(DTYPES) or dims > MAX_DIMS:
+    magic, code, dims, generation, channel, tag, nbytes, check = FIXED_HEADER.unpack_from(data)
+    (whole,) = HEADER_CHECKSUM.unpack_from(data, FIXED_HEADER.size)
+    if (
+        magic != MESSAGE_MAGIC
+        or whole != zlib.crc32(data[: FIXED_HEADER.size])
+        or code >= len(SENDABLE_DTYPES)
+        or dims > MAX_MESSAGE_DIMS
+    ):
         raise damaged_header_error(f"magic {magic:#x}, dtype code {code}, {dims} dims")
-    length = HEAD_BYTES + 8 * dims
+    length = HEADER_BYTES + 8 * dims
     if len(data) < length:
         return None
-    shape = struct.unpack_from(f"<{dims}Q", data, HEAD_BYTES)
-    if check != zlib.crc32(data[HEAD_BYTES:length]):
+    shape = struct.unpack_from(f"<{dims}Q", data, HEADER_BYTES)
+    if check != zlib.crc32(data[HEADER_BYTES:length]):
         raise damaged_header_error(f"shape {shape}")
-    if check_tensor_bytes(shape, DTYPES[code]) != nbytes:
+    if check_tensor_bytes(shape, SENDABLE_DTYPES[code]) != nbytes:
         raise damaged_header_error(f"{nbytes} bytes for shape {shape}")
-    return MessageHeader(generation, channel, tag, DTYPES[code], shape, nbytes), length
+    return MessageHeader(generation, channel, tag, SENDABLE_DTYPES[code], shape, nbytes), length
 
 
 def check_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -112,9 +117,9 @@ def check_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     if math.prod(max(1, length) for length in shape) >= 1 << 62:  # PyTorch's own sizes and strides are 63-bit
         raise damaged_header_error(f"shape {tuple(shape)}")
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes > MAX_BYTES:
+    if nbytes > MAX_MESSAGE_BYTES:
         raise CommError(
-            f"it announced a message of {nbytes:,} bytes, more than this machine has memory ({MAX_BYTES:,})",
+            f"it announced a message of {nbytes:,} bytes, more than this machine has memory ({MAX_MESSAGE_BYTES:,})",
             cure="abort the group",
         )
     return nbytes

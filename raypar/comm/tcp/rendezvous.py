@@ -23,7 +23,7 @@ from raypar.comm.tcp.handshake import DialerHandshake, RankClaim, RunCredential,
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 SOCKET_BUFFER_BYTES = 4 << 20
-DIAL_S = 5.0
+CONNECT_SOCKET_S = 5.0
 """Limit of connecting a socket."""
 CHALLENGE_S = 30.0
 """Limit from HELLO to CHALLENGE. A worker's acceptor thread answers at once, whatever the worker computes; its process may be
@@ -300,11 +300,11 @@ def unix_socket_name(address: str, credential: RunCredential) -> bytes:
 
 
 def connect_socket(family: socket.AddressFamily, name: bytes | tuple[str, int]) -> socket.socket:
-    """A connection within `DIAL_S`. Raises `OSError`; `PermissionError` where a Unix name is another user's."""
+    """A connection within `CONNECT_SOCKET_S`. Raises `OSError`; `PermissionError` where a Unix name is another user's."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         tune_socket(sock)
-        sock.settimeout(DIAL_S)
+        sock.settimeout(CONNECT_SOCKET_S)
         sock.connect(name)
         if family == socket.AF_UNIX and peer_user_id(sock) != os.getuid():
             raise PermissionError(f"{name!r} belongs to user {peer_user_id(sock)}")

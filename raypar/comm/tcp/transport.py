@@ -29,7 +29,7 @@ from raypar.errors import CommError, GroupAborted
 STAGING_BYTES = 16 << 10
 """Headers, and messages up to about this size, are read through a buffer: one system call for several of them."""
 
-Key = tuple[int, int, int]
+SourceChannelTag = tuple[int, int, int]
 """(source, channel, tag)"""
 
 
@@ -122,9 +122,9 @@ class TcpTransport(MessageTransport):
         super().__init__(rank, size, generation)
         self._match = threading.Lock()
         """Guards `_posted` and `_arrived`."""
-        self._posted: dict[Key, deque[OperationMessage]] = {}
+        self._posted: dict[SourceChannelTag, deque[OperationMessage]] = {}
         """Receives whose messages have not come."""
-        self._arrived: dict[Key, deque[EarlyMessage]] = {}
+        self._arrived: dict[SourceChannelTag, deque[EarlyMessage]] = {}
         """Messages whose receives are not posted."""
         self._connections = {r: PeerConnection(r, s) for r, s in sockets.items()}
         """By rank."""
