@@ -1,0 +1,94 @@
+"""What a client tells of a driver's events: each event once, even if the driver is restarted. Ctrl-C reaches every driver."""
+
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import RayActorError
+
+from raypar.actors import client
+from raypar.actors.client import RunFollower
+from raypar.errors import WorkerLost
+
+END = {"kind": "end", "end": "done", "why": "all steps are done", "done": 3, "error": None}
+
+
+def step(number: int) -> dict:
+    return {"kind": "step", "step": number}
+
+
+class Driver:
+    """Answers polls with `answers`, in order; an exception stands for its death."""
+
+    def __init__(self, *answers: list[dict] | Exception) -> None:
+        self.answers, self.stops, self.starts = list(answers), [], 0
+        self.events = SimpleNamespace(remote=lambda *given: "events")
+        self.start = SimpleNamespace(remote=self._start)
+        self.stop = SimpleNamespace(remote=lambda *given: self.stops.append(given[0]))
+
+    def _start(self, request: object) -> str:
+        self.starts += 1
+        return "start"
+
+    def get(self, call: str) -> object:
+        answer = self.answers.pop(0) if call == "events" else None
+        if isinstance(answer, Exception):
+            raise answer
+        return (answer, 1, 1) if call == "events" else None
+
+
+@pytest.fixture
+def follow(monkeypatch: pytest.MonkeyPatch):
+    """Follows a driver to its end: (how it ended, the events told)."""
+
+    def followed(driver: Driver, *asked: str, elastic: bool = True, tell=None):
+        fake = SimpleNamespace(wait=lambda calls, timeout: (calls, []), get=driver.get)
+        monkeypatch.setattr(client, "ray", fake)
+        monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
+        told: list[dict] = []
+        request = SimpleNamespace(policy=SimpleNamespace(first=0, elastic=elastic))
+        end = RunFollower(driver, request, tell or told.append, list(asked)).follow()
+        return end, told
+
+    return followed
+
+
+def test_a_restarted_driver_sends_events_again_and_each_is_told_once(follow):
+    validation, checkpoint = {"kind": "validation", "step": 2}, {"kind": "checkpoint", "step": 2, "path": "c"}
+    before = [step(1), step(2), validation, checkpoint]
+    driver = Driver(before, RayActorError(), [*before, {"kind": "note"}, step(3), END])
+    end, told = follow(driver)
+    assert told == [*before, {"kind": "note"}, step(3)]
+    assert (end.end, end.done, driver.starts) == ("done", 3, 1)
+
+
+def test_a_driver_that_died_before_it_began_gets_its_request_again(follow):
+    driver = Driver(RayActorError(), [END])
+    follow(driver)
+    assert driver.starts == 2
+
+
+def test_a_lost_driver_ends_a_run_that_is_not_elastic(follow):
+    with pytest.raises(WorkerLost, match="the driver was lost"):
+        follow(Driver(RayActorError()), elastic=False)
+
+
+def test_ctrl_c_is_passed_on_to_every_driver_once(follow):
+    driver = Driver([step(1)], [step(2)], RayActorError(), [step(3)], [END])
+    _, told = follow(driver, "Ctrl-C")
+    assert driver.stops == ["Ctrl-C", "Ctrl-C"]
+    assert [event["kind"] for event in told] == ["step", "stopping", "step", "step", "stopping"]
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(follow):
+    end, _ = follow(Driver([step(1)]), "Ctrl-C", "Ctrl-C")
+    assert (end.end, end.why) == ("interrupted", "Ctrl-C again: ended without waiting")
+
+
+def test_a_terminal_that_is_gone_does_not_keep_the_driver_from_saving(follow):
+    def gone(event: dict) -> None:
+        raise OSError("the terminal is gone")
+
+    end, _ = follow(Driver([step(1)], [END]), "SIGHUP", tell=gone)
+    assert end.end == "done"
+    with pytest.raises(OSError, match="the terminal is gone"):
+        follow(Driver([step(1)], [END]), tell=gone)
