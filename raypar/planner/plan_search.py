@@ -13,7 +13,7 @@ from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.candidates import Candidate, candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
-from raypar.schedule.instructions import BackwardInput, Schedule
+from raypar.schedule.instructions import Schedule, splits_backward
 from raypar.schedule.simulate import Costs, simulate
 from raypar.schedule.timeline import Timeline
 
@@ -113,7 +113,7 @@ def predict_step(
     """One step of any plan under a schedule (a name, or orders): its timeline, and bytes of state and activations by worker."""
     routing = Routing(plan, microbatches)
     orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
-    split = any(isinstance(i, BackwardInput) for order in orders for i in order)
+    split = any(map(splits_backward, orders))
     crossing = profile.crossing(plan)
     timeline = simulate(orders, routing, crossing, simulation_costs(profile, plan, split=split))
     if profile.processors is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
-from raypar.schedule.instructions import BackwardInput, Program, Schedule
+from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower, lower_forward
 from raypar.schedule.validate import validate
 
@@ -37,7 +37,7 @@ def assign(
             plan,
             crossing,
             program,
-            any(isinstance(i, BackwardInput) for i in program),
+            splits_backward(program),
             validation_cut,
             forward[rank],
         )

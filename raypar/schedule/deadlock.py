@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from raypar.schedule.data_flow import Bundle, Result, result_of
-from raypar.schedule.instructions import Compute, Recv, Send
-from raypar.schedule.program_rules import COMPUTE, Problem, RuleCase, bundle_of, describe_bundle
+from raypar.schedule.data_flow import MESSAGE_KIND, Result, describe_result
+from raypar.schedule.instructions import Bundle, Communication, Compute
+from raypar.schedule.program_rules import Problem, RuleCase, describe_bundle
 
 Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
@@ -45,7 +45,7 @@ def _words(awaited: Awaited) -> str:
     worker, what = awaited
     if len(what) == 4:
         return describe_bundle(what)
-    return f"{what[1]}{what[0]}{what[2]} of worker {worker}"
+    return f"{describe_result(what)} of worker {worker}"
 
 
 class _Run:
@@ -67,34 +67,35 @@ class _Run:
             order = self.case.lists[rank]
             for place in range(self.place[rank], len(order)):
                 instruction = order[place]
-                if isinstance(instruction, (Send, Recv)):
-                    post = (bundle_of(instruction), instruction.peer, isinstance(instruction, Send))
+                if isinstance(instruction, Communication):
+                    post = (instruction.bundle, instruction.peer, instruction.sends)
                     self._queue(rank, instruction.peer).append(post)
                     self._move(rank, instruction.peer)
-                elif isinstance(instruction, COMPUTE):
+                elif isinstance(instruction, Compute):
                     awaited = self._missing(rank, instruction)
                     if awaited is not None:
                         self.sleepers.setdefault(awaited, []).append(rank)
                         self.place[rank] = place
                         break
                     if not self.case.lowered:
-                        self._now_exists((rank, result_of(instruction)))
+                        for what in instruction.makes:
+                            if what in MESSAGE_KIND:  # nobody waits for the others
+                                self._now_exists((rank, (what, instruction.stage, instruction.microbatch)))
             else:
                 self.place[rank] = len(order)
 
     def awaited(self, rank: int) -> Awaited | None:
         """What a worker that stands still needs from another worker."""
         instruction = self.case.lists[rank][self.place[rank]]
-        return self._missing(rank, instruction) if isinstance(instruction, COMPUTE) else None
+        return self._missing(rank, instruction) if isinstance(instruction, Compute) else None
 
     def _missing(self, rank: int, instruction: Compute) -> Awaited | None:
-        for need, carried in self.case.flow.needs(instruction):
-            if carried is not None:
-                home = self.case.source(need[1], need[2], rank)
-                if home != rank:
-                    key: Awaited = (rank, carried) if self.case.lowered else (home, need)
-                    if key not in self.exists:
-                        return key
+        for need, carried in self.case.flow.awaits(instruction):
+            home = self.case.source(need[1], need[2], rank)
+            if home != rank:
+                key: Awaited = (rank, carried) if self.case.lowered else (home, need)
+                if key not in self.exists:
+                    return key
         return None
 
     def _queue(self, rank: int, peer: int) -> deque[tuple[Bundle, int, bool]]:
@@ -118,4 +119,5 @@ class _Run:
 
     def _now_exists(self, what: Awaited) -> None:
         self.exists.add(what)
-        self.runnable.extend(self.sleepers.pop(what, ()))
+        if what in self.sleepers:
+            self.runnable.extend(self.sleepers.pop(what))

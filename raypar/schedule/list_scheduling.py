@@ -15,7 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypar.plan import Routing
-from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
+from raypar.schedule.instructions import (
+    INPUT_GRADIENTS,
+    VALUES,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Schedule,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +101,7 @@ class _Player:
         if instruction is not None:
             self.orders[rank].append(instruction)
             self.idle.discard(rank)
-            units = 2 if isinstance(instruction, Backward) else 1
-            heapq.heappush(self.events, (now + units * self.slowness[instruction.stage], rank))
+            heapq.heappush(self.events, (now + len(instruction.cost) * self.slowness[instruction.stage], rank))
 
     def _choose(self, rank: int) -> Compute | None:
         queues = self.queues[rank]
@@ -144,13 +152,13 @@ class _Player:
     def _finish(self, instruction: Compute) -> tuple[int, ...]:
         """Note what now exists; returns who may have waited for it."""
         stage, m = instruction.stage, instruction.microbatch
-        if isinstance(instruction, Forward):
+        if VALUES in instruction.makes:
             self.has_forward[stage][m] = 1
             return (self.routing.rank(stage + 1, m),) if stage < self.last else ()
-        if isinstance(instruction, BackwardWeight):
-            return ()
-        self.has_gradient[stage][m] = 1
-        return (self.routing.rank(stage - 1, m),) if stage else ()
+        if INPUT_GRADIENTS in instruction.makes:
+            self.has_gradient[stage][m] = 1
+            return (self.routing.rank(stage - 1, m),) if stage else ()
+        return ()
 
 
 def list_schedule(routing: Routing, limits: OpenLimits, *, split: bool) -> Schedule:

@@ -7,20 +7,23 @@ receives, `freed` at the ends of activations, `ended` at the last exchanges. Whe
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from raypar.plan import Crossing, Routing
-from raypar.schedule.data_flow import Bundle, DataFlow, Result, result_of
+from raypar.schedule.data_flow import DataFlow, describe_result, own_needs
 from raypar.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
+    INPUT_GRADIENTS,
+    KEPT_SIZE,
+    VALUES,
+    WEIGHT_GRADIENTS,
+    Bundle,
+    Communication,
     Compute,
     ExchangeTies,
-    Forward,
     Free,
     Instruction,
     OptimizerStep,
@@ -28,9 +31,9 @@ from raypar.schedule.instructions import (
     Reduce,
     Send,
     Vote,
+    computations,
+    compute_kinds,
 )
-
-COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,13 @@ class RuleCase:
     lowered: bool
     training: bool = True
 
-    def compute(self, rank: int) -> Iterator[Compute]:
+    @cached_property
+    def _computations(self) -> list[list[Compute]]:
+        return [computations(order) for order in self.lists]
+
+    def compute(self, rank: int) -> list[Compute]:
         """The compute instructions of a worker."""
-        return (i for i in self.lists[rank] if isinstance(i, COMPUTE))
+        return self._computations[rank]
 
     def due(self, rank: int) -> Iterator[tuple[int, int]]:
         """(stage, microbatch) routed to a worker."""
@@ -70,20 +77,16 @@ class RuleCase:
         count = range(self.routing.microbatches.count)
         return [[self.routing.rank(stage, m) for m in count] for stage in range(len(self.routing.plan.stages))]
 
-    def source(self, stage: int, microbatch: int, like: int) -> int:
-        """Who runs (stage, microbatch) for worker `like`: shard t is served by shard t mod (number of the source's shards)."""
+    @cached_property
+    def _serving_shard(self) -> list[list[int]]:
+        """By rank and stage: the shard that serves the rank. Shard t is served by shard t mod (the stage's shards)."""
         plan = self.routing.plan
-        return self._first_shards[stage][microbatch] + plan.seats[like].shard % plan.stages[stage].shards
+        rows = [[t % stage.shards for stage in plan.stages] for t in range(max(stage.shards for stage in plan.stages))]
+        return [rows[seat.shard] for seat in plan.seats]
 
-
-def bundle_of(instruction: Send | Recv) -> Bundle:
-    """The bundle a send or receive moves."""
-    kind, here = instruction.kind, instruction.stage
-    if isinstance(instruction, Send):
-        there, producer_first = instruction.to_stage, kind == "activation"
-    else:
-        there, producer_first = instruction.from_stage, kind == "gradient"
-    return (kind, here, there, instruction.microbatch) if producer_first else (kind, there, here, instruction.microbatch)
+    def source(self, stage: int, microbatch: int, like: int) -> int:
+        """The worker that runs (stage, microbatch) for worker `like`."""
+        return self._first_shards[stage][microbatch] + self._serving_shard[like][stage]
 
 
 def describe_bundle(carried: Bundle) -> str:
@@ -94,18 +97,23 @@ def describe_bundle(carried: Bundle) -> str:
 
 
 def check_complete(case: RuleCase) -> list[Problem]:
-    """Every (stage, microbatch) is computed exactly once, where it is routed, and nothing else is."""
+    """Every (stage, microbatch) is computed exactly once, where it is routed, and nothing else is.
+
+    Exactly once: of the instructions that make its values one, and of those that make gradients some that together make
+    each kind of gradient once.
+    """
     found: list[Problem] = []
+    forward, backward = (VALUES,), (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
+    groups = [(_makers(forward), forward), (_makers(backward), backward if case.training else ())]
+    rules = [(makers, _combinations(makers, wanted)) for makers, wanted in groups]
     for rank in range(len(case.lists)):
         count = Counter((type(i), i.stage, i.microbatch) for i in case.compute(rank))
         due = set(case.due(rank))
         for stage, m in sorted(due):
-            times = [count[kind, stage, m] for kind in COMPUTE]
-            if times[0] != 1:
-                found.append(Problem("complete", rank, f"{stage}F{m} stands {times[0]} times"))
-            if times[1:] not in ([[1, 0, 0], [0, 1, 1]] if case.training else [[0, 0, 0]]):
-                numbers = ", ".join(f"{stage}{letter}{m} {n} times" for letter, n in zip("BIW", times[1:], strict=True))
-                found.append(Problem("complete", rank, numbers))
+            for makers, right in rules:
+                times = tuple([count[kind, stage, m] for kind in makers])
+                if times not in right:
+                    found.append(Problem("complete", rank, _times_text(makers, times, stage, m)))
         for kind, stage, m in count:
             if (stage, m) not in due:
                 text = f"{kind(stage, m)}: microbatch {m} of stage {stage} is not routed to this worker"
@@ -113,51 +121,109 @@ def check_complete(case: RuleCase) -> list[Problem]:
     return found
 
 
+def _makers(products: tuple[str, ...]) -> tuple[type[Compute], ...]:
+    """Classes of instructions that make any of these."""
+    return tuple(kind for kind in compute_kinds() if not set(products).isdisjoint(kind.makes))
+
+
+def _combinations(makers: tuple[type[Compute], ...], products: tuple[str, ...]) -> set[tuple[int, ...]]:
+    """How often each maker may stand, that each product be made once and nothing else be made."""
+    return {
+        times
+        for times in product((0, 1), repeat=len(makers))
+        if sorted(what for kind, n in zip(makers, times, strict=True) for what in kind.makes * n) == sorted(products)
+    }
+
+
+def _times_text(makers: tuple[type[Compute], ...], times: tuple[int, ...], stage: int, microbatch: int) -> str:
+    if len(makers) == 1:
+        return f"{makers[0](stage, microbatch)} stands {times[0]} times"
+    return ", ".join(f"{kind(stage, microbatch)} {n} times" for kind, n in zip(makers, times, strict=True))
+
+
 def check_causal(case: RuleCase) -> list[Problem]:
     """On each worker: what an instruction needs from the same worker, or receives, stands before it."""
+    return [problem for rank in range(len(case.lists)) for problem in _check_causal_on(case, rank)]
+
+
+class _Holdings:
+    """What one worker has made and what it keeps: sets of microbatches, by what it is and of which stage."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[str, int], set[int]] = defaultdict(set)
+        self._changed_by: dict[tuple[type[Compute], int], _Changes] = {}
+
+    def changed_by(self, kind: type[Compute], stage: int) -> _Changes:
+        """The sets that a class of instructions reads and changes on a stage."""
+        found = self._changed_by.get((kind, stage))
+        if found is None:
+            needed = [(what, self.of[what, stage]) for what in own_needs(kind)]
+            frees, results = ([self.of[what, stage] for what in names] for names in (kind.frees, kind.results))
+            found = self._changed_by[kind, stage] = (needed, frees, results)
+        return found
+
+
+_Changes = tuple[list[tuple[str, set[int]]], list[set[int]], list[set[int]]]
+"""(what it needs of its own stage, what it frees, what it makes and allocates)."""
+
+
+def _check_causal_on(case: RuleCase, rank: int) -> list[Problem]:
     found: list[Problem] = []
-    for rank, order in enumerate(case.lists):
-        done: set[Result] = set()
-        posted: set[Bundle] = set()
-        made: set[Bundle] = set()
-        for instruction in order:
-            if isinstance(instruction, Recv):
-                posted.add(bundle_of(instruction))
-            elif isinstance(instruction, Send):
-                if bundle_of(instruction) not in made:
-                    found.append(Problem("causal", rank, f"{instruction} stands before what it sends"))
-            elif isinstance(instruction, COMPUTE):
-                for need, carried in case.flow.needs(instruction):
-                    home = rank if carried is None else case.source(need[1], need[2], rank)
-                    if home == rank:
-                        if need not in done:
-                            found.append(Problem("causal", rank, f"{instruction} stands before {need[1]}{need[0]}{need[2]}"))
-                    elif case.lowered and carried is not None and carried not in posted:
-                        text = f"{instruction} uses {describe_bundle(carried)}, which is not received before it"
-                        found.append(Problem("causal", rank, text))
-                done.add(result_of(instruction))
-                if case.lowered:
-                    made.update(b for _, b in case.flow.gives(instruction))
+    holdings = _Holdings()
+    posted: set[Bundle] = set()
+    made: set[Bundle] = set()
+    for instruction in case.lists[rank]:
+        if isinstance(instruction, Compute):
+            stage, m = instruction.stage, instruction.microbatch
+            needed, frees, results = holdings.changed_by(type(instruction), stage)
+            for what, there in needed:
+                if m not in there:
+                    found.append(Problem("causal", rank, f"{instruction} stands before {describe_result((what, stage, m))}"))
+            for need, carried in case.flow.awaits(instruction):
+                if case.source(need[1], m, rank) == rank:
+                    if m not in holdings.of[need[0], need[1]]:
+                        found.append(Problem("causal", rank, f"{instruction} stands before {describe_result(need)}"))
+                elif case.lowered and carried not in posted:
+                    text = f"{instruction} uses {describe_bundle(carried)}, which is not received before it"
+                    found.append(Problem("causal", rank, text))
+            for there in frees:
+                there.discard(m)
+            for there in results:
+                there.add(m)
+            if case.lowered:
+                made.update([b for _, b in case.flow.gives(instruction)])
+        elif isinstance(instruction, Communication):
+            if not instruction.sends:
+                posted.add(instruction.bundle)
+            elif instruction.bundle not in made:
+                found.append(Problem("causal", rank, f"{instruction} stands before what it sends"))
+    if case.training and not found:
+        kept = [(what, s, m) for (what, s), there in holdings.of.items() if what in KEPT_SIZE for m in sorted(there)]
+        found += [Problem("causal", rank, f"the {what} of {s}F{m} are kept after their last use") for what, s, m in kept]
     return found
 
 
 def check_canonical(case: RuleCase) -> list[Problem]:
-    """Per stage and block, instructions that produce weight gradients come in index order (rule 6 of the contract): B and W,
-    and B and I, because a layer whose backward cannot be split produces them in I."""
+    """Per stage and block, instructions that make gradients come in index order (rule 6 of the contract).
+
+    Those of weights are added in this order, and a layer whose backward cannot be split makes them together with those of
+    its inputs.
+    """
     found: list[Problem] = []
     for rank in range(len(case.lists)):
         last: dict[tuple[str, int, int], int] = {}
         for instruction in case.compute(rank):
-            if isinstance(instruction, Forward):
+            gradients = [what for what in instruction.makes if what != VALUES]
+            if not gradients:
                 continue
             m, block = instruction.microbatch, case.routing.microbatches.block(instruction.microbatch)
-            for kind in _PRODUCES[type(instruction)]:
-                before = last.get((kind, instruction.stage, block), -1)
+            for what in gradients:
+                before = last.get((what, instruction.stage, block), -1)
                 if m < before:
                     text = f"{instruction} stands after microbatch {before} of the same block"
                     found.append(Problem("canonical", rank, text))
                     break
-                last[kind, instruction.stage, block] = m
+                last[what, instruction.stage, block] = m
     return found
 
 
@@ -175,9 +241,6 @@ def check_shards_agree(case: RuleCase) -> list[Problem]:
             text = f"{mine[at]} is instruction {at} here, {first[at]} on shard 0"
             found.append(Problem("together", rank, text))
     return found
-
-
-_PRODUCES: dict[type[Compute], str] = {Backward: "IW", BackwardInput: "I", BackwardWeight: "W"}
 
 
 End = tuple[int, int, bool, Bundle]
@@ -199,9 +262,7 @@ def check_paired(case: RuleCase) -> list[Problem]:
     due: dict[End, int] = {}
     for rank in range(len(case.lists)):
         for i in case.compute(rank):
-            for need, carried in case.flow.needs(i):
-                if carried is None:
-                    continue
+            for need, carried in case.flow.awaits(i):
                 source = case.source(need[1], need[2], rank)
                 if source != rank:
                     due[rank, source, False, carried] = due[source, rank, True, carried] = 1
@@ -209,9 +270,9 @@ def check_paired(case: RuleCase) -> list[Problem]:
     queues: dict[tuple[int, int], list[Bundle]] = {}
     for rank, order in enumerate(case.lists):
         for post in order:
-            if isinstance(post, (Send, Recv)):
-                moved = bundle_of(post)
-                end = (rank, post.peer, isinstance(post, Send), moved)
+            if isinstance(post, Communication):
+                moved = post.bundle
+                end = (rank, post.peer, post.sends, moved)
                 have[end] = have.get(end, 0) + 1
                 queues.setdefault((rank, post.peer), []).append(moved)
     if have != due:
@@ -232,22 +293,20 @@ def check_paired(case: RuleCase) -> list[Problem]:
 
 
 def check_freed(case: RuleCase) -> list[Problem]:
-    """Activations are freed once, after their last use."""
+    """Activations are freed once, after their last use: in a validation pass that is the forward."""
     found: list[Problem] = []
-    last_use: tuple[type, ...] = (Backward, BackwardWeight) if case.training else (Forward,)
     for rank, order in enumerate(case.lists):
         used: set[tuple[int, int]] = set()
         gone: set[tuple[int, int]] = set()
         for instruction in order:
-            if isinstance(instruction, Free):
+            if type(instruction) is Free:
                 key = (instruction.stage, instruction.microbatch)
                 if key in gone:
                     found.append(Problem("freed", rank, f"{instruction} stands twice"))
                 elif key not in used:
                     found.append(Problem("freed", rank, f"{instruction} stands before the last use of these activations"))
                 gone.add(key)
-            elif isinstance(instruction, last_use):
-                assert isinstance(instruction, COMPUTE)
+            elif isinstance(instruction, Compute) and (instruction.last_use if case.training else VALUES in instruction.makes):
                 used.add((instruction.stage, instruction.microbatch))
         found += [Problem("freed", rank, f"{Free(*key)} is missing") for key in sorted(used - gone)]
     return found
@@ -263,9 +322,10 @@ def check_ended(case: RuleCase) -> list[Problem]:
         last = dict.fromkeys(stages, -1)
         places: dict[Instruction, list[int]] = {}
         for place, i in enumerate(order):
-            if isinstance(i, (Backward, BackwardWeight)):
-                last[i.stage] = place
-            elif isinstance(i, (Reduce, ExchangeTies, Vote, OptimizerStep)):
+            if isinstance(i, Compute):
+                if WEIGHT_GRADIENTS in i.makes:
+                    last[i.stage] = place
+            elif i.role in ("reduction", "step"):
                 places.setdefault(i, []).append(place)
         wanted: list[Instruction] = [Reduce(s) for s in stages]
         wanted += [ExchangeTies()] if case.crossing.ties else []
@@ -294,12 +354,9 @@ def check_memory(case: RuleCase, memory: Sequence[float]) -> list[Problem]:
     for rank, allowed in enumerate(memory):
         chunks, live = len(case.routing.plan.stages_of(rank)), 0
         for instruction in case.compute(rank):
-            if isinstance(instruction, Forward):
-                live += 1
-                if live > allowed * chunks + 1e-9:
-                    text = f"{instruction} makes {live / chunks:g} microbatches of activations, {allowed:g} fit"
-                    found.append(Problem("within memory", rank, text))
-                    break
-            elif isinstance(instruction, (Backward, BackwardWeight)):
-                live -= 1
+            live += instruction.held_change
+            if instruction.held_change > 0 and live > allowed * chunks + 1e-9:
+                text = f"{instruction} makes {live / chunks:g} microbatches of activations, {allowed:g} fit"
+                found.append(Problem("within memory", rank, text))
+                break
     return found

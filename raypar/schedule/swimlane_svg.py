@@ -6,31 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from raypar.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    ExchangeTies,
-    Forward,
-    Instruction,
-    OptimizerStep,
-    Reduce,
-    Vote,
-)
+from raypar.schedule.instructions import INPUT_GRADIENTS, INSTRUCTIONS, VALUES, Compute, Instruction, drawing_style
 from raypar.schedule.text_grid import milliseconds, nice_step
-from raypar.schedule.timeline import COMPUTE, Timeline, TimelineSpan
+from raypar.schedule.timeline import Timeline, TimelineSpan
 
-# Okabe and Ito's palette (2008), told apart with every kind of colour vision; slightly muted for large areas.
-_COLOURS: dict[type[Instruction], tuple[str, str]] = {
-    Forward: ("#2B7BBA", "forward (F)"),
-    Backward: ("#F0A73A", "backward (B)"),
-    BackwardInput: ("#E0702F", "input gradient (I)"),
-    BackwardWeight: ("#2FA584", "weight gradient (W)"),
-    Reduce: ("#B86A9B", "gradient reduction"),
-    ExchangeTies: ("#8C8C8C", "tied parameters"),
-    Vote: ("#8C8C8C", "vote"),
-    OptimizerStep: ("#4D4D4D", "optimizer step"),
-}
 _INK, _QUIET, _LINE = "#1F2933", "#66727F", "#DDE2E7"
 _CHARACTER = 0.56
 """Mean width of a character over the font size."""
@@ -172,7 +151,7 @@ class _Panel:
     def _boxes(self, sheet: _Sheet, row: Sequence[TimelineSpan], y: float, tooltips: bool) -> list[str]:
         """Boxes with room for a number one by one; the rest of a lane as one path per colour, neighbours melted together."""
         out: list[str] = []
-        widths = sorted((s.end_ms - s.start_ms) * sheet.per_ms for s in row if isinstance(s.instruction, COMPUTE))
+        widths = sorted((s.end_ms - s.start_ms) * sheet.per_ms for s in row if s.instruction.role == "compute")
         largest = self._number_size(widths[len(widths) // 10]) if widths else 0.0
         if largest < _SMALLEST_NUMBER:  # the short boxes go without a number, the long ones need not
             largest = self.font
@@ -182,10 +161,11 @@ class _Panel:
             colour = self._colour(span.instruction)
             x, w = sheet.x(span.start_ms), (span.end_ms - span.start_ms) * sheet.per_ms
             # Reductions run beside compute: a strip at the foot of the lane.
-            top, height = (y + self.lane * 0.7, self.lane * 0.3) if isinstance(span.instruction, Reduce) else (y, self.lane)
+            beside = span.instruction.role == "reduction"
+            top, height = (y + self.lane * 0.7, self.lane * 0.3) if beside else (y, self.lane)
             text = str(getattr(span.instruction, "microbatch", ""))
             size = min(largest, self._number_size(w)) if text else 0.0
-            if size < _SMALLEST_NUMBER and isinstance(span.instruction, COMPUTE):
+            if size < _SMALLEST_NUMBER and span.instruction.role == "compute":
                 boxes = small.setdefault(colour, [])
                 if boxes and last_colour == colour and x - boxes[-1][1] < 0.2 and w < 3:
                     boxes[-1] = (boxes[-1][0], x + w)
@@ -219,26 +199,26 @@ class _Panel:
         return min(self.font, width * 0.86 / (_CHARACTER * self.digits))
 
     def _colour(self, instruction: Instruction) -> str:
-        colour = _COLOURS[type(instruction)][0]
-        if not isinstance(instruction, COMPUTE):
+        colour = drawing_style(type(instruction)).colour
+        if not isinstance(instruction, Compute):
             return colour
         chunks = max(self.timeline.chunk_of.values(), default=0) + 1
         return _tint(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
 
     def _arrows(self, sheet: _Sheet, ys: dict[int, float], edges: Sequence[tuple[int, int]]) -> Iterable[str]:
         """From the end of what made a bundle to the start of what used it, where both lanes are drawn."""
-        made: dict[tuple[bool, int, int], tuple[int, TimelineSpan]] = {}
+        made: dict[tuple[str, int, int], tuple[int, TimelineSpan]] = {}
         for rank in ys:
             for span in self.timeline.spans[rank]:
                 i = span.instruction
-                if isinstance(i, (Forward, Backward, BackwardInput)):
-                    made[isinstance(i, Forward), i.stage, i.microbatch] = (rank, span)
-        pairs = [(True, s, d) for s, d in edges] + [(False, d, s) for s, d in edges]
+                if isinstance(i, Compute):
+                    made.update(((what, i.stage, i.microbatch), (rank, span)) for what in i.makes)
+        pairs = [(VALUES, s, d) for s, d in edges] + [(INPUT_GRADIENTS, d, s) for s, d in edges]
         lines: list[str] = []
-        for (forward, stage, microbatch), (rank, span) in made.items():
-            for is_forward, source, target in pairs:
-                other = made.get((forward, target, microbatch))
-                if is_forward != forward or source != stage or other is None or other[0] == rank:
+        for (what, stage, microbatch), (rank, span) in made.items():
+            for carried, source, target in pairs:
+                other = made.get((what, target, microbatch))
+                if carried != what or source != stage or other is None or other[0] == rank:
                     continue
                 down = ys[other[0]] > ys[rank]
                 y0 = ys[rank] + (self.lane - 3 if down else 3)
@@ -294,7 +274,8 @@ def _axis(sheet: _Sheet, makespan_ms: float, top: float, bottom: float) -> list[
 def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
     kinds = {type(s.instruction) for p in panels for r in p.ranks for s in p.timeline.spans[r]}
     chunks = max((max(p.timeline.chunk_of.values(), default=0) + 1 for p in panels), default=1)
-    items = [(_COLOURS[kind][0], _COLOURS[kind][1]) for kind in _COLOURS if kind in kinds]
+    ordered = [kind for kind in INSTRUCTIONS.values() if kind in kinds]
+    items = [(drawing_style(kind).colour, drawing_style(kind).legend) for kind in ordered]
     items += [(_tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1][1:]
     items.append(("url(#idle)", "idle"))
     out, x = [f'<g font-size="13" fill="{_QUIET}">'], 24.0

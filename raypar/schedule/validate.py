@@ -8,7 +8,7 @@ from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Routing
 from raypar.schedule.data_flow import DataFlow
 from raypar.schedule.deadlock import Communicators, deadlock_free
-from raypar.schedule.instructions import Program, Recv, Reduce, Schedule, Send, Vote
+from raypar.schedule.instructions import Program, Schedule
 from raypar.schedule.program_rules import (
     Problem,
     RuleCase,
@@ -75,7 +75,7 @@ def find_problems(
     world = routing.plan.world
     if len(lists) != world:
         return [Problem("complete", min(len(lists), world), f"{len(lists)} lists for a plan of {world} workers")]
-    lowered = not training or any(isinstance(i, (Send, Recv, Reduce, Vote)) for order in lists for i in order)
+    lowered = not training or any(i.role != "compute" for order in lists for i in order)
     case = RuleCase(lists, routing, crossing, DataFlow(crossing, len(routing.plan.stages)), lowered, training)
     found = check_complete(case)
     if found:

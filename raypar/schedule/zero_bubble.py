@@ -5,6 +5,7 @@ ZB-H1: Qi et al. 2024, arXiv:2401.10241, section 2.3. ZB-V: Qi et al. 2024, arXi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from raypar.plan import Routing
@@ -63,9 +64,9 @@ def _v_order(pp: int, position: int, down: int, up: int, mine: Sequence[int]) ->
     """The phases of the paper's figure 4 for at least 2p - 1 microbatches; those that do not exist are left out."""
     size = max(2 * pp - 1, len(mine))
     order: list[Compute] = []
-    count = {(kind, stage): 0 for kind in (Forward, BackwardInput, BackwardWeight) for stage in (down, up)}
+    count: Counter[tuple[type[Compute], int]] = Counter()
 
-    def add(stage: int, *kinds: type[Forward] | type[BackwardInput] | type[BackwardWeight]) -> None:
+    def add(stage: int, *kinds: type[Compute]) -> None:
         for kind in kinds:
             at = count[kind, stage]
             count[kind, stage] += 1
