@@ -1,4 +1,4 @@
-"""Out of memory: what a worker holds under its plan, and which plans would hold less. Predictions from a profile; pure."""
+"""What a worker holds in memory under its plan, and which plans would hold less; predicted from a profile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemorySheet:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of everything."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class MemorySheet:
 def memory_sheet(
     profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int
 ) -> MemorySheet:
-    """What is predicted of one rank of a plan. Gradients include the open sums of the canonical reduction (DESIGN 4.5)."""
+    """The predicted memory of one rank of a plan. Gradients include the open sums of the canonical reduction."""
     routing = Routing(plan, microbatches)
     parameters = gradients = optimizer = 0
     for stage in plan.stages_of(rank):
@@ -54,7 +54,7 @@ def memory_sheet(
 def out_of_memory_advice(
     profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int
 ) -> tuple[str, str]:
-    """(what the worker of that rank holds and may hold, what would fit): for an error."""
+    """The two sentences of an error: (what the worker of that rank holds and may hold, what would fit)."""
     held = memory_sheet(profile, plan, schedule, microbatches, rank)
     stages = ", ".join(str(stage) for stage in plan.stages_of(rank))
     what = f"stage {stages} is predicted to hold {held}"
@@ -71,7 +71,7 @@ def out_of_memory_advice(
 
 
 def _smaller(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, limit: int) -> Iterator[str]:
-    """The first number of stages, the first schedule and the first number of microbatches whose largest worker stays below."""
+    """In words, what would stay below `limit`: the next number of stages, another schedule, the next number of microbatches."""
     layers, replicas = len(profile.layers), max(stage.replicas for stage in plan.stages)
     shards = max(stage.shards for stage in plan.stages)
     for stages in range(plan.positions + 1, layers + 1):

@@ -12,7 +12,11 @@ from raypar.schedule.validate import validate
 
 @dataclass(frozen=True)
 class Assignment:
-    """One worker's part of a plan. `validation_cut` is the cut of one whole validation pass, if there is one."""
+    """One worker's part of a plan.
+
+    `splits_backward`: whether its stages must be able to put weight gradients off. `validation_cut`: how the samples of a whole
+    validation pass are cut into microbatches; None without validation.
+    """
 
     plan: ParallelPlan
     crossing: Crossing
@@ -25,7 +29,7 @@ class Assignment:
 def assign(
     schedule: Schedule, plan: ParallelPlan, crossing: Crossing, cut: Microbatches, validation_cut: Microbatches | None = None
 ) -> tuple[Assignment, ...]:
-    """Lower a schedule to one assignment per rank. Raises `ScheduleError` when the result would not run."""
+    """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` when they would not run."""
     routing = Routing(plan, cut)
     programs = lower(schedule, routing, crossing)
     validate(programs, routing, crossing)

@@ -50,8 +50,10 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
 
 
 def run_trace(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Any]:
-    """A whole run in the same format: its steps (the first is number `first`), the pauses between them, losses and joins as
-    instants, and the number of workers as a counter. Microseconds from the first step."""
+    """A whole run in the same format, in microseconds from the first step, which is number `first`.
+
+    Steps and the pauses between them are slices, losses and joins of workers are instants, the number of workers is a counter.
+    """
     events: list[dict[str, Any]] = [_metadata("process_name", 0, 0, name=name)]
     for thread, title in enumerate(("steps", "pauses")):
         events.append(_metadata("thread_name", 0, thread, name=title))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from raypar.plan import Crossing, Edge
-from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Bundle, Compute, Kind, maker_letter
+from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Bundle, Compute, MessageKind, maker_letter
 
-Result = tuple[str, int, int]
+StageResult = tuple[str, int, int]
 """(what was made or is kept, stage, microbatch)."""
 
-MESSAGE_KIND: dict[str, Kind] = {VALUES: "activation", INPUT_GRADIENTS: "gradient"}
+MESSAGE_KIND: dict[str, MessageKind] = {VALUES: "activation", INPUT_GRADIENTS: "gradient"}
 """What edges carry -> how its messages are called."""
 
 
-def describe_result(result: Result) -> str:
+def describe_result(result: StageResult) -> str:
     """The instruction that gives a result, such as `1F0`; B where it may also be I."""
     what, stage, microbatch = result
     return f"{stage}{maker_letter(what)}{microbatch}"
@@ -29,8 +29,8 @@ class DataFlow:
     def __init__(self, crossing: Crossing, stages: int) -> None:
         self.into = tuple(crossing.into(s) for s in range(stages))
         self.out_of = tuple(crossing.out_of(s) for s in range(stages))
-        self._awaits: dict[tuple[type[Compute], int], list[tuple[str, int, Kind, int, int]]] = {}
-        self._gives: dict[tuple[type[Compute], int], list[tuple[int, Kind, int, int]]] = {}
+        self._awaits: dict[tuple[type[Compute], int], list[tuple[str, int, MessageKind, int, int]]] = {}
+        self._gives: dict[tuple[type[Compute], int], list[tuple[int, MessageKind, int, int]]] = {}
 
     def arriving(self, what: str, stage: int) -> list[tuple[int, Edge]]:
         """(stage it comes from, edge) of something that a stage needs; empty for what edges do not carry."""
@@ -48,7 +48,7 @@ class DataFlow:
             return [(e.src, e) for e in self.into[stage] if e.differentiable]
         return []
 
-    def awaits(self, instruction: Compute) -> list[tuple[Result, Bundle]]:
+    def awaits(self, instruction: Compute) -> list[tuple[StageResult, Bundle]]:
         """Results of other stages that an instruction needs, each with the bundle that carries it."""
         key, m = (type(instruction), instruction.stage), instruction.microbatch
         awaits = self._awaits.get(key)

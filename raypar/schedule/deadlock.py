@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from raypar.schedule.data_flow import MESSAGE_KIND, Result, describe_result
+from raypar.schedule.data_flow import MESSAGE_KIND, StageResult, describe_result
 from raypar.schedule.instructions import Bundle, Communication, Compute
 from raypar.schedule.program_rules import Problem, RuleCase, describe_bundle
 
 Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
-Awaited = tuple[int, Bundle] | tuple[int, Result]
+Awaited = tuple[int, Bundle] | tuple[int, StageResult]
 """(receiver, bundle) in a program, (worker, result) in a bare schedule."""
 
 
 def deadlock_free(case: RuleCase, communicators: Communicators) -> list[Problem]:
-    """Run everything as far as it goes; whoever has not finished waits in a circle."""
+    """Problems of workers that wait for each other for ever: all are run as far as they go, and some have not finished."""
     run = _Run(case, communicators)
     run.to_the_end()
     found: list[Problem] = []
@@ -49,19 +49,30 @@ def _words(awaited: Awaited) -> str:
 
 
 class _Run:
-    """Places of all workers, and what waits in which queue."""
+    """A run of all workers as far as they go."""
+
+    place: list[int]
+    """Rank -> index of the instruction that it waits at."""
+    queues: dict[tuple[int, int], deque[tuple[Bundle, int, bool]]]
+    """(rank, peer) -> posts that have not moved: (bundle, peer, whether the rank sends it). Peer is -1 for a single queue."""
+    exists: set[Awaited]
+    """All that has arrived, in a program, or was made, in a bare schedule."""
+    sleepers: dict[Awaited, list[int]]
+    """What is awaited -> ranks that wait for it."""
+    runnable: deque[int]
+    """Ranks that may go on."""
 
     def __init__(self, case: RuleCase, communicators: Communicators) -> None:
         self.case = case
         self.paired = communicators == "pair"
         self.place = [0] * len(case.lists)
-        self.queues: dict[tuple[int, int], deque[tuple[Bundle, int, bool]]] = {}
-        self.exists: set[Awaited] = set()
-        self.sleepers: dict[Awaited, list[int]] = {}
+        self.queues = {}
+        self.exists = set()
+        self.sleepers = {}
         self.runnable = deque(range(len(case.lists)))
 
     def to_the_end(self) -> None:
-        """Until nobody can go on."""
+        """Run until no worker can go on."""
         while self.runnable:
             rank = self.runnable.popleft()
             order = self.case.lists[rank]
@@ -85,7 +96,7 @@ class _Run:
                 self.place[rank] = len(order)
 
     def awaited(self, rank: int) -> Awaited | None:
-        """What a worker that stands still needs from another worker."""
+        """What a worker that has stopped needs from another worker."""
         instruction = self.case.lists[rank][self.place[rank]]
         return self._missing(rank, instruction) if isinstance(instruction, Compute) else None
 
@@ -102,7 +113,7 @@ class _Run:
         return self.queues.setdefault((rank, peer if self.paired else -1), deque())
 
     def _move(self, rank: int, peer: int) -> None:
-        """Move messages from the head of a queue, then from whatever that uncovers."""
+        """Move messages from the head of a queue, then from the queues whose heads have become free."""
         ends = [(rank, peer)]
         while ends:
             here, there = ends.pop()

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
-Kind = Literal["activation", "gradient"]
+MessageKind = Literal["activation", "gradient"]
 """What a message carries: values along an edge, or their gradients against it."""
-Bundle = tuple[Kind, int, int, int]
+Bundle = tuple[MessageKind, int, int, int]
 """(kind, producer's stage, consumer's stage, microbatch): the values of one edge, or their gradients."""
 Role = Literal["compute", "communication", "release", "reduction", "step"]
 """Compute of one microbatch; one end of a message; memory given back; once a stage and step; once at the end of a step."""
@@ -165,7 +165,7 @@ class Communication(Instruction):
     stage: int
     microbatch: int
     peer: int
-    kind: Kind
+    kind: MessageKind
 
     role = "communication"
     sends: ClassVar[bool]
@@ -191,7 +191,7 @@ class Send(Communication):
     microbatch: int
     to_stage: int
     peer: int
-    kind: Kind
+    kind: MessageKind
 
     letter = "S"
     sends = True
@@ -218,7 +218,7 @@ class Recv(Communication):
     microbatch: int
     from_stage: int
     peer: int
-    kind: Kind
+    kind: MessageKind
 
     letter = "R"
     sends = False

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Routing
-from raypar.schedule.data_flow import DataFlow, Result, describe_result, own_needs
+from raypar.schedule.data_flow import DataFlow, StageResult, describe_result, own_needs
 from raypar.schedule.instructions import (
     VALUES,
     WEIGHT_GRADIENTS,
@@ -23,7 +23,7 @@ from raypar.schedule.instructions import (
     Forward,
     Free,
     Instruction,
-    Kind,
+    MessageKind,
     OptimizerStep,
     Program,
     Recv,
@@ -77,7 +77,7 @@ class _Rule(NamedTuple):
     """Results that it gives."""
     units: int
     """How long it takes."""
-    gives: list[tuple[int, Kind]]
+    gives: list[tuple[int, MessageKind]]
     """(stage, kind of message) of what it hands on."""
     frees: bool
     """Whether the microbatch's memory is given back after it."""
@@ -109,7 +109,7 @@ class _Rules:
             {kind: [self._rule(kind, stage, shard) for stage in stages] for kind in kinds} for shard in range(self._shards)
         ]
 
-    def needs(self, instruction: Compute, shard: int) -> list[tuple[int, Result]]:
+    def needs(self, instruction: Compute, shard: int) -> list[tuple[int, StageResult]]:
         """(number, result) of all that an instruction needs, its own stage's first."""
         stage, m = instruction.stage, instruction.microbatch
         needs = [(what, stage, m) for what in own_needs(type(instruction))]
@@ -212,7 +212,7 @@ class _Replay:
             if not left[stage]:
                 program.append(Reduce(stage))
 
-    def _hand_on(self, rank: int, stage: int, microbatch: int, other: int, kind: Kind) -> None:
+    def _hand_on(self, rank: int, stage: int, microbatch: int, other: int, kind: MessageKind) -> None:
         """Add sends and receives of one bundle, from a rank of `stage` to those shards of `other` that it serves."""
         first = self.first_shard[other][microbatch]
         for shard in range(self.shard[rank], self.shards[other], self.shards[stage]):

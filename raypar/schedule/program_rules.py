@@ -1,8 +1,8 @@
-"""What makes orders and programs right on each worker by itself: one function per rule.
+"""The rules of correct orders and programs, worker by worker: one function per rule, which returns what breaks it.
 
-`complete`, `canonical` and `together` look at compute instructions, `causal` at what each one uses, `paired` at sends and
-receives, `freed` at the ends of activations, `ended` at the last exchanges. Whether workers wait for each other is for
-`deadlock`.
+`complete`, `canonical` and `together` are about compute instructions, `causal` about what each of them uses, `paired` about
+sends and receives, `freed` about the ends of activations, `ended` about the last exchanges. `deadlock.py` finds workers that
+wait for each other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class RuleCase:
-    """Lists under test with everything the rules look at. `training` is False for a validation pass, which has no backward."""
+    """The lists to be checked, with all that the rules look at.
+
+    `lowered`: whether they are programs; else they are orders of compute instructions only. `training`: False for a
+    validation pass, which has no backward.
+    """
 
     lists: Sequence[Sequence[Instruction]]
     routing: Routing
@@ -65,7 +69,7 @@ class RuleCase:
         return self._computations[rank]
 
     def due(self, rank: int) -> Iterator[tuple[int, int]]:
-        """(stage, microbatch) routed to a worker."""
+        """Every (stage, microbatch) that is routed to a worker."""
         plan = self.routing.plan
         for stage in plan.stages_of(rank):
             for microbatch in self.routing.of_replica(stage, plan.seats[rank].replica):
@@ -97,10 +101,9 @@ def describe_bundle(carried: Bundle) -> str:
 
 
 def check_complete(case: RuleCase) -> list[Problem]:
-    """Every (stage, microbatch) is computed exactly once, where it is routed, and nothing else is.
+    """Rule `complete`: every (stage, microbatch) is computed exactly once, where it is routed, and nothing else is.
 
-    Exactly once: of the instructions that make its values one, and of those that make gradients some that together make
-    each kind of gradient once.
+    Its values, its input gradients and its weight gradients are each made once: by F, and by B or by I and W.
     """
     found: list[Problem] = []
     forward, backward = (VALUES,), (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
@@ -127,7 +130,7 @@ def _makers(products: tuple[str, ...]) -> tuple[type[Compute], ...]:
 
 
 def _combinations(makers: tuple[type[Compute], ...], products: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """How often each maker may stand, that each product be made once and nothing else be made."""
+    """The numbers of times each maker may stand so that each product is made once and nothing else is."""
     return {
         times
         for times in product((0, 1), repeat=len(makers))
@@ -142,7 +145,7 @@ def _times_text(makers: tuple[type[Compute], ...], times: tuple[int, ...], stage
 
 
 def check_causal(case: RuleCase) -> list[Problem]:
-    """On each worker: what an instruction needs from the same worker, or receives, stands before it."""
+    """Rule `causal`: what an instruction needs or receives stands before it, on each worker; nothing is kept too long."""
     return [problem for rank in range(len(case.lists)) for problem in _check_causal_on(case, rank)]
 
 
@@ -204,10 +207,10 @@ def _check_causal_on(case: RuleCase, rank: int) -> list[Problem]:
 
 
 def check_canonical(case: RuleCase) -> list[Problem]:
-    """Per stage and block, instructions that make gradients come in index order (rule 6 of the contract).
+    """Rule `canonical`: in each block of a stage, gradients are made in order of microbatches (rule 6 of the contract).
 
-    Those of weights are added in this order, and a layer whose backward cannot be split makes them together with those of
-    its inputs.
+    Weight gradients are added in this order. Input gradients count, too: a layer whose backward cannot be split makes both at
+    once.
     """
     found: list[Problem] = []
     for rank in range(len(case.lists)):
@@ -228,7 +231,7 @@ def check_canonical(case: RuleCase) -> list[Problem]:
 
 
 def check_shards_agree(case: RuleCase) -> list[Problem]:
-    """The shards of a seat compute the same instructions in the same order: each is one computation of them all."""
+    """Rule `together`: the shards of a stage's replica have one order, because they compute every instruction together."""
     found: list[Problem] = []
     plan = case.routing.plan
     for rank, seat in enumerate(plan.seats):
@@ -243,12 +246,12 @@ def check_shards_agree(case: RuleCase) -> list[Problem]:
     return found
 
 
-End = tuple[int, int, bool, Bundle]
+_End = tuple[int, int, bool, Bundle]
 """(worker, peer, whether it sends, bundle)."""
 
 
-def _post(end: End) -> Send | Recv:
-    """The instruction that stands at one end of a message."""
+def _post(end: _End) -> Send | Recv:
+    """The instruction at one end of a message."""
     _, peer, sends, (kind, src, dst, microbatch) = end
     sender, receiver = (src, dst) if kind == "activation" else (dst, src)
     if sends:
@@ -257,16 +260,16 @@ def _post(end: End) -> Send | Recv:
 
 
 def check_paired(case: RuleCase) -> list[Problem]:
-    """Each bundle that crosses workers has one send and one receive at the right ends, in one order per pair of workers."""
+    """Rule `paired`: each bundle between workers has one send and one receive, in one order per pair of workers."""
     found: list[Problem] = []
-    due: dict[End, int] = {}
+    due: dict[_End, int] = {}
     for rank in range(len(case.lists)):
         for i in case.compute(rank):
             for need, carried in case.flow.awaits(i):
                 source = case.source(need[1], need[2], rank)
                 if source != rank:
                     due[rank, source, False, carried] = due[source, rank, True, carried] = 1
-    have: dict[End, int] = {}
+    have: dict[_End, int] = {}
     queues: dict[tuple[int, int], list[Bundle]] = {}
     for rank, order in enumerate(case.lists):
         for post in order:
@@ -293,7 +296,7 @@ def check_paired(case: RuleCase) -> list[Problem]:
 
 
 def check_freed(case: RuleCase) -> list[Problem]:
-    """Activations are freed once, after their last use: in a validation pass that is the forward."""
+    """Rule `freed`: activations are freed once, after their last use, which in a validation pass is the forward."""
     found: list[Problem] = []
     for rank, order in enumerate(case.lists):
         used: set[tuple[int, int]] = set()
@@ -313,7 +316,7 @@ def check_freed(case: RuleCase) -> list[Problem]:
 
 
 def check_ended(case: RuleCase) -> list[Problem]:
-    """After all work: one reduction of each stage, the tied parameters if there are any, the vote, the optimizer step."""
+    """Rule `ended`: after all work come one reduction of each stage, tied parameters if any, the vote, the optimizer step."""
     if not case.training:
         return []
     found: list[Problem] = []
@@ -349,7 +352,10 @@ def check_ended(case: RuleCase) -> list[Problem]:
 
 
 def check_memory(case: RuleCase, memory: Sequence[float]) -> list[Problem]:
-    """Live activations per worker, in microbatches through all its chunks (a chunk counts 1 / chunks), against `memory`."""
+    """Rule `within memory`: no worker keeps more activations than `memory[rank]`, in microbatches through all its chunks.
+
+    A microbatch in one of its chunks counts 1 / chunks.
+    """
     found: list[Problem] = []
     for rank, allowed in enumerate(memory):
         chunks, live = len(case.routing.plan.stages_of(rank)), 0

@@ -1,8 +1,8 @@
-"""Schedules as text: one row per worker, one cell per instruction (`1F0`), so that a user can bring one of their own.
+"""Schedules as CSV text, so that users can bring their own: one row per worker, one cell per instruction (`1F0`).
 
-Rows are CSV. `#` starts a comment, blank lines are skipped; empty cells are idle time and are skipped too, a worker without
-any instruction has the row `-`. The action lists of torch.distributed.pipelining are the same language with more words: what
-they say about sends, receives and reductions is skipped, as lowering adds its own.
+`#` starts a comment; blank lines and empty cells (idle time) are skipped; a worker without any instruction has the row `-`.
+The action lists of torch.distributed.pipelining are read, too. Their sends, receives and reductions are skipped, because
+lowering adds its own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_csv(schedule: Schedule) -> str:
-    """One line per worker; `read_csv` gives the same schedule back."""
+    """The schedule as text, one line per worker; `read_csv` gives the same schedule back."""
     return "".join((",".join(map(str, order)) or "-") + "\n" for order in schedule)
 
 
 def read_csv(text: str) -> Schedule:
-    """Compute-only orders, one per row. Raises `ScheduleError` naming row (line), column (cell) and text of a bad cell."""
+    """The schedule in a text, one order per row. Raises `ScheduleError` with row (line), column (cell), text of a bad cell."""
     lines = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), start=1)]
     return _read((number, line.split(",")) for number, line in lines if line.strip())
 

@@ -1,8 +1,8 @@
 """How long a schedule takes and what it keeps in memory, before anything runs.
 
-Every worker runs its order strictly; a forward waits for the values of all edges into its stage, a backward for the
-gradients of all edges out of it. So start times are longest paths and one pass finds them: a worker runs on until it needs a
-bundle that does not exist yet, and is woken by the one that makes it. O(instructions). Exact for ints and Fractions too.
+Every worker runs its order strictly. A forward waits for the values of all edges into its stage, a backward for the
+gradients of all edges out of it. So start times are longest paths, and one pass finds them: a worker runs on until it needs a
+bundle that does not exist yet; the worker that makes the bundle wakes it. O(instructions). Exact for ints and Fractions, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Edge, ParallelPlan, Routing
 from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow
-from raypar.schedule.instructions import WEIGHT_GRADIENTS, Communication, Compute, Cost, Instruction, Kind, Reduce, Vote
+from raypar.schedule.instructions import WEIGHT_GRADIENTS, Communication, Compute, Cost, Instruction, MessageKind, Reduce, Vote
 from raypar.schedule.timeline import Timeline, TimelineSpan, peak_activations, peak_bytes
 
 __all__ = ["Costs", "Timeline", "TimelineSpan", "simulate"]
@@ -45,7 +45,7 @@ class Costs:
 
     @staticmethod
     def uniform(stages: int, forward_ms: float = 1, backward_ms: float = 2, weight_ms: float | None = None) -> Costs:
-        """All stages alike; `weight_ms` is by default half of the backward."""
+        """Costs of stages that are all alike; `weight_ms` is by default half of the backward."""
         weight = backward_ms / 2 if weight_ms is None else weight_ms
         return Costs((forward_ms,) * stages, (backward_ms - weight,) * stages, (weight,) * stages)
 
@@ -56,10 +56,10 @@ class Costs:
 
 
 def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossing: Crossing, costs: Costs) -> Timeline:
-    """When everything happens in one step of a schedule, or of the programs it was lowered to.
+    """The timeline of one step of a schedule, or of the programs it was lowered to.
 
-    A schedule's bundles leave as soon as they are made, a program's when it comes to the `Send`; neither blocks compute.
-    The shards of a seat move in lockstep, so the first one speaks for all. Raises `ScheduleError` when the schedule does not
+    The bundles of a schedule leave as soon as they are made, those of a program at their `Send`; neither blocks compute.
+    The shards of a seat move in lockstep, so only the first one is simulated. Raises `ScheduleError` when the schedule does not
     fit the plan, or stops with workers waiting for each other.
     """
     plan = routing.plan
@@ -102,7 +102,7 @@ class _Slots:
         self.flow = DataFlow(crossing, len(stages))
         replica_ranks = [plan.replica_ranks(s) for s in stages]
         self.rank_of = [[replica_ranks[s][routing.replica(s, m)] for m in range(self.count)] for s in stages]
-        self.first: dict[tuple[Kind, int, int], tuple[int, int]] = {}
+        self.first: dict[tuple[MessageKind, int, int], tuple[int, int]] = {}
         """(kind, producer's stage, consumer's stage) -> (slot of microbatch 0, bytes)."""
         for number, e in enumerate(crossing.edges):
             self.first["activation", e.src, e.dst] = (2 * number * self.count, e.nbytes)
@@ -245,7 +245,7 @@ class _Simulation:
 def _reductions(
     rows: dict[int, list[TimelineSpan]], plan: ParallelPlan, costs: Costs
 ) -> list[tuple[TimelineSpan, tuple[int, ...]]]:
-    """The reduction of each stage and who takes part; those of one position share its workers' links, one after the other."""
+    """(span, ranks that take part) of each stage's reduction; those of one position share links, so they follow each other."""
     if not any(costs.reduce_ms):
         return []
     ready: dict[int, float] = {}

@@ -20,7 +20,7 @@ _MOST_LANES, _MOST_ARROWS, _MOST_TOOLTIPS = 96, 400, 4000
 def swimlane_svg(
     timeline: Timeline, *, title: str, subtitle: str = "", edges: Sequence[tuple[int, int]] = (), width: int = 0
 ) -> str:
-    """One timeline as a complete SVG document. See `swimlanes`."""
+    """One timeline as a complete SVG document; see `swimlanes_svg`."""
     return swimlanes_svg([(subtitle, timeline)], title=title, edges=edges, width=width)
 
 
@@ -31,7 +31,7 @@ def swimlanes_svg(
     edges: Sequence[tuple[int, int]] = (),
     width: int = 0,
 ) -> str:
-    """Timelines (heading, timeline) under each other, to one scale; e.g. predicted and measured.
+    """An SVG document of timelines (heading, timeline) below each other, to one scale; e.g. predicted and measured.
 
     `edges`: (src, dst) stages whose messages are drawn as arrows, left out where there are more than a few hundred.
     `width` in pixels; 0: from 1280 to 1920, so that microbatch numbers fit where possible. Of more than 96 workers, evenly
@@ -231,7 +231,7 @@ class _Panel:
 
 
 def _width(panels: Sequence[_Panel], extent: float, margins: float) -> int:
-    """Wide enough for two digits in nearly all boxes, between 1280 and 1920 pixels."""
+    """A width that leaves room for two digits in nearly all boxes, between 1280 and 1920 pixels."""
     sizes = sorted(s.end_ms - s.start_ms for p in panels for r in p.ranks for s in p.timeline.spans[r])
     short = sizes[len(sizes) // 10] if sizes else extent
     return round(min(1920.0, max(1280.0, margins + 16 * extent / max(short, extent / 1e4))))

@@ -1,6 +1,6 @@
-"""Throughput of a run over time, with what befell it, as a drawing (SVG): samples a second, workers, pauses, faults.
+"""A chart (SVG) of a run's throughput over time: samples a second, workers, pauses, faults.
 
-It lies beside the other pictures of time because it shares their colours and measures; like them it reads no file.
+It is beside the other pictures of time because it shares their colours and measures; like them it reads no file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from raypar.schedule.swimlane_svg import _INK, _LINE, _QUIET, _text_width, _tint
 from raypar.schedule.text_grid import nice_step
 
-KINDS = {
+MARK_KINDS = {
     "lost": ("#C8372D", "worker lost"),
     "driver": ("#7A4FA3", "driver lost"),
     "draining": ("#D9861A", "node drains"),
@@ -32,7 +32,7 @@ _BINS = 320
 
 @dataclass(frozen=True)
 class ChartMark:
-    """Something that happened at `at_s`; `kind` of `KINDS`; `brief`: what stands in a crowded picture instead of the label."""
+    """An event at `at_s`. `kind`: one of `MARK_KINDS`; `brief`: a shorter label for crowded pictures."""
 
     at_s: float
     kind: str
@@ -41,13 +41,13 @@ class ChartMark:
 
     @property
     def shown(self) -> str:
-        """What stands beside its line."""
+        """The label beside its line."""
         return self.brief or self.label
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run as it was seen. Times in seconds from its start.
+    """The course of a run, for the chart. Times in seconds from its start.
 
     `steps`: (start, end, samples) of every committed step, one after the other; `workers`: (since when, how many);
     `pauses`: (from, to), from the last step before to the end of the first one after; `end_s`: where the drawing ends.
@@ -147,7 +147,7 @@ def _rows(marks: Sequence[ChartMark], sheet: _Sheet) -> list[int | None]:
 
 
 def _mark(mark: ChartMark, row: int | None, sheet: _Sheet, top: float, bottom: float) -> list[str]:
-    x, colour = sheet.x(mark.at_s), KINDS[mark.kind][0]
+    x, colour = sheet.x(mark.at_s), MARK_KINDS[mark.kind][0]
     y = top if row is None else top - 6 - _ROW * row
     label = "" if row is None else f'<text x="{x + 5:.2f}" y="{y - 2:g}" font-size="{_LABEL:g}">{escape(mark.shown)}</text>'
     start = y if row is None else y - 11
@@ -230,7 +230,7 @@ def _value_axis(name: str, most: float, ticks: int, sheet: _Sheet, top: float, b
 def _legend(history: RunHistory, y: float) -> list[str]:
     there = {mark.kind for mark in history.marks}
     out, x = [f'<g font-size="13" fill="{_QUIET}">'], 24.0
-    for colour, text in (KINDS[kind] for kind in KINDS if kind in there):
+    for colour, text in (MARK_KINDS[kind] for kind in MARK_KINDS if kind in there):
         out.append(
             f'<path d="M{x:.0f} {y - 5:g}h16" stroke="{colour}" stroke-width="2" stroke-dasharray="5 3"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'

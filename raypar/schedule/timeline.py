@@ -1,4 +1,4 @@
-"""What happened when, on every worker: the common form of a simulated and of a measured step."""
+"""The timeline of a step: what each worker executed when, in one form for simulated and measured steps."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TimelineSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all workers, indexed by rank, each worker's in order of start.
+    """The spans of all workers, by rank, those of a worker in order of start.
 
-    `names[rank]` says who the worker is. `peak_activations` are in microbatches through all of a worker's chunks (a chunk
+    `names[rank]` is the worker in words. `peak_activations` are in microbatches through all of a worker's chunks (a chunk
     counts 1/v): a microbatch counts from its forward until its `Backward` or `BackwardWeight` is over. `peak_bytes` is None
     where activation sizes are unknown.
     """
@@ -43,7 +43,7 @@ class Timeline:
     def from_spans(
         spans_by_rank: Sequence[Iterable[tuple[str | Instruction, float, float]]], names: Sequence[str] = ()
     ) -> Timeline:
-        """A measured step: per rank (instruction or its label such as `1F0`, start, end), in ms on one common clock.
+        """The timeline of a measured step: per rank (instruction or its label such as `1F0`, start, end), in ms on one clock.
 
         The earliest start becomes 0. Raises `ScheduleError` for a label that is no instruction.
         """
@@ -100,13 +100,13 @@ class Timeline:
 
 
 def peak_activations(order: Sequence[Instruction], chunks: int = 0) -> float:
-    """Most microbatches alive at once in one worker's order; each chunk counts 1/chunks (0: as many as the order names)."""
+    """The most microbatches alive at once in one worker's order; a chunk counts 1/chunks (0: as many as the order names)."""
     stages = {i.stage for i in computations(order)}
     return _peak(order, [1] * (max(stages, default=0) + 1)) / (chunks or len(stages) or 1)
 
 
 def peak_bytes(order: Sequence[Instruction], activation_bytes: Sequence[int]) -> int:
-    """Most bytes of activations alive at once in one worker's order; `activation_bytes` [stages], of one microbatch."""
+    """The most bytes of activations alive at once in one worker's order; `activation_bytes` [stages], of one microbatch."""
     return _peak(order, activation_bytes)
 
 

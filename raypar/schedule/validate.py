@@ -1,4 +1,4 @@
-"""What is wrong with a schedule or its programs; problems name the rule, the worker and the instruction."""
+"""Whether a schedule or its programs would run; problems name the rule, the worker and the instruction."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def validate(
     communicators: Communicators = "pair",
     training: bool = True,
 ) -> None:
-    """Raise `ScheduleError` naming the first problem (and how many there are). Arguments as of `problems`."""
+    """Raise `ScheduleError` naming the first problem (and how many there are). Arguments as of `find_problems`."""
     found = find_problems(lists, routing, crossing, memory=memory, communicators=communicators, training=training)
     if found:
         first = found[0]
@@ -66,8 +66,7 @@ def find_problems(
     communicators: Communicators = "pair",
     training: bool = True,
 ) -> list[Problem]:
-    """All broken rules, of compute-only orders or of lowered programs. Rules that presuppose an earlier one are only looked
-    at when that one holds.
+    """All broken rules of orders or of lowered programs. A rule that presupposes another is checked only if that one holds.
 
     `memory`: most live activations per rank, in microbatches through all of a worker's chunks. `communicators`: whose
     in-order queues messages go through. `training=False`: the lists are those of a validation pass (`lower_forward`).

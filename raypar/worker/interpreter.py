@@ -1,8 +1,9 @@
-"""The only engine: runs one worker's program for one step as a routine (a generator that yields transport waits).
+"""The interpreter: runs one worker's program for one step, as a routine (a generator that yields transport waits).
 
-The same code runs under every transport: `comm.transport.run_routine` blocks on each wait, and
+What an instruction does is looked up by its class in `TRAINING_RULES`, in a validation pass in `VALIDATION_RULES`. The same
+code runs under every transport: `comm.transport.run_routine` blocks on each wait, and
 `comm.local_transport.CooperativeScheduler` interleaves all workers of a plan in one thread on a virtual clock. Posts are
-plain calls; only waits (and the start of work) are yielded, so sends never block compute, receives are posted as early as
+plain calls; only waits (and the start of work) are yielded. So sends never block compute, receives are posted as early as
 the program says, and a buffer lives until its handle is done.
 """
 
@@ -48,14 +49,14 @@ Batch = Mapping[str, Tensor]
 Received = dict[str, list[Tensor]]
 """Value -> [activation], or -> its gradients, last consumer first."""
 _AT_ONCE: tuple[Role, ...] = ("communication", "release")
-"""Roles of instructions that only post or drop something: they are no work, and are not traced."""
+"""Roles of instructions that only post or drop something: no work for the virtual clock, not traced."""
 
 
 class BatchSource(Protocol):
-    """Where a stage's batch fields come from (`worker.data.Loader`, or a stand-in)."""
+    """The source of a stage's batch fields (`worker.data.Loader`, or a stand-in)."""
 
     def get(self, step: int, microbatch: int) -> Batch:
-        """The fields of one microbatch, collated; blocks until they are loaded, with a deadline of its own."""
+        """The collated fields of one microbatch; blocks until they are loaded, with a deadline of its own."""
 
 
 @dataclass
@@ -63,7 +64,9 @@ class StageLinks:
     """What the program's sends and receives carry, worked out once per plan."""
 
     into: dict[int, tuple[Edge, ...]]
+    """Stage -> edges whose values it uses."""
     out_of: dict[int, tuple[Edge, ...]]
+    """Stage -> edges whose values it makes."""
     counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
     """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
     receivers: dict[tuple[int, int], int]
@@ -71,8 +74,10 @@ class StageLinks:
 
     @staticmethod
     def of(graph: Graph, plan: ParallelPlan, crossing: Crossing, *, shard: int = 0) -> StageLinks:
-        """Links of all stages, for a worker with this shard of its stages. What crosses is whole on every shard of its maker:
-        shard t of S serves the shards t, t + S, ... of the user."""
+        """The links of all stages, for a worker with this shard of its stages.
+
+        Values are whole on every shard of their maker, so shard t of S serves the shards t, t + S, ... of the user.
+        """
         stages = range(len(plan.stages))
         return StageLinks(
             {s: crossing.into(s) for s in stages},
@@ -92,31 +97,39 @@ class StageLinks:
 
 @dataclass
 class Interpreter:
-    """Runs programs of one worker; holds nothing between steps but its parts.
-
-    `feeds[stage]`: where the stage's batch fields come from, None for a stage that reads none.
-    `cost_ms(instruction)`: how far the virtual clock moves for it; ignored on real transports.
-    """
+    """Runs the programs of one worker; between steps it holds nothing but its parts."""
 
     rank: int
+    """Of this worker in the plan."""
     routing: Routing
+    """Which replica runs which microbatch."""
     links: StageLinks
+    """What messages carry."""
     stages: Mapping[int, Stage]
+    """The worker's stages, by number."""
     transport: Transport
+    """Moves tensors between this worker and the others."""
     end: StepCommit
+    """Carries out reductions, ties, vote and optimizer step, and holds the step's outcome."""
     feeds: Mapping[int, BatchSource | None]
+    """Stage -> source of its batch fields; None for a stage that reads none."""
     cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0
+    """How far the virtual clock moves for an instruction; ignored on real transports."""
     before: Callable[[int, Instruction], None] | None = None
     """Called with (step, instruction) before each compute instruction: breakpoints of `raypar debug`."""
 
     _local: dict[Bundle, list[Tensor]] = field(default_factory=dict)
+    """Bundles between stages of this worker that have been made and not yet used."""
     _outgoing: dict[Bundle, tuple[list[Tensor], int]] = field(default_factory=dict)
-    """bundle -> (its tensors, to how many it is still to be sent)"""
+    """Bundle -> (its tensors, number of workers to which it is still to be sent)."""
     _incoming: dict[Bundle, list[Handle]] = field(default_factory=dict)
+    """Bundle -> handles of its posted receives, one a tensor."""
     _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
+    """Posted sends, oldest first, with the tensors that must live until they are done."""
     spans: list[InstructionSpan] = field(default_factory=list)
+    """When instructions of the last step ran, if it was traced."""
     busy_ns: int = 0
-    """Computing in the last step; layers' waiting for other shards does not count."""
+    """Time of compute instructions in the last step; layers' waiting for other shards does not count."""
 
     def __post_init__(self) -> None:
         self._replica = self.routing.plan.seats[self.rank].replica
@@ -240,7 +253,7 @@ class Interpreter:
         return found
 
     def _drain(self) -> Routine[None]:
-        """Buffers of posted sends must be free before the step ends."""
+        """Wait for all posted sends: their buffers must be free before the step ends."""
         while self._sending:
             handle, _ = self._sending.popleft()
             if not handle.done():
@@ -289,7 +302,7 @@ class Interpreter:
                 self._route(("gradient", edge.src, stage, microbatch), stage, edge.src, tensors)
 
     def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
-        """Another replica of this position's own stages is another worker."""
+        """Keep a bundle for this worker's own stage `user`, or for its sends: other replicas of the stage are other workers."""
         if user in self.stages and self.routing.replica(user, key[3]) == self._replica:
             self._local[key] = tensors
         elif receivers := self.links.receivers[maker, user]:
@@ -310,10 +323,10 @@ class Interpreter:
         self.end.apply()
 
 
-Rule = Callable[[Interpreter, Any, int, Received], Routine[None] | None]
+InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | None]
 """What an instruction does: (interpreter, instruction, step, bundles that it needs) -> a routine where it has to wait."""
 
-TRAINING_RULES: dict[type[Instruction], Rule] = {
+TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
     Forward: Interpreter._forward,
     Backward: Interpreter._backward,
     BackwardInput: Interpreter._backward_input,
@@ -328,7 +341,7 @@ TRAINING_RULES: dict[type[Instruction], Rule] = {
 }
 """Class of instructions -> what a worker does with it in a training step."""
 
-VALIDATION_RULES: dict[type[Instruction], Rule] = {
+VALIDATION_RULES: dict[type[Instruction], InstructionRule] = {
     Forward: Interpreter._evaluate,
     Send: Interpreter._send_in_validation,
     Recv: Interpreter._recv_in_validation,
