@@ -137,6 +137,10 @@ class _Rules:
 class _Replay:
     """All orders of a schedule, played on one clock, and the programs that come of it."""
 
+    rule_of: list[dict[type[Compute], list[_Rule]]]
+    """Rank -> class -> stage -> rule."""
+    first_shard: list[list[int]]
+    """Stage -> microbatch -> rank of the first shard that runs it; the others follow."""
     programs: list[list[Instruction]]
     """Rank -> what has been written so far."""
     place: list[int]

@@ -126,8 +126,16 @@ class _Slots:
 
 
 class _Simulation:
-    """Compute instructions of `ranks`, which are closed under the crossing, as early as each can begin."""
+    """The compute instructions of `ranks`, which are closed under the crossing, each as early as it can begin."""
 
+    compute: dict[type[Instruction], list[tuple[list[int], _Made, float]]]
+    """Class of compute instructions -> by stage: (slots it waits for, what it hands on, ms)."""
+    posts: set[type[Instruction]]
+    """Classes of sends and receives."""
+    lowered: bool
+    """Whether the lists are programs: bundles to other ranks leave at their sends."""
+    free_links: bool
+    """Whether messages take no time."""
     rows: dict[int, list[TimelineSpan]]
     """Rank -> what it has executed."""
     position: dict[int, int]
