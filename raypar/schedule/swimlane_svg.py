@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from html import escape
 
 from raypar.schedule.instructions import INPUT_GRADIENTS, INSTRUCTIONS, VALUES, Compute, Instruction, drawing_style
+from raypar.schedule.svg_style import CHARACTER_WIDTH, INK, LINE, QUIET, ink_on, text_width, tint
 from raypar.schedule.text_grid import milliseconds, nice_step
 from raypar.schedule.timeline import Timeline, TimelineSpan
 
-_INK, _QUIET, _LINE = "#1F2933", "#66727F", "#DDE2E7"
-_CHARACTER = 0.56
-"""Mean width of a character over the font size."""
 _SMALLEST_NUMBER = 7.0
 _MOST_LANES, _MOST_ARROWS, _MOST_TOOLTIPS = 96, 400, 4000
 
@@ -39,14 +37,14 @@ def swimlanes_svg(
     """
     drawn = [_Panel.of(heading, timeline) for heading, timeline in panels]
     extent = max((p.timeline.makespan_ms for p in drawn), default=0.0) or 1.0
-    left = 28 + max((_text_width(name, p.font) for p in drawn for name in p.names), default=0.0)
+    left = 28 + max((text_width(name, p.font) for p in drawn for name in p.names), default=0.0)
     right = 132.0
     width = width or _width(drawn, extent, left + right)
     sheet = _Sheet(left, (width - left - right) / extent, width, extent)
     top = 30.0
     body = [
         f'<text x="24" y="{top + 14:g}" font-size="22" font-weight="600">{escape(title)}</text>'
-        f'<text x="{width - 24}" y="{top + 14:g}" font-size="12" text-anchor="end" fill="{_QUIET}">'
+        f'<text x="{width - 24}" y="{top + 14:g}" font-size="12" text-anchor="end" fill="{QUIET}">'
         "numbers: microbatches; busy: share of the makespan; peak: activations held, in microbatches</text>"
     ]
     body += _legend(drawn, top + 44)
@@ -57,12 +55,12 @@ def swimlanes_svg(
     height = round(top + 12)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{_INK}\">\n"
+        f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{INK}\">\n"
         f"<title>{escape(title)}</title>\n"
         '<defs><pattern id="idle" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<rect width="7" height="7" fill="#F7F8FA"/><path d="M0 0V7" stroke="#E1E6EB" stroke-width="2"/></pattern>'
         '<marker id="tip" viewBox="0 0 6 6" refX="5.4" refY="3" markerWidth="5" markerHeight="5" orient="auto">'
-        f'<path d="M0 0.6L5.6 3L0 5.4z" fill="{_INK}"/></marker></defs>\n'
+        f'<path d="M0 0.6L5.6 3L0 5.4z" fill="{INK}"/></marker></defs>\n'
         f'<rect width="{width}" height="{height}" fill="#FFFFFF"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
@@ -124,7 +122,7 @@ class _Panel:
         out = [_caption(self, sheet, top + 18)]
         end = sheet.x(timeline.makespan_ms)
         out += [
-            f'<g font-size="11" fill="{_QUIET}" text-anchor="end">'
+            f'<g font-size="11" fill="{QUIET}" text-anchor="end">'
             f'<text x="{sheet.width - 70}" y="{lanes_top - 7:g}">busy</text>'
             f'<text x="{sheet.width - 24}" y="{lanes_top - 7:g}">peak</text></g>'
         ]
@@ -137,7 +135,7 @@ class _Panel:
             out.append(
                 f'<g font-size="{self.font:g}"><text x="{sheet.left - 10:g}" y="{middle:g}" text-anchor="end">'
                 f"{escape(timeline.names[rank])}</text>"
-                f'<g text-anchor="end" fill="{_QUIET}"><text x="{sheet.width - 70}" y="{middle:g}">'
+                f'<g text-anchor="end" fill="{QUIET}"><text x="{sheet.width - 70}" y="{middle:g}">'
                 f'{1 - timeline.bubbles[rank]:.0%}</text><text x="{sheet.width - 24}" y="{middle:g}">'
                 f"{timeline.peak_activations[rank]:g}</text></g></g>"
             )
@@ -183,7 +181,7 @@ class _Panel:
             if text:
                 out.append(
                     f'<text x="{x + w / 2:.2f}" y="{y + self.lane / 2 + size * 0.36:.2f}" font-size="{size:.3g}" '
-                    f'text-anchor="middle" pointer-events="none" fill="{_ink_on(colour)}">{text}</text>'
+                    f'text-anchor="middle" pointer-events="none" fill="{ink_on(colour)}">{text}</text>'
                 )
         for colour, boxes in small.items():
             path = "".join(
@@ -196,14 +194,14 @@ class _Panel:
 
     def _number_size(self, width: float) -> float:
         """Font size at which the panel's longest microbatch number fits into a box of this width."""
-        return min(self.font, width * 0.86 / (_CHARACTER * self.digits))
+        return min(self.font, width * 0.86 / (CHARACTER_WIDTH * self.digits))
 
     def _colour(self, instruction: Instruction) -> str:
         colour = drawing_style(type(instruction)).colour
         if not isinstance(instruction, Compute):
             return colour
         chunks = max(self.timeline.chunk_of.values(), default=0) + 1
-        return _tint(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
+        return tint(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
 
     def _arrows(self, sheet: _Sheet, ys: dict[int, float], edges: Sequence[tuple[int, int]]) -> Iterable[str]:
         """From the end of what made a bundle to the start of what used it, where both lanes are drawn."""
@@ -227,7 +225,7 @@ class _Panel:
         if not lines or len(lines) > _MOST_ARROWS:
             return []
         arrows = "".join(f'<path d="{line}"/>' for line in lines)
-        return [f'<g fill="none" stroke="{_INK}" stroke-width="0.9" opacity="0.55" marker-end="url(#tip)">{arrows}</g>']
+        return [f'<g fill="none" stroke="{INK}" stroke-width="0.9" opacity="0.55" marker-end="url(#tip)">{arrows}</g>']
 
 
 def _width(panels: Sequence[_Panel], extent: float, margins: float) -> int:
@@ -250,7 +248,7 @@ def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:
     heading = f'<tspan font-weight="600">{escape(panel.heading)}</tspan>  ' if panel.heading else ""
     return (
         f'<text x="24" y="{y:g}" font-size="14" xml:space="preserve">{heading}'
-        f'<tspan fill="{_QUIET}">{escape("  ·  ".join(facts))}</tspan></text>'
+        f'<tspan fill="{QUIET}">{escape("  ·  ".join(facts))}</tspan></text>'
     )
 
 
@@ -260,13 +258,13 @@ def _axis(sheet: _Sheet, makespan_ms: float, top: float, bottom: float) -> list[
     for tick in range(int(makespan_ms / step + 1e-9) + 1):
         x = sheet.x(tick * step)
         out.append(
-            f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{_LINE}"/>'
-            f'<text x="{x:.2f}" y="{bottom + 18:g}" font-size="11" text-anchor="middle" fill="{_QUIET}">{tick * step:g}</text>'
+            f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{LINE}"/>'
+            f'<text x="{x:.2f}" y="{bottom + 18:g}" font-size="11" text-anchor="middle" fill="{QUIET}">{tick * step:g}</text>'
         )
     x = sheet.x(makespan_ms)
-    out.append(f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{_INK}" stroke-dasharray="4 3"/>')
+    out.append(f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{INK}" stroke-dasharray="4 3"/>')
     out.append(
-        f'<text x="{sheet.width - 24}" y="{bottom + 18:g}" font-size="11" text-anchor="end" fill="{_QUIET}">time, ms</text>'
+        f'<text x="{sheet.width - 24}" y="{bottom + 18:g}" font-size="11" text-anchor="end" fill="{QUIET}">time, ms</text>'
     )
     return out
 
@@ -276,33 +274,14 @@ def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
     chunks = max((max(p.timeline.chunk_of.values(), default=0) + 1 for p in panels), default=1)
     ordered = [kind for kind in INSTRUCTIONS.values() if kind in kinds]
     items = [(drawing_style(kind).colour, drawing_style(kind).legend) for kind in ordered]
-    items += [(_tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1][1:]
+    items += [(tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1][1:]
     items.append(("url(#idle)", "idle"))
-    out, x = [f'<g font-size="13" fill="{_QUIET}">'], 24.0
+    out, x = [f'<g font-size="13" fill="{QUIET}">'], 24.0
     for colour, text in items:
         out.append(
-            f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{colour}" stroke="{_LINE}"/>'
+            f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{colour}" stroke="{LINE}"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
-        x += 22 + _text_width(text, 13) + 26
+        x += 22 + text_width(text, 13) + 26
     out.append("</g>")
     return out
-
-
-def _text_width(text: str, size: float) -> float:
-    return _CHARACTER * size * len(text)
-
-
-def _channels(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def _tint(colour: str, white: float) -> str:
-    """The colour mixed with this share of white."""
-    return "#" + "".join(f"{round(c + (255 - c) * white):02X}" for c in _channels(colour))
-
-
-def _ink_on(colour: str) -> str:
-    """White or dark text, whichever stands out (relative luminance, WCAG 2.2)."""
-    red, green, blue = (((c / 255) + 0.055) ** 2.4 / 1.055**2.4 for c in _channels(colour))
-    return "#FFFFFF" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.27 else _INK
