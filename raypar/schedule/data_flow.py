@@ -29,7 +29,7 @@ class DataFlow:
     def __init__(self, crossing: Crossing, stages: int) -> None:
         self.into = tuple(crossing.into(s) for s in range(stages))
         self.out_of = tuple(crossing.out_of(s) for s in range(stages))
-        self._awaits: dict[tuple[type[Compute], int], list[tuple[str, int, MessageKind, int, int]]] = {}
+        self._arrivals: dict[tuple[type[Compute], int], list[tuple[str, int, MessageKind, int, int]]] = {}
         self._gives: dict[tuple[type[Compute], int], list[tuple[int, MessageKind, int, int]]] = {}
 
     def arriving(self, what: str, stage: int) -> list[tuple[int, Edge]]:
@@ -50,15 +50,20 @@ class DataFlow:
 
     def awaits(self, instruction: Compute) -> list[tuple[StageResult, Bundle]]:
         """Results of other stages that an instruction needs, each with the bundle that carries it."""
-        key, m = (type(instruction), instruction.stage), instruction.microbatch
-        awaits = self._awaits.get(key)
-        if awaits is None:
-            awaits = self._awaits[key] = [
+        m = instruction.microbatch
+        arrivals = self.arrivals(type(instruction), instruction.stage)
+        return [((what, other, m), (kind, src, dst, m)) for what, other, kind, src, dst in arrivals]
+
+    def arrivals(self, kind: type[Compute], stage: int) -> list[tuple[str, int, MessageKind, int, int]]:
+        """What a class of instructions needs of other stages: (what, stage), then its bundle less the microbatch."""
+        found = self._arrivals.get((kind, stage))
+        if found is None:
+            found = self._arrivals[kind, stage] = [
                 (what, other, MESSAGE_KIND[what], edge.src, edge.dst)
-                for what in key[0].needs
-                for other, edge in self.arriving(what, key[1])
+                for what in kind.needs
+                for other, edge in self.arriving(what, stage)
             ]
-        return [((what, other, m), (kind, src, dst, m)) for what, other, kind, src, dst in awaits]
+        return found
 
     def gives(self, instruction: Compute) -> list[tuple[int, Bundle]]:
         """(consuming stage, bundle) of everything an instruction hands on."""

@@ -101,10 +101,11 @@ class _Run:
         return self._missing(rank, instruction) if isinstance(instruction, Compute) else None
 
     def _missing(self, rank: int, instruction: Compute) -> Awaited | None:
-        for need, carried in self.case.flow.awaits(instruction):
-            home = self.case.source(need[1], need[2], rank)
+        m = instruction.microbatch
+        for what, stage, kind, src, dst in self.case.flow.arrivals(type(instruction), instruction.stage):
+            home = self.case.source(stage, m, rank)
             if home != rank:
-                key: Awaited = (rank, carried) if self.case.lowered else (home, need)
+                key: Awaited = (rank, (kind, src, dst, m)) if self.case.lowered else (home, (what, stage, m))
                 if key not in self.exists:
                     return key
         return None

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from raypar.plan import Crossing, Routing
 from raypar.schedule.data_flow import DataFlow, describe_result, own_needs
@@ -26,6 +27,7 @@ from raypar.schedule.instructions import (
     ExchangeTies,
     Free,
     Instruction,
+    MessageKind,
     OptimizerStep,
     Recv,
     Reduce,
@@ -114,7 +116,7 @@ def check_complete(case: RuleCase) -> list[Problem]:
         due = set(case.due(rank))
         for stage, m in sorted(due):
             for makers, right in rules:
-                times = tuple([count[kind, stage, m] for kind in makers])
+                times = tuple([count.get((kind, stage, m), 0) for kind in makers])
                 if times not in right:
                     found.append(Problem("complete", rank, _times_text(makers, times, stage, m)))
         for kind, stage, m in count:
@@ -149,45 +151,62 @@ def check_causal(case: RuleCase) -> list[Problem]:
     return [problem for rank in range(len(case.lists)) for problem in _check_causal_on(case, rank)]
 
 
+class _Touched(NamedTuple):
+    """What a class of instructions reads and changes on one stage. Sets are microbatches of which the worker has something."""
+
+    own: list[tuple[str, set[int]]]
+    """What it needs of its own stage."""
+    others: list[tuple[str, int, set[int], MessageKind, int, int]]
+    """What it needs of other stages: (what, stage, microbatches, then its bundle less the microbatch)."""
+    frees: list[set[int]]
+    """What it frees."""
+    results: list[set[int]]
+    """What it makes and allocates."""
+
+
 class _Holdings:
-    """What one worker has made and what it keeps: sets of microbatches, by what it is and of which stage."""
+    """What one worker has made and what it keeps."""
 
-    def __init__(self) -> None:
-        self.of: dict[tuple[str, int], set[int]] = defaultdict(set)
-        self._changed_by: dict[tuple[type[Compute], int], _Changes] = {}
+    of: dict[tuple[str, int], set[int]]
+    """(what, stage) -> microbatches."""
 
-    def changed_by(self, kind: type[Compute], stage: int) -> _Changes:
-        """The sets that a class of instructions reads and changes on a stage."""
-        found = self._changed_by.get((kind, stage))
+    def __init__(self, flow: DataFlow) -> None:
+        self._flow = flow
+        self.of = defaultdict(set)
+        self._touched: dict[tuple[type[Compute], int], _Touched] = {}
+
+    def touched_by(self, instruction: Compute) -> _Touched:
+        """What an instruction reads and changes."""
+        kind, stage = key = type(instruction), instruction.stage
+        found = self._touched.get(key)
         if found is None:
-            needed = [(what, self.of[what, stage]) for what in own_needs(kind)]
-            frees, results = ([self.of[what, stage] for what in names] for names in (kind.frees, kind.results))
-            found = self._changed_by[kind, stage] = (needed, frees, results)
+            found = self._touched[key] = _Touched(
+                own=[(what, self.of[what, stage]) for what in own_needs(kind)],
+                others=[(w, at, self.of[w, at], sort, src, dst) for w, at, sort, src, dst in self._flow.arrivals(kind, stage)],
+                frees=[self.of[what, stage] for what in kind.frees],
+                results=[self.of[what, stage] for what in kind.results],
+            )
         return found
-
-
-_Changes = tuple[list[tuple[str, set[int]]], list[set[int]], list[set[int]]]
-"""(what it needs of its own stage, what it frees, what it makes and allocates)."""
 
 
 def _check_causal_on(case: RuleCase, rank: int) -> list[Problem]:
     found: list[Problem] = []
-    holdings = _Holdings()
+    holdings = _Holdings(case.flow)
     posted: set[Bundle] = set()
     made: set[Bundle] = set()
     for instruction in case.lists[rank]:
         if isinstance(instruction, Compute):
             stage, m = instruction.stage, instruction.microbatch
-            needed, frees, results = holdings.changed_by(type(instruction), stage)
-            for what, there in needed:
+            own, others, frees, results = holdings.touched_by(instruction)
+            for what, there in own:
                 if m not in there:
                     found.append(Problem("causal", rank, f"{instruction} stands before {describe_result((what, stage, m))}"))
-            for need, carried in case.flow.awaits(instruction):
-                if case.source(need[1], m, rank) == rank:
-                    if m not in holdings.of[need[0], need[1]]:
-                        found.append(Problem("causal", rank, f"{instruction} stands before {describe_result(need)}"))
-                elif case.lowered and carried not in posted:
-                    text = f"{instruction} uses {describe_bundle(carried)}, which is not received before it"
+            for what, at, there, kind, src, dst in others:
+                if case.source(at, m, rank) == rank:
+                    if m not in there:
+                        found.append(Problem("causal", rank, f"{instruction} stands before {describe_result((what, at, m))}"))
+                elif case.lowered and (kind, src, dst, m) not in posted:
+                    text = f"{instruction} uses {describe_bundle((kind, src, dst, m))}, which is not received before it"
                     found.append(Problem("causal", rank, text))
             for there in frees:
                 there.discard(m)
@@ -213,10 +232,11 @@ def check_canonical(case: RuleCase) -> list[Problem]:
     once.
     """
     found: list[Problem] = []
+    made_by = {kind: [what for what in kind.makes if what != VALUES] for kind in compute_kinds()}
     for rank in range(len(case.lists)):
         last: dict[tuple[str, int, int], int] = {}
         for instruction in case.compute(rank):
-            gradients = [what for what in instruction.makes if what != VALUES]
+            gradients = made_by[type(instruction)]
             if not gradients:
                 continue
             m, block = instruction.microbatch, case.routing.microbatches.block(instruction.microbatch)
