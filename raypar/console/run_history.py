@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raypar.console.event_lines import short_node_id
-from raypar.schedule.throughput_chart import KINDS, ChartMark, RunHistory
+from raypar.schedule.throughput_chart import MARK_KINDS, ChartMark, RunHistory
 
 Line = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     told = [{**event, "at": clock(event["time"]) - origin} for event in events if "time" in event]
     done = [{**line, "at": line["at"] - origin} for line in done]
     shown = [event for event in told if event["at"] >= 0]
-    last = max(done[-1]["at"], *(event["at"] for event in shown if event["kind"] in KINDS), 0.0)
+    last = max(done[-1]["at"], *(event["at"] for event in shown if event["kind"] in MARK_KINDS), 0.0)
     pauses = [(max(0.0, e["at"] - e["pause_s"]), e["at"]) for e in shown if e.get("pause_s")]
     return RunHistory(
         tuple(step_intervals(done)), worker_counts(done[0], told), history_marks(shown, last), tuple(pauses), last
@@ -78,7 +78,7 @@ def history_marks(told: Sequence[Line], extent: float) -> tuple[ChartMark, ...]:
     """A mark for each loss, join, drain, driver loss and resumption; events of one kind at one moment share a mark."""
     groups: list[tuple[float, str, list[Line]]] = []
     for event in told:
-        if event["kind"] not in KINDS:
+        if event["kind"] not in MARK_KINDS:
             continue
         near = next((g for g in groups if g[1] == event["kind"] and event["at"] - g[0] < SAME * extent), None)
         if near is not None:

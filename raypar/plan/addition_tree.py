@@ -1,8 +1,8 @@
-"""The fixed addition tree over a step's blocks (DESIGN 4.5): the one order in which block gradients are combined.
+"""The fixed addition tree over a step's blocks: the one order in which block gradients are added, whatever the plan is.
 
-A node is a half-open range of blocks `(lo, hi)`; its left child is the largest power of two below its size (the shape of
-a Merkle tree in RFC 6962, section 2.1). Whoever holds a contiguous run of blocks adds the complete subtrees inside the
-run; whoever owns a slice adds the subtree sums of all runs. Both ends therefore perform the same additions.
+A node is a half-open range of blocks `(lo, hi)`. Its left child has the largest power of two below its size (the shape of
+a Merkle tree in RFC 6962, section 2.1). A replica with a contiguous run of blocks adds the complete subtrees inside the
+run; the owner of a slice adds the subtree sums of all runs. Together they make the additions of one process.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 TreeNode = tuple[int, int]
-T = TypeVar("T")
+_Sum = TypeVar("_Sum")
 
 
 def tree_children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
-    """Left and right child of a node of at least two blocks."""
+    """The left and right child of a node of at least two blocks."""
     lo, hi = node
     size = hi - lo
     left = 1 << ((size - 1).bit_length() - 1)
@@ -23,7 +23,7 @@ def tree_children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
 
 
 def covering_nodes(run: range, blocks: int) -> tuple[TreeNode, ...]:
-    """The fewest tree nodes over `blocks` leaves that together are exactly `run`, left to right."""
+    """The fewest nodes of the tree over `blocks` blocks that together are exactly `run`, left to right."""
 
     def inside(node: TreeNode) -> tuple[TreeNode, ...]:
         lo, hi = node
@@ -37,8 +37,8 @@ def covering_nodes(run: range, blocks: int) -> tuple[TreeNode, ...]:
     return inside((0, blocks)) if len(run) else ()
 
 
-def fold_tree(sums: Mapping[TreeNode, T | None], node: TreeNode, add: Callable[[T, T], T]) -> T | None:
-    """Combine the subtree sums below `node` in tree order; a missing or None sum (an empty block) is skipped, not added."""
+def fold_tree(sums: Mapping[TreeNode, _Sum | None], node: TreeNode, add: Callable[[_Sum, _Sum], _Sum]) -> _Sum | None:
+    """The sum of the subtree sums below `node`, added in tree order; a missing or None sum (an empty block) is skipped."""
     if node in sums:
         return sums[node]
     if node[1] - node[0] <= 1:

@@ -1,22 +1,19 @@
-"""What the cut of a model into stages makes cross between workers: values along edges, and tied parameters."""
+"""What crosses between the stages of a model: values along edges, and tied parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.shard_ranges import Cut
-
-if TYPE_CHECKING:
-    from raypar.plan.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """All values that stage `src` produces and stage `dst` uses; sent as one bundle a microbatch, straight to the consumer.
+    """All values that stage `src` produces and stage `dst` uses: one message a microbatch, straight to the consumer.
 
-    `nbytes` is of one microbatch, for the simulator; 0 when unknown. `differentiable` says whether a gradient comes back.
+    `nbytes` is of one microbatch, for the simulator; 0 when unknown. `differentiable`: whether gradients come back.
     """
 
     src: int
@@ -43,7 +40,7 @@ class Crossing:
 
     @staticmethod
     def chain(stages: int, nbytes: Sequence[int] | int = 0) -> Crossing:
-        """Each stage feeds the next: the crossing of a plain sequential model. `nbytes`: one value, or one per cut."""
+        """The crossing of a plain sequential model: each stage feeds the next. `nbytes`: one number, or one per edge."""
         sizes = [nbytes] * (stages - 1) if isinstance(nbytes, int) else list(nbytes)
         return Crossing(tuple(Edge(s, s + 1, nbytes=sizes[s]) for s in range(stages - 1)))
 
@@ -58,7 +55,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model's layers without the model: all that programs and state depend on, for those who may not import user code."""
+    """A model's layers as plain data: all that programs and state depend on, for code that may not import the user's."""
 
     layers: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
     """(name, values it reads, values it writes) in execution order."""

@@ -1,4 +1,9 @@
-"""How a step's batch is cut: samples into microbatches, microbatches into blocks (DESIGN 4.5, *Blocks*)."""
+"""How a step's batch is cut: samples into microbatches, microbatches into blocks.
+
+A block is the unit that replicas share out. Inside a block gradients are added in order of microbatches, over blocks by the
+tree of `addition_tree.py` (rule 6 of the contract in raypar/README.md): the bits depend on the number of blocks, not on that of
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +20,15 @@ def contiguous_part(index: int, parts: int, total: int) -> range:
 
 
 def part_index(item: int, parts: int, total: int) -> int:
-    """The part that holds `item`: the inverse of `part`."""
+    """The part that holds `item`: the inverse of `contiguous_part`."""
     return ((item + 1) * parts - 1) // total
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """A step's cut. `count` microbatches in `blocks` contiguous blocks (`virtual_replicas` in the job file).
+    """A step's batch, cut: `count` microbatches in `blocks` contiguous blocks.
 
+    `blocks` is `virtual_replicas` in the job file; 0 stands for as many as there are microbatches, at most 16.
     `batch_size` is in samples a step over the whole job; 0 where only the order matters (simulation).
     """
 

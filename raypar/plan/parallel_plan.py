@@ -1,4 +1,4 @@
-"""Which worker has which layers: a plan is a list of stages; in the special case of a mesh all stages agree."""
+"""Which worker holds and runs what: a plan is a list of stages; a mesh is a plan whose stages all have the same shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Placement = Literal["loop", "v"]
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Consecutive layers `[first, last)` at pipeline `position`; several stages at one position are that worker's chunks."""
+    """Consecutive layers `[first, last)` at pipeline `position`; stages at one position are the chunks of its workers."""
 
     first: int
     last: int
@@ -28,7 +28,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Seat:
-    """Where one worker sits: its position in the pipeline, its replica, its shard."""
+    """A worker's place in the plan: its position in the pipeline, its replica, its shard."""
 
     position: int
     replica: int
@@ -40,14 +40,14 @@ class Seat:
 
 
 def position_of(stage: int, pp: int, placement: Placement) -> int:
-    """Which position hosts a stage: `loop` goes round (interleaved 1F1B), `v` turns at the end (ZB-V)."""
+    """The position that hosts a stage: `loop` goes round (interleaved 1F1B), `v` turns at the end (ZB-V)."""
     lap, offset = divmod(stage, pp)
     return pp - 1 - offset if placement == "v" and lap % 2 else offset
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Stages in layer order. Consistent when built, or it raised `PlanError`; never changed afterwards."""
+    """Stages in layer order. An inconsistent one raises `PlanError` when built; a plan is never changed afterwards."""
 
     stages: tuple[StagePlan, ...]
 
@@ -87,8 +87,11 @@ class ParallelPlan:
         placement: Placement = "loop",
         cuts: Sequence[int] | None = None,
     ) -> ParallelPlan:
-        """All stages agree. `layers` are spread evenly (earlier stages one less) unless `cuts` gives the first layer of
-        stages 1, 2, ...; without `layers` every stage is one layer."""
+        """A plan whose stages all have `dp` replicas and `tp` shards, on `pp` positions.
+
+        `layers` are spread evenly (earlier stages one less) unless `cuts` gives the first layer of stages 1, 2, ...; without
+        `layers` every stage is one layer.
+        """
         if min(dp, pp, tp, chunks) < 1:
             raise PlanError(f"replicas {dp}, stages {pp}, shards {tp}, chunks {chunks}", cure="set all of them to 1 or more")
         return ParallelPlan.of([dp] * pp, [tp] * pp, layers=layers, chunks=chunks, placement=placement, cuts=cuts)
@@ -103,7 +106,7 @@ class ParallelPlan:
         placement: Placement = "loop",
         cuts: Sequence[int] | None = None,
     ) -> ParallelPlan:
-        """One entry of `replicas` (and `shards`) per pipeline position."""
+        """A plan with one entry of `replicas` (and `shards`) per pipeline position; the rest as in `mesh`."""
         pp = len(replicas)
         shards = list(shards) if shards is not None else [1] * pp
         if len(shards) != pp:
@@ -125,7 +128,7 @@ class ParallelPlan:
 
     @cached_property
     def positions(self) -> int:
-        """Length of the pipeline in workers."""
+        """Number of pipeline positions."""
         return max(s.position for s in self.stages) + 1
 
     @cached_property
@@ -168,11 +171,11 @@ class ParallelPlan:
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
 
     def describe(self) -> str:
-        """For messages; see `in_words`."""
+        """The plan's shape in words; see `describe_mesh`."""
         return describe_mesh([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
 
     def coordinate(self, rank: int) -> str:
-        """For messages: `worker 3 (stage 1, replica 1)`."""
+        """A worker in words: `worker 3 (stage 1, replica 1)`."""
         seat = self.seats[rank]
         stages = ",".join(str(s) for s in self.stages_of(rank))
         shard = f", shard {seat.shard}" if self.stages[self.stages_of(rank)[0]].shards > 1 else ""
@@ -180,7 +183,7 @@ class ParallelPlan:
 
 
 def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:
-    """By stage: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`, `1 stage x 1 replica x 4 shards`."""
+    """Counts by stage in words: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`, `1 stage x 1 replica x 4 shards`."""
 
     def counted(counts: Sequence[int], what: str) -> str:
         number = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
@@ -223,10 +226,10 @@ class Routing:
 
     @cached_property
     def entry_order(self) -> tuple[int, ...]:
-        """The order in which microbatches enter the pipeline: proportionally one from each run in turn.
+        """The order in which microbatches enter the pipeline: one from each run of blocks in turn, in proportion.
 
-        Runs are cut at every boundary of every stage, so each lies on one replica per stage; runs of equal length
-        take strict turns. Inside a run, and so inside a block, order is by index.
+        Runs end at every boundary of every stage, so each lies on one replica per stage. Runs of equal length take strict
+        turns. Inside a run, and so inside a block, microbatches enter by index.
         """
         blocks = self.microbatches.blocks
         starts = {0}

@@ -1,4 +1,4 @@
-"""Seeds as a function of place in the data and the model, never of place in the cluster (DESIGN 4.6)."""
+"""Seeds as a function of the place in the data and the model, never of the place in the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All uniform plans that could be chosen for a number of workers: (replicas, stages) x schedules x chunks, layers balanced."""
+"""The uniform plans that could be chosen for a number of workers: (replicas, stages) x schedules x chunks, layers balanced."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from raypar.planner.model_profile import ModelProfile
 from raypar.schedule import registry
 
 SCHEDULES: dict[str, tuple[int, ...]] = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
-"""Schedules considered, with the chunks a worker may have under them. `naive` is never better than GPipe. A pipeline of one
-stage needs no schedule: 1F1B, which keeps one activation."""
+"""Schedule -> numbers of chunks that a worker may have under it. `naive` is left out: it is never better than GPipe. A pipeline
+of one stage gets 1F1B, which keeps one activation."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan with its schedule. `bound_ms`: no run of it can be faster; the compute of its busiest worker, or of all on
-    the processors they share."""
+    """One plan with its schedule.
+
+    `bound_ms`: a lower bound of a step: the compute of its busiest worker, or of all workers on the processors they share.
+    """
 
     replicas: int
     stages: int
@@ -30,8 +32,11 @@ class Candidate:
 
 
 def candidates(profile: ModelProfile, workers: int, cut: Microbatches, shards: int = 1) -> Iterator[Candidate]:
-    """Every uniform plan on at most `workers` workers, each of which has work: no more replicas than blocks or
-    microbatches, no more stages than layers. Layers are cut so that the slowest stage is as fast as possible."""
+    """Every uniform plan on at most `workers` workers in which each worker has work.
+
+    So there are no more replicas than blocks or microbatches, no more stages than layers. Layers are cut so that the slowest
+    stage is as fast as possible.
+    """
     layers, seats = len(profile.layers), workers // shards
     for stages in range(1, min(seats, layers) + 1):
         for replicas in range(1, min(seats // stages, cut.blocks, cut.count) + 1):

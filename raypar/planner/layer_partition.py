@@ -9,7 +9,7 @@ from raypar.errors import PlanError
 
 
 def balanced_cuts(sums: Sequence[float], stages: int) -> tuple[int, ...]:
-    """First layers of stages 1, 2, ...: an optimal contiguous partition minimising the largest stage's cost.
+    """First layers of stages 1, 2, ... of the contiguous partition whose most expensive stage costs least.
 
     `sums` [layers + 1] are prefix sums of non-negative layer costs. Exact, by dynamic programming over (stages, layers):
     best(s, i) = min over j of max(best(s - 1, j), cost of [j, i)); the first grows with j, the second shrinks, so the

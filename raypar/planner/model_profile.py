@@ -1,4 +1,4 @@
-"""What the planner knows of a model and a machine: measured times and bytes, as data. `worker/profiler.py` measures them."""
+"""Measured times and bytes of a model on a machine, as data for the planner. `worker/profiler.py` measures them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """One message between two workers takes `latency_ms + bytes / bandwidth`; `bandwidth` in bytes per ms."""
+    """A link between two workers: a message takes `latency_ms + bytes / bandwidth`; `bandwidth` in bytes per ms."""
 
     latency_ms: float = 0.0
     bandwidth: float = float("inf")
@@ -44,8 +44,9 @@ class LinkProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model's layers on this kind of worker. `memory_bytes`: what one worker may use; None when it is not known.
+    """A model's layers, measured on one kind of worker.
 
+    `memory_bytes`: what one worker may use; None when it is not known.
     `outputs`: (producer, consumer) layer pairs whose values cross when they are cut apart, with bytes; by default each
     layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and reduction (vote, call, data).
     `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
@@ -65,11 +66,11 @@ class ModelProfile:
             raise PlanError("the profile has no layers", cure="profile a model with at least one layer")
 
     def work_sums(self) -> tuple[float, ...]:
-        """Prefix sums of what a layer computes per microbatch at least, its backward whole or split, [layers + 1]."""
+        """Prefix sums [layers + 1] of the least time of each layer per microbatch, its backward whole or split."""
         return (0.0, *itertools.accumulate(x.forward_ms + min(x.backward_ms, x.input_ms + x.weight_ms) for x in self.layers))
 
     def of(self, first: int, last: int) -> LayerProfile:
-        """Layers [first, last) taken together, as one stage."""
+        """The profile of layers [first, last) as one stage."""
         part = self.layers[first:last]
         return LayerProfile(
             name=f"{part[0].name}..{part[-1].name}" if len(part) > 1 else part[0].name,
@@ -85,7 +86,7 @@ class ModelProfile:
         )
 
     def stage(self, place: StagePlan) -> LayerProfile:
-        """What one shard of a stage does and holds.
+        """The profile of one shard of a stage.
 
         Work is divided evenly, activations too. A layer costs two all-reduces of its output forward and two backward, as a
         transformer's does (Shoeybi et al. 2019, section 3), each 2 (t-1)/t of the bytes; overlap is not counted.
@@ -110,7 +111,7 @@ class ModelProfile:
         )
 
     def stages(self, plan: ParallelPlan) -> tuple[LayerProfile, ...]:
-        """One profile per stage of a plan, of one of its shards."""
+        """The profile of one shard of each stage of a plan."""
         return tuple(self.stage(place) for place in plan.stages)
 
     def crossing(self, plan: ParallelPlan) -> Crossing:

@@ -1,18 +1,18 @@
-"""Why this plan: one table of what was considered; and what will become of it when workers are lost."""
+"""Reports of the planner: why it chose a plan, and what becomes of the plan when workers are lost."""
 
 from __future__ import annotations
 
 from raypar.plan import ParallelPlan
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
 
-HEADER = ("replicas x stages", "schedule", "workers", "step ms", "bubble", "memory", "verdict")
+REPORT_COLUMNS = ("replicas x stages", "schedule", "workers", "step ms", "bubble", "memory", "verdict")
 
 
 def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
-    """The chosen plan, then the next best, at most `rows` of them, then how many were ruled out without a simulation."""
+    """A table of the chosen plan and the next best, at most `rows` of them, then how many more were considered."""
     shown = choice.verdicts[:rows]
-    lines = [HEADER, *(_row(v, "chosen: the fastest" if v is choice.best else v.reason) for v in shown)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    lines = [REPORT_COLUMNS, *(_row(v, "chosen: the fastest" if v is choice.best else v.reason) for v in shown)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(REPORT_COLUMNS))]
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     hidden = len(choice.verdicts) - len(shown)
     if hidden:
@@ -23,7 +23,7 @@ def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
 
 
 def fewer_shards(plan: ParallelPlan, min_workers: int) -> list[str]:
-    """What is said before an elastic run that may come to other numbers of shards: the bits depend on them."""
+    """Sentences for the start of an elastic run that may come to have fewer shards, on which the bits depend."""
     counts = {stage.shards for stage in plan.stages}
     most = max(counts)
     if most == 1:
@@ -51,7 +51,7 @@ def _row(verdict: EvaluatedCandidate, why: str) -> tuple[str, ...]:
 
 
 def plan_report_as_dict(choice: PlanChoice) -> dict[str, object]:
-    """For `--json`."""
+    """The report as plain data, for `--json`."""
     return {
         "workers": choice.workers,
         "microbatches": choice.microbatches.count,

@@ -1,7 +1,7 @@
-"""Choosing a uniform plan: every candidate is simulated on the measured profile; the fastest that fits memory wins.
+"""Choosing a uniform plan: every candidate is simulated on the measured profile; the fastest that fits into memory wins.
 
-The planner never chooses the number of microbatches, `virtual_replicas` or threads: the bits of the result depend on
-them (DESIGN 4.5), so they are given.
+The bits of the result depend on the number of microbatches, `virtual_replicas` and threads. So the job says what they are,
+and the planner never chooses them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.planner.candidates import Candidate, candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
-from raypar.schedule.instructions import BackwardInput, Schedule
+from raypar.schedule.instructions import Schedule, splits_backward
 from raypar.schedule.simulate import Costs, simulate
 from raypar.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class EvaluatedCandidate:
-    """One candidate and what came of it. Figures are None where it was not simulated; `bubble` is of the whole time."""
+    """One candidate with its prediction, and why it was chosen or not.
+
+    Figures are None where it was not simulated. `bubble` is a share of the whole time.
+    """
 
     candidate: Candidate
     reason: str
@@ -31,7 +34,7 @@ class EvaluatedCandidate:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """The chosen candidate first, then the others: simulated ones by predicted time, then those that were ruled out."""
+    """The outcome of a search: the chosen candidate, the other simulated ones by predicted time, then those ruled out."""
 
     verdicts: tuple[EvaluatedCandidate, ...]
     workers: int
@@ -39,7 +42,7 @@ class PlanChoice:
 
     @property
     def best(self) -> EvaluatedCandidate:
-        """What was chosen; its figures are never None."""
+        """The chosen candidate; its figures are never None."""
         return self.verdicts[0]
 
     @property
@@ -54,11 +57,11 @@ class PlanChoice:
 
 
 def search_plans(profile: ModelProfile, workers: int, microbatches: Microbatches, shards: int = 1) -> PlanChoice:
-    """The fastest uniform plan on at most `workers` workers, all stages with so many shards (the bits depend on that, so it is
-    not chosen here). Raises `PlanError` when none fits into memory.
+    """The fastest uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
-    Equal predictions are decided for fewer workers, then for less memory. Candidates whose busiest worker alone computes longer
-    than the best whole step found so far are not simulated.
+    All stages have `shards` shards; the bits depend on that number, so it is not chosen here. Of equal predictions the one with
+    fewer workers wins, then the one with less memory. A candidate whose busiest worker alone computes longer than the best
+    whole step found so far is not simulated.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
@@ -95,14 +98,14 @@ def search_plans(profile: ModelProfile, workers: int, microbatches: Microbatches
 
 
 def possible_shards(plan: ParallelPlan) -> tuple[int, ...]:
-    """Numbers of shards that a job with this plan may come to have, most first: its stages', and what divides the most."""
+    """Numbers of shards that a run of this plan may come to have, most first: those of its stages, and divisors of the most."""
     own = {stage.shards for stage in plan.stages}
     most = max(own)
     return tuple(sorted(own | {count for count in range(1, most + 1) if most % count == 0}, reverse=True))
 
 
 def evaluate_candidate(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches) -> EvaluatedCandidate:
-    """Simulate one candidate."""
+    """A candidate with its simulated step."""
     timeline, memory = predict_step(profile, candidate.plan, candidate.schedule, microbatches)
     return EvaluatedCandidate(candidate, "simulated", timeline.makespan_ms, timeline.bubble_of_total, max(memory))
 
@@ -110,10 +113,10 @@ def evaluate_candidate(profile: ModelProfile, candidate: Candidate, microbatches
 def predict_step(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
 ) -> tuple[Timeline, tuple[int, ...]]:
-    """One step of any plan under a schedule (a name, or orders): its timeline, and bytes of state and activations by worker."""
+    """The predicted step of a plan under a schedule (a name, or orders): its timeline, and bytes of memory by worker."""
     routing = Routing(plan, microbatches)
     orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
-    split = any(isinstance(i, BackwardInput) for order in orders for i in order)
+    split = any(map(splits_backward, orders))
     crossing = profile.crossing(plan)
     timeline = simulate(orders, routing, crossing, simulation_costs(profile, plan, split=split))
     if profile.processors is not None:
@@ -128,8 +131,10 @@ def predict_step(
 
 
 def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, factor: float = 1.0) -> Costs:
-    """The simulator's view of a plan on this profile. Unsplit backward passes count as measured whole. All times are
-    multiplied by `factor`."""
+    """What a plan's step costs on this profile, all times multiplied by `factor`.
+
+    `split`: whether the schedule splits backward passes; whole ones cost what was measured of them whole.
+    """
     stages = profile.stages(plan)
     optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
     return Costs(
@@ -145,7 +150,10 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
 
 
 def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float:
-    """All-to-all of subtree sums, then all-gather: 2 (n-1)/n of the bytes, as a ring's (Patarasuk and Yuan 2009)."""
+    """Time of one reduction: all-to-all of subtree sums, then all-gather.
+
+    It moves 2 (n-1)/n of the bytes, as a ring does (Patarasuk and Yuan 2009).
+    """
     if replicas == 1:
         return 0.0
     return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
@@ -168,7 +176,7 @@ def state_bytes(profile: ModelProfile, routing: Routing, rank: int) -> tuple[int
 
 
 def _order(verdict: EvaluatedCandidate) -> tuple[float, int, int, int]:
-    """Times are compared to a nanosecond: two schedules of equal length differ in the last bits of their sums."""
+    """Sort key: time, then workers, memory, chunks. Rounded to a nanosecond: equal schedules differ in their last bits."""
     ms = verdict.predicted_ms if verdict.predicted_ms is not None else float("inf")
     return round(ms, 6), verdict.candidate.plan.world, verdict.memory_bytes or 0, verdict.candidate.chunks
 
@@ -179,5 +187,5 @@ def _why(verdict: EvaluatedCandidate, fastest_ms: float) -> str:
 
 
 def format_mib(nbytes: int) -> str:
-    """Bytes for people."""
+    """Bytes as MiB in words."""
     return f"{nbytes / 2**20:,.1f} MiB"

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
-from raypar.schedule.instructions import BackwardInput, Program, Schedule
+from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower, lower_forward
 from raypar.schedule.validate import validate
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One worker's part of a plan. `validation_cut` is the cut of one whole validation pass, if there is one."""
+    """One worker's part of a plan.
+
+    `splits_backward`: whether its stages must be able to put weight gradients off. `validation_cut`: how the samples of a whole
+    validation pass are cut into microbatches; None without validation.
+    """
 
     plan: ParallelPlan
     crossing: Crossing
@@ -25,7 +29,7 @@ class Assignment:
 def assign(
     schedule: Schedule, plan: ParallelPlan, crossing: Crossing, cut: Microbatches, validation_cut: Microbatches | None = None
 ) -> tuple[Assignment, ...]:
-    """Lower a schedule to one assignment per rank. Raises `ScheduleError` when the result would not run."""
+    """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` when they would not run."""
     routing = Routing(plan, cut)
     programs = lower(schedule, routing, crossing)
     validate(programs, routing, crossing)
@@ -37,7 +41,7 @@ def assign(
             plan,
             crossing,
             program,
-            any(isinstance(i, BackwardInput) for i in program),
+            splits_backward(program),
             validation_cut,
             forward[rank],
         )

@@ -5,30 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raypar.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    ExchangeTies,
-    Forward,
-    Instruction,
-    OptimizerStep,
-    Reduce,
-    Vote,
-)
+from raypar.schedule.instructions import drawing_style
 from raypar.schedule.throughput_chart import RunHistory
-from raypar.schedule.timeline import COMPUTE, Timeline
-
-_CATEGORY: dict[type[Instruction], str] = {
-    Forward: "forward",
-    Backward: "backward",
-    BackwardInput: "backward input",
-    BackwardWeight: "backward weight",
-    Reduce: "reduction",
-    ExchangeTies: "ties",
-    Vote: "vote",
-    OptimizerStep: "optimizer",
-}
+from raypar.schedule.timeline import Timeline
 
 
 def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "raypar") -> dict[str, Any]:
@@ -44,7 +23,7 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
         pid, compute, beside = pids[machines[rank]], 2 * rank, 2 * rank + 1
         events.append(_metadata("thread_name", pid, compute, name=timeline.names[rank]))
         events.append(_metadata("thread_sort_index", pid, compute, sort_index=compute))
-        if any(isinstance(span.instruction, Reduce) for span in row):
+        if any(span.instruction.role == "reduction" for span in row):
             events.append(_metadata("thread_name", pid, beside, name=f"{timeline.names[rank]}: reduction"))
             events.append(_metadata("thread_sort_index", pid, beside, sort_index=beside))
         held = 0
@@ -54,26 +33,27 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
                 {
                     "ph": "X",
                     "name": str(instruction),
-                    "cat": _CATEGORY[type(instruction)],
+                    "cat": drawing_style(type(instruction)).category,
                     "pid": pid,
-                    "tid": beside if isinstance(instruction, Reduce) else compute,
+                    "tid": beside if instruction.role == "reduction" else compute,
                     "ts": start_ms * 1000,
                     "dur": (end_ms - start_ms) * 1000,
                     "args": {**places, "rank": rank},
                 }
             )
-            if isinstance(instruction, COMPUTE) and not isinstance(instruction, BackwardInput):
-                forward = isinstance(instruction, Forward)
-                held += 1 if forward else -1
-                when = (start_ms if forward else end_ms) * 1000
+            if instruction.held_change:
+                held += instruction.held_change
+                when = (start_ms if instruction.held_change > 0 else end_ms) * 1000
                 counter = f"activations of {timeline.names[rank]}"
                 events.append({"ph": "C", "name": counter, "pid": pid, "ts": when, "args": {"held": held}})
     return {"displayTimeUnit": "ms", "otherData": {"makespan_ms": timeline.makespan_ms}, "traceEvents": events}
 
 
 def run_trace(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Any]:
-    """A whole run in the same format: its steps (the first is number `first`), the pauses between them, losses and joins as
-    instants, and the number of workers as a counter. Microseconds from the first step."""
+    """A whole run in the same format, in microseconds from the first step, which is number `first`.
+
+    Steps and the pauses between them are slices, losses and joins of workers are instants, the number of workers is a counter.
+    """
     events: list[dict[str, Any]] = [_metadata("process_name", 0, 0, name=name)]
     for thread, title in enumerate(("steps", "pauses")):
         events.append(_metadata("thread_name", 0, thread, name=title))

@@ -1,56 +1,83 @@
-"""What a compute instruction needs: the one statement of the data flow that lowering and validation share."""
+"""What moves between stages and what an instruction waits for: stated once, for lowering, validator and simulator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
-
 from raypar.plan import Crossing, Edge
-from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Kind
+from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Bundle, Compute, MessageKind, maker_letter
 
-Result = tuple[Literal["F", "B", "W"], int, int]
-"""(what was computed, stage, microbatch); B stands for the input gradients, from `Backward` or `BackwardInput`."""
-Bundle = tuple[Kind, int, int, int]
-"""(kind, producer's stage, consumer's stage, microbatch): the values of one edge, or their gradients."""
+StageResult = tuple[str, int, int]
+"""(what was made or is kept, stage, microbatch)."""
+
+MESSAGE_KIND: dict[str, MessageKind] = {VALUES: "activation", INPUT_GRADIENTS: "gradient"}
+"""What edges carry -> how its messages are called."""
 
 
-def result_of(instruction: Compute) -> Result:
-    """What others wait for when they need this instruction."""
-    if isinstance(instruction, Forward):
-        return ("F", instruction.stage, instruction.microbatch)
-    if isinstance(instruction, BackwardWeight):
-        return ("W", instruction.stage, instruction.microbatch)
-    return ("B", instruction.stage, instruction.microbatch)
+def describe_result(result: StageResult) -> str:
+    """The instruction that gives a result, such as `1F0`; B where it may also be I."""
+    what, stage, microbatch = result
+    return f"{stage}{maker_letter(what)}{microbatch}"
 
 
 class DataFlow:
-    """The edges of a crossing by stage."""
+    """The edges of a crossing by stage, and what instructions need and give along them."""
+
+    into: tuple[tuple[Edge, ...], ...]
+    """Stage -> edges whose values it uses."""
+    out_of: tuple[tuple[Edge, ...], ...]
+    """Stage -> edges whose values it makes."""
 
     def __init__(self, crossing: Crossing, stages: int) -> None:
-        self.into: tuple[tuple[Edge, ...], ...] = tuple(crossing.into(s) for s in range(stages))
-        self.out_of: tuple[tuple[Edge, ...], ...] = tuple(crossing.out_of(s) for s in range(stages))
+        self.into = tuple(crossing.into(s) for s in range(stages))
+        self.out_of = tuple(crossing.out_of(s) for s in range(stages))
+        self._arrivals: dict[tuple[type[Compute], int], list[tuple[str, int, MessageKind, int, int]]] = {}
+        self._gives: dict[tuple[type[Compute], int], list[tuple[int, MessageKind, int, int]]] = {}
 
-    def needs(self, instruction: Compute) -> Iterator[tuple[Result, Bundle | None]]:
-        """Results an instruction needs, each with the bundle that carries it (None: from the same stage)."""
-        stage, m = instruction.stage, instruction.microbatch
-        if isinstance(instruction, Forward):
-            for edge in self.into[stage]:
-                yield ("F", edge.src, m), ("activation", edge.src, stage, m)
-        elif isinstance(instruction, (Backward, BackwardInput)):
-            yield ("F", stage, m), None
-            for edge in self.out_of[stage]:
-                if edge.differentiable:
-                    yield ("B", edge.dst, m), ("gradient", stage, edge.dst, m)
-        else:
-            yield ("B", stage, m), None
+    def arriving(self, what: str, stage: int) -> list[tuple[int, Edge]]:
+        """(stage it comes from, edge) of something that a stage needs; empty for what edges do not carry."""
+        if what == VALUES:
+            return [(e.src, e) for e in self.into[stage]]
+        if what == INPUT_GRADIENTS:
+            return [(e.dst, e) for e in self.out_of[stage] if e.differentiable]
+        return []
 
-    def gives(self, instruction: Compute) -> Iterator[tuple[int, Bundle]]:
+    def leaving(self, what: str, stage: int) -> list[tuple[int, Edge]]:
+        """(stage it goes to, edge) of something that a stage makes; empty for what edges do not carry."""
+        if what == VALUES:
+            return [(e.dst, e) for e in self.out_of[stage]]
+        if what == INPUT_GRADIENTS:
+            return [(e.src, e) for e in self.into[stage] if e.differentiable]
+        return []
+
+    def awaits(self, instruction: Compute) -> list[tuple[StageResult, Bundle]]:
+        """Results of other stages that an instruction needs, each with the bundle that carries it."""
+        m = instruction.microbatch
+        arrivals = self.arrivals(type(instruction), instruction.stage)
+        return [((what, other, m), (kind, src, dst, m)) for what, other, kind, src, dst in arrivals]
+
+    def arrivals(self, kind: type[Compute], stage: int) -> list[tuple[str, int, MessageKind, int, int]]:
+        """What a class of instructions needs of other stages: (what, stage), then its bundle less the microbatch."""
+        found = self._arrivals.get((kind, stage))
+        if found is None:
+            found = self._arrivals[kind, stage] = [
+                (what, other, MESSAGE_KIND[what], edge.src, edge.dst)
+                for what in kind.needs
+                for other, edge in self.arriving(what, stage)
+            ]
+        return found
+
+    def gives(self, instruction: Compute) -> list[tuple[int, Bundle]]:
         """(consuming stage, bundle) of everything an instruction hands on."""
-        stage, m = instruction.stage, instruction.microbatch
-        if isinstance(instruction, Forward):
-            for edge in self.out_of[stage]:
-                yield edge.dst, ("activation", stage, edge.dst, m)
-        elif isinstance(instruction, (Backward, BackwardInput)):
-            for edge in self.into[stage]:
-                if edge.differentiable:
-                    yield edge.src, ("gradient", edge.src, stage, m)
+        key, m = (type(instruction), instruction.stage), instruction.microbatch
+        gives = self._gives.get(key)
+        if gives is None:
+            gives = self._gives[key] = [
+                (other, MESSAGE_KIND[what], edge.src, edge.dst)
+                for what in key[0].makes
+                for other, edge in self.leaving(what, key[1])
+            ]
+        return [(other, (kind, src, dst, m)) for other, kind, src, dst in gives]
+
+
+def own_needs(kind: type[Compute]) -> tuple[str, ...]:
+    """What instructions of a class need of their own stage: all that edges do not carry."""
+    return tuple(what for what in kind.needs if what not in MESSAGE_KIND)

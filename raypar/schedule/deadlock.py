@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from raypar.schedule.data_flow import Bundle, Result, result_of
-from raypar.schedule.instructions import Compute, Recv, Send
-from raypar.schedule.program_rules import COMPUTE, Problem, RuleCase, bundle_of, describe_bundle
+from raypar.schedule.data_flow import MESSAGE_KIND, StageResult, describe_result
+from raypar.schedule.instructions import Bundle, Communication, Compute
+from raypar.schedule.program_rules import Problem, RuleCase, describe_bundle
 
 Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
-Awaited = tuple[int, Bundle] | tuple[int, Result]
+Awaited = tuple[int, Bundle] | tuple[int, StageResult]
 """(receiver, bundle) in a program, (worker, result) in a bare schedule."""
 
 
 def deadlock_free(case: RuleCase, communicators: Communicators) -> list[Problem]:
-    """Run everything as far as it goes; whoever has not finished waits in a circle."""
+    """Problems of workers that wait for each other for ever: all are run as far as they go, and some have not finished."""
     run = _Run(case, communicators)
     run.to_the_end()
     found: list[Problem] = []
@@ -45,63 +45,76 @@ def _words(awaited: Awaited) -> str:
     worker, what = awaited
     if len(what) == 4:
         return describe_bundle(what)
-    return f"{what[1]}{what[0]}{what[2]} of worker {worker}"
+    return f"{describe_result(what)} of worker {worker}"
 
 
 class _Run:
-    """Places of all workers, and what waits in which queue."""
+    """A run of all workers as far as they go."""
+
+    place: list[int]
+    """Rank -> index of the instruction that it waits at."""
+    queues: dict[tuple[int, int], deque[tuple[Bundle, int, bool]]]
+    """(rank, peer) -> posts that have not moved: (bundle, peer, whether the rank sends it). Peer is -1 for a single queue."""
+    exists: set[Awaited]
+    """All that has arrived, in a program, or was made, in a bare schedule."""
+    sleepers: dict[Awaited, list[int]]
+    """What is awaited -> ranks that wait for it."""
+    runnable: deque[int]
+    """Ranks that may go on."""
 
     def __init__(self, case: RuleCase, communicators: Communicators) -> None:
         self.case = case
         self.paired = communicators == "pair"
         self.place = [0] * len(case.lists)
-        self.queues: dict[tuple[int, int], deque[tuple[Bundle, int, bool]]] = {}
-        self.exists: set[Awaited] = set()
-        self.sleepers: dict[Awaited, list[int]] = {}
+        self.queues = {}
+        self.exists = set()
+        self.sleepers = {}
         self.runnable = deque(range(len(case.lists)))
 
     def to_the_end(self) -> None:
-        """Until nobody can go on."""
+        """Run until no worker can go on."""
         while self.runnable:
             rank = self.runnable.popleft()
             order = self.case.lists[rank]
             for place in range(self.place[rank], len(order)):
                 instruction = order[place]
-                if isinstance(instruction, (Send, Recv)):
-                    post = (bundle_of(instruction), instruction.peer, isinstance(instruction, Send))
+                if isinstance(instruction, Communication):
+                    post = (instruction.bundle, instruction.peer, instruction.sends)
                     self._queue(rank, instruction.peer).append(post)
                     self._move(rank, instruction.peer)
-                elif isinstance(instruction, COMPUTE):
+                elif isinstance(instruction, Compute):
                     awaited = self._missing(rank, instruction)
                     if awaited is not None:
                         self.sleepers.setdefault(awaited, []).append(rank)
                         self.place[rank] = place
                         break
                     if not self.case.lowered:
-                        self._now_exists((rank, result_of(instruction)))
+                        for what in instruction.makes:
+                            if what in MESSAGE_KIND:  # nobody waits for the others
+                                self._now_exists((rank, (what, instruction.stage, instruction.microbatch)))
             else:
                 self.place[rank] = len(order)
 
     def awaited(self, rank: int) -> Awaited | None:
-        """What a worker that stands still needs from another worker."""
+        """What a worker that has stopped needs from another worker."""
         instruction = self.case.lists[rank][self.place[rank]]
-        return self._missing(rank, instruction) if isinstance(instruction, COMPUTE) else None
+        return self._missing(rank, instruction) if isinstance(instruction, Compute) else None
 
     def _missing(self, rank: int, instruction: Compute) -> Awaited | None:
-        for need, carried in self.case.flow.needs(instruction):
-            if carried is not None:
-                home = self.case.source(need[1], need[2], rank)
-                if home != rank:
-                    key: Awaited = (rank, carried) if self.case.lowered else (home, need)
-                    if key not in self.exists:
-                        return key
+        m = instruction.microbatch
+        for what, stage, kind, src, dst in self.case.flow.arrivals(type(instruction), instruction.stage):
+            home = self.case.source(stage, m, rank)
+            if home != rank:
+                key: Awaited = (rank, (kind, src, dst, m)) if self.case.lowered else (home, (what, stage, m))
+                if key not in self.exists:
+                    return key
         return None
 
     def _queue(self, rank: int, peer: int) -> deque[tuple[Bundle, int, bool]]:
         return self.queues.setdefault((rank, peer if self.paired else -1), deque())
 
     def _move(self, rank: int, peer: int) -> None:
-        """Move messages from the head of a queue, then from whatever that uncovers."""
+        """Move messages from the head of a queue, then from the queues whose heads have become free."""
         ends = [(rank, peer)]
         while ends:
             here, there = ends.pop()
@@ -118,4 +131,5 @@ class _Run:
 
     def _now_exists(self, what: Awaited) -> None:
         self.exists.add(what)
-        self.runnable.extend(self.sleepers.pop(what, ()))
+        if what in self.sleepers:
+            self.runnable.extend(self.sleepers.pop(what))

@@ -9,7 +9,10 @@ from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 
 
 def gpipe(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Makespan (m + p - 1)(F + B); every microbatch's activations are alive at once. Backwards in index order (rule 6)."""
+    """GPipe orders: makespan (m + p - 1)(F + B); the activations of all microbatches are alive at once.
+
+    Backwards come in index order (rule 6 of the contract), not in reverse.
+    """
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(routing.plan.seats):
         stages = routing.plan.stages_of(rank)

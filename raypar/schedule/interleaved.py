@@ -12,7 +12,7 @@ from raypar.schedule.one_f_one_b import replica_counts, warmups
 
 
 def interleaved(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Bubble (p-1)/(v m) of the ideal time; at most 2(p-s-1) + (v-1)p + 1 chunk activations alive.
+    """Interleaved orders: bubble (p-1)/(v m) of the ideal time; at most 2(p-s-1) + (v-1)p + 1 chunk activations alive.
 
     Microbatches go round in groups of p; where m is no multiple of p the groups are larger, as even as can be (a smaller
     one would leave chunks waiting for a round that never fills), and where m < p there is one group of m. `warmup`:

@@ -1,11 +1,10 @@
-"""List scheduling (Graham 1966): orders found by playing the step, where no closed form is known: stages with different
-replica counts under interleaved and zero-bubble schedules.
+"""List scheduling (Graham 1966): orders found by playing a step, for stages with different replica counts.
 
-All workers are played on one clock. F, I and W take one unit, B two, times the stage's replicas: a stage is given more of
-them because it is slower, in that proportion if none is to wait for the others. Whoever is idle takes the most urgent
-instruction that could start now: input gradients first, because others wait for them; then a forward, if few enough
-microbatches are ahead and alive; then a weight gradient, which can wait and so fills what would be a bubble. Only
-instructions whose inputs exist are ever taken, so the orders cannot deadlock, whatever the limits are.
+No closed form is known of interleaved and zero-bubble schedules for those. All workers are played on one clock. F, I and W
+take one unit, B two, times the stage's replicas: a stage has more replicas because it is slower, in that proportion. An idle
+worker takes the most urgent instruction that could start now: input gradients first, because others wait for them; then a
+forward, if few enough microbatches are ahead and alive; then a weight gradient, which can wait and so fills what would be a
+bubble. Only instructions whose inputs exist are ever taken, so the orders cannot deadlock, whatever the limits are.
 """
 
 from __future__ import annotations
@@ -15,16 +14,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypar.plan import Routing
-from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
+from raypar.schedule.instructions import (
+    INPUT_GRADIENTS,
+    VALUES,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Schedule,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLimits:
-    """What a worker may have open, per pipeline position, in microbatches through one chunk each.
+    """How many microbatches a worker may have open, per pipeline position; each counts once per chunk.
 
-    `ahead`: forwards whose input gradient is not computed yet. `alive`: forwards whose weight gradient is not. A limit is
-    raised by one where all workers would stand still otherwise. `group`: microbatches that go through a chunk before
-    the next chunk of the same worker gets its turn, counted over all replicas.
+    `ahead`: forwards whose input gradient is not computed yet. `alive`: forwards whose weight gradient is not computed yet. A
+    limit is raised by one where all workers would stop otherwise. `group`: microbatches that go through a chunk before
+    the next chunk of the same worker has its turn, counted over all replicas.
     """
 
     ahead: tuple[int, ...]
@@ -44,7 +52,22 @@ class _Queue:
 
 
 class _Player:
-    """The state of the clock, the workers and what has been computed."""
+    """A step that is being played: what has been computed, and what every worker does."""
+
+    has_forward: list[bytearray]
+    """Stage -> by microbatch: whether its forward is over."""
+    has_gradient: list[bytearray]
+    """Stage -> by microbatch: whether its input gradients exist."""
+    queues: dict[int, list[_Queue]]
+    """Rank -> its stages with what is done of each."""
+    more: dict[int, int]
+    """Rank -> by how much its limits have been raised."""
+    orders: dict[int, list[Compute]]
+    """Rank -> the order so far; its last instruction is running unless the rank is idle."""
+    idle: set[int]
+    """Ranks that execute nothing."""
+    events: list[tuple[int, int]]
+    """Heap of (time, rank): when the rank's instruction will be over."""
 
     def __init__(self, routing: Routing, limits: OpenLimits, split: bool) -> None:
         plan, count = routing.plan, routing.microbatches.count
@@ -55,14 +78,14 @@ class _Player:
         self.entry = {m: i for i, m in enumerate(routing.entry_order)}
         # Only one shard of each replica is played; the others get its order.
         self.speakers = [rank for rank, seat in enumerate(plan.seats) if seat.shard == 0]
-        self.queues: dict[int, list[_Queue]] = {
+        self.queues = {
             rank: [_Queue(s, routing.of_replica(s, plan.seats[rank].replica)) for s in plan.stages_of(rank)]
             for rank in self.speakers
         }
         self.more = dict.fromkeys(self.speakers, 0)
-        self.orders: dict[int, list[Compute]] = {rank: [] for rank in self.speakers}
+        self.orders = {rank: [] for rank in self.speakers}
         self.idle = set(self.speakers)
-        self.events: list[tuple[int, int]] = []
+        self.events = []
         self.slowness = [stage.replicas for stage in plan.stages]
 
     def play(self) -> Schedule:
@@ -92,8 +115,7 @@ class _Player:
         if instruction is not None:
             self.orders[rank].append(instruction)
             self.idle.discard(rank)
-            units = 2 if isinstance(instruction, Backward) else 1
-            heapq.heappush(self.events, (now + units * self.slowness[instruction.stage], rank))
+            heapq.heappush(self.events, (now + len(instruction.cost) * self.slowness[instruction.stage], rank))
 
     def _choose(self, rank: int) -> Compute | None:
         queues = self.queues[rank]
@@ -138,28 +160,30 @@ class _Player:
         return found
 
     def _gradient_is_here(self, stage: int, microbatch: int) -> bool:
-        """Of the last stage the forward is enough; it may still be running on this very worker, never elsewhere."""
+        """Whether a backward may start. On the last stage always: its forward may still run, but on this very worker."""
         return bool(stage == self.last or self.has_gradient[stage + 1][microbatch])
 
     def _finish(self, instruction: Compute) -> tuple[int, ...]:
-        """Note what now exists; returns who may have waited for it."""
+        """Note what now exists. Returns the ranks that may have waited for it."""
         stage, m = instruction.stage, instruction.microbatch
-        if isinstance(instruction, Forward):
+        if VALUES in instruction.makes:
             self.has_forward[stage][m] = 1
             return (self.routing.rank(stage + 1, m),) if stage < self.last else ()
-        if isinstance(instruction, BackwardWeight):
-            return ()
-        self.has_gradient[stage][m] = 1
-        return (self.routing.rank(stage - 1, m),) if stage else ()
+        if INPUT_GRADIENTS in instruction.makes:
+            self.has_gradient[stage][m] = 1
+            return (self.routing.rank(stage - 1, m),) if stage else ()
+        return ()
 
 
 def list_schedule(routing: Routing, limits: OpenLimits, *, split: bool) -> Schedule:
-    """Orders under `limits`; `split` computes I and W apart. Every stage keeps the order of entry, so blocks stay canonical."""
+    """Orders under `limits`; `split`: I and W apart. Every stage keeps the order of entry, so gradients stay canonical."""
     return _Player(routing, limits, split).play()
 
 
 def limits_per_replica(plan_replicas: Sequence[int], uniform: Sequence[int]) -> tuple[int, ...]:
-    """Limits for stages with different replica counts: what all replicas of a stage together would need if every stage had
-    as many as the most replicated one, shared among those the stage has."""
+    """Limits of one replica of each stage, where stages have different replica counts.
+
+    What all replicas of a stage would need if every stage had as many as the most replicated one is shared among those it has.
+    """
     most = max(plan_replicas)
     return tuple(-(-limit * most // own) for limit, own in zip(uniform, plan_replicas, strict=True))

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from typing import NamedTuple
 
 from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Routing
-from raypar.schedule.data_flow import DataFlow
+from raypar.schedule.data_flow import DataFlow, StageResult, describe_result, own_needs
 from raypar.schedule.instructions import (
-    Backward,
-    BackwardWeight,
+    VALUES,
+    WEIGHT_GRADIENTS,
     Compute,
     ExchangeTies,
     Forward,
     Free,
     Instruction,
-    Kind,
+    MessageKind,
     OptimizerStep,
     Program,
     Recv,
@@ -35,11 +36,11 @@ from raypar.schedule.instructions import (
 
 def lower(schedule: Schedule, routing: Routing, crossing: Crossing) -> tuple[Program, ...]:
     """Programs of a training step, one per rank. Raises `ScheduleError` when the orders cannot be executed."""
-    programs = _replay(schedule, routing, crossing, training=True)
+    programs = _Replay(schedule, routing, crossing, training=True).run()
     # A worker without microbatches takes part in reductions in the order of those replicas that have some.
     in_turn: dict[int, list[Instruction]] = {}
     for seat, program in zip(routing.plan.seats, programs, strict=True):
-        reductions: list[Instruction] = [i for i in program if isinstance(i, Reduce)]
+        reductions = [i for i in program if i.role == "reduction"]
         if reductions:
             in_turn.setdefault(seat.position, reductions)
     for seat, program in zip(routing.plan.seats, programs, strict=True):
@@ -64,120 +65,176 @@ def lower_forward(routing: Routing, crossing: Crossing) -> tuple[Program, ...]:
         stages = plan.stages_of(rank)
         mine = [(entry[m] // group, s, entry[m], m) for s in stages for m in routing.of_replica(s, seat.replica)]
         orders.append(tuple(Forward(stage, m) for _, stage, _, m in sorted(mine)))
-    return tuple(tuple(program) for program in _replay(tuple(orders), routing, crossing, training=False))
+    return tuple(tuple(program) for program in _Replay(tuple(orders), routing, crossing, training=False).run())
 
 
-class _Tables:
-    """The data flow by stage, and who is who, looked up once: a step may have a million instructions."""
+class _Rule(NamedTuple):
+    """What lowering does with one class of instructions on one stage and shard. Results are numbers, for microbatch 0."""
 
-    def __init__(self, routing: Routing, crossing: Crossing) -> None:
-        plan, self.count = routing.plan, routing.microbatches.count
-        stages = range(len(plan.stages))
-        self.sources = [[e.src for e in crossing.into(s)] for s in stages]
-        self.consumers = [[e.dst for e in crossing.out_of(s)] for s in stages]
-        self.gradients_from = [[e.dst for e in crossing.out_of(s) if e.differentiable] for s in stages]
-        self.gradients_to = [[e.src for e in crossing.into(s) if e.differentiable] for s in stages]
-        self.shard = [seat.shard for seat in plan.seats]
-        self.shards = [stage.shards for stage in plan.stages]
-        self.most_shards = max(self.shards)
-        self.first_shard = [[routing.rank(s, m) for m in range(self.count)] for s in stages]
+    needs: list[int]
+    """Results that it needs."""
+    results: list[int]
+    """Results that it gives."""
+    units: int
+    """How long it takes."""
+    gives: list[tuple[int, MessageKind]]
+    """(stage, kind of message) of what it hands on."""
+    frees: bool
+    """Whether the microbatch's memory is given back after it."""
+    makes_gradients: bool
+    """Whether the stage's reduction waits for it."""
 
-    def result(self, gradient: bool, stage: int, shard: int, microbatch: int) -> int:
-        """A number for the forward (or the input gradients) of a microbatch on one shard of a stage."""
-        place = (2 * stage + gradient) * self.most_shards + shard % self.shards[stage]
-        return place * self.count + microbatch
 
-    def results(self) -> int:
-        """How many results there are."""
-        return 2 * len(self.shards) * self.most_shards * self.count
+class _Rules:
+    """The data flow in numbers, looked up once: a step may have a million instructions.
 
-    def needs(self, rank: int, instruction: Compute) -> list[int]:
-        """The results that an instruction uses."""
-        stage, m, shard = instruction.stage, instruction.microbatch, self.shard[rank]
-        if isinstance(instruction, Forward):
-            return [self.result(False, source, shard, m) for source in self.sources[stage]]
-        if isinstance(instruction, BackwardWeight):
-            return [self.result(True, stage, shard, m)]
-        return [
-            self.result(False, stage, shard, m),
-            *(self.result(True, source, shard, m) for source in self.gradients_from[stage]),
+    A result (something made or kept, of one stage, shard and microbatch) is a number, ascending with the microbatch.
+    """
+
+    total: int
+    """How many results there are."""
+    of_shard: list[dict[type[Compute], list[_Rule]]]
+    """Shard -> class -> stage -> rule."""
+
+    def __init__(self, schedule: Schedule, routing: Routing, crossing: Crossing, *, training: bool) -> None:
+        self._plan, self._count, self._training = routing.plan, routing.microbatches.count, training
+        self._flow = DataFlow(crossing, len(routing.plan.stages))
+        self._shards = max(stage.shards for stage in routing.plan.stages)
+        kinds: set[type[Compute]] = {kind for order in schedule for kind in set(map(type, order))}
+        known = sorted({what for kind in kinds for what in (*kind.needs, *kind.results)})
+        self._number = {what: number for number, what in enumerate(known)}
+        self.total = len(known) * len(routing.plan.stages) * self._shards * self._count
+        stages = range(len(routing.plan.stages))
+        self.of_shard = [
+            {kind: [self._rule(kind, stage, shard) for stage in stages] for kind in kinds} for shard in range(self._shards)
         ]
 
-    def receivers(self, rank: int, stage: int, other: int, microbatch: int) -> list[int]:
-        """Ranks of stage `other` that get what `rank` makes: shard t is served by shard t mod (the maker's shards)."""
-        first = self.first_shard[other][microbatch]
-        return [first + t for t in range(self.shard[rank], self.shards[other], self.shards[stage])]
-
-
-def _replay(schedule: Schedule, routing: Routing, crossing: Crossing, *, training: bool) -> list[list[Instruction]]:
-    plan, tables = routing.plan, _Tables(routing, crossing)
-    programs: list[list[Instruction]] = [[] for _ in schedule]
-    place = [0] * len(schedule)
-    done = bytearray(tables.results())
-    waiting: dict[int, list[int]] = {}
-    left = [Counter(i.stage for i in order if isinstance(i, (Backward, BackwardWeight))) for order in schedule]
-    events: list[tuple[int, int]] = []
-
-    def start(rank: int, now: int) -> None:
-        if place[rank] == len(schedule[rank]):
-            return
-        instruction = schedule[rank][place[rank]]
-        for need in tables.needs(rank, instruction):
-            if not done[need]:
-                waiting.setdefault(need, []).append(rank)
-                return
-        units = 2 if isinstance(instruction, Backward) else 1
-        heapq.heappush(events, (now + units * plan.stages[instruction.stage].replicas, rank))
-
-    def finish(rank: int, instruction: Compute) -> int | None:
-        """Adds the instruction and what follows from it; returns the result that others may wait for."""
-        program = programs[rank]
-        program.append(instruction)
+    def needs(self, instruction: Compute, shard: int) -> list[tuple[int, StageResult]]:
+        """(number, result) of all that an instruction needs, its own stage's first."""
         stage, m = instruction.stage, instruction.microbatch
-        made: int | None = None
-        if isinstance(instruction, Forward):
-            made = tables.result(False, stage, tables.shard[rank], m)
-            hand_on(rank, stage, m, tables.consumers[stage], "activation")
-            if not training:
-                program.append(Free(stage, m))
-        elif not isinstance(instruction, BackwardWeight):
-            made = tables.result(True, stage, tables.shard[rank], m)
-            hand_on(rank, stage, m, tables.gradients_to[stage], "gradient")
-        if isinstance(instruction, (Backward, BackwardWeight)):
-            program.append(Free(stage, m))
-            left[rank][stage] -= 1
-            if not left[rank][stage]:
+        needs = [(what, stage, m) for what in own_needs(type(instruction))]
+        needs += [need for need, _ in self._flow.awaits(instruction)]
+        return [(self._first(what, at, shard) + m, (what, at, m)) for what, at, _ in needs]
+
+    def _rule(self, kind: type[Compute], stage: int, shard: int) -> _Rule:
+        first = kind(stage, 0)
+        return _Rule(
+            needs=[number for number, _ in self.needs(first, shard)],
+            results=[self._first(what, stage, shard) for what in kind.results],
+            units=len(kind.cost) * self._plan.stages[stage].replicas,
+            gives=[(other, bundle[0]) for other, bundle in self._flow.gives(first)],
+            # A validation pass keeps nothing for a backward.
+            frees=kind.last_use if self._training else VALUES in kind.makes,
+            makes_gradients=WEIGHT_GRADIENTS in kind.makes,
+        )
+
+    def _first(self, what: str, stage: int, shard: int) -> int:
+        """Number of a result for microbatch 0: shard t of a stage is served by shard t mod (the maker's shards)."""
+        place = self._number[what] * len(self._plan.stages) + stage
+        return (place * self._shards + shard % self._plan.stages[stage].shards) * self._count
+
+
+class _Replay:
+    """All orders of a schedule, played on one clock, and the programs that come of it."""
+
+    rule_of: list[dict[type[Compute], list[_Rule]]]
+    """Rank -> class -> stage -> rule."""
+    first_shard: list[list[int]]
+    """Stage -> microbatch -> rank of the first shard that runs it; the others follow."""
+    programs: list[list[Instruction]]
+    """Rank -> what has been written so far."""
+    place: list[int]
+    """Rank -> index of the instruction that it executes or waits at."""
+    done: bytearray
+    """By number of the result: whether it exists."""
+    waiting: dict[int, list[int]]
+    """Result -> ranks that wait for it."""
+    gradients_left: list[Counter[int]]
+    """Rank -> stage -> instructions to come that make weight gradients."""
+    events: list[tuple[int, int]]
+    """Heap of (time, rank): when the instruction that a rank executes will be over."""
+
+    def __init__(self, schedule: Schedule, routing: Routing, crossing: Crossing, *, training: bool) -> None:
+        self.schedule, self.plan = schedule, routing.plan
+        self.rules = _Rules(schedule, routing, crossing, training=training)
+        self.rule_of = [self.rules.of_shard[seat.shard] for seat in self.plan.seats]
+        self.shard = [seat.shard for seat in self.plan.seats]
+        self.shards = [stage.shards for stage in self.plan.stages]
+        count = range(routing.microbatches.count)
+        self.first_shard = [[routing.rank(s, m) for m in count] for s in range(len(self.plan.stages))]
+        self.programs = [[] for _ in schedule]
+        self.place = [0] * len(schedule)
+        self.done = bytearray(self.rules.total)
+        self.waiting = {}
+        self.gradients_left = [Counter([i.stage for i in order if WEIGHT_GRADIENTS in i.makes]) for order in schedule]
+        self.events = []
+
+    def run(self) -> list[list[Instruction]]:
+        """Programs of all ranks. Raises `ScheduleError` when some cannot finish."""
+        place, done, waiting, events = self.place, self.done, self.waiting, self.events
+        for rank in range(len(self.schedule)):
+            self._start(rank, 0)
+        while events:
+            now, rank = heapq.heappop(events)
+            instruction = self.schedule[rank][place[rank]]
+            rule = self.rule_of[rank][type(instruction)][instruction.stage]
+            self._finish(rank, instruction, rule)
+            place[rank] += 1
+            for result in rule.results:
+                done[result + instruction.microbatch] = 1
+            self._start(rank, now)
+            for result in rule.results:
+                for other in waiting.pop(result + instruction.microbatch, ()):
+                    self._start(other, now)
+        self._check_finished()
+        return self.programs
+
+    def _start(self, rank: int, now: int) -> None:
+        """Begin a rank's next instruction, or wait for what it needs first."""
+        order, place = self.schedule[rank], self.place[rank]
+        if place == len(order):
+            return
+        instruction = order[place]
+        rule, microbatch = self.rule_of[rank][type(instruction)][instruction.stage], instruction.microbatch
+        for need in rule.needs:
+            if not self.done[need + microbatch]:
+                self.waiting.setdefault(need + microbatch, []).append(rank)
+                return
+        heapq.heappush(self.events, (now + rule.units, rank))
+
+    def _finish(self, rank: int, instruction: Compute, rule: _Rule) -> None:
+        """Add the instruction and what follows from it."""
+        program, stage, microbatch = self.programs[rank], instruction.stage, instruction.microbatch
+        program.append(instruction)
+        for other, kind in rule.gives:
+            self._hand_on(rank, stage, microbatch, other, kind)
+        if rule.frees:
+            program.append(Free(stage, microbatch))
+        if rule.makes_gradients:
+            left = self.gradients_left[rank]
+            left[stage] -= 1
+            if not left[stage]:
                 program.append(Reduce(stage))
-        return made
 
-    def hand_on(rank: int, stage: int, microbatch: int, others: list[int], kind: Kind) -> None:
-        for other in others:
-            for target in tables.receivers(rank, stage, other, microbatch):
-                if target != rank:
-                    programs[rank].append(Send(stage, microbatch, other, target, kind))
-                    programs[target].append(Recv(other, microbatch, stage, rank, kind))
+    def _hand_on(self, rank: int, stage: int, microbatch: int, other: int, kind: MessageKind) -> None:
+        """Add sends and receives of one bundle, from a rank of `stage` to those shards of `other` that it serves."""
+        first = self.first_shard[other][microbatch]
+        for shard in range(self.shard[rank], self.shards[other], self.shards[stage]):
+            target = first + shard
+            if target != rank:
+                self.programs[rank].append(Send(stage, microbatch, other, target, kind))
+                self.programs[target].append(Recv(other, microbatch, stage, rank, kind))
 
-    for rank in range(len(schedule)):
-        start(rank, 0)
-    while events:
-        now, rank = heapq.heappop(events)
-        made = finish(rank, schedule[rank][place[rank]])
-        place[rank] += 1
-        if made is not None:
-            done[made] = 1
-        start(rank, now)
-        if made is not None:
-            for other in waiting.pop(made, ()):
-                start(other, now)
-    stuck = [rank for rank, order in enumerate(schedule) if place[rank] < len(order)]
-    if stuck:
+    def _check_finished(self) -> None:
+        stuck = [rank for rank, order in enumerate(self.schedule) if self.place[rank] < len(order)]
+        if not stuck:
+            return
         rank = stuck[0]
-        instruction = schedule[rank][place[rank]]
-        needs = [need for need, _ in DataFlow(crossing, len(plan.stages)).needs(instruction)]
-        missing = [need for need, key in zip(needs, tables.needs(rank, instruction), strict=True) if not done[key]]
+        instruction = self.schedule[rank][self.place[rank]]
+        needs = self.rules.needs(instruction, self.shard[rank])
+        missing = ", ".join(describe_result(need) for number, need in needs if not self.done[number])
         raise ScheduleError(
-            f"{len(stuck)} of {len(schedule)} workers cannot finish: {plan.coordinate(rank)} stands at {instruction}, "
-            f"which needs {', '.join(f'{stage}{kind}{m}' for kind, stage, m in missing)}",
+            f"{len(stuck)} of {len(self.schedule)} workers cannot finish: {self.plan.coordinate(rank)} stands at "
+            f"{instruction}, which needs {missing}",
             cure="every instruction must be computed exactly once, before what needs it",
         )
-    return programs

@@ -9,7 +9,7 @@ from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 
 
 def naive(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """F and B of a microbatch end before the next starts. Makespan m (p F + p B); one activation alive.
+    """Orders in which F and B of a microbatch end before the next starts: makespan m (p F + p B); one activation alive.
 
     Several stages of one worker follow each other up in the forward and down in the backward pass.
     """

@@ -10,7 +10,7 @@ from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 
 
 def replica_counts(plan: ParallelPlan) -> tuple[int, ...]:
-    """Replicas of each position."""
+    """The number of replicas of each position."""
     counts = [1] * plan.positions
     for stage in plan.stages:
         counts[stage.position] = stage.replicas
@@ -18,7 +18,7 @@ def replica_counts(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def in_flight(plan: ParallelPlan) -> tuple[int, ...]:
-    """Forwards before the first backward, per position and replica: enough to keep every later stage busy.
+    """Forwards before the first backward, by position, for one replica: enough to keep every later stage busy.
 
     w of the last stage is 1; w_s = 1 + ceil(w_(s+1) R_(s+1) / R_s), which is p - s when all stages have as many replicas.
     """
@@ -30,7 +30,7 @@ def in_flight(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def warmups(plan: ParallelPlan, given: Sequence[int] | None) -> tuple[int, ...]:
-    """`given`, checked, or the default."""
+    """Forwards before the first backward, by position: `given`, checked, or the default of `in_flight`."""
     if given is None:
         return in_flight(plan)
     if len(given) != plan.positions or min(given) < 1:
@@ -42,7 +42,7 @@ def warmups(plan: ParallelPlan, given: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def one_f_one_b(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Keeps at most `warmup` activations alive (p - s by default); bubble (p-1)/m of the ideal time."""
+    """1F1B orders: at most `warmup` activations alive (p - s by default); bubble (p-1)/m of the ideal time."""
     plan = routing.plan
     depths = warmups(plan, warmup)
     orders: list[tuple[Compute, ...]] = []

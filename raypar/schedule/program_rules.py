@@ -1,36 +1,41 @@
-"""What makes orders and programs right on each worker by itself: one function per rule.
+"""The rules of correct orders and programs, worker by worker: one function per rule, which returns what breaks it.
 
-`complete`, `canonical` and `together` look at compute instructions, `causal` at what each one uses, `paired` at sends and
-receives, `freed` at the ends of activations, `ended` at the last exchanges. Whether workers wait for each other is for
-`deadlock`.
+`complete`, `canonical` and `together` are about compute instructions, `causal` about what each of them uses, `paired` about
+sends and receives, `freed` about the ends of activations, `ended` about the last exchanges. `deadlock.py` finds workers that
+wait for each other.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from typing import NamedTuple
 
 from raypar.plan import Crossing, Routing
-from raypar.schedule.data_flow import Bundle, DataFlow, Result, result_of
+from raypar.schedule.data_flow import DataFlow, describe_result, own_needs
 from raypar.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
+    INPUT_GRADIENTS,
+    KEPT_SIZE,
+    VALUES,
+    WEIGHT_GRADIENTS,
+    Bundle,
+    Communication,
     Compute,
     ExchangeTies,
-    Forward,
     Free,
     Instruction,
+    MessageKind,
     OptimizerStep,
     Recv,
     Reduce,
     Send,
     Vote,
+    computations,
+    compute_kinds,
 )
-
-COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class RuleCase:
-    """Lists under test with everything the rules look at. `training` is False for a validation pass, which has no backward."""
+    """The lists to be checked, with all that the rules look at.
+
+    `lowered`: whether they are programs; else they are orders of compute instructions only. `training`: False for a
+    validation pass, which has no backward.
+    """
 
     lists: Sequence[Sequence[Instruction]]
     routing: Routing
@@ -53,12 +62,16 @@ class RuleCase:
     lowered: bool
     training: bool = True
 
-    def compute(self, rank: int) -> Iterator[Compute]:
+    @cached_property
+    def _computations(self) -> list[list[Compute]]:
+        return [computations(order) for order in self.lists]
+
+    def compute(self, rank: int) -> list[Compute]:
         """The compute instructions of a worker."""
-        return (i for i in self.lists[rank] if isinstance(i, COMPUTE))
+        return self._computations[rank]
 
     def due(self, rank: int) -> Iterator[tuple[int, int]]:
-        """(stage, microbatch) routed to a worker."""
+        """Every (stage, microbatch) that is routed to a worker."""
         plan = self.routing.plan
         for stage in plan.stages_of(rank):
             for microbatch in self.routing.of_replica(stage, plan.seats[rank].replica):
@@ -70,20 +83,16 @@ class RuleCase:
         count = range(self.routing.microbatches.count)
         return [[self.routing.rank(stage, m) for m in count] for stage in range(len(self.routing.plan.stages))]
 
-    def source(self, stage: int, microbatch: int, like: int) -> int:
-        """Who runs (stage, microbatch) for worker `like`: shard t is served by shard t mod (number of the source's shards)."""
+    @cached_property
+    def _serving_shard(self) -> list[list[int]]:
+        """By rank and stage: the shard that serves the rank. Shard t is served by shard t mod (the stage's shards)."""
         plan = self.routing.plan
-        return self._first_shards[stage][microbatch] + plan.seats[like].shard % plan.stages[stage].shards
+        rows = [[t % stage.shards for stage in plan.stages] for t in range(max(stage.shards for stage in plan.stages))]
+        return [rows[seat.shard] for seat in plan.seats]
 
-
-def bundle_of(instruction: Send | Recv) -> Bundle:
-    """The bundle a send or receive moves."""
-    kind, here = instruction.kind, instruction.stage
-    if isinstance(instruction, Send):
-        there, producer_first = instruction.to_stage, kind == "activation"
-    else:
-        there, producer_first = instruction.from_stage, kind == "gradient"
-    return (kind, here, there, instruction.microbatch) if producer_first else (kind, there, here, instruction.microbatch)
+    def source(self, stage: int, microbatch: int, like: int) -> int:
+        """The worker that runs (stage, microbatch) for worker `like`."""
+        return self._first_shards[stage][microbatch] + self._serving_shard[like][stage]
 
 
 def describe_bundle(carried: Bundle) -> str:
@@ -94,18 +103,22 @@ def describe_bundle(carried: Bundle) -> str:
 
 
 def check_complete(case: RuleCase) -> list[Problem]:
-    """Every (stage, microbatch) is computed exactly once, where it is routed, and nothing else is."""
+    """Rule `complete`: every (stage, microbatch) is computed exactly once, where it is routed, and nothing else is.
+
+    Its values, its input gradients and its weight gradients are each made once: by F, and by B or by I and W.
+    """
     found: list[Problem] = []
+    forward, backward = (VALUES,), (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
+    groups = [(_makers(forward), forward), (_makers(backward), backward if case.training else ())]
+    rules = [(makers, _combinations(makers, wanted)) for makers, wanted in groups]
     for rank in range(len(case.lists)):
         count = Counter((type(i), i.stage, i.microbatch) for i in case.compute(rank))
         due = set(case.due(rank))
         for stage, m in sorted(due):
-            times = [count[kind, stage, m] for kind in COMPUTE]
-            if times[0] != 1:
-                found.append(Problem("complete", rank, f"{stage}F{m} stands {times[0]} times"))
-            if times[1:] not in ([[1, 0, 0], [0, 1, 1]] if case.training else [[0, 0, 0]]):
-                numbers = ", ".join(f"{stage}{letter}{m} {n} times" for letter, n in zip("BIW", times[1:], strict=True))
-                found.append(Problem("complete", rank, numbers))
+            for makers, right in rules:
+                times = tuple([count.get((kind, stage, m), 0) for kind in makers])
+                if times not in right:
+                    found.append(Problem("complete", rank, _times_text(makers, times, stage, m)))
         for kind, stage, m in count:
             if (stage, m) not in due:
                 text = f"{kind(stage, m)}: microbatch {m} of stage {stage} is not routed to this worker"
@@ -113,56 +126,132 @@ def check_complete(case: RuleCase) -> list[Problem]:
     return found
 
 
+def _makers(products: tuple[str, ...]) -> tuple[type[Compute], ...]:
+    """Classes of instructions that make any of these."""
+    return tuple(kind for kind in compute_kinds() if not set(products).isdisjoint(kind.makes))
+
+
+def _combinations(makers: tuple[type[Compute], ...], products: tuple[str, ...]) -> set[tuple[int, ...]]:
+    """The numbers of times each maker may stand so that each product is made once and nothing else is."""
+    return {
+        times
+        for times in product((0, 1), repeat=len(makers))
+        if sorted(what for kind, n in zip(makers, times, strict=True) for what in kind.makes * n) == sorted(products)
+    }
+
+
+def _times_text(makers: tuple[type[Compute], ...], times: tuple[int, ...], stage: int, microbatch: int) -> str:
+    if len(makers) == 1:
+        return f"{makers[0](stage, microbatch)} stands {times[0]} times"
+    return ", ".join(f"{kind(stage, microbatch)} {n} times" for kind, n in zip(makers, times, strict=True))
+
+
 def check_causal(case: RuleCase) -> list[Problem]:
-    """On each worker: what an instruction needs from the same worker, or receives, stands before it."""
+    """Rule `causal`: what an instruction needs or receives stands before it, on each worker; nothing is kept too long."""
+    return [problem for rank in range(len(case.lists)) for problem in _check_causal_on(case, rank)]
+
+
+class _Touched(NamedTuple):
+    """What a class of instructions reads and changes on one stage. Sets are microbatches of which the worker has something."""
+
+    own: list[tuple[str, set[int]]]
+    """What it needs of its own stage."""
+    others: list[tuple[str, int, set[int], MessageKind, int, int]]
+    """What it needs of other stages: (what, stage, microbatches, then its bundle less the microbatch)."""
+    frees: list[set[int]]
+    """What it frees."""
+    results: list[set[int]]
+    """What it makes and allocates."""
+
+
+class _Holdings:
+    """What one worker has made and what it keeps."""
+
+    of: dict[tuple[str, int], set[int]]
+    """(what, stage) -> microbatches."""
+
+    def __init__(self, flow: DataFlow) -> None:
+        self._flow = flow
+        self.of = defaultdict(set)
+        self._touched: dict[tuple[type[Compute], int], _Touched] = {}
+
+    def touched_by(self, instruction: Compute) -> _Touched:
+        """What an instruction reads and changes."""
+        kind, stage = key = type(instruction), instruction.stage
+        found = self._touched.get(key)
+        if found is None:
+            found = self._touched[key] = _Touched(
+                own=[(what, self.of[what, stage]) for what in own_needs(kind)],
+                others=[(w, at, self.of[w, at], sort, src, dst) for w, at, sort, src, dst in self._flow.arrivals(kind, stage)],
+                frees=[self.of[what, stage] for what in kind.frees],
+                results=[self.of[what, stage] for what in kind.results],
+            )
+        return found
+
+
+def _check_causal_on(case: RuleCase, rank: int) -> list[Problem]:
     found: list[Problem] = []
-    for rank, order in enumerate(case.lists):
-        done: set[Result] = set()
-        posted: set[Bundle] = set()
-        made: set[Bundle] = set()
-        for instruction in order:
-            if isinstance(instruction, Recv):
-                posted.add(bundle_of(instruction))
-            elif isinstance(instruction, Send):
-                if bundle_of(instruction) not in made:
-                    found.append(Problem("causal", rank, f"{instruction} stands before what it sends"))
-            elif isinstance(instruction, COMPUTE):
-                for need, carried in case.flow.needs(instruction):
-                    home = rank if carried is None else case.source(need[1], need[2], rank)
-                    if home == rank:
-                        if need not in done:
-                            found.append(Problem("causal", rank, f"{instruction} stands before {need[1]}{need[0]}{need[2]}"))
-                    elif case.lowered and carried is not None and carried not in posted:
-                        text = f"{instruction} uses {describe_bundle(carried)}, which is not received before it"
-                        found.append(Problem("causal", rank, text))
-                done.add(result_of(instruction))
-                if case.lowered:
-                    made.update(b for _, b in case.flow.gives(instruction))
+    holdings = _Holdings(case.flow)
+    posted: set[Bundle] = set()
+    made: set[Bundle] = set()
+    for instruction in case.lists[rank]:
+        if isinstance(instruction, Compute):
+            stage, m = instruction.stage, instruction.microbatch
+            own, others, frees, results = holdings.touched_by(instruction)
+            for what, there in own:
+                if m not in there:
+                    found.append(Problem("causal", rank, f"{instruction} stands before {describe_result((what, stage, m))}"))
+            for what, at, there, kind, src, dst in others:
+                if case.source(at, m, rank) == rank:
+                    if m not in there:
+                        found.append(Problem("causal", rank, f"{instruction} stands before {describe_result((what, at, m))}"))
+                elif case.lowered and (kind, src, dst, m) not in posted:
+                    text = f"{instruction} uses {describe_bundle((kind, src, dst, m))}, which is not received before it"
+                    found.append(Problem("causal", rank, text))
+            for there in frees:
+                there.discard(m)
+            for there in results:
+                there.add(m)
+            if case.lowered:
+                made.update([b for _, b in case.flow.gives(instruction)])
+        elif isinstance(instruction, Communication):
+            if not instruction.sends:
+                posted.add(instruction.bundle)
+            elif instruction.bundle not in made:
+                found.append(Problem("causal", rank, f"{instruction} stands before what it sends"))
+    if case.training and not found:
+        kept = [(what, s, m) for (what, s), there in holdings.of.items() if what in KEPT_SIZE for m in sorted(there)]
+        found += [Problem("causal", rank, f"the {what} of {s}F{m} are kept after their last use") for what, s, m in kept]
     return found
 
 
 def check_canonical(case: RuleCase) -> list[Problem]:
-    """Per stage and block, instructions that produce weight gradients come in index order (rule 6 of the contract): B and W,
-    and B and I, because a layer whose backward cannot be split produces them in I."""
+    """Rule `canonical`: in each block of a stage, gradients are made in order of microbatches (rule 6 of the contract).
+
+    Weight gradients are added in this order. Input gradients count, too: a layer whose backward cannot be split makes both at
+    once.
+    """
     found: list[Problem] = []
+    made_by = {kind: [what for what in kind.makes if what != VALUES] for kind in compute_kinds()}
     for rank in range(len(case.lists)):
         last: dict[tuple[str, int, int], int] = {}
         for instruction in case.compute(rank):
-            if isinstance(instruction, Forward):
+            gradients = made_by[type(instruction)]
+            if not gradients:
                 continue
             m, block = instruction.microbatch, case.routing.microbatches.block(instruction.microbatch)
-            for kind in _PRODUCES[type(instruction)]:
-                before = last.get((kind, instruction.stage, block), -1)
+            for what in gradients:
+                before = last.get((what, instruction.stage, block), -1)
                 if m < before:
                     text = f"{instruction} stands after microbatch {before} of the same block"
                     found.append(Problem("canonical", rank, text))
                     break
-                last[kind, instruction.stage, block] = m
+                last[what, instruction.stage, block] = m
     return found
 
 
 def check_shards_agree(case: RuleCase) -> list[Problem]:
-    """The shards of a seat compute the same instructions in the same order: each is one computation of them all."""
+    """Rule `together`: the shards of a stage's replica have one order, because they compute every instruction together."""
     found: list[Problem] = []
     plan = case.routing.plan
     for rank, seat in enumerate(plan.seats):
@@ -177,15 +266,12 @@ def check_shards_agree(case: RuleCase) -> list[Problem]:
     return found
 
 
-_PRODUCES: dict[type[Compute], str] = {Backward: "IW", BackwardInput: "I", BackwardWeight: "W"}
-
-
-End = tuple[int, int, bool, Bundle]
+_End = tuple[int, int, bool, Bundle]
 """(worker, peer, whether it sends, bundle)."""
 
 
-def _post(end: End) -> Send | Recv:
-    """The instruction that stands at one end of a message."""
+def _post(end: _End) -> Send | Recv:
+    """The instruction at one end of a message."""
     _, peer, sends, (kind, src, dst, microbatch) = end
     sender, receiver = (src, dst) if kind == "activation" else (dst, src)
     if sends:
@@ -194,24 +280,22 @@ def _post(end: End) -> Send | Recv:
 
 
 def check_paired(case: RuleCase) -> list[Problem]:
-    """Each bundle that crosses workers has one send and one receive at the right ends, in one order per pair of workers."""
+    """Rule `paired`: each bundle between workers has one send and one receive, in one order per pair of workers."""
     found: list[Problem] = []
-    due: dict[End, int] = {}
+    due: dict[_End, int] = {}
     for rank in range(len(case.lists)):
         for i in case.compute(rank):
-            for need, carried in case.flow.needs(i):
-                if carried is None:
-                    continue
+            for need, carried in case.flow.awaits(i):
                 source = case.source(need[1], need[2], rank)
                 if source != rank:
                     due[rank, source, False, carried] = due[source, rank, True, carried] = 1
-    have: dict[End, int] = {}
+    have: dict[_End, int] = {}
     queues: dict[tuple[int, int], list[Bundle]] = {}
     for rank, order in enumerate(case.lists):
         for post in order:
-            if isinstance(post, (Send, Recv)):
-                moved = bundle_of(post)
-                end = (rank, post.peer, isinstance(post, Send), moved)
+            if isinstance(post, Communication):
+                moved = post.bundle
+                end = (rank, post.peer, post.sends, moved)
                 have[end] = have.get(end, 0) + 1
                 queues.setdefault((rank, post.peer), []).append(moved)
     if have != due:
@@ -232,29 +316,27 @@ def check_paired(case: RuleCase) -> list[Problem]:
 
 
 def check_freed(case: RuleCase) -> list[Problem]:
-    """Activations are freed once, after their last use."""
+    """Rule `freed`: activations are freed once, after their last use, which in a validation pass is the forward."""
     found: list[Problem] = []
-    last_use: tuple[type, ...] = (Backward, BackwardWeight) if case.training else (Forward,)
     for rank, order in enumerate(case.lists):
         used: set[tuple[int, int]] = set()
         gone: set[tuple[int, int]] = set()
         for instruction in order:
-            if isinstance(instruction, Free):
+            if type(instruction) is Free:
                 key = (instruction.stage, instruction.microbatch)
                 if key in gone:
                     found.append(Problem("freed", rank, f"{instruction} stands twice"))
                 elif key not in used:
                     found.append(Problem("freed", rank, f"{instruction} stands before the last use of these activations"))
                 gone.add(key)
-            elif isinstance(instruction, last_use):
-                assert isinstance(instruction, COMPUTE)
+            elif isinstance(instruction, Compute) and (instruction.last_use if case.training else VALUES in instruction.makes):
                 used.add((instruction.stage, instruction.microbatch))
         found += [Problem("freed", rank, f"{Free(*key)} is missing") for key in sorted(used - gone)]
     return found
 
 
 def check_ended(case: RuleCase) -> list[Problem]:
-    """After all work: one reduction of each stage, the tied parameters if there are any, the vote, the optimizer step."""
+    """Rule `ended`: after all work come one reduction of each stage, tied parameters if any, the vote, the optimizer step."""
     if not case.training:
         return []
     found: list[Problem] = []
@@ -263,9 +345,10 @@ def check_ended(case: RuleCase) -> list[Problem]:
         last = dict.fromkeys(stages, -1)
         places: dict[Instruction, list[int]] = {}
         for place, i in enumerate(order):
-            if isinstance(i, (Backward, BackwardWeight)):
-                last[i.stage] = place
-            elif isinstance(i, (Reduce, ExchangeTies, Vote, OptimizerStep)):
+            if isinstance(i, Compute):
+                if WEIGHT_GRADIENTS in i.makes:
+                    last[i.stage] = place
+            elif i.role in ("reduction", "step"):
                 places.setdefault(i, []).append(place)
         wanted: list[Instruction] = [Reduce(s) for s in stages]
         wanted += [ExchangeTies()] if case.crossing.ties else []
@@ -289,17 +372,17 @@ def check_ended(case: RuleCase) -> list[Problem]:
 
 
 def check_memory(case: RuleCase, memory: Sequence[float]) -> list[Problem]:
-    """Live activations per worker, in microbatches through all its chunks (a chunk counts 1 / chunks), against `memory`."""
+    """Rule `within memory`: no worker keeps more activations than `memory[rank]`, in microbatches through all its chunks.
+
+    A microbatch in one of its chunks counts 1 / chunks.
+    """
     found: list[Problem] = []
     for rank, allowed in enumerate(memory):
         chunks, live = len(case.routing.plan.stages_of(rank)), 0
         for instruction in case.compute(rank):
-            if isinstance(instruction, Forward):
-                live += 1
-                if live > allowed * chunks + 1e-9:
-                    text = f"{instruction} makes {live / chunks:g} microbatches of activations, {allowed:g} fit"
-                    found.append(Problem("within memory", rank, text))
-                    break
-            elif isinstance(instruction, (Backward, BackwardWeight)):
-                live -= 1
+            live += instruction.held_change
+            if instruction.held_change > 0 and live > allowed * chunks + 1e-9:
+                text = f"{instruction} makes {live / chunks:g} microbatches of activations, {allowed:g} fit"
+                found.append(Problem("within memory", rank, text))
+                break
     return found

@@ -1,4 +1,4 @@
-"""The schedules by name."""
+"""The built-in schedules by name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ Builder = Callable[[Routing, Sequence[int] | None], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEntry:
-    """A schedule's builder, where its stages lie, its chunks (`chunks` by default, only that many if `fixed`), and whether
-    forwards before the first backward can be set."""
+    """A schedule: its builder, and the plans and options that it takes.
+
+    `placement`: where its stages lie. `chunks`: stages per worker by default; `fixed`: it takes no other number.
+    `takes_warmup`: whether the number of forwards before the first backward can be set.
+    """
 
     build: Builder
     placement: Placement = "loop"
@@ -55,7 +58,7 @@ def find_schedule(name: str) -> ScheduleEntry:
 
 
 def placement_of(name: str) -> Placement:
-    """Where the schedule wants its stages."""
+    """The placement of stages that the schedule needs."""
     return find_schedule(name).placement
 
 
@@ -73,7 +76,7 @@ def default_chunks(name: str, chunks: int | None = None) -> int:
 
 
 def can_run(name: str, plan: ParallelPlan) -> bool:
-    """Whether the schedule of this name can run the plan; False for a name that is no schedule's (one from a file)."""
+    """Whether the schedule can run the plan; False for a name that the registry does not have (that of a schedule file)."""
     if _ALIASES.get(name, name) not in _ENTRIES:
         return False
     known = find_schedule(name)

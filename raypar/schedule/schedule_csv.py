@@ -1,36 +1,30 @@
-"""Schedules as text: one row per worker, one cell per instruction (`1F0`), so that a user can bring one of their own.
+"""Schedules as CSV text, so that users can bring their own: one row per worker, one cell per instruction (`1F0`).
 
-Rows are CSV. `#` starts a comment, blank lines are skipped; empty cells are idle time and are skipped too, a worker without
-any instruction has the row `-`. The action lists of torch.distributed.pipelining are the same language with more words: what
-they say about sends, receives and reductions is skipped, as lowering adds its own.
+`#` starts a comment; blank lines and empty cells (idle time) are skipped; a worker without any instruction has the row `-`.
+The action lists of torch.distributed.pipelining are read, too. Their sends, receives and reductions are skipped, because
+lowering adds its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from raypar.errors import ScheduleError
-from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Order, Schedule
+from raypar.schedule.instructions import Compute, Order, Schedule, compute_kinds
 
-_KINDS: dict[str, type[Forward] | type[Backward] | type[BackwardInput] | type[BackwardWeight]] = {
-    "F": Forward,
-    "B": Backward,
-    "I": BackwardInput,
-    "W": BackwardWeight,
-}
-_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_CELL = re.compile(r"([0-9]{1,9})([A-Z])([0-9]{1,9})")
 _SKIPPED = re.compile(r"|-|None|\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F\d+|RECV_F\d+|SEND_B\d+|RECV_B\d+)")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_csv(schedule: Schedule) -> str:
-    """One line per worker; `read_csv` gives the same schedule back."""
+    """The schedule as text, one line per worker; `read_csv` gives the same schedule back."""
     return "".join((",".join(map(str, order)) or "-") + "\n" for order in schedule)
 
 
 def read_csv(text: str) -> Schedule:
-    """Compute-only orders, one per row. Raises `ScheduleError` naming row (line), column (cell) and text of a bad cell."""
+    """The schedule in a text, one order per row. Raises `ScheduleError` with row (line), column (cell), text of a bad cell."""
     lines = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), start=1)]
     return _read((number, line.split(",")) for number, line in lines if line.strip())
 
@@ -49,10 +43,11 @@ def from_torch_actions(rows: str | Iterable[str | Sequence[object]]) -> Schedule
 
 def _read(rows: Iterable[tuple[int, Sequence[str]]]) -> Schedule:
     orders: list[Order] = []
+    kinds = {kind.letter: kind for kind in compute_kinds()}
     for number, cells in rows:
         order: list[Compute] = []
         for column, cell in enumerate(cells, start=1):
-            order += _instructions(cell.strip(), number, column)
+            order += _instructions(cell.strip(), number, column, kinds)
         orders.append(tuple(order))
     if not any(orders):
         raise ScheduleError("the schedule file has no instruction", cure="write one row per worker with cells such as 0F0,0B0")
@@ -68,10 +63,13 @@ def _read(rows: Iterable[tuple[int, Sequence[str]]]) -> Schedule:
     return tuple(orders)
 
 
-def _instructions(cell: str, row: int, column: int, *, inside: bool = False) -> Iterator[Compute]:
+def _instructions(
+    cell: str, row: int, column: int, kinds: Mapping[str, type[Compute]], *, inside: bool = False
+) -> Iterator[Compute]:
     found = _CELL.fullmatch(cell)
-    if found is not None:
-        yield _KINDS[found[2]](int(found[1]), int(found[3]))
+    kind = kinds.get(found[2]) if found is not None else None
+    if found is not None and kind is not None:
+        yield kind(int(found[1]), int(found[3]))
         return
     if _SKIPPED.fullmatch(cell):
         return
@@ -82,4 +80,4 @@ def _instructions(cell: str, row: int, column: int, *, inside: bool = False) -> 
             cure="write stage, kind (F, B, I or W) and microbatch, for example 1F0",
         )
     for part in overlapped[1].split(";"):
-        yield from _instructions(part.strip(), row, column, inside=True)
+        yield from _instructions(part.strip(), row, column, kinds, inside=True)

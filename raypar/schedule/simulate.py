@@ -1,8 +1,8 @@
 """How long a schedule takes and what it keeps in memory, before anything runs.
 
-Every worker runs its order strictly; a forward waits for the values of all edges into its stage, a backward for the
-gradients of all edges out of it. So start times are longest paths and one pass finds them: a worker runs on until it needs a
-bundle that does not exist yet, and is woken by the one that makes it. O(instructions). Exact for ints and Fractions too.
+Every worker runs its order strictly. A forward waits for the values of all edges into its stage, a backward for the
+gradients of all edges out of it. So start times are longest paths, and one pass finds them: a worker runs on until it needs a
+bundle that does not exist yet; the worker that makes the bundle wakes it. O(instructions). Exact for ints and Fractions, too.
 """
 
 from __future__ import annotations
@@ -11,21 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
+from typing import Any
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, ParallelPlan, Routing
-from raypar.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Kind,
-    Recv,
-    Reduce,
-    Send,
-    Vote,
-)
+from raypar.plan import Crossing, Edge, ParallelPlan, Routing
+from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow
+from raypar.schedule.instructions import WEIGHT_GRADIENTS, Communication, Compute, Cost, Instruction, MessageKind, Reduce, Vote
 from raypar.schedule.timeline import Timeline, TimelineSpan, peak_activations, peak_bytes
 
 __all__ = ["Costs", "Timeline", "TimelineSpan", "simulate"]
@@ -35,11 +26,11 @@ __all__ = ["Costs", "Timeline", "TimelineSpan", "simulate"]
 class Costs:
     """What a step's parts cost; lists are per stage (chunk), times in ms and of one microbatch.
 
-    A `Backward` takes `input_ms + weight_ms`. A message takes `latency_ms + bytes / bandwidth_bytes_per_ms`; messages from one
-    worker to another share their link, in order, for the bytes part. `reduce_ms`: reduction of a stage's gradients once all
-    its replicas are done, beside compute (empty: nothing). `step_ms`: once, after everything (vote, optimizer, call).
-    `overhead_ms`: the processor's, for each compute instruction, send and receive. `activation_bytes`: kept from forward to
-    backward (empty: not known).
+    Instructions declare which of these they take: a `Backward` takes `input_ms + weight_ms`. A message takes
+    `latency_ms + bytes / bandwidth_bytes_per_ms`; messages from one worker to another share their link, in order, for the
+    bytes part. `reduce_ms`: reduction of a stage's gradients once all its replicas are done, beside compute (empty: nothing).
+    `step_ms`: once, after everything (vote, optimizer, call). `overhead_ms`: the processor's, for each compute instruction,
+    send and receive. `activation_bytes`: kept from forward to backward (empty: not known).
     """
 
     forward_ms: tuple[float, ...]
@@ -54,16 +45,21 @@ class Costs:
 
     @staticmethod
     def uniform(stages: int, forward_ms: float = 1, backward_ms: float = 2, weight_ms: float | None = None) -> Costs:
-        """All stages alike; `weight_ms` is by default half of the backward."""
+        """Costs of stages that are all alike; `weight_ms` is by default half of the backward."""
         weight = backward_ms / 2 if weight_ms is None else weight_ms
         return Costs((forward_ms,) * stages, (backward_ms - weight,) * stages, (weight,) * stages)
 
+    def compute_ms(self, kind: type[Compute]) -> list[float]:
+        """What a class of compute instructions takes, by stage."""
+        parts: dict[Cost, tuple[float, ...]] = {"forward": self.forward_ms, "input": self.input_ms, "weight": self.weight_ms}
+        return [sum(parts[part][stage] for part in kind.cost) for stage in range(len(self.forward_ms))]
+
 
 def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossing: Crossing, costs: Costs) -> Timeline:
-    """When everything happens in one step of a schedule, or of the programs it was lowered to.
+    """The timeline of one step of a schedule, or of the programs it was lowered to.
 
-    A schedule's bundles leave as soon as they are made, a program's when it comes to the `Send`; neither blocks compute.
-    The shards of a seat move in lockstep, so the first one speaks for all. Raises `ScheduleError` when the schedule does not
+    The bundles of a schedule leave as soon as they are made, those of a program at their `Send`; neither blocks compute.
+    The shards of a seat move in lockstep, so only the first one is simulated. Raises `ScheduleError` when the schedule does not
     fit the plan, or stops with workers waiting for each other.
     """
     plan = routing.plan
@@ -72,7 +68,7 @@ def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossi
             f"the schedule has {len(schedule)} workers, the plan {plan.world}", cure="make one order per worker of the plan"
         )
     speaker = [rank - seat.shard for rank, seat in enumerate(plan.seats)]
-    rows = _compute(schedule, sorted(set(speaker)), routing, crossing, costs)
+    rows = _Simulation(schedule, sorted(set(speaker)), routing, crossing, costs).run()
     end = max((row[-1].end_ms for row in rows.values() if row), default=0)
     busy = {rank: sum(finish - start for _, start, finish in row) for rank, row in rows.items()}
     for span, ranks in _reductions(rows, plan, costs):
@@ -93,119 +89,178 @@ def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossi
     )
 
 
-def _compute(
-    schedule: Sequence[Sequence[Instruction]], ranks: Sequence[int], routing: Routing, crossing: Crossing, costs: Costs
-) -> dict[int, list[TimelineSpan]]:
-    """Spans of the compute instructions of `ranks`, which are closed under the crossing.
+_Made = list[tuple[int, list[int], int]]
+"""(slot of the bundle, rank of the consumer by microbatch, bytes)."""
 
-    A bundle has a slot, (2 * edge + (1 for a gradient)) * microbatches + microbatch, and `arrival[slot]` is when its consumer
-    may use it, None before it was sent.
-    """
-    plan, count, stages = routing.plan, routing.microbatches.count, range(len(routing.plan.stages))
-    lowered = any(not {Send, Recv}.isdisjoint(map(type, schedule[rank])) for rank in ranks)
-    replica_ranks = [plan.replica_ranks(s) for s in stages]
-    rank_of = [[replica_ranks[s][routing.replica(s, m)] for m in range(count)] for s in stages]
-    edges = [(2 * i * count, e) for i, e in enumerate(crossing.edges)]
-    into = [[(slot, e) for slot, e in edges if e.dst == s] for s in stages]
-    out_of = [[(slot, e) for slot, e in edges if e.src == s] for s in stages]
-    # Slots an instruction needs, and (slot, ranks of the consumer by microbatch, bytes) of what it makes; by stage.
-    values = [[slot for slot, _ in into[s]] for s in stages]
-    gradients = [[slot + count for slot, e in out_of[s] if e.differentiable] for s in stages]
-    makes_values = [[(slot, rank_of[e.dst], e.nbytes) for slot, e in out_of[s]] for s in stages]
-    makes_gradients = [[(slot + count, rank_of[e.src], e.nbytes) for slot, e in into[s] if e.differentiable] for s in stages]
-    backward_ms = [i + w for i, w in zip(costs.input_ms, costs.weight_ms, strict=True)]
-    slot_of: dict[tuple[int, int, Kind], int] = {(e.src, e.dst, "activation"): slot for slot, e in edges}
-    slot_of |= {(e.dst, e.src, "gradient"): slot + count for slot, e in edges}
-    bytes_of = {slot + offset: e.nbytes for slot, e in edges for offset in (0, count)}
 
-    overhead_ms, latency_ms, bandwidth = costs.overhead_ms, costs.latency_ms, costs.bandwidth_bytes_per_ms
-    free_links = not latency_ms and bandwidth == inf
-    arrival: list[float | None] = [None] * (2 * len(edges) * count)
-    link_free: dict[tuple[int, int], float] = {}
-    waiting: dict[int, int] = {}
-    rows: dict[int, list[TimelineSpan]] = {rank: [] for rank in ranks}
-    position: dict[int, int] = dict.fromkeys(ranks, 0)
-    now: dict[int, float] = dict.fromkeys(ranks, 0)
-    runnable = list(reversed(ranks))
+class _Slots:
+    """Where bundles arrive, as numbers: (2 * edge + (1 for a gradient)) * microbatches + microbatch."""
 
-    def deliver(slot: int, microbatch: int, nbytes: int, source: int, target: int, ready: float) -> None:
-        if source != target and not free_links:
-            on_link = max(ready, link_free.get((source, target), 0)) + (nbytes / bandwidth if nbytes else 0)
-            link_free[source, target] = on_link
-            ready = on_link + latency_ms
-        arrival[slot + microbatch] = ready
-        woken = waiting.pop(slot + microbatch, None)
-        if woken is not None:
-            runnable.append(woken)
+    def __init__(self, routing: Routing, crossing: Crossing) -> None:
+        plan, self.count, stages = routing.plan, routing.microbatches.count, range(len(routing.plan.stages))
+        self.total = 2 * len(crossing.edges) * self.count
+        self.flow = DataFlow(crossing, len(stages))
+        replica_ranks = [plan.replica_ranks(s) for s in stages]
+        self.rank_of = [[replica_ranks[s][routing.replica(s, m)] for m in range(self.count)] for s in stages]
+        self.first: dict[tuple[MessageKind, int, int], tuple[int, int]] = {}
+        """(kind, producer's stage, consumer's stage) -> (slot of microbatch 0, bytes)."""
+        for number, e in enumerate(crossing.edges):
+            self.first["activation", e.src, e.dst] = (2 * number * self.count, e.nbytes)
+            self.first["gradient", e.src, e.dst] = ((2 * number + 1) * self.count, e.nbytes)
 
-    needs: Sequence[int]
-    makes: Sequence[tuple[int, list[int], int]]
-    while runnable:
-        rank = runnable.pop()
-        order, row, time = schedule[rank], rows[rank], now[rank]
-        for index in range(position[rank], len(order)):
-            instruction = order[index]
-            if isinstance(instruction, Forward):
-                stage = instruction.stage
-                needs, makes, ms = values[stage], makes_values[stage], costs.forward_ms[stage]
-            elif isinstance(instruction, (Backward, BackwardInput)):
-                stage = instruction.stage
-                duration = backward_ms if isinstance(instruction, Backward) else costs.input_ms
-                needs, makes, ms = gradients[stage], makes_gradients[stage], duration[stage]
-            elif isinstance(instruction, BackwardWeight):
-                needs, makes, ms = (), (), costs.weight_ms[instruction.stage]
+    def needs(self, kind: type[Compute], stage: int) -> list[int]:
+        """Slots (of microbatch 0) that an instruction of this class waits for."""
+        carried = [what for what in kind.needs if what in MESSAGE_KIND]
+        return [self._slot(what, edge)[0] for what in carried for _, edge in self.flow.arriving(what, stage)]
+
+    def makes(self, kind: type[Compute], stage: int) -> _Made:
+        """What an instruction of this class hands on."""
+        return [
+            (self._slot(what, edge)[0], self.rank_of[other], edge.nbytes)
+            for what in kind.makes
+            for other, edge in self.flow.leaving(what, stage)
+        ]
+
+    def _slot(self, what: str, edge: Edge) -> tuple[int, int]:
+        return self.first[MESSAGE_KIND[what], edge.src, edge.dst]
+
+
+class _Simulation:
+    """The compute instructions of `ranks`, which are closed under the crossing, each as early as it can begin."""
+
+    compute: dict[type[Instruction], list[tuple[list[int], _Made, float]]]
+    """Class of compute instructions -> by stage: (slots it waits for, what it hands on, ms)."""
+    posts: set[type[Instruction]]
+    """Classes of sends and receives."""
+    lowered: bool
+    """Whether the lists are programs: bundles to other ranks leave at their sends."""
+    free_links: bool
+    """Whether messages take no time."""
+    rows: dict[int, list[TimelineSpan]]
+    """Rank -> what it has executed."""
+    position: dict[int, int]
+    """Rank -> index of the instruction that it waits at."""
+    now: dict[int, float]
+    """Rank -> time up to which it has executed."""
+    arrival: list[float | None]
+    """Slot -> when the consumer may use the bundle; None before it was sent."""
+    link_free: dict[tuple[int, int], float]
+    """(sender, receiver) -> when their link has carried all that was sent."""
+    waiting: dict[int, int]
+    """Slot -> the rank that waits for it."""
+    runnable: list[int]
+    """Ranks that may go on."""
+
+    def __init__(
+        self,
+        schedule: Sequence[Sequence[Instruction]],
+        ranks: Sequence[int],
+        routing: Routing,
+        crossing: Crossing,
+        costs: Costs,
+    ) -> None:
+        self.schedule, self.ranks, self.plan, self.costs = schedule, ranks, routing.plan, costs
+        self.free_links = not costs.latency_ms and costs.bandwidth_bytes_per_ms == inf
+        self.slots = _Slots(routing, crossing)
+        kinds: set[type[Instruction]] = {kind for rank in ranks for kind in set(map(type, schedule[rank]))}
+        self.posts = {kind for kind in kinds if kind.role == "communication"}
+        self.lowered = bool(self.posts)
+        self.compute = {kind: self._by_stage(kind) for kind in kinds if issubclass(kind, Compute)}
+        self.arrival = [None] * self.slots.total
+        self.link_free, self.waiting = {}, {}
+        self.rows = {rank: [] for rank in ranks}
+        self.position, self.now = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        self.runnable = list(reversed(ranks))
+
+    def run(self) -> dict[int, list[TimelineSpan]]:
+        """Spans by rank. Raises `ScheduleError` when workers wait for each other for ever."""
+        arrival, waiting, runnable, compute, posts = self.arrival, self.waiting, self.runnable, self.compute, self.posts
+        lowered, overhead_ms = self.lowered, self.costs.overhead_ms
+        while runnable:
+            rank = runnable.pop()
+            order: Sequence[Any] = self.schedule[rank]
+            row, time = self.rows[rank], self.now[rank]
+            for index in range(self.position[rank], len(order)):
+                instruction = order[index]
+                by_stage = compute.get(type(instruction))
+                if by_stage is None:
+                    if type(instruction) in posts:
+                        time += overhead_ms
+                        self._post(rank, instruction, time)
+                    continue
+                needs, makes, ms = by_stage[instruction.stage]
+                microbatch = instruction.microbatch
+                for slot in needs:
+                    there = arrival[slot + microbatch]
+                    if there is None:
+                        waiting[slot + microbatch] = rank
+                        break
+                    if there > time:
+                        time = there
+                else:
+                    start = time + overhead_ms
+                    time = start + ms
+                    row.append(TimelineSpan(instruction, start, time))
+                    for slot, consumers, nbytes in makes:
+                        target = consumers[microbatch]
+                        if target == rank or not lowered:
+                            self._deliver(slot + microbatch, nbytes, rank, target, time)
+                    continue
+                self.position[rank] = index
+                break
             else:
-                if isinstance(instruction, Send):
-                    time += overhead_ms
-                    if instruction.peer in rows:  # other shards of the receiver are not simulated
-                        slot = slot_of[instruction.stage, instruction.to_stage, instruction.kind]
-                        deliver(slot, instruction.microbatch, bytes_of[slot], rank, instruction.peer, time)
-                elif isinstance(instruction, Recv):
-                    time += overhead_ms
-                continue
-            microbatch = instruction.microbatch
-            for slot in needs:
-                there = arrival[slot + microbatch]
-                if there is None:
-                    waiting[slot + microbatch] = rank
-                    break
-                if there > time:
-                    time = there
-            else:
-                start = time + overhead_ms
-                time = start + ms
-                row.append(TimelineSpan(instruction, start, time))
-                for slot, consumers, nbytes in makes:
-                    target = consumers[microbatch]
-                    if target == rank or not lowered:
-                        deliver(slot, microbatch, nbytes, rank, target, time)
-                continue
-            position[rank] = index
-            break
-        else:
-            position[rank] = len(order)
-        now[rank] = time
-    stuck = [rank for rank in ranks if position[rank] < len(schedule[rank])]
-    if stuck:
-        waits = "; ".join(f"{plan.coordinate(rank)} at {schedule[rank][position[rank]]}" for rank in stuck[:4])
+                self.position[rank] = len(order)
+            self.now[rank] = time
+        self._check_finished()
+        return self.rows
+
+    def _check_finished(self) -> None:
+        stuck = [rank for rank in self.ranks if self.position[rank] < len(self.schedule[rank])]
+        if not stuck:
+            return
+        first = [f"{self.plan.coordinate(rank)} at {self.schedule[rank][self.position[rank]]}" for rank in stuck[:4]]
         raise ScheduleError(
-            f"{len(stuck)} workers wait for each other for ever: {waits}" + ("; ..." if len(stuck) > 4 else ""),
+            f"{len(stuck)} workers wait for each other for ever: {'; '.join(first)}" + ("; ..." if len(stuck) > 4 else ""),
             cure="let every forward come after the forwards of the stages before it, every backward after those behind it",
         )
-    return rows
+
+    def _by_stage(self, kind: type[Compute]) -> list[tuple[list[int], _Made, float]]:
+        """(what it waits for, what it hands on, ms) of a class of instructions, by stage."""
+        return [
+            (self.slots.needs(kind, stage), self.slots.makes(kind, stage), ms)
+            for stage, ms in enumerate(self.costs.compute_ms(kind))
+        ]
+
+    def _post(self, rank: int, post: Communication, time: float) -> None:
+        """Send what a program sends; other shards of the receiver are not simulated."""
+        if post.sends and post.peer in self.rows:
+            kind, src, dst, microbatch = post.bundle
+            slot, nbytes = self.slots.first[kind, src, dst]
+            self._deliver(slot + microbatch, nbytes, rank, post.peer, time)
+
+    def _deliver(self, slot: int, nbytes: int, source: int, target: int, ready: float) -> None:
+        """Let a bundle arrive that leaves at `ready`, and wake the rank that waits for it."""
+        if not self.free_links and source != target:
+            on_link = max(ready, self.link_free.get((source, target), 0))
+            on_link += nbytes / self.costs.bandwidth_bytes_per_ms if nbytes else 0
+            self.link_free[source, target] = on_link
+            ready = on_link + self.costs.latency_ms
+        self.arrival[slot] = ready
+        if slot in self.waiting:
+            self.runnable.append(self.waiting.pop(slot))
 
 
 def _reductions(
     rows: dict[int, list[TimelineSpan]], plan: ParallelPlan, costs: Costs
 ) -> list[tuple[TimelineSpan, tuple[int, ...]]]:
-    """The reduction of each stage and who takes part; those of one position share its workers' links, one after the other."""
+    """(span, ranks that take part) of each stage's reduction; those of one position share links, so they follow each other."""
     if not any(costs.reduce_ms):
         return []
     ready: dict[int, float] = {}
     for span in chain.from_iterable(rows.values()):
-        if isinstance(span.instruction, (Backward, BackwardWeight)) and costs.reduce_ms[span.instruction.stage]:
-            stage = span.instruction.stage
-            ready[stage] = max(ready.get(stage, 0), span.end_ms)
+        instruction = span.instruction
+        if isinstance(instruction, Compute) and WEIGHT_GRADIENTS in instruction.makes and costs.reduce_ms[instruction.stage]:
+            ready[instruction.stage] = max(ready.get(instruction.stage, 0), span.end_ms)
     found: list[tuple[TimelineSpan, tuple[int, ...]]] = []
     link_free: dict[int, float] = {}
     for stage in sorted(ready, key=lambda s: (ready[s], s)):

@@ -6,34 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from raypar.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    ExchangeTies,
-    Forward,
-    Instruction,
-    OptimizerStep,
-    Reduce,
-    Vote,
-)
+from raypar.schedule.instructions import INPUT_GRADIENTS, INSTRUCTIONS, VALUES, Compute, Instruction, drawing_style
+from raypar.schedule.svg_style import CHARACTER_WIDTH, INK, LINE, QUIET, ink_on, text_width, tint
 from raypar.schedule.text_grid import milliseconds, nice_step
-from raypar.schedule.timeline import COMPUTE, Timeline, TimelineSpan
+from raypar.schedule.timeline import Timeline, TimelineSpan
 
-# Okabe and Ito's palette (2008), told apart with every kind of colour vision; slightly muted for large areas.
-_COLOURS: dict[type[Instruction], tuple[str, str]] = {
-    Forward: ("#2B7BBA", "forward (F)"),
-    Backward: ("#F0A73A", "backward (B)"),
-    BackwardInput: ("#E0702F", "input gradient (I)"),
-    BackwardWeight: ("#2FA584", "weight gradient (W)"),
-    Reduce: ("#B86A9B", "gradient reduction"),
-    ExchangeTies: ("#8C8C8C", "tied parameters"),
-    Vote: ("#8C8C8C", "vote"),
-    OptimizerStep: ("#4D4D4D", "optimizer step"),
-}
-_INK, _QUIET, _LINE = "#1F2933", "#66727F", "#DDE2E7"
-_CHARACTER = 0.56
-"""Mean width of a character over the font size."""
 _SMALLEST_NUMBER = 7.0
 _MOST_LANES, _MOST_ARROWS, _MOST_TOOLTIPS = 96, 400, 4000
 
@@ -41,7 +18,7 @@ _MOST_LANES, _MOST_ARROWS, _MOST_TOOLTIPS = 96, 400, 4000
 def swimlane_svg(
     timeline: Timeline, *, title: str, subtitle: str = "", edges: Sequence[tuple[int, int]] = (), width: int = 0
 ) -> str:
-    """One timeline as a complete SVG document. See `swimlanes`."""
+    """One timeline as a complete SVG document; see `swimlanes_svg`."""
     return swimlanes_svg([(subtitle, timeline)], title=title, edges=edges, width=width)
 
 
@@ -52,7 +29,7 @@ def swimlanes_svg(
     edges: Sequence[tuple[int, int]] = (),
     width: int = 0,
 ) -> str:
-    """Timelines (heading, timeline) under each other, to one scale; e.g. predicted and measured.
+    """An SVG document of timelines (heading, timeline) below each other, to one scale; e.g. predicted and measured.
 
     `edges`: (src, dst) stages whose messages are drawn as arrows, left out where there are more than a few hundred.
     `width` in pixels; 0: from 1280 to 1920, so that microbatch numbers fit where possible. Of more than 96 workers, evenly
@@ -60,14 +37,14 @@ def swimlanes_svg(
     """
     drawn = [_Panel.of(heading, timeline) for heading, timeline in panels]
     extent = max((p.timeline.makespan_ms for p in drawn), default=0.0) or 1.0
-    left = 28 + max((_text_width(name, p.font) for p in drawn for name in p.names), default=0.0)
+    left = 28 + max((text_width(name, p.font) for p in drawn for name in p.names), default=0.0)
     right = 132.0
     width = width or _width(drawn, extent, left + right)
     sheet = _Sheet(left, (width - left - right) / extent, width, extent)
     top = 30.0
     body = [
         f'<text x="24" y="{top + 14:g}" font-size="22" font-weight="600">{escape(title)}</text>'
-        f'<text x="{width - 24}" y="{top + 14:g}" font-size="12" text-anchor="end" fill="{_QUIET}">'
+        f'<text x="{width - 24}" y="{top + 14:g}" font-size="12" text-anchor="end" fill="{QUIET}">'
         "numbers: microbatches; busy: share of the makespan; peak: activations held, in microbatches</text>"
     ]
     body += _legend(drawn, top + 44)
@@ -78,12 +55,12 @@ def swimlanes_svg(
     height = round(top + 12)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{_INK}\">\n"
+        f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{INK}\">\n"
         f"<title>{escape(title)}</title>\n"
         '<defs><pattern id="idle" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<rect width="7" height="7" fill="#F7F8FA"/><path d="M0 0V7" stroke="#E1E6EB" stroke-width="2"/></pattern>'
         '<marker id="tip" viewBox="0 0 6 6" refX="5.4" refY="3" markerWidth="5" markerHeight="5" orient="auto">'
-        f'<path d="M0 0.6L5.6 3L0 5.4z" fill="{_INK}"/></marker></defs>\n'
+        f'<path d="M0 0.6L5.6 3L0 5.4z" fill="{INK}"/></marker></defs>\n'
         f'<rect width="{width}" height="{height}" fill="#FFFFFF"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
@@ -145,7 +122,7 @@ class _Panel:
         out = [_caption(self, sheet, top + 18)]
         end = sheet.x(timeline.makespan_ms)
         out += [
-            f'<g font-size="11" fill="{_QUIET}" text-anchor="end">'
+            f'<g font-size="11" fill="{QUIET}" text-anchor="end">'
             f'<text x="{sheet.width - 70}" y="{lanes_top - 7:g}">busy</text>'
             f'<text x="{sheet.width - 24}" y="{lanes_top - 7:g}">peak</text></g>'
         ]
@@ -158,7 +135,7 @@ class _Panel:
             out.append(
                 f'<g font-size="{self.font:g}"><text x="{sheet.left - 10:g}" y="{middle:g}" text-anchor="end">'
                 f"{escape(timeline.names[rank])}</text>"
-                f'<g text-anchor="end" fill="{_QUIET}"><text x="{sheet.width - 70}" y="{middle:g}">'
+                f'<g text-anchor="end" fill="{QUIET}"><text x="{sheet.width - 70}" y="{middle:g}">'
                 f'{1 - timeline.bubbles[rank]:.0%}</text><text x="{sheet.width - 24}" y="{middle:g}">'
                 f"{timeline.peak_activations[rank]:g}</text></g></g>"
             )
@@ -172,7 +149,7 @@ class _Panel:
     def _boxes(self, sheet: _Sheet, row: Sequence[TimelineSpan], y: float, tooltips: bool) -> list[str]:
         """Boxes with room for a number one by one; the rest of a lane as one path per colour, neighbours melted together."""
         out: list[str] = []
-        widths = sorted((s.end_ms - s.start_ms) * sheet.per_ms for s in row if isinstance(s.instruction, COMPUTE))
+        widths = sorted((s.end_ms - s.start_ms) * sheet.per_ms for s in row if s.instruction.role == "compute")
         largest = self._number_size(widths[len(widths) // 10]) if widths else 0.0
         if largest < _SMALLEST_NUMBER:  # the short boxes go without a number, the long ones need not
             largest = self.font
@@ -182,10 +159,11 @@ class _Panel:
             colour = self._colour(span.instruction)
             x, w = sheet.x(span.start_ms), (span.end_ms - span.start_ms) * sheet.per_ms
             # Reductions run beside compute: a strip at the foot of the lane.
-            top, height = (y + self.lane * 0.7, self.lane * 0.3) if isinstance(span.instruction, Reduce) else (y, self.lane)
+            beside = span.instruction.role == "reduction"
+            top, height = (y + self.lane * 0.7, self.lane * 0.3) if beside else (y, self.lane)
             text = str(getattr(span.instruction, "microbatch", ""))
             size = min(largest, self._number_size(w)) if text else 0.0
-            if size < _SMALLEST_NUMBER and isinstance(span.instruction, COMPUTE):
+            if size < _SMALLEST_NUMBER and span.instruction.role == "compute":
                 boxes = small.setdefault(colour, [])
                 if boxes and last_colour == colour and x - boxes[-1][1] < 0.2 and w < 3:
                     boxes[-1] = (boxes[-1][0], x + w)
@@ -203,7 +181,7 @@ class _Panel:
             if text:
                 out.append(
                     f'<text x="{x + w / 2:.2f}" y="{y + self.lane / 2 + size * 0.36:.2f}" font-size="{size:.3g}" '
-                    f'text-anchor="middle" pointer-events="none" fill="{_ink_on(colour)}">{text}</text>'
+                    f'text-anchor="middle" pointer-events="none" fill="{ink_on(colour)}">{text}</text>'
                 )
         for colour, boxes in small.items():
             path = "".join(
@@ -216,29 +194,29 @@ class _Panel:
 
     def _number_size(self, width: float) -> float:
         """Font size at which the panel's longest microbatch number fits into a box of this width."""
-        return min(self.font, width * 0.86 / (_CHARACTER * self.digits))
+        return min(self.font, width * 0.86 / (CHARACTER_WIDTH * self.digits))
 
     def _colour(self, instruction: Instruction) -> str:
-        colour = _COLOURS[type(instruction)][0]
-        if not isinstance(instruction, COMPUTE):
+        colour = drawing_style(type(instruction)).colour
+        if not isinstance(instruction, Compute):
             return colour
         chunks = max(self.timeline.chunk_of.values(), default=0) + 1
-        return _tint(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
+        return tint(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
 
     def _arrows(self, sheet: _Sheet, ys: dict[int, float], edges: Sequence[tuple[int, int]]) -> Iterable[str]:
         """From the end of what made a bundle to the start of what used it, where both lanes are drawn."""
-        made: dict[tuple[bool, int, int], tuple[int, TimelineSpan]] = {}
+        made: dict[tuple[str, int, int], tuple[int, TimelineSpan]] = {}
         for rank in ys:
             for span in self.timeline.spans[rank]:
                 i = span.instruction
-                if isinstance(i, (Forward, Backward, BackwardInput)):
-                    made[isinstance(i, Forward), i.stage, i.microbatch] = (rank, span)
-        pairs = [(True, s, d) for s, d in edges] + [(False, d, s) for s, d in edges]
+                if isinstance(i, Compute):
+                    made.update(((what, i.stage, i.microbatch), (rank, span)) for what in i.makes)
+        pairs = [(VALUES, s, d) for s, d in edges] + [(INPUT_GRADIENTS, d, s) for s, d in edges]
         lines: list[str] = []
-        for (forward, stage, microbatch), (rank, span) in made.items():
-            for is_forward, source, target in pairs:
-                other = made.get((forward, target, microbatch))
-                if is_forward != forward or source != stage or other is None or other[0] == rank:
+        for (what, stage, microbatch), (rank, span) in made.items():
+            for carried, source, target in pairs:
+                other = made.get((what, target, microbatch))
+                if carried != what or source != stage or other is None or other[0] == rank:
                     continue
                 down = ys[other[0]] > ys[rank]
                 y0 = ys[rank] + (self.lane - 3 if down else 3)
@@ -247,11 +225,11 @@ class _Panel:
         if not lines or len(lines) > _MOST_ARROWS:
             return []
         arrows = "".join(f'<path d="{line}"/>' for line in lines)
-        return [f'<g fill="none" stroke="{_INK}" stroke-width="0.9" opacity="0.55" marker-end="url(#tip)">{arrows}</g>']
+        return [f'<g fill="none" stroke="{INK}" stroke-width="0.9" opacity="0.55" marker-end="url(#tip)">{arrows}</g>']
 
 
 def _width(panels: Sequence[_Panel], extent: float, margins: float) -> int:
-    """Wide enough for two digits in nearly all boxes, between 1280 and 1920 pixels."""
+    """A width that leaves room for two digits in nearly all boxes, between 1280 and 1920 pixels."""
     sizes = sorted(s.end_ms - s.start_ms for p in panels for r in p.ranks for s in p.timeline.spans[r])
     short = sizes[len(sizes) // 10] if sizes else extent
     return round(min(1920.0, max(1280.0, margins + 16 * extent / max(short, extent / 1e4))))
@@ -270,7 +248,7 @@ def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:
     heading = f'<tspan font-weight="600">{escape(panel.heading)}</tspan>  ' if panel.heading else ""
     return (
         f'<text x="24" y="{y:g}" font-size="14" xml:space="preserve">{heading}'
-        f'<tspan fill="{_QUIET}">{escape("  ·  ".join(facts))}</tspan></text>'
+        f'<tspan fill="{QUIET}">{escape("  ·  ".join(facts))}</tspan></text>'
     )
 
 
@@ -280,13 +258,13 @@ def _axis(sheet: _Sheet, makespan_ms: float, top: float, bottom: float) -> list[
     for tick in range(int(makespan_ms / step + 1e-9) + 1):
         x = sheet.x(tick * step)
         out.append(
-            f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{_LINE}"/>'
-            f'<text x="{x:.2f}" y="{bottom + 18:g}" font-size="11" text-anchor="middle" fill="{_QUIET}">{tick * step:g}</text>'
+            f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{LINE}"/>'
+            f'<text x="{x:.2f}" y="{bottom + 18:g}" font-size="11" text-anchor="middle" fill="{QUIET}">{tick * step:g}</text>'
         )
     x = sheet.x(makespan_ms)
-    out.append(f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{_INK}" stroke-dasharray="4 3"/>')
+    out.append(f'<path d="M{x:.2f} {top - 3:g}V{bottom + 4:g}" stroke="{INK}" stroke-dasharray="4 3"/>')
     out.append(
-        f'<text x="{sheet.width - 24}" y="{bottom + 18:g}" font-size="11" text-anchor="end" fill="{_QUIET}">time, ms</text>'
+        f'<text x="{sheet.width - 24}" y="{bottom + 18:g}" font-size="11" text-anchor="end" fill="{QUIET}">time, ms</text>'
     )
     return out
 
@@ -294,34 +272,16 @@ def _axis(sheet: _Sheet, makespan_ms: float, top: float, bottom: float) -> list[
 def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
     kinds = {type(s.instruction) for p in panels for r in p.ranks for s in p.timeline.spans[r]}
     chunks = max((max(p.timeline.chunk_of.values(), default=0) + 1 for p in panels), default=1)
-    items = [(_COLOURS[kind][0], _COLOURS[kind][1]) for kind in _COLOURS if kind in kinds]
-    items += [(_tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1][1:]
+    ordered = [kind for kind in INSTRUCTIONS.values() if kind in kinds]
+    items = [(drawing_style(kind).colour, drawing_style(kind).legend) for kind in ordered]
+    items += [(tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1][1:]
     items.append(("url(#idle)", "idle"))
-    out, x = [f'<g font-size="13" fill="{_QUIET}">'], 24.0
+    out, x = [f'<g font-size="13" fill="{QUIET}">'], 24.0
     for colour, text in items:
         out.append(
-            f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{colour}" stroke="{_LINE}"/>'
+            f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{colour}" stroke="{LINE}"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
-        x += 22 + _text_width(text, 13) + 26
+        x += 22 + text_width(text, 13) + 26
     out.append("</g>")
     return out
-
-
-def _text_width(text: str, size: float) -> float:
-    return _CHARACTER * size * len(text)
-
-
-def _channels(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def _tint(colour: str, white: float) -> str:
-    """The colour mixed with this share of white."""
-    return "#" + "".join(f"{round(c + (255 - c) * white):02X}" for c in _channels(colour))
-
-
-def _ink_on(colour: str) -> str:
-    """White or dark text, whichever stands out (relative luminance, WCAG 2.2)."""
-    red, green, blue = (((c / 255) + 0.055) ** 2.4 / 1.055**2.4 for c in _channels(colour))
-    return "#FFFFFF" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.27 else _INK

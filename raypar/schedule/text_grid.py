@@ -7,8 +7,8 @@ from functools import reduce
 from itertools import pairwise
 from math import gcd, isclose
 
-from raypar.schedule.instructions import Compute, Instruction
-from raypar.schedule.timeline import COMPUTE, Timeline
+from raypar.schedule.instructions import Compute, Instruction, computations
+from raypar.schedule.timeline import Timeline
 
 _FINEST = 4
 """A unit below a quarter of the shortest instruction would only make the grid wide: then its scale is not exact."""
@@ -16,7 +16,7 @@ _FINEST = 4
 
 def order_grid(schedule: Sequence[Sequence[Instruction]]) -> str:
     """The compute instructions of each worker in order, without time: `F0 F1 B0 B1`, or `0F0 4F0` where workers have chunks."""
-    orders = [[i for i in order if isinstance(i, COMPUTE)] for order in schedule]
+    orders = [computations(order) for order in schedule]
     chunked = any(len({i.stage for i in order}) > 1 for order in orders)
     return "\n".join(" ".join(str(i) if chunked else _without_stage(i) for i in order) for order in orders)
 
@@ -29,7 +29,7 @@ def text_grid(timeline: Timeline, width: int | None = None) -> str:
     shortest instruction. With `width` the grid is squeezed into at most that many characters, and all labels are cut to
     their letter if one does not fit.
     """
-    rows = [[(i, start, end) for i, start, end in row if isinstance(i, COMPUTE)] for row in timeline.spans]
+    rows = [[(i, start, end) for i, start, end in row if isinstance(i, Compute)] for row in timeline.spans]
     chunk_of = timeline.chunk_of
     chunks = max(chunk_of.values(), default=0) + 1
 

@@ -1,6 +1,6 @@
-"""Throughput of a run over time, with what befell it, as a drawing (SVG): samples a second, workers, pauses, faults.
+"""A chart (SVG) of a run's throughput over time: samples a second, workers, pauses, faults.
 
-It lies beside the other pictures of time because it shares their colours and measures; like them it reads no file.
+It is beside the other pictures of time because it shares their colours and measures; like them it reads no file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, pairwise
 
-from raypar.schedule.swimlane_svg import _INK, _LINE, _QUIET, _text_width, _tint
+from raypar.schedule.svg_style import INK, LINE, QUIET, text_width, tint
 from raypar.schedule.text_grid import nice_step
 
-KINDS = {
+MARK_KINDS = {
     "lost": ("#C8372D", "worker lost"),
     "driver": ("#7A4FA3", "driver lost"),
     "draining": ("#D9861A", "node drains"),
@@ -24,15 +24,15 @@ KINDS = {
 }
 """Kind of a mark -> (colour, its name in the legend)."""
 
-_FLOW, _CREW, _PAUSE = "#2B7BBA", "#4D4D4D", "#F6E4E1"
-_FLOW_HEIGHT, _CREW_HEIGHT, _ROW, _LABEL = 260.0, 74.0, 17.0, 12.0
+_RATE_COLOUR, _WORKERS_COLOUR, _PAUSE_COLOUR = "#2B7BBA", "#4D4D4D", "#F6E4E1"
+_RATE_HEIGHT, _WORKERS_HEIGHT, _ROW_HEIGHT, _LABEL = 260.0, 74.0, 17.0, 12.0
 _MOST_ROWS = 6
 _BINS = 320
 
 
 @dataclass(frozen=True)
 class ChartMark:
-    """Something that happened at `at_s`; `kind` of `KINDS`; `brief`: what stands in a crowded picture instead of the label."""
+    """An event at `at_s`. `kind`: one of `MARK_KINDS`; `brief`: a shorter label for crowded pictures."""
 
     at_s: float
     kind: str
@@ -41,13 +41,13 @@ class ChartMark:
 
     @property
     def shown(self) -> str:
-        """What stands beside its line."""
+        """The label beside its line."""
         return self.brief or self.label
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run as it was seen. Times in seconds from its start.
+    """The course of a run, for the chart. Times in seconds from its start.
 
     `steps`: (start, end, samples) of every committed step, one after the other; `workers`: (since when, how many);
     `pauses`: (from, to), from the last step before to the end of the first one after; `end_s`: where the drawing ends.
@@ -67,26 +67,26 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
     close to each other stand in several rows; those for which there is no room are left out (their tooltips are not).
     """
     extent = history.end_s or 1.0
-    late = [_text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
+    late = [text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
     sheet = _Sheet(extent, width, left=76.0, right=28.0 + max(late, default=0.0))
     rows = _rows(history.marks, sheet)
-    top = 92.0 + _ROW * (1 + max((row for row in rows if row is not None), default=0))
-    middle = top + _FLOW_HEIGHT
-    bottom = middle + 26 + _CREW_HEIGHT
+    top = 92.0 + _ROW_HEIGHT * (1 + max((row for row in rows if row is not None), default=0))
+    middle = top + _RATE_HEIGHT
+    bottom = middle + 26 + _WORKERS_HEIGHT
     height = round(bottom + 48)
     body = [
         f'<text x="24" y="44" font-size="22" font-weight="600">{escape(title)}</text>',
-        *_legend(history, 74),
-        *_pauses(history.pauses, sheet, top, bottom),
-        *_time_axis(sheet, top, bottom),
-        *_flow(history.steps, sheet, top, middle),
-        *_crew(history.workers, sheet, middle + 26, bottom),
+        *_draw_legend(history, 74),
+        *_draw_pauses(history.pauses, sheet, top, bottom),
+        *_draw_time_axis(sheet, top, bottom),
+        *_draw_rates(history.steps, sheet, top, middle),
+        *_draw_workers(history.workers, sheet, middle + 26, bottom),
     ]
     for mark, row in zip(history.marks, rows, strict=True):
-        body += _mark(mark, row, sheet, top, bottom)
+        body += _draw_mark(mark, row, sheet, top, bottom)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{_INK}\">\n"
+        f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{INK}\">\n"
         f"<title>{escape(title)}</title>\n"
         f'<rect width="{width}" height="{height}" fill="#FFFFFF"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
@@ -138,7 +138,7 @@ def _rows(marks: Sequence[ChartMark], sheet: _Sheet) -> list[int | None]:
     placed: list[tuple[float, int]] = []
     for index in sorted(range(len(marks)), key=lambda i: -marks[i].at_s):
         x = sheet.x(marks[index].at_s)
-        end = x + 12 + _text_width(marks[index].shown, _LABEL)
+        end = x + 12 + text_width(marks[index].shown, _LABEL)
         row = 1 + max((row for at, row in placed if at <= end), default=-1)
         if row < _MOST_ROWS:
             rows[index] = row
@@ -146,9 +146,9 @@ def _rows(marks: Sequence[ChartMark], sheet: _Sheet) -> list[int | None]:
     return rows
 
 
-def _mark(mark: ChartMark, row: int | None, sheet: _Sheet, top: float, bottom: float) -> list[str]:
-    x, colour = sheet.x(mark.at_s), KINDS[mark.kind][0]
-    y = top if row is None else top - 6 - _ROW * row
+def _draw_mark(mark: ChartMark, row: int | None, sheet: _Sheet, top: float, bottom: float) -> list[str]:
+    x, colour = sheet.x(mark.at_s), MARK_KINDS[mark.kind][0]
+    y = top if row is None else top - 6 - _ROW_HEIGHT * row
     label = "" if row is None else f'<text x="{x + 5:.2f}" y="{y - 2:g}" font-size="{_LABEL:g}">{escape(mark.shown)}</text>'
     start = y if row is None else y - 11
     return [
@@ -157,52 +157,52 @@ def _mark(mark: ChartMark, row: int | None, sheet: _Sheet, top: float, bottom: f
     ]
 
 
-def _pauses(pauses: Sequence[tuple[float, float]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
+def _draw_pauses(pauses: Sequence[tuple[float, float]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
     return [
         f'<rect x="{sheet.x(start):.2f}" y="{top:g}" width="{max(1.0, sheet.x(end) - sheet.x(start)):.2f}" '
-        f'height="{bottom - top:g}" fill="{_PAUSE}"><title>pause of {end - start:.2f} s</title></rect>'
+        f'height="{bottom - top:g}" fill="{_PAUSE_COLOUR}"><title>pause of {end - start:.2f} s</title></rect>'
         for start, end in pauses
     ]
 
 
-def _time_axis(sheet: _Sheet, top: float, bottom: float) -> list[str]:
+def _draw_time_axis(sheet: _Sheet, top: float, bottom: float) -> list[str]:
     step = nice_step(sheet.extent, max(2, int((sheet.end - sheet.left) / 90)))
     out = []
     for tick in range(int(sheet.extent / step + 1e-9) + 1):
         x = sheet.x(tick * step)
         out.append(
-            f'<path d="M{x:.2f} {top:g}V{bottom + 4:g}" stroke="{_LINE}"/>'
-            f'<text x="{x:.2f}" y="{bottom + 18:g}" font-size="11" text-anchor="middle" fill="{_QUIET}">{tick * step:g}</text>'
+            f'<path d="M{x:.2f} {top:g}V{bottom + 4:g}" stroke="{LINE}"/>'
+            f'<text x="{x:.2f}" y="{bottom + 18:g}" font-size="11" text-anchor="middle" fill="{QUIET}">{tick * step:g}</text>'
         )
     return [
         *out,
-        f'<text x="{(sheet.left + sheet.end) / 2:.2f}" y="{bottom + 36:g}" font-size="11" text-anchor="middle" fill="{_QUIET}">'
+        f'<text x="{(sheet.left + sheet.end) / 2:.2f}" y="{bottom + 36:g}" font-size="11" text-anchor="middle" fill="{QUIET}">'
         "time, s</text>",
     ]
 
 
-def _flow(steps: Sequence[tuple[float, float, float]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
+def _draw_rates(steps: Sequence[tuple[float, float, float]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
     bins = throughput_bins(steps, sheet.extent)
     most = max((rate for _, _, rate in bins), default=1.0) or 1.0
-    out = _value_axis("samples/s", most, 5, sheet, top, bottom)
+    out = _draw_value_axis("samples/s", most, 5, sheet, top, bottom)
     if bins:
         y = _scale(most, top, bottom)
         line = "".join(f"{'L' if i else 'M'}{sheet.x(a):.2f} {y(r):.2f}H{sheet.x(b):.2f}" for i, (a, b, r) in enumerate(bins))
         area = f"M{sheet.x(0):.2f} {bottom:g}L{line[1:]}V{bottom:g}z"
-        out.append(f'<path d="{area}" fill="{_tint(_FLOW, 0.75)}" fill-opacity="0.7"/>')
-        out.append(f'<path d="{line}" fill="none" stroke="{_FLOW}" stroke-width="1.6" stroke-linejoin="round"/>')
+        out.append(f'<path d="{area}" fill="{tint(_RATE_COLOUR, 0.75)}" fill-opacity="0.7"/>')
+        out.append(f'<path d="{line}" fill="none" stroke="{_RATE_COLOUR}" stroke-width="1.6" stroke-linejoin="round"/>')
     return out
 
 
-def _crew(workers: Sequence[tuple[float, int]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
+def _draw_workers(workers: Sequence[tuple[float, int]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
     most = max((count for _, count in workers), default=1) or 1
-    out = _value_axis("workers", most, 4, sheet, top, bottom, least=1.0)
+    out = _draw_value_axis("workers", most, 4, sheet, top, bottom, least=1.0)
     if workers:
         y = _scale(most, top, bottom)
         ends = [*(at for at, _ in workers[1:]), sheet.extent]
         line = f"M{sheet.x(workers[0][0]):.2f} {y(workers[0][1]):.2f}"
         line += "".join(f"V{y(count):.2f}H{sheet.x(end):.2f}" for (_, count), end in zip(workers, ends, strict=True))
-        out.append(f'<path d="{line}" fill="none" stroke="{_CREW}" stroke-width="2"/>')
+        out.append(f'<path d="{line}" fill="none" stroke="{_WORKERS_COLOUR}" stroke-width="2"/>')
     return out
 
 
@@ -210,41 +210,43 @@ def _scale(most: float, top: float, bottom: float) -> Callable[[float], float]:
     return lambda value: bottom - (bottom - top) * value / (1.06 * most)
 
 
-def _value_axis(name: str, most: float, ticks: int, sheet: _Sheet, top: float, bottom: float, least: float = 0.0) -> list[str]:
+def _draw_value_axis(
+    name: str, most: float, ticks: int, sheet: _Sheet, top: float, bottom: float, least: float = 0.0
+) -> list[str]:
     step = max(nice_step(most, ticks), least)
     y = _scale(most, top, bottom)
     out = [
         f'<text transform="translate(20 {(top + bottom) / 2:g}) rotate(-90)" font-size="12" text-anchor="middle" '
-        f'fill="{_QUIET}">{name}</text>'
+        f'fill="{QUIET}">{name}</text>'
     ]
     for tick in range(int(most / step + 1e-9) + 1):
         at = y(tick * step)
         out.append(
-            f'<path d="M{sheet.left:g} {at:.2f}H{sheet.end:.2f}" stroke="{_LINE}"/>'
-            f'<text x="{sheet.left - 8:g}" y="{at + 4:.2f}" font-size="11" text-anchor="end" fill="{_QUIET}">'
+            f'<path d="M{sheet.left:g} {at:.2f}H{sheet.end:.2f}" stroke="{LINE}"/>'
+            f'<text x="{sheet.left - 8:g}" y="{at + 4:.2f}" font-size="11" text-anchor="end" fill="{QUIET}">'
             f"{tick * step:,g}</text>"
         )
     return out
 
 
-def _legend(history: RunHistory, y: float) -> list[str]:
+def _draw_legend(history: RunHistory, y: float) -> list[str]:
     there = {mark.kind for mark in history.marks}
-    out, x = [f'<g font-size="13" fill="{_QUIET}">'], 24.0
-    for colour, text in (KINDS[kind] for kind in KINDS if kind in there):
+    out, x = [f'<g font-size="13" fill="{QUIET}">'], 24.0
+    for colour, text in (MARK_KINDS[kind] for kind in MARK_KINDS if kind in there):
         out.append(
             f'<path d="M{x:.0f} {y - 5:g}h16" stroke="{colour}" stroke-width="2" stroke-dasharray="5 3"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
-        x += 22 + _text_width(text, 13) + 26
+        x += 22 + text_width(text, 13) + 26
     if history.pauses:
         total = sum(end - start for start, end in history.pauses)
         number = len(history.pauses)
         text = f"{number} pause{'s' * (number > 1)}, {total:.2f} of {history.end_s:.1f} s"
         out.append(
-            f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{_PAUSE}" stroke="{_LINE}"/>'
+            f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{_PAUSE_COLOUR}" stroke="{LINE}"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
-        x += 22 + _text_width(text, 13) + 26
+        x += 22 + text_width(text, 13) + 26
     if any(mark.brief for mark in history.marks):
         nodes = "; beside a drain: beginnings of nodes' ids" * ("draining" in there)
         out.append(f'<text x="{x:.0f}" y="{y:g}">numbers: workers{nodes}</text>')

@@ -1,35 +1,17 @@
-"""What happened when, on every worker: the common form of a simulated and of a measured step."""
+"""The timeline of a step: what each worker executed when, in one form for simulated and measured steps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from raypar.errors import ScheduleError
-from raypar.schedule.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    ExchangeTies,
-    Forward,
-    Instruction,
-    OptimizerStep,
-    Reduce,
-    Vote,
-)
+from raypar.schedule.instructions import INSTRUCTIONS, Instruction, computations
 
-COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight)
-_LETTER: dict[str, type[Forward | Backward | BackwardInput | BackwardWeight]] = {
-    "F": Forward,
-    "B": Backward,
-    "I": BackwardInput,
-    "W": BackwardWeight,
-}
-_WHOLE_STEP: dict[str, Instruction] = {"T": ExchangeTies(), "V": Vote(), "O": OptimizerStep()}
-_LABEL = re.compile(r"(\d+)(?:([FBIW])(\d+)|G)")
+_LABEL = re.compile(r"(\d*)([A-Z])(\d*)")
 
 
 class TimelineSpan(NamedTuple):
@@ -42,9 +24,9 @@ class TimelineSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all workers, indexed by rank, each worker's in order of start.
+    """The spans of all workers, by rank, those of a worker in order of start.
 
-    `names[rank]` says who the worker is. `peak_activations` are in microbatches through all of a worker's chunks (a chunk
+    `names[rank]` is the worker in words. `peak_activations` are in microbatches through all of a worker's chunks (a chunk
     counts 1/v): a microbatch counts from its forward until its `Backward` or `BackwardWeight` is over. `peak_bytes` is None
     where activation sizes are unknown.
     """
@@ -61,7 +43,7 @@ class Timeline:
     def from_spans(
         spans_by_rank: Sequence[Iterable[tuple[str | Instruction, float, float]]], names: Sequence[str] = ()
     ) -> Timeline:
-        """A measured step: per rank (instruction or its label such as `1F0`, start, end), in ms on one common clock.
+        """The timeline of a measured step: per rank (instruction or its label such as `1F0`, start, end), in ms on one clock.
 
         The earliest start becomes 0. Raises `ScheduleError` for a label that is no instruction.
         """
@@ -78,7 +60,7 @@ class Timeline:
             spans=tuple(map(tuple, rows)),
             names=tuple(names) or tuple(f"worker {rank}" for rank in range(len(rows))),
             makespan_ms=max((span.end_ms for row in rows for span in row), default=0.0),
-            busy_ms=tuple(sum(b - a for i, a, b in row if isinstance(i, COMPUTE)) for row in rows),
+            busy_ms=tuple(sum(b - a for i, a, b in row if i.role == "compute") for row in rows),
             peak_activations=tuple(peak_activations([span.instruction for span in row]) for row in rows),
         )
 
@@ -112,39 +94,40 @@ class Timeline:
         """Stage -> which chunk of its worker it is, 0 the first."""
         found: dict[int, int] = {}
         for row in self.spans:
-            stages = sorted({span.instruction.stage for span in row if isinstance(span.instruction, COMPUTE)})
+            stages = sorted({i.stage for i in computations(span.instruction for span in row)})
             found.update((stage, index) for index, stage in enumerate(stages))
         return found
 
 
 def peak_activations(order: Sequence[Instruction], chunks: int = 0) -> float:
-    """Most microbatches alive at once in one worker's order; each chunk counts 1/chunks (0: as many as the order names)."""
-    stages = {i.stage for i in order if isinstance(i, COMPUTE)}
+    """The most microbatches alive at once in one worker's order; a chunk counts 1/chunks (0: as many as the order names)."""
+    stages = {i.stage for i in computations(order)}
     return _peak(order, [1] * (max(stages, default=0) + 1)) / (chunks or len(stages) or 1)
 
 
 def peak_bytes(order: Sequence[Instruction], activation_bytes: Sequence[int]) -> int:
-    """Most bytes of activations alive at once in one worker's order; `activation_bytes` [stages], of one microbatch."""
+    """The most bytes of activations alive at once in one worker's order; `activation_bytes` [stages], of one microbatch."""
     return _peak(order, activation_bytes)
 
 
 def _peak(order: Sequence[Instruction], size: Sequence[int]) -> int:
     alive = peak = 0
-    for instruction in order:
-        if isinstance(instruction, Forward):
-            alive += size[instruction.stage]
-            peak = max(peak, alive)
-        elif isinstance(instruction, (Backward, BackwardWeight)):
-            alive -= size[instruction.stage]
+    for instruction in computations(order):
+        change = instruction.held_change
+        if change:
+            alive += change * size[instruction.stage]
+            if alive > peak:
+                peak = alive
     return peak
 
 
 def parse_instruction(label: str) -> Instruction:
-    """The compute instruction, reduction or whole-step instruction that prints as `label`. Raises `ScheduleError`."""
-    if label in _WHOLE_STEP:
-        return _WHOLE_STEP[label]
+    """The instruction that prints as `label`: one that takes time, so no message and no `Free`. Raises `ScheduleError`."""
     match = _LABEL.fullmatch(label)
-    if match is None:
-        raise ScheduleError(f"{label!r} is no instruction", cure="write stage, letter, microbatch: 1F0, 1B0, 1I0 or 1W0")
-    stage, letter, microbatch = match.groups()
-    return _LETTER[letter](int(stage), int(microbatch)) if letter else Reduce(int(stage))
+    kind = INSTRUCTIONS.get(match[2]) if match is not None else None
+    if match is not None and kind is not None and kind.drawing is not None:
+        places = [int(number) for number in (match[1], match[3]) if number]
+        found = kind(*places) if is_dataclass(kind) and len(places) == len(fields(kind)) else None
+        if found is not None and str(found) == label:
+            return found
+    raise ScheduleError(f"{label!r} is no instruction", cure="write stage, letter, microbatch: 1F0, 1B0, 1I0 or 1W0")

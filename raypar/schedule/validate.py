@@ -1,4 +1,4 @@
-"""What is wrong with a schedule or its programs; problems name the rule, the worker and the instruction."""
+"""Whether a schedule or its programs would run; problems name the rule, the worker and the instruction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raypar.errors import ScheduleError
 from raypar.plan import Crossing, Routing
 from raypar.schedule.data_flow import DataFlow
 from raypar.schedule.deadlock import Communicators, deadlock_free
-from raypar.schedule.instructions import Program, Recv, Reduce, Schedule, Send, Vote
+from raypar.schedule.instructions import Program, Schedule
 from raypar.schedule.program_rules import (
     Problem,
     RuleCase,
@@ -48,7 +48,7 @@ def validate(
     communicators: Communicators = "pair",
     training: bool = True,
 ) -> None:
-    """Raise `ScheduleError` naming the first problem (and how many there are). Arguments as of `problems`."""
+    """Raise `ScheduleError` naming the first problem (and how many there are). Arguments as of `find_problems`."""
     found = find_problems(lists, routing, crossing, memory=memory, communicators=communicators, training=training)
     if found:
         first = found[0]
@@ -66,8 +66,7 @@ def find_problems(
     communicators: Communicators = "pair",
     training: bool = True,
 ) -> list[Problem]:
-    """All broken rules, of compute-only orders or of lowered programs. Rules that presuppose an earlier one are only looked
-    at when that one holds.
+    """All broken rules of orders or of lowered programs. A rule that presupposes another is checked only if that one holds.
 
     `memory`: most live activations per rank, in microbatches through all of a worker's chunks. `communicators`: whose
     in-order queues messages go through. `training=False`: the lists are those of a validation pass (`lower_forward`).
@@ -75,7 +74,7 @@ def find_problems(
     world = routing.plan.world
     if len(lists) != world:
         return [Problem("complete", min(len(lists), world), f"{len(lists)} lists for a plan of {world} workers")]
-    lowered = not training or any(isinstance(i, (Send, Recv, Reduce, Vote)) for order in lists for i in order)
+    lowered = not training or any(i.role != "compute" for order in lists for i in order)
     case = RuleCase(lists, routing, crossing, DataFlow(crossing, len(routing.plan.stages)), lowered, training)
     found = check_complete(case)
     if found:

@@ -5,6 +5,7 @@ ZB-H1: Qi et al. 2024, arXiv:2401.10241, section 2.3. ZB-V: Qi et al. 2024, arXi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from raypar.plan import Routing
@@ -14,9 +15,11 @@ from raypar.schedule.one_f_one_b import replica_counts, warmups
 
 
 def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Bubble (p-1)(F + I - W) while W <= min(F, I), a third of 1F1B's when all are equal, (p-1) max(F, I) beyond; on every
-    worker as many activations as 1F1B's first worker has, min(p, m). Positions with different replica counts are
-    list-scheduled."""
+    """ZB-H1 orders: bubble (p-1)(F + I - W) while W <= min(F, I), a third of that of 1F1B when all are equal.
+
+    For larger W the bubble is (p-1) max(F, I). Every worker keeps as many activations as the first worker of 1F1B: min(p, m).
+    Positions with different replica counts are list-scheduled.
+    """
     plan = routing.plan
     depth, replicas = warmups(plan, warmup), replica_counts(plan)
     if len(set(replicas)) > 1:
@@ -40,9 +43,9 @@ def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
 
 
 def zb_v(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
-    """Two chunks a worker in a V, so that the first worker also computes the loss. With F = I = W and m >= 2p - 1 the bubble
-    is (p-1) F / 2, F of both chunks together; min(p, m) activations on every worker.
+    """ZB-V orders: two chunks a worker in a V, so that the first worker also computes the loss.
 
+    With F = I = W and m >= 2p - 1 the bubble is (p-1) F / 2, F of both chunks together; min(p, m) activations on every worker.
     Positions with different replica counts, or with a given `warmup` (forwards of chunks), are list-scheduled.
     """
     plan = routing.plan
@@ -60,12 +63,12 @@ def zb_v(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
 
 
 def _v_order(pp: int, position: int, down: int, up: int, mine: Sequence[int]) -> list[Compute]:
-    """The phases of the paper's figure 4 for at least 2p - 1 microbatches; those that do not exist are left out."""
+    """One worker's order: the phases of the paper's figure 4 for at least 2p - 1 microbatches, less those that do not exist."""
     size = max(2 * pp - 1, len(mine))
     order: list[Compute] = []
-    count = {(kind, stage): 0 for kind in (Forward, BackwardInput, BackwardWeight) for stage in (down, up)}
+    count: Counter[tuple[type[Compute], int]] = Counter()
 
-    def add(stage: int, *kinds: type[Forward] | type[BackwardInput] | type[BackwardWeight]) -> None:
+    def add(stage: int, *kinds: type[Compute]) -> None:
         for kind in kinds:
             at = count[kind, stage]
             count[kind, stage] += 1

@@ -19,7 +19,7 @@ from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
 from raypar.plan import ParallelPlan, Routing, Tie
 from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.schedule.instructions import Recv, Send
+from raypar.schedule.instructions import Communication
 from raypar.worker.assignment import Assignment
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.tied_gradients import tie_sources
@@ -41,10 +41,8 @@ def communicators_of(
     if assignment is not None:
         plan = assignment.plan
         for instruction in (*assignment.program, *assignment.validation_program):
-            if isinstance(instruction, Send):
-                found.add(CommunicatorKey((rank, instruction.peer), "message"))
-            elif isinstance(instruction, Recv):
-                found.add(CommunicatorKey((instruction.peer, rank), "message"))
+            if isinstance(instruction, Communication):
+                found.add(CommunicatorKey(instruction.ends(rank), "message"))
         found |= {key for key in _ties(plan, assignment.crossing.ties, layout) if rank in key.members}
         for stage in plan.stages_of(rank):
             fast, shards = spec.reduction == "fast", plan.stages[stage].shards

@@ -1,9 +1,10 @@
-"""Runs one worker's program for one step, as a routine (a generator that yields its waits).
+"""The interpreter: runs one worker's program for one step, as a routine (a generator that yields transport waits).
 
-The same code runs under every transport: `comm.transport.run_routine` blocks on each wait, and
-`comm.local_transport.CooperativeScheduler` lets all workers of a plan take turns in one thread on a virtual clock. Sends and
-receives are posted by plain calls; only waits, and the start of work, are yielded. So sends never block computation, receives
-are posted as early as the program says, and a buffer lives until its handle is done.
+What an instruction does is looked up by its class in `TRAINING_RULES`, in a validation pass in `VALIDATION_RULES`. The same
+code runs under every transport: `comm.transport.run_routine` blocks on each wait, and
+`comm.local_transport.CooperativeScheduler` interleaves all workers of a plan in one thread on a virtual clock. Posts are
+plain calls; only waits (and the start of work) are yielded. So sends never block compute, receives are posted as early as
+the program says, and a buffer lives until its handle is done.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,18 +22,22 @@ from raypar.comm.transport import Handle, Routine, Transport, Wait, Work
 from raypar.model.graph import Graph
 from raypar.plan import Crossing, Edge, ParallelPlan, Routing
 from raypar.schedule.instructions import (
+    INPUT_GRADIENTS,
+    VALUES,
     Backward,
     BackwardInput,
     BackwardWeight,
+    Bundle,
+    Compute,
     ExchangeTies,
     Forward,
     Free,
     Instruction,
-    Kind,
     OptimizerStep,
     Program,
     Recv,
     Reduce,
+    Role,
     Send,
     Vote,
 )
@@ -40,15 +45,17 @@ from raypar.worker.stage import Batch, Stage, gradient_counts
 from raypar.worker.step_commit import InstructionSpan, StepCommit
 from raypar.worker.tags import bundle_tag
 
-Key = tuple[Kind, int, int, int]
-"""kind, producer's stage, consumer's stage, microbatch: names one bundle of an edge."""
+Received = dict[str, list[Tensor]]
+"""Value -> [activation], or -> its gradients, last consumer first."""
+_AT_ONCE: tuple[Role, ...] = ("communication", "release")
+"""Roles of instructions that only post or drop something: no work for the virtual clock, not traced."""
 
 
 class BatchSource(Protocol):
-    """Where a stage's batch fields come from (`worker.data.Loader`, or a stand-in)."""
+    """The source of a stage's batch fields (`worker.data.Loader`, or a stand-in)."""
 
     def get(self, step: int, microbatch: int) -> Batch:
-        """The fields of one microbatch, collated; blocks until they are loaded, with a deadline of its own."""
+        """The collated fields of one microbatch; blocks until they are loaded, with a deadline of its own."""
 
 
 @dataclass
@@ -56,9 +63,9 @@ class StageLinks:
     """The values that cross between stages, which the program's sends and receives carry. Worked out once for each plan."""
 
     into: dict[int, tuple[Edge, ...]]
-    """Stage -> edges by which values come into it."""
+    """Stage -> edges whose values it uses."""
     out_of: dict[int, tuple[Edge, ...]]
-    """Stage -> edges by which values leave it."""
+    """Stage -> edges whose values it makes."""
     counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
     """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
     receivers: dict[tuple[int, int], int]
@@ -68,7 +75,7 @@ class StageLinks:
     def of(graph: Graph, plan: ParallelPlan, crossing: Crossing, *, shard: int = 0) -> StageLinks:
         """The links of all stages, for a worker with this shard of its stages.
 
-        A value that crosses is whole on every shard of its maker: shard t of S sends it to shards t, t + S, ... of the user.
+        Values are whole on every shard of their maker, so shard t of S serves the shards t, t + S, ... of the user.
         """
         stages = range(len(plan.stages))
         return StageLinks(
@@ -89,39 +96,39 @@ class StageLinks:
 
 @dataclass
 class Interpreter:
-    """Runs the programs of one worker. Keeps nothing from step to step."""
+    """Runs the programs of one worker; between steps it holds nothing but its parts."""
 
     rank: int
-    """This worker's rank."""
+    """Of this worker in the plan."""
     routing: Routing
-    """The plan, and which replica runs a microbatch."""
+    """Which replica runs which microbatch."""
     links: StageLinks
-    """The values that cross between stages."""
+    """What messages carry."""
     stages: Mapping[int, Stage]
-    """This worker's stages, by index."""
+    """The worker's stages, by number."""
     transport: Transport
-    """Connects the workers."""
+    """Moves tensors between this worker and the others."""
     end: StepCommit
-    """Ends the steps; holds the outcome of the last one."""
+    """Carries out reductions, ties, vote and optimizer step, and holds the step's outcome."""
     feeds: Mapping[int, BatchSource | None]
     """Stage -> source of its batch fields; None for a stage that reads none."""
     cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0
-    """How far an instruction moves the virtual clock; real transports ignore it."""
+    """How far the virtual clock moves for an instruction; ignored on real transports."""
     before: Callable[[int, Instruction], None] | None = None
     """Called with (step, instruction) before each compute instruction: breakpoints of `raypar debug`."""
 
-    spans: list[InstructionSpan] = field(default_factory=list)
-    """The instructions of the last step and their times, if the step was traced."""
-    busy_ns: int = 0
-    """Time spent computing in the last step, without the time in which layers waited for other shards."""
-    _local: dict[Key, list[Tensor]] = field(default_factory=dict)
-    """Bundles between two stages of this worker."""
-    _outgoing: dict[Key, tuple[list[Tensor], int]] = field(default_factory=dict)
+    _local: dict[Bundle, list[Tensor]] = field(default_factory=dict)
+    """Bundles between stages of this worker that have been made and not yet used."""
+    _outgoing: dict[Bundle, tuple[list[Tensor], int]] = field(default_factory=dict)
     """Bundle -> (its tensors, number of workers to which it is still to be sent)."""
-    _incoming: dict[Key, list[Handle]] = field(default_factory=dict)
-    """Bundle -> its receives, in the order of its tensors."""
+    _incoming: dict[Bundle, list[Handle]] = field(default_factory=dict)
+    """Bundle -> handles of its posted receives, one a tensor."""
     _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
-    """Sends under way and the tensors that must stay alive, in the order in which they were posted."""
+    """Posted sends, oldest first, with the tensors that must live until they are done."""
+    spans: list[InstructionSpan] = field(default_factory=list)
+    """When instructions of the last step ran, if it was traced."""
+    busy_ns: int = 0
+    """Time of compute instructions in the last step; layers' waiting for other shards does not count."""
     _replica: int = field(init=False)
     """Which replica of its stages this worker is."""
 
@@ -136,39 +143,25 @@ class Interpreter:
             stage.begin_step(step)
         self.end.begin(step)
         for instruction in program:
-            kind = type(instruction)
-            if kind is Send:
-                self._post_send(instruction, step)
+            rule = TRAINING_RULES.get(type(instruction))
+            if rule is None:
+                raise TypeError(f"{self.rank}: the interpreter has no rule for {instruction!r}")
+            if instruction.role in _AT_ONCE:
+                rule(self, instruction, step, {})
                 continue
-            if kind is Recv:
-                self._post_recv(instruction, step)
-                continue
-            if kind is Free:
-                self.stages[instruction.stage].free(instruction.microbatch)
-                continue
-            if kind in (Forward, Backward, BackwardInput, BackwardWeight):
+            received: Received = {}
+            if isinstance(instruction, Compute):
                 received = yield from self._inputs(instruction)
                 if self.before is not None:
                     self.before(step, instruction)
-                yield Work(str(instruction), self.cost_ms(instruction))
-                start = clock()
-                self._compute(instruction, step, received)
-                end = clock()
+            yield Work(str(instruction), self.cost_ms(instruction))
+            start = clock()
+            waits = rule(self, instruction, step, received)
+            if waits is not None:
+                yield from waits
+            end = clock()
+            if instruction.role == "compute":
                 self.busy_ns += end - start
-            else:
-                yield Work(str(instruction), self.cost_ms(instruction))
-                start = clock()
-                if kind is Reduce:
-                    self.end.reduce(instruction.stage)
-                elif kind is ExchangeTies:
-                    yield from self.end.exchange_ties()
-                elif kind is Vote:
-                    yield from self.end.vote()
-                elif kind is OptimizerStep:
-                    self.end.apply()
-                else:
-                    raise TypeError(f"{self.rank}: the interpreter has no rule for {instruction!r}")
-                end = clock()
             if trace:
                 self.spans.append(InstructionSpan(str(instruction), start, end))
         self.busy_ns -= sum(stage.waited_ns for stage in self.stages.values())
@@ -178,20 +171,14 @@ class Interpreter:
         """A validation pass: forward instructions only; losses are left in the stages."""
         self._reset()
         for instruction in program:
-            if isinstance(instruction, Send):
-                self._post_send(instruction, step, validation=True)
-            elif isinstance(instruction, Recv):
-                self._post_recv(instruction, step, validation=True)
-            elif isinstance(instruction, Free):
-                self.stages[instruction.stage].free(instruction.microbatch)
-            elif isinstance(instruction, Forward):
+            rule = VALIDATION_RULES.get(type(instruction))
+            if rule is None:
+                raise TypeError(f"{self.rank}: the interpreter has no rule for {instruction!r} in a validation pass")
+            received: Received = {}
+            if isinstance(instruction, Compute):
                 received = yield from self._inputs(instruction)
                 yield Work(str(instruction), self.cost_ms(instruction))
-                stage, microbatch = instruction.stage, instruction.microbatch
-                # Every pass reads the same samples: the first step's worth of the validation data.
-                values = {value: tensors[0] for value, tensors in received.items()}
-                outputs = self.stages[stage].evaluate(microbatch, values, self._batch(stage, 0, microbatch))
-                self._hand_on(stage, microbatch, outputs)
+            rule(self, instruction, step, received)
         yield from self._drain()
 
     def _reset(self) -> None:
@@ -201,14 +188,20 @@ class Interpreter:
 
     # -- communication -------------------------------------------------------------------------------------------
 
-    def _key(self, instruction: Send | Recv) -> Key:
-        other = instruction.to_stage if isinstance(instruction, Send) else instruction.from_stage
-        sender_first = isinstance(instruction, Send) == (instruction.kind == "activation")
-        src, dst = (instruction.stage, other) if sender_first else (other, instruction.stage)
-        return (instruction.kind, src, dst, instruction.microbatch)
+    def _send(self, instruction: Send, step: int, received: Received) -> None:
+        self._post_send(instruction, step)
+
+    def _recv(self, instruction: Recv, step: int, received: Received) -> None:
+        self._post_recv(instruction, step)
+
+    def _send_in_validation(self, instruction: Send, step: int, received: Received) -> None:
+        self._post_send(instruction, step, validation=True)
+
+    def _recv_in_validation(self, instruction: Recv, step: int, received: Received) -> None:
+        self._post_recv(instruction, step, validation=True)
 
     def _post_send(self, instruction: Send, step: int, *, validation: bool = False) -> None:
-        key = self._key(instruction)
+        key = instruction.bundle
         tensors, receivers = self._outgoing.pop(key)
         if receivers > 1:
             self._outgoing[key] = tensors, receivers - 1
@@ -219,7 +212,7 @@ class Interpreter:
             self._sending.popleft()
 
     def _post_recv(self, instruction: Recv, step: int, *, validation: bool = False) -> None:
-        key = self._key(instruction)
+        key = instruction.bundle
         kind, src, dst, _ = key
         if kind == "activation":
             edge = next(e for e in self.links.into[dst] if e.src == src)
@@ -231,7 +224,7 @@ class Interpreter:
             for i in range(count)
         ]
 
-    def _bundle(self, key: Key) -> Routine[list[Tensor]]:
+    def _bundle(self, key: Bundle) -> Routine[list[Tensor]]:
         if key in self._local:
             return self._local.pop(key)
         handles = self._incoming.pop(key)
@@ -243,15 +236,15 @@ class Interpreter:
             tensors.append(handle.tensor())
         return tensors
 
-    def _inputs(self, instruction: Instruction) -> Routine[dict[str, list[Tensor]]]:
-        """Waits for the bundles a compute instruction uses: value -> [activation], or -> gradients, last consumer first."""
-        found: dict[str, list[Tensor]] = {}
-        if isinstance(instruction, Forward):
+    def _inputs(self, instruction: Compute) -> Routine[Received]:
+        """Wait for the bundles that a compute instruction declares to need."""
+        found: Received = {}
+        if VALUES in instruction.needs:
             for edge in self.links.into[instruction.stage]:
-                key: Key = ("activation", edge.src, edge.dst, instruction.microbatch)
-                for value, tensor in zip(edge.values, (yield from self._bundle(key)), strict=True):
+                bundle: Bundle = ("activation", edge.src, edge.dst, instruction.microbatch)
+                for value, tensor in zip(edge.values, (yield from self._bundle(bundle)), strict=True):
                     found[value] = [tensor]
-        elif isinstance(instruction, (Backward, BackwardInput)):
+        if INPUT_GRADIENTS in instruction.needs:
             for edge in reversed(self.links.out_of[instruction.stage]):
                 if not edge.differentiable:
                     continue
@@ -261,7 +254,7 @@ class Interpreter:
         return found
 
     def _drain(self) -> Routine[None]:
-        """Buffers of posted sends must be free before the step ends."""
+        """Wait for all posted sends: their buffers must be free before the step ends."""
         while self._sending:
             handle, _ = self._sending.popleft()
             if not handle.done():
@@ -273,20 +266,31 @@ class Interpreter:
         feed = self.feeds[stage]
         return {} if feed is None else feed.get(step, microbatch)
 
-    def _compute(self, instruction: Instruction, step: int, received: Mapping[str, list[Tensor]]) -> None:
-        if isinstance(instruction, Forward):
-            stage, microbatch = instruction.stage, instruction.microbatch
-            values = {value: tensors[0] for value, tensors in received.items()}
-            outputs = self.stages[stage].forward(microbatch, values, self._batch(stage, step, microbatch))
-            self._hand_on(stage, microbatch, outputs)
-        elif isinstance(instruction, BackwardWeight):
-            self.stages[instruction.stage].backward_weight(instruction.microbatch)
-        elif isinstance(instruction, (Backward, BackwardInput)):
-            stage, microbatch = instruction.stage, instruction.microbatch
-            defined = {value: [_defined(t) for t in tensors] for value, tensors in received.items()}
-            run = self.stages[stage].backward if isinstance(instruction, Backward) else self.stages[stage].backward_input
-            gradients = run(microbatch, defined)
-            self._hand_back(stage, microbatch, gradients)
+    def _forward(self, instruction: Forward, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        outputs = self.stages[stage].forward(microbatch, _single(received), self._batch(stage, step, microbatch))
+        self._hand_on(stage, microbatch, outputs)
+
+    def _evaluate(self, instruction: Forward, step: int, received: Received) -> None:
+        """The forward of a validation pass."""
+        stage, microbatch = instruction.stage, instruction.microbatch
+        # Every pass reads the same samples: the first step's worth of the validation data.
+        outputs = self.stages[stage].evaluate(microbatch, _single(received), self._batch(stage, 0, microbatch))
+        self._hand_on(stage, microbatch, outputs)
+
+    def _backward(self, instruction: Backward, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        self._hand_back(stage, microbatch, self.stages[stage].backward(microbatch, _gradients(received)))
+
+    def _backward_input(self, instruction: BackwardInput, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        self._hand_back(stage, microbatch, self.stages[stage].backward_input(microbatch, _gradients(received)))
+
+    def _backward_weight(self, instruction: BackwardWeight, step: int, received: Received) -> None:
+        self.stages[instruction.stage].backward_weight(instruction.microbatch)
+
+    def _free(self, instruction: Free, step: int, received: Received) -> None:
+        self.stages[instruction.stage].free(instruction.microbatch)
 
     def _hand_on(self, stage: int, microbatch: int, outputs: Mapping[str, Tensor]) -> None:
         for edge in self.links.out_of[stage]:
@@ -298,13 +302,53 @@ class Interpreter:
                 tensors = [_sendable(g) for v, _ in self.links.counts[edge.src, stage] for g in gradients[v]]
                 self._route(("gradient", edge.src, stage, microbatch), stage, edge.src, tensors)
 
-    def _route(self, key: Key, maker: int, user: int, tensors: list[Tensor]) -> None:
-        """Another replica of this position's own stages is another worker."""
+    def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
+        """Keep a bundle for this worker's own stage `user`, or for its sends: other replicas of the stage are other workers."""
         if user in self.stages and self.routing.replica(user, key[3]) == self._replica:
             self._local[key] = tensors
         elif receivers := self.links.receivers[maker, user]:
             self._outgoing[key] = tensors, receivers
 
+    # -- end of the step -------------------------------------------------------------------------------------------
+
+    def _reduce(self, instruction: Reduce, step: int, received: Received) -> None:
+        self.end.reduce(instruction.stage)
+
+    def _exchange_ties(self, instruction: ExchangeTies, step: int, received: Received) -> Routine[None]:
+        return self.end.exchange_ties()
+
+    def _vote(self, instruction: Vote, step: int, received: Received) -> Routine[None]:
+        return self.end.vote()
+
+    def _apply(self, instruction: OptimizerStep, step: int, received: Received) -> None:
+        self.end.apply()
+
+
+InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | None]
+"""What an instruction does: (interpreter, instruction, step, bundles that it needs) -> a routine where it has to wait."""
+
+TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
+    Forward: Interpreter._forward,
+    Backward: Interpreter._backward,
+    BackwardInput: Interpreter._backward_input,
+    BackwardWeight: Interpreter._backward_weight,
+    Send: Interpreter._send,
+    Recv: Interpreter._recv,
+    Free: Interpreter._free,
+    Reduce: Interpreter._reduce,
+    ExchangeTies: Interpreter._exchange_ties,
+    Vote: Interpreter._vote,
+    OptimizerStep: Interpreter._apply,
+}
+"""Class of instructions -> what a worker does with it in a training step."""
+
+VALIDATION_RULES: dict[type[Instruction], InstructionRule] = {
+    Forward: Interpreter._evaluate,
+    Send: Interpreter._send_in_validation,
+    Recv: Interpreter._recv_in_validation,
+    Free: Interpreter._free,
+}
+"""Class of instructions -> what a worker does with it in a validation pass."""
 
 _UNDEFINED = torch.empty(0)
 
@@ -316,3 +360,13 @@ def _sendable(gradient: Tensor | None) -> Tensor:
 
 def _defined(gradient: Tensor) -> Tensor | None:
     return None if gradient.dim() == 1 and gradient.numel() == 0 else gradient
+
+
+def _single(received: Received) -> dict[str, Tensor]:
+    """Value -> its activation."""
+    return {value: tensors[0] for value, tensors in received.items()}
+
+
+def _gradients(received: Received) -> dict[str, list[Tensor | None]]:
+    """Value -> its gradients, None where undefined."""
+    return {value: [_defined(tensor) for tensor in tensors] for value, tensors in received.items()}

@@ -9,7 +9,7 @@ import pytest
 from raypar.cli import main
 from raypar.console.run_history import run_history
 from raypar.run_folder import RunFolder
-from raypar.schedule.throughput_chart import _LABEL, KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
+from raypar.schedule.throughput_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -103,7 +103,7 @@ def lines_and_labels(drawing):
 def test_no_label_lies_on_another_or_on_a_line_or_outside_the_picture(seed):
     chance = random.Random(seed)
     marks = [
-        ChartMark(chance.uniform(0, 60), chance.choice([*KINDS]), "x" * chance.randrange(1, 25))
+        ChartMark(chance.uniform(0, 60), chance.choice([*MARK_KINDS]), "x" * chance.randrange(1, 25))
         for _ in range(chance.randrange(1, 40))
     ]
     lines, labels = lines_and_labels(throughput_svg(RunHistory((), (), marks, (), 60.0), title="t"))

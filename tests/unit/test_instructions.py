@@ -1,0 +1,240 @@
+"""What every class of instructions declares, and that a new one needs nothing but its declarations."""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from raypar.errors import ScheduleError
+from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.schedule.chrome_trace import chrome_trace
+from raypar.schedule.instructions import (
+    ACTIVATIONS,
+    INPUT_GRADIENTS,
+    INSTRUCTIONS,
+    KEPT_SIZE,
+    STASH,
+    VALUES,
+    WEIGHT_GRADIENTS,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    DrawingStyle,
+    ExchangeTies,
+    Forward,
+    Free,
+    OptimizerStep,
+    Recv,
+    Reduce,
+    Send,
+    Vote,
+)
+from raypar.schedule.lower import lower
+from raypar.schedule.schedule_csv import read_csv, write_csv
+from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.swimlane_svg import swimlane_svg
+from raypar.schedule.text_grid import text_grid
+from raypar.schedule.timeline import parse_instruction, peak_activations, peak_bytes
+from raypar.schedule.validate import find_problems
+
+ROOT = Path(__file__).parents[2]
+
+TABLE = [
+    # class, letter, role, cost, needs, makes, allocates, frees
+    (Forward, "F", "compute", ("forward",), (VALUES,), (VALUES,), (ACTIVATIONS,), ()),
+    (
+        Backward,
+        "B",
+        "compute",
+        ("input", "weight"),
+        (ACTIVATIONS, INPUT_GRADIENTS),
+        (INPUT_GRADIENTS, WEIGHT_GRADIENTS),
+        (),
+        (ACTIVATIONS,),
+    ),
+    (BackwardInput, "I", "compute", ("input",), (ACTIVATIONS, INPUT_GRADIENTS), (INPUT_GRADIENTS,), (STASH,), (ACTIVATIONS,)),
+    (BackwardWeight, "W", "compute", ("weight",), (STASH,), (WEIGHT_GRADIENTS,), (), (STASH,)),
+    (Send, "S", "communication", (), (), (), (), ()),
+    (Recv, "R", "communication", (), (), (), (), ()),
+    (Free, "X", "release", (), (), (), (), ()),
+    (Reduce, "G", "reduction", ("reduce",), (WEIGHT_GRADIENTS,), (), (), ()),
+    (ExchangeTies, "T", "step", (), (), (), (), ()),
+    (Vote, "V", "step", ("step",), (), (), (), ()),
+    (OptimizerStep, "O", "step", (), (), (), (), ()),
+]
+
+
+def test_every_class_declares_its_letter_role_cost_needs_makes_and_memory():
+    declared = [(k, k.letter, k.role, k.cost, k.needs, k.makes, k.allocates, k.frees) for k in INSTRUCTIONS.values()]
+    assert declared == TABLE
+
+
+@pytest.mark.parametrize("kind", [Forward, Backward, BackwardInput, BackwardWeight])
+def test_compute_instructions_declare_all_of_it_in_their_own_class(kind):
+    assert {"letter", "cost", "needs", "makes", "allocates", "frees", "drawing"} <= vars(kind).keys()
+
+
+def test_letters_are_single_capitals_and_each_belongs_to_one_class():
+    assert [kind.letter for kind in INSTRUCTIONS.values()] == list(INSTRUCTIONS)
+    assert all(re.fullmatch("[A-Z]", letter) for letter in INSTRUCTIONS)
+
+
+def test_what_takes_time_says_how_it_is_drawn():
+    assert {kind for kind in INSTRUCTIONS.values() if kind.drawing is None} == {Send, Recv, Free}
+    looks = [kind.drawing for kind in INSTRUCTIONS.values() if kind.drawing is not None]
+    assert len({look.category for look in looks}) == len({look.legend for look in looks}) == len(looks)
+
+
+def test_a_microbatch_leaves_nothing_behind_with_the_backward_whole_or_split():
+    for order in ((Forward, Backward), (Forward, BackwardInput, BackwardWeight)):
+        held: list[str] = []
+        for kind in order:
+            for kept in kind.frees:
+                held.remove(kept)
+            held += kind.allocates
+            assert kind.last_use == (not held)
+        assert held == [] and sum(kind.held_change for kind in order) == 0
+
+
+def test_between_input_and_weight_gradients_a_stage_keeps_as_much_as_between_forward_and_backward():
+    split = (Forward(0, 0), BackwardInput(0, 0), Forward(0, 1), BackwardInput(0, 1), BackwardWeight(0, 0), BackwardWeight(0, 1))
+    assert peak_activations(split) == 2
+    assert peak_bytes(split, [100]) == 200
+
+
+def test_both_ends_of_a_message_name_the_same_bundle_and_workers():
+    for kind, bundle in (("activation", ("activation", 0, 1, 5)), ("gradient", ("gradient", 1, 0, 5))):
+        send, recv = Send(0, 5, 1, 3, kind), Recv(1, 5, 0, 2, kind)
+        assert send.bundle == recv.bundle == bundle
+        assert send.ends(2) == recv.ends(3) == (2, 3)
+
+
+def test_no_module_asks_an_instruction_for_its_class():
+    """They read declarations, or have a table keyed on the class. The bases `Compute` and `Communication` may be asked for."""
+    classes = {kind.__name__ for kind in INSTRUCTIONS.values()}
+    found = []
+    for place in ("schedule", "worker", "planner", "elastic", "actors", "commands"):
+        for path in (ROOT / "raypar" / place).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                    asked = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+                    found += [f"{path.name}:{node.lineno}"] * bool(asked & classes)
+    assert found == []
+
+
+# -- an instruction that only this test knows ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """A forward that keeps its inputs only (L), and the instruction that makes its activations again (C).
+
+    `R` would be the letter of recomputation, but it is that of receives.
+    """
+    monkeypatch.setitem(KEPT_SIZE, "inputs", 0)
+
+    @dataclass(frozen=True, slots=True)
+    class LeanForward(Compute):
+        letter = "L"
+        cost = ("forward",)
+        needs = (VALUES,)
+        makes = (VALUES,)
+        allocates = ("inputs",)
+        drawing = DrawingStyle("#000080", "forward, nothing kept (L)", "lean forward")
+
+    @dataclass(frozen=True, slots=True)
+    class Recompute(Compute):
+        letter = "C"
+        cost = ("forward",)
+        needs = ("inputs",)
+        allocates = (ACTIVATIONS,)
+        frees = ("inputs",)
+        drawing = DrawingStyle("#008080", "recomputation (C)", "recompute")
+
+    monkeypatch.setitem(INSTRUCTIONS, "L", LeanForward)
+    monkeypatch.setitem(INSTRUCTIONS, "C", Recompute)
+    return SimpleNamespace(LeanForward=LeanForward, Recompute=Recompute)
+
+
+LEAN = "0L0,0L1,0L2,0C0,0B0,0C1,0B1,0C2,0B2\n1L0,1C0,1B0,1L1,1C1,1B1,1L2,1C2,1B2\n"
+ROUTING, CROSSING = Routing(ParallelPlan.mesh(pp=2), Microbatches(3)), Crossing.chain(2)
+UNIT = Costs.uniform(2, forward_ms=1, backward_ms=2)
+
+
+def edited(*changes):
+    """Problems of `LEAN` with texts replaced, as a bare schedule."""
+    text = LEAN
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return [problem.text for problem in find_problems(read_csv(text), ROUTING, CROSSING)]
+
+
+def test_an_added_instruction_is_read_and_written(added):
+    schedule = read_csv(LEAN)
+    assert schedule[0][3] == added.Recompute(0, 0) == parse_instruction("0C0")
+    assert write_csv(schedule) == LEAN
+
+
+def test_without_its_line_in_the_table_nobody_knows_it():
+    with pytest.raises(ScheduleError, match="'0L0' is not an instruction"):
+        read_csv(LEAN)
+
+
+def test_an_added_instruction_is_simulated_and_priced(added):
+    timeline = simulate(read_csv(LEAN), ROUTING, CROSSING, UNIT)
+    # The last worker computes L C B three times, after the first L of the first one; then that has one C B to do.
+    assert timeline.busy_ms == (3 * (1 + 1 + 2),) * 2
+    assert timeline.makespan_ms == 1 + 3 * 4 + 2
+    assert timeline.peak_activations == (1, 1)
+
+
+def test_its_memory_is_counted_from_its_own_declarations(added):
+    whole = read_csv(LEAN.replace("L", "F").replace("0C0,", "").replace("0C1,", "").replace("0C2,", "")[: LEAN.index("\n")])
+    assert peak_bytes(whole[0], [10]) == 30
+    assert peak_bytes(read_csv(LEAN)[0], [10]) == 10
+
+
+def test_an_added_instruction_is_lowered(added):
+    first, last = (" ".join(map(str, program)) for program in lower(read_csv(LEAN), ROUTING, CROSSING))
+    assert first == (
+        "0L0 0SA0>1@1 0L1 0SA1>1@1 0L2 0SA2>1@1 0C0 0RG0<1@1 0B0 0X0 0C1 0RG1<1@1 0B1 0X1 0C2 0RG2<1@1 0B2 0X2 0G V O"
+    )
+    assert last == (
+        "1RA0<0@0 1RA1<0@0 1L0 1RA2<0@0 1C0 1B0 1SG0>0@0 1X0 1L1 1C1 1B1 1SG1>0@0 1X1 1L2 1C2 1B2 1SG2>0@0 1X2 1G V O"
+    )
+
+
+def test_an_added_instruction_is_validated(added):
+    assert edited() == []
+    assert find_problems(lower(read_csv(LEAN), ROUTING, CROSSING), ROUTING, CROSSING) == []
+    assert find_problems(read_csv(LEAN), ROUTING, CROSSING, memory=[1, 1]) == []
+
+
+def test_wrong_orders_of_an_added_instruction_are_found(added):
+    assert edited(("0C1,0B1", "0B1,0C1")) == ["0B1 stands before 0F1"]
+    assert edited(("0C1,", "")) == ["0B1 stands before 0F1"]
+    assert edited(("0L0,0L1,0L2,0C0", "0C0,0L0,0L1,0L2")) == ["0C0 stands before 0L0"]
+    assert edited(("0L2", "0F2")) == ["0C2 stands before 0L2"]
+    assert edited(("0L2,", "")) == ["0F2 0 times, 0L2 0 times"]
+    assert edited(("0C2,0B2", "0C2,0B2,0C3")) == ["0C3: microbatch 3 of stage 0 is not routed to this worker"]
+    assert edited(("0L2,", "0F2,"), ("0C2,", "")) == []
+    assert edited(("0C2,", "")) == ["0B2 stands before 0F2"]
+
+
+def test_what_is_kept_for_nothing_is_found(added, monkeypatch):
+    monkeypatch.setattr(added.Recompute, "needs", ())
+    assert edited(("0C2,0B2", "0C2,0B2,0C2")) == ["the activations of 0F2 are kept after their last use"]
+
+
+def test_an_added_instruction_is_drawn(added):
+    timeline = simulate(read_csv(LEAN), ROUTING, CROSSING, UNIT)
+    assert text_grid(timeline).splitlines()[1].startswith("worker 0  L0 L1 L2 C0")
+    picture = swimlane_svg(timeline, title="added")
+    assert "recomputation (C)" in picture and "#008080" in picture
+    events = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "X"]
+    assert {e["cat"] for e in events} == {"lean forward", "recompute", "backward"}
