@@ -262,7 +262,7 @@ def _request(
     from raypar.actors.run_request import RunRequest
     from raypar.callbacks import Callbacks
     from raypar.elastic.run_machine import RunPolicy
-    from raypar.model.tensor_parallel.styles import outline_of_shards
+    from raypar.model.tensor_parallel.layout import outline_of_shards
     from raypar.planner.plan_search import possible_shards
     from raypar.worker.assignment import assignments
     from raypar.worker.checkpoint import contract_of

@@ -21,7 +21,7 @@ from ours import gpt_job
 
 from raypar.comm.collectives import ONE_PHASE_BYTES
 from raypar.model.build import parameter_shapes
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan
 from raypar.plan.shard_ranges import count_indices
 from raypar.worker.assignment import make_graph

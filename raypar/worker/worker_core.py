@@ -23,8 +23,9 @@ from raypar.model.build import SkeletonCopies
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import Routing
+from raypar.plan.shard_layout import ShardLayout
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
 from raypar.worker.checkpoint import ShardRecord

@@ -23,7 +23,7 @@ from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.sliced import SlicedParameters
 from raypar.model.build import elements_by_layer, parameter_shapes
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker import checkpoint

@@ -23,7 +23,7 @@ from raypar.elastic.holdings import WholeParameters, moves
 from raypar.elastic.sliced import SlicedParameters
 from raypar.model.build import elements_by_layer
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker.assignment import assignments, make_graph

@@ -26,7 +26,7 @@ from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred_init as deferred
 from raypar.model.build import STATE_DTYPES, state_shapes
 from raypar.model.graph import Graph, Layer
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan
 from raypar.worker import assignment, checkpoint, weights_file
 from raypar.worker.assignment import make_graph

@@ -14,7 +14,7 @@ from torch import nn
 from examples import gpt
 from examples.gpt import Embedding, Linear
 from raypar.model.tensor_parallel.build import slice_of
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 
 SHARDS = (1, 2, 3, 4)
 

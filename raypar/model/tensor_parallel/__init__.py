@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose parameters and values are cut over the shards of a seat (DESIGN 4.11).
+"""Tensor parallelism: layers whose parameters and values are cut over shards.
 
 What the bits of a sharded run depend on, beside the contract of `raypar/README.md`: the number of shards, the styles, and
 whether the sequence is cut. Exactly (`tests/helpers/same_shards.py` is a reading of it in plain PyTorch):
@@ -13,6 +13,6 @@ whether the sequence is cut. Exactly (`tests/helpers/same_shards.py` is a readin
 5. Cross-entropy on parts of the vocabulary: `cross_entropy.py`.
 """
 
-# Both fill the table of what `value.Sharded` can do.
+# Importing them fills the table of operations of `value.Sharded`.
 from raypar.model.tensor_parallel import cross_entropy as cross_entropy
 from raypar.model.tensor_parallel import operations as operations
