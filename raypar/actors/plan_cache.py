@@ -75,7 +75,8 @@ class PlanCache:
         """By rank."""
         request = self.request
         made = registry.build_schedule(self.schedule(plan), Routing(plan, request.cut))
-        return assign(made, plan, request.outline.crossing(plan), request.cut, request.validation_cut)
+        outline = request.outline
+        return assign(made, plan, outline.crossing(plan), request.cut, request.validation_cut, layouts=outline.layouts)
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
         """What a worker holds, and what would fit where it does not."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from raypar.plan.shard_layout import ShardLayout
 from raypar.plan.shard_ranges import Cut
 
 if TYPE_CHECKING:
@@ -62,13 +63,15 @@ class Outline:
 
     `layers`: (name, values it reads, values it writes) in execution order; `ties`: tuples of qualified parameter names that
     are one parameter; `elements`: by layer, canonical parameter name -> number of elements; `cuts`: number of shards ->
-    parameter -> how it is cut over so many (see `elastic.sliced.SlicedParameters`).
+    parameter -> how it is cut over so many (see `elastic.sliced.SlicedParameters`); `layouts`: the same with the styles and
+    all that they answer, for the workers.
     """
 
     layers: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
     ties: tuple[tuple[str, ...], ...] = ()
     elements: tuple[dict[str, int], ...] = ()
     cuts: Mapping[int, Mapping[str, Cut]] = field(default_factory=dict)
+    layouts: Mapping[int, ShardLayout] = field(default_factory=dict)
 
     def crossing(self, plan: ParallelPlan) -> Crossing:
         """What crosses between the plan's stages: values by edge, and ties."""

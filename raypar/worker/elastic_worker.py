@@ -113,6 +113,7 @@ class ElasticWorker:
     def adopt(self, order: tuple[AdoptOrder, Callable[[], Transport]]) -> Routine[None]:
         """Connect, hand over and take over state, then build. Until all has arrived the old part stands as it was."""
         part, connect = order
+        self.core.learn_layouts(part.assignment)
         base: dict[str, list[ParameterState]] = {}
         if part.cut:
             base = self.mirror.at(part.done)

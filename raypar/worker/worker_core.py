@@ -127,6 +127,7 @@ class WorkerCore:
         has the digests of these.
         """
         spec, plan, rank = self.spec, assignment.plan, transport.rank
+        self.learn_layouts(assignment)
         self.guard.establish()
         self.guard.thorough = True
         self._close_loaders()
@@ -254,8 +255,13 @@ class WorkerCore:
         if self.graph.initial_values is not None:
             self.graph.initial_values.release()
 
+    def learn_layouts(self, assignment: Assignment | None) -> None:
+        """Take over, from what the driver has sent, how the model is cut over shards: it was computed once, by the client."""
+        if assignment is not None:
+            self._layouts.update(assignment.layouts)
+
     def layout(self, shards: int) -> ShardLayout:
-        """How the job's styles cut the model over so many shards."""
+        """How the job's styles cut the model over so many shards; computed where no assignment has brought it."""
         if shards not in self._layouts:
             self._layouts[shards] = layout_of(self.graph, shards, dict(self.spec.styles))
         return self._layouts[shards]

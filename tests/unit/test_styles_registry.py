@@ -11,20 +11,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import on_shards
+from helpers.shard_grid import DEPTH, Cell
+from helpers.shard_grid import graph as gpt_graph
 from torch import nn
 
 from raypar.errors import PlanError
 from raypar.model.build import parameter_shapes
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
-from raypar.model.tensor_parallel.layout import held_elements, layout_of
+from raypar.model.tensor_parallel.layout import held_elements, layout_of, outline_of_shards
 from raypar.model.tensor_parallel.meta_check import check_by_shape
 from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
 from raypar.model.tensor_parallel.styles.registry import STYLES, parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, share_evenly
 from raypar.model.tensor_parallel.value import Sharded
+from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.plan.shard_layout import LayerTraffic, ShardLayout, slice_shape
 from raypar.plan.shard_ranges import Cut, count_indices, merge_ranges
+from raypar.schedule import registry as schedules
+from raypar.schedule.assignment import assign
+from raypar.worker import worker_core
+from raypar.worker.local_run import LocalJob
 
 HEADS, WIDTH = 4, 8
 
@@ -271,6 +278,26 @@ def test_a_layout_is_data_that_is_read_without_torch(tmp_path):
     found = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "column (((0, 5),), ((5, 10),)) 0.5 False"
     assert isinstance(layout, ShardLayout) and pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_the_layouts_of_all_numbers_of_shards_travel_in_the_outline_to_every_assignment():
+    graph = on_shards.graph_of(lambda: [("a", scaled_mlp()), ("b", scaled_mlp())])
+    outline = outline_of_shards(graph, (4, 2, 1), {"a.*": "whole"})
+    assert outline.layouts == {count: layout_of(graph, count, {"a.*": "whole"}) for count in (1, 2, 4)}
+    assert outline.cuts == {count: outline.layouts[count].cuts for count in (2, 4)}
+    assert outline.layouts[2] is layout_of(graph, 2, {"a.*": "whole"}), "computed once"
+    plan, batches = ParallelPlan.mesh(tp=2, layers=2), Microbatches(2, 2, 4)
+    orders = schedules.build_schedule("1f1b", Routing(plan, batches))
+    for part in assign(orders, plan, outline.crossing(plan), batches, layouts=outline.layouts):
+        assert part.layouts == outline.layouts
+    assert not outline_of_shards(graph, (1,), {}).layouts
+
+
+def test_workers_do_not_compute_the_layout_that_they_are_told(monkeypatch):
+    cell = Cell("gpt", "1f1b", (1,), (1,), 2)
+    monkeypatch.setattr(worker_core, "layout_of", None)
+    with LocalJob(cell.job, ParallelPlan.mesh(tp=2, layers=DEPTH + 2), "1f1b", graph=gpt_graph("gpt")) as job:
+        assert all(core.layout(2).styles["block0.up"] == "column" and core.layout(1).cuts for core in job.cores)
 
 
 # -- the axis of a part --------------------------------------------------------------------------------------------------

@@ -23,14 +23,23 @@ from raypar.plan.shard_ranges import Cut
 
 
 def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None, *, infer: bool = True) -> ShardLayout:
-    """How the model is cut over so many shards.
+    """How the model is cut over so many shards; computed once for a graph.
 
     `styles`: pattern of module or parameter names (`block*.up`, `*.up.weight`) -> style; the first that matches counts. What
     no pattern matches gets what `infer_styles` finds. Raises `PlanError` for a pattern that matches nothing, a style that does
     not fit, more shards than there is to share out, and ties whose names are cut differently.
     """
+    kept = vars(graph).setdefault("_layouts", {})  # beside the fields, which alone decide whether two graphs are equal
+    key = (shards, tuple((styles or {}).items()), infer)
+    if key not in kept:
+        kept[key] = _compute_layout(graph, shards, styles or {}, infer=infer)
+    found: ShardLayout = kept[key]
+    return found
+
+
+def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, infer: bool) -> ShardLayout:
     modules = {name: (module, parents) for name, module, parents in _modules_with_parameters(graph)}
-    given = _styles_by_pattern(modules, styles or {})
+    given = _styles_by_pattern(modules, styles)
     chosen = dict(given)
     if infer:
         inferred = {name: style for name, style in infer_styles(graph).items() if name not in given}
@@ -57,8 +66,13 @@ def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None
 
 
 def outline_of_shards(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> Outline:
-    """The graph without the model, and how it is cut over these numbers of shards."""
-    return replace(outline_of(graph), cuts={count: layout_of(graph, count, styles).cuts for count in shards if count > 1})
+    """The graph without the model, and how it is cut over these numbers of shards. Without shards: not at all."""
+    counts = set(shards)
+    if max(counts) == 1:
+        return outline_of(graph)
+    layouts = {count: layout_of(graph, count, styles) for count in sorted(counts)}
+    cuts = {count: layout.cuts for count, layout in layouts.items() if count > 1}
+    return replace(outline_of(graph), cuts=cuts, layouts=layouts)
 
 
 def held_elements(graph: Graph, layout: ShardLayout, shard: int, *, ties_once: bool = True) -> tuple[int, ...]:
