@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU, as_aligned
 from raypar.errors import RayparError, UserCodeError
-from raypar.model.build import canonical_names, materialise
+from raypar.model.build import canonical_names
 from raypar.model.graph import Graph, Layer
+from raypar.model.materialise import materialise
 from raypar.model.split_linear import Stash, split_linears
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.gradient_reuse import GradientBuffers

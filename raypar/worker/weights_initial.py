@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.errors import CheckpointError
 from raypar.model.build import parameter_shapes, persistent_buffers, state_on_meta
 from raypar.model.graph import Graph
-from raypar.model.initial_values import InitialValues, Slice
+from raypar.model.value_source import InitialValues, Slice
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.weights_file import FLOATING, open_weights, resolve
 from raypar.worker.weights_matching import match_weights

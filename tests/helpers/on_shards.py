@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from raypar.comm.blocking_routines import as_routine
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.model.build import canonical_names, materialise
+from raypar.model.build import canonical_names
 from raypar.model.capture import capture
 from raypar.model.graph import Graph
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
 from raypar.model.tensor_parallel.gradients import sum_partial_gradients
 from raypar.model.tensor_parallel.group import ShardGroup

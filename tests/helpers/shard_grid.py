@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from examples import gpt
 from raypar.comm.buffer_pool import CPU
-from raypar.model.build import materialise
 from raypar.model.graph import Graph
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import slice_of
 from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan

@@ -356,7 +356,7 @@ def test_a_shard_all_of_whose_vocabulary_is_masked_adds_nothing():
 
 
 def test_evaluation_is_the_whole_models():
-    from raypar.model.build import materialise
+    from raypar.model.materialise import materialise
     from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
 
     graph, x, y = graph_of(models.dropped), ids(23, 2, 7), ids(23, 2, 7)

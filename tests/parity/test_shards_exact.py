@@ -7,7 +7,8 @@ from helpers.on_shards import SEED, graph_of, on_shards, sharded, train_once
 from helpers.same_shards import gpt_on_shards, gpt_slices, in_order
 
 from examples import gpt
-from raypar.model.build import materialise, parameter_shapes
+from raypar.model.build import parameter_shapes
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.gradients import sum_partial_gradients
 from raypar.model.tensor_parallel.layout import layout_of

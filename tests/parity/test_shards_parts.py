@@ -18,7 +18,8 @@ from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.elastic.holdings import moves
 from raypar.elastic.sliced import SlicedParameters
 from raypar.errors import ModelError, PlanError
-from raypar.model.build import canonical_names, elements_by_layer, materialise, parameter_shapes
+from raypar.model.build import canonical_names, elements_by_layer, parameter_shapes
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
 from raypar.model.tensor_parallel.functions import select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup

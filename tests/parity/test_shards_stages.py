@@ -16,8 +16,9 @@ from raypar.comm import blocking_routines
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.tcp.transport import TcpMesh
 from raypar.errors import GroupAborted, ModelError
-from raypar.model.build import canonical_names, materialise
+from raypar.model.build import canonical_names
 from raypar.model.graph import Graph, Layer
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
 from raypar.model.tensor_parallel.gradients import sum_partial_gradients
 from raypar.model.tensor_parallel.group import ShardGroup

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import canonical_names, materialise, state_shapes
+from raypar.model.build import canonical_names, state_shapes
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.functions import select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup

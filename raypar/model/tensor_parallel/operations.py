@@ -1,4 +1,4 @@
-"""What can be computed on a part of a value without the other shards' parts (the table behind `value.Sharded`)."""
+"""Torch functions on a part of a value, where the other shards' parts are not needed: the table behind `value.Sharded`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ELEMENTWISE = (
 
 @implements(*ELEMENTWISE, any_place=True)
 def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Sharded:
-    """Any function of equal places, broadcast or not."""
+    """Any function that computes each element from the elements at the same place, broadcast or not."""
     if func.__name__ in ("to", "type_as"):
         x: Sharded = args[0]
         if not isinstance(x, Sharded):
@@ -53,23 +53,23 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Sharded:
     return model.like(made)
 
 
-def _written(func: Callable[..., Any], x: Sharded, other: Any) -> Sharded:
-    """`x += other`, into the part itself: a view or another name of `x` sees it, as it does of the whole tensor."""
-    (part, met_by), _ = align_parts(func.__name__, (x, other))
+def _write_into(func: Callable[..., Any], x: Sharded, other: Any) -> Sharded:
+    """`x += other`: writes into the part itself, so that views and other names of `x` see it, as with a whole tensor."""
+    (part, operand), _ = align_parts(func.__name__, (x, other))
     if part is not x.local:
         raise refusal(func.__name__, x, "would write into less than is here")
-    x.like(func(part, met_by))
+    x.like(func(part, operand))
     return x
 
 
-def _operators() -> None:
-    """`a + b` with its mirrored form and `a += b`, `a < b`, `a @ b`."""
+def _add_operators() -> None:
+    """Give `Sharded` its operators: `a + b` with its mirrored form and `a += b`, `a < b`, `a @ b`."""
     for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
         function = getattr(operator, name)
         setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
         setattr(Sharded, f"__r{name}__", lambda self, other, f=function: elementwise(f, other, self))
         into = getattr(operator, f"i{name}")
-        setattr(Sharded, f"__i{name}__", lambda self, other, f=into: _written(f, self, other))
+        setattr(Sharded, f"__i{name}__", lambda self, other, f=into: _write_into(f, self, other))
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         function = getattr(operator, name)
         setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
@@ -81,29 +81,29 @@ def _operators() -> None:
         setattr(Sharded, name, whole)
 
 
-_operators()
+_add_operators()
 
 
 @implements("detach")
 def _detach(func: Callable[..., Any], x: Sharded) -> Sharded:
-    """Also where there are no gradients."""
+    """Also where no gradients are recorded."""
     return Sharded(x.local.detach(), x.part, x.group)
 
 
 @implements("dropout")
 def _dropout(func: Callable[..., Any], x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Sharded:
-    """The mask of the whole value is drawn, so that an element's fate depends on its place in that alone (DESIGN 4.6)."""
+    """The whole value's mask is drawn: whether an element is dropped depends on its place in the whole value alone."""
     if not training or p == 0.0:
         return x
     mask = dropout_mask(x, p)
-    if inplace:  # other names of it see that
+    if inplace:  # other names of the value see it
         x.like(x.local.mul_(mask))
         return x
     return x.like(x.local * mask)
 
 
 def dropout_mask(x: Sharded, p: float) -> Tensor:
-    """This shard's part of what `F.dropout` of the whole value multiplies by."""
+    """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value."""
     with torch.no_grad():
         drawn = F.dropout(torch.ones(x.shape, dtype=x.local.dtype, device=x.local.device), p, True)
         return select_ranges(drawn, x.part.dim, x.part.ranges)
@@ -118,7 +118,7 @@ def _sizes(shape: Sequence[Any]) -> Sequence[int]:
 
 @implements("view", "reshape")
 def _view(func: Callable[..., Any], x: Sharded, *shape: Any, **kwargs: Any) -> Sharded:
-    """Also `view(dtype)`, of one size."""
+    """To another shape; a view as another dtype is refused."""
     if shape and isinstance(shape[0], torch.dtype):
         raise refusal("view(dtype)", x)
     return x.reshaped(_sizes(kwargs.get("shape", shape)))
@@ -126,7 +126,7 @@ def _view(func: Callable[..., Any], x: Sharded, *shape: Any, **kwargs: Any) -> S
 
 @implements("view_as", "reshape_as")
 def _view_as(func: Callable[..., Any], x: Sharded, other: Tensor | Sharded) -> Sharded:
-    """To the shape of another."""
+    """To the shape of another value."""
     return x.reshaped(other.shape)
 
 
@@ -151,7 +151,7 @@ def _moved(x: Sharded, order: Sequence[int]) -> Sharded:
 
 @implements("permute")
 def _permute(func: Callable[..., Any], x: Sharded, *dims: Any) -> Sharded:
-    """Dims in another order."""
+    """The dims in another order."""
     return _moved(x, [d % x.dim() for d in _sizes(dims)])
 
 
@@ -166,7 +166,7 @@ def _transpose(func: Callable[..., Any], x: Sharded, dim0: int, dim1: int) -> Sh
 
 @implements("movedim", "moveaxis")
 def _movedim(func: Callable[..., Any], x: Sharded, source: int, destination: int) -> Sharded:
-    """One dim elsewhere."""
+    """One dim at another place."""
     order = [d for d in range(x.dim()) if d != source % x.dim()]
     order.insert(destination % x.dim(), source % x.dim())
     return _moved(x, order)
@@ -181,7 +181,7 @@ def _unsqueeze(func: Callable[..., Any], x: Sharded, dim: int) -> Sharded:
 
 @implements("squeeze")
 def _squeeze(func: Callable[..., Any], x: Sharded, dim: int | None = None) -> Sharded:
-    """A dim of size 1 less."""
+    """Without a dim of size 1."""
     if dim is None:
         raise refusal("squeeze without a dim", x, "would depend on the size of the part")
     at = dim % x.dim()
@@ -194,7 +194,7 @@ def _squeeze(func: Callable[..., Any], x: Sharded, dim: int | None = None) -> Sh
 
 @implements("expand")
 def _expand(func: Callable[..., Any], x: Sharded, *sizes: Any) -> Sharded:
-    """The cut dim keeps its size."""
+    """Repeats dims of size 1, but not the cut dim."""
     shape = list(_sizes(sizes))
     new = len(shape) - x.dim()
     at = x.part.dim + new
@@ -206,7 +206,7 @@ def _expand(func: Callable[..., Any], x: Sharded, *sizes: Any) -> Sharded:
 
 @implements("repeat_interleave")
 def _repeat_interleave(func: Callable[..., Any], x: Sharded, repeats: int, dim: int | None = None, **kwargs: Any) -> Sharded:
-    """Every index of a dim several times over: a key head for each of its query heads."""
+    """Each index of a dim several times over: a key head for each of its query heads."""
     if dim is None or not isinstance(repeats, int):
         raise refusal("repeat_interleave", x)
     at, part = dim % x.dim(), x.part
@@ -227,7 +227,7 @@ def _unbind(func: Callable[..., Any], x: Sharded, dim: int = 0) -> tuple[Sharded
 
 @implements("split", "chunk")
 def _split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Sharded, ...]:
-    """Along the cut dim every piece has what is held of it (q, k and v of a fused projection)."""
+    """Pieces along a dim. Along the cut dim each is what this shard has of the whole piece (q, k, v of a fused layer)."""
     if sizes is None:
         (sizes,) = kwargs.values()  # split_size, split_size_or_sections, chunks
     at = dim % x.dim()
@@ -247,7 +247,7 @@ def _split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0
 
 @implements("__getitem__", "select", "narrow")
 def _getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharded:
-    """Slices, numbers, None and Ellipsis, leaving the cut dim whole."""
+    """Slices, numbers, None and Ellipsis that leave the cut dim whole."""
     if func is not None and func.__name__ != "__getitem__":
         if index[0] % x.dim() == x.part.dim:
             raise refusal(func.__name__, x)
@@ -296,7 +296,7 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Shar
 
 @implements("mean", "sum", "amax", "amin", "var", "std")
 def _reduce(func: Callable[..., Any], x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Sharded:
-    """Over dims that are not cut; what else is given goes to the function as it is."""
+    """Over dims that are not cut. Other arguments are passed on."""
     dims = [dim] if type(dim) is int else dim
     if not isinstance(dims, (list, tuple)) or not dims or any(d % x.dim() == x.part.dim for d in dims):
         raise refusal(func.__name__, x)
@@ -316,19 +316,20 @@ def _along(func: Callable[..., Any], x: Sharded, dim: int, *args: Any, **kwargs:
 
 @implements("layer_norm", "rms_norm")
 def _norm(func: Callable[..., Any], x: Sharded, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Sharded:
-    """Over last dims that are not cut; weight and bias are seen through this part only."""
+    """Over last dims that are not cut. The gradients of weight and bias are sums over shards."""
     if x.part.dim >= x.dim() - len(normalized_shape):
         raise refusal(func.__name__, x)
     return x.like(func(x.local, normalized_shape, *_seen(x, args), **dict(zip(kwargs, _seen(x, kwargs.values()), strict=True))))
 
 
 def _seen(x: Sharded, values: Any) -> list[Any]:
+    """Whole tensors that are computed with a part: their gradients are sums over shards. Other values as they are."""
     return [take_part(v, 0, ((0, v.shape[0]),), x.group) if isinstance(v, Tensor) else v for v in values]
 
 
 @implements("linear")
 def _linear(func: Callable[..., Any], x: Sharded, weight: Tensor, bias: Tensor | None = None) -> Sharded:
-    """A whole layer on a part of the rows."""
+    """A whole linear layer on a part of the rows."""
     if x.part.dim == x.dim() - 1:
         raise refusal("linear", x)
     return x.like(F.linear(x.local, *_seen(x, (weight, bias))))
@@ -355,7 +356,7 @@ def matmul(func: Callable[..., Any], left: Any, right: Any) -> Sharded:
 
 
 def _beside(cut: Sharded, x: Any, back: int) -> Tensor:
-    """A factor: the part itself, or of a whole tensor what meets the part."""
+    """A factor of a product: the part itself, or what is multiplied with the part of a whole tensor."""
     if isinstance(x, Sharded):
         return x.local
     if back > 2 and x.dim() >= back and x.shape[-back] != 1:
@@ -378,7 +379,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Sharded:
-    """By heads: q [..., heads, seq, width] cut along heads, k and v having at least the heads that these need."""
+    """Attention by heads: q [..., heads, seq, width] is cut along heads; k and v have at least the heads that these need."""
     at = query.dim() - 3
     if not isinstance(query, Sharded) or query.part.dim != at:
         cut = query if isinstance(query, Sharded) else key if isinstance(key, Sharded) else value
@@ -426,8 +427,10 @@ def _attention(
 
 @lru_cache(maxsize=256)
 def _needed(queries: IndexRanges, group: int, held: IndexRanges) -> tuple[int, list[int]]:
-    """(n, key heads): every key head serves n query heads here, one after the other; n = 0: it is not so even, and there
-    is one entry for each query head. Heads are counted among those held."""
+    """(n, key heads): each of these key heads serves n of the query heads here, one after the other.
+
+    n = 0: it is not so even, and there is one key head for each query head. Key heads are numbered among those held.
+    """
     place = {head: i for i, head in enumerate(h for a, b in held for h in range(a, b))}
     wanted = [q // group for a, b in queries for q in range(a, b)]
     missing = sorted({h for h in wanted if h not in place})
