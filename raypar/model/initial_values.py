@@ -21,7 +21,7 @@ from raypar.model.deferred_init import Recording
 from raypar.model.graph import Graph
 from raypar.model.model_call import call_watched
 from raypar.model.random_state import RandomState, generators_preserved, seed_all
-from raypar.model.value_source import InitialValues, Slice
+from raypar.model.value_source import DimRanges, InitialValues
 from raypar.plan.seeds import seed_of
 
 CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -33,7 +33,7 @@ CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 class MadeWhole:
     """Base of initial values that come out of code that makes whole tensors."""
 
-    def stream_slices(self, slices: Mapping[str, Slice], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def stream_slices(self, slices: Mapping[str, DimRanges], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See `InitialValues`: none."""
         return iter(())
 
@@ -78,6 +78,7 @@ class WholeModelValues(MadeWhole):
         notes: tuple[str, ...] = (),
     ) -> None:
         self._tensors: Mapping[str, Tensor] | None = tensors
+        """The model's parameters and buffers by name; None after `release`."""
         self._make = make
         self.notes = notes
 

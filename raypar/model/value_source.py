@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypar.plan.shard_ranges import IndexRanges
 
-Slice = tuple[int, IndexRanges]
+DimRanges = tuple[int, IndexRanges]
 """A dim of a tensor, and the indices of it."""
 
 
@@ -24,7 +24,7 @@ class InitialValues(Protocol):
         tensor without values.
         """
 
-    def stream_slices(self, slices: Mapping[str, Slice], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def stream_slices(self, slices: Mapping[str, DimRanges], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(name, slice) of those of `slices` that can be had without the whole tensor; the caller cuts the others itself."""
 
     def release(self) -> None:

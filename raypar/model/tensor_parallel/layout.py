@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from sys import intern
 from typing import Any
 
 from torch import nn
@@ -42,10 +43,11 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
     given = _styles_by_pattern(modules, styles)
     chosen = dict(given)
     if infer:
-        inferred = {name: style for name, style in infer_styles(graph).items() if name not in given}
+        inferred = {intern(name): style for name, style in infer_styles(graph).items() if name not in given}
         chosen |= _without_unequal_ties(graph, inferred, given)
     found: dict[str, ShardingStyle] = {}
     cuts: dict[str, Cut] = {}
+    once: dict[Any, Any] = {}  # equal answers, and names, are one object: the layout of a deep model is sent to every worker
     for name, style in chosen.items():
         module, parents = modules[name]
         style.check_fits(name, module)
@@ -53,15 +55,16 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
         slices = style.slices(name, module, shards)
         if slices:
             found[name] = style
-            cuts |= {f"{name}.{key}": cut for key, cut in slices.items()}
+            cuts |= {intern(f"{name}.{key}"): once.setdefault(cut, cut) for key, cut in slices.items()}
     _check_ties(graph, found, cuts)
+    costs = {name: style.cost(name, modules[name][0], shards) for name, style in found.items()}
     return ShardLayout(
         shards=shards,
-        styles={name: str(style) for name, style in found.items()},
+        styles={name: intern(str(style)) for name, style in found.items()},
         cuts=cuts,
         shared_inputs=_shared_inputs(found),
         traffic={name: style.collectives(modules[name][0]) for name, style in found.items()},
-        costs={name: style.cost(name, modules[name][0], shards) for name, style in found.items()},
+        costs={name: once.setdefault(cost, cost) for name, cost in costs.items()},
     )
 
 
@@ -94,7 +97,7 @@ def _modules_with_parameters(graph: Graph) -> Iterator[tuple[str, nn.Module, tup
             if any(p is not None for p in module._parameters.values()):
                 steps = path.split(".") if path else []
                 parents = tuple(root.get_submodule(".".join(steps[:i])) for i in reversed(range(len(steps))))
-                yield f"{layer.name}.{path}" if path else layer.name, module, parents
+                yield intern(f"{layer.name}.{path}" if path else layer.name), module, parents
 
 
 def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Mapping[str, str]) -> dict[str, ShardingStyle]:
