@@ -1,4 +1,4 @@
-"""Which indices of one dim of a tensor each shard holds, as ranges. State is addressed by name and slice of whole tensors."""
+"""Which indices of one dim of a tensor each shard holds."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ from helpers.shard_grid import DEPTH, Cell
 from helpers.shard_grid import graph as gpt_graph
 from torch import nn
 
-from raypar.errors import PlanError
+from raypar.errors import ModelError, PlanError
 from raypar.model.build import parameter_shapes
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
 from raypar.model.tensor_parallel.layout import held_elements, layout_of, outline_of_shards
+from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.meta_check import check_by_shape
 from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
@@ -27,7 +28,7 @@ from raypar.model.tensor_parallel.styles.style import ShardingStyle, share_evenl
 from raypar.model.tensor_parallel.value import Sharded
 from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.plan.shard_layout import LayerTraffic, ShardLayout, slice_shape
-from raypar.plan.shard_ranges import Cut, count_indices, merge_ranges
+from raypar.plan.shard_ranges import Cut, count_indices, even_range, merge_ranges
 from raypar.schedule import registry as schedules
 from raypar.schedule.assignment import assign
 from raypar.worker import worker_core
@@ -317,3 +318,20 @@ def test_a_part_is_by_sequence_because_it_was_made_so_not_because_it_looks_like_
 
     found, _ = on_shards.on_shards(2, work, sequence=True)
     assert found == [[False, True, False, True, "sequence"]] * 2
+
+
+def test_a_column_layer_gathers_a_part_of_the_sequence_and_refuses_one_of_heads_that_lies_alike():
+    def work(group):
+        sliced = linear(5, 3)
+        sliced.out_features = 6
+        layer = ColumnLinear(sliced, "a.up", group, even_range(6, 2)[group.shard])
+        mine = (2 * group.shard, 2 * group.shard + 2)
+        local = torch.ones(3, 2, 5, dtype=torch.float64)
+        made = layer(Sharded(local, sequence_part(4, group.shard, 2), group))
+        with pytest.raises(ModelError, match=r"a\.up needs all of its input, which is cut along dim 1") as error:
+            layer(Sharded(local, PartLayout(1, 4, (mine,), "heads"), group))
+        assert "gathered" in error.value.cure
+        return list(made.shape), list(made.local.shape), made.part.axis
+
+    found, _ = on_shards.on_shards(2, work, sequence=True)
+    assert found == [([3, 4, 6], [3, 4, 3], "features")] * 2

@@ -1,6 +1,6 @@
-"""Linear layers cut over shards: partition-output (column) and reduce-output (row) (Shoeybi et al. 2019, section 3).
+"""Linear layers cut over shards by output (column) or by input features (row) (Shoeybi et al. 2019, section 3).
 
-Their weight gradients are computed while gradients of the input travel, or put off to W by zero-bubble schedules.
+Weight gradients are computed while the input's gradient is being summed over shards, or deferred by zero-bubble schedules.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ColumnLinear(ShardedLinear):
         local, seq = _input_of(self, x)
         made: Tensor
         if self.shares_input and local.requires_grad and torch.is_grad_enabled():
-            made = _shared(self, local, seq)
+            made = _apply_to_shared_input(self, local, seq)
         else:
             operands = in_compute_dtype(local, self.weight, self.bias)
             made = _Column.apply(*operands, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
@@ -163,6 +163,7 @@ class RowLinear(ShardedLinear):
 
 
 def _check_sequence(name: str, dims: int) -> None:
+    """Raises `ModelError` for a value without a sequence dim that sequence parallelism could cut."""
     if dims < 3:
         raise ModelError(
             f"{name} sees a value of {dims} dims, sequence parallelism cuts dim 1 of [batch, sequence, features]",
@@ -270,8 +271,10 @@ class SharedInput:
 
     def __init__(self, x: Tensor, seq: int | None, group: ShardGroup) -> None:
         self.source, self.version = weakref.ref(x), x._version
+        """The value, and the version of its contents that was read."""
         self.seq, self.group = seq, group
         self.pending: _Pending | None = None
+        """The sum of the readers' gradients, while it is under way."""
 
 
 class _Arrive(torch.autograd.Function):
@@ -359,7 +362,8 @@ class _Reader(torch.autograd.Function):
         return dx, sign, bias, None, None, None
 
 
-def _shared(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
+def _apply_to_shared_input(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
+    """The layer's output for an x that other layers of the module read, too; the first of them leads x to all."""
     group, stash = layer.group, layer._stash()
     left: list[Tensor] | None = None
     weight: Tensor = layer.weight

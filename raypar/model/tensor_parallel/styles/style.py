@@ -20,9 +20,9 @@ from raypar.plan.shard_ranges import Cut, IndexRanges, even_range
 class ShardingStyle(ABC):
     """How one layer (a module that owns parameters) is cut over shards. Fields are the options written after the name.
 
-    A style answers five questions: does it fit a module, which slice of each parameter has each shard, which module does a
-    shard run, what does that send over shards, which share of the work and memory is a shard's. All but the options is
-    worked out from the module, so a style is data: equal text is an equal style.
+    A style answers five questions: does it fit a module (`check_fits`), which slice of each parameter does each shard hold
+    (`slices`), which module does a shard run (`build`), what does that send over shards (`collectives`), and which share of the
+    work and memory has each shard (`cost`). A style holds its options alone: equal text is an equal style.
     """
 
     name: ClassVar[str]
@@ -60,7 +60,7 @@ class ShardingStyle(ABC):
 
     @abstractmethod
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
-        """Parameter (`weight`, `bias`) -> which part of it each shard holds. What is not named is whole on every shard.
+        """Parameter (`weight`, `bias`) -> which part each shard holds. What is not named, buffers too, is whole on every shard.
 
         Raises `PlanError` with the numbers that do not fit.
         """
