@@ -233,7 +233,7 @@ def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Modu
 
 def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        # A part of a value (`tensor_parallel.value.Sharded`) is no tensor: its weight gradients are autograd's.
+        # A part of a value (`tensor_parallel.sharded_value.Sharded`) is no tensor: its weight gradients are autograd's.
         if not torch.is_grad_enabled() or not isinstance(x, Tensor):
             return F.linear(x, linear.weight, linear.bias)
         operands: tuple[Any, ...] = (x, linear.weight, linear.bias)

@@ -1,6 +1,6 @@
 """State of a parameter as one worker has it: of all of it, of a shard's slice, or of a run of elements that has travelled.
 
-Elements are numbered as `elastic.holdings.Piece` does it, alike under every number of shards (`model.tensor_parallel.slices`).
+Elements are numbered as `elastic.holdings.Piece` does it, alike under every number of shards (`slice_elements`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
-from raypar.model.tensor_parallel.slices import read_elements, write_elements
+from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
 from raypar.plan.shard_layout import slice_shape
 from raypar.plan.shard_ranges import Cut, IndexRanges, intersect_ranges, merge_ranges, subtract_ranges
 from raypar.worker.checkpoint import PARAMETER

@@ -11,8 +11,8 @@ from torch import Tensor
 from raypar.comm.transport import Routine
 from raypar.model.tensor_parallel.build import slice_of
 from raypar.model.tensor_parallel.functions import select_ranges
-from raypar.model.tensor_parallel.gradients import sum_partial_gradients
 from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 from raypar.plan.shard_layout import ShardLayout
 from raypar.plan.shard_ranges import Cut, positions_of
 from raypar.worker.checkpoint import TensorSlices

@@ -18,9 +18,9 @@ from raypar.model.capture import capture
 from raypar.model.graph import Graph
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
-from raypar.model.tensor_parallel.gradients import sum_partial_gradients
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 from raypar.plan.shard_layout import ShardLayout
 
 TOLERANCE = 1e-12

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raypar.model.split_linear import DeferredWeightGradient, split_linears
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear, split_sharded_linears
 from raypar.model.tensor_parallel.part_layout import PartLayout
-from raypar.model.tensor_parallel.value import Sharded
+from raypar.model.tensor_parallel.sharded_value import Sharded
 from raypar.plan.shard_ranges import even_range
 
 LEADING = [(), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (4, 17), (0, 3), (2, 1, 3, 4)]

@@ -10,8 +10,8 @@ from examples import gpt
 from raypar.model.build import parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.gradients import sum_partial_gradients
 from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 SHARDS = (2, 3, 4)
 

@@ -27,9 +27,9 @@ from raypar.model.tensor_parallel.layout import layout_of
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.meta_check import check_by_shape
 from raypar.model.tensor_parallel.part_layout import PartLayout
-from raypar.model.tensor_parallel.slices import read_elements, write_elements
+from raypar.model.tensor_parallel.sharded_value import Sharded
+from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
 from raypar.model.tensor_parallel.styles.registry import parse_style
-from raypar.model.tensor_parallel.value import Sharded
 from raypar.plan import ParallelPlan
 from raypar.plan.shard_layout import slice_shape
 from raypar.plan.shard_ranges import Cut, count_indices, even_range, positions_of

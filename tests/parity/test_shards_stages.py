@@ -20,9 +20,9 @@ from raypar.model.build import canonical_names
 from raypar.model.graph import Graph, Layer
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
-from raypar.model.tensor_parallel.gradients import sum_partial_gradients
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 X = torch.arange(14).view(2, 7) % 23
 

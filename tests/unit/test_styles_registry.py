@@ -23,9 +23,9 @@ from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.meta_check import check_by_shape
 from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
+from raypar.model.tensor_parallel.sharded_value import Sharded
 from raypar.model.tensor_parallel.styles.registry import STYLES, parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, share_evenly
-from raypar.model.tensor_parallel.value import Sharded
 from raypar.plan import Microbatches, ParallelPlan, Routing
 from raypar.plan.shard_layout import LayerTraffic, ShardLayout, slice_shape
 from raypar.plan.shard_ranges import Cut, count_indices, even_range, merge_ranges

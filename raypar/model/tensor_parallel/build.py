@@ -17,8 +17,8 @@ from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.functions import select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
+from raypar.model.tensor_parallel.sharded_value import Sharded
 from raypar.model.tensor_parallel.styles.registry import parse_style
-from raypar.model.tensor_parallel.value import Sharded
 from raypar.plan.shard_layout import ShardLayout
 from raypar.plan.shard_ranges import even_range
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.functions import first_derivative_only
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.value import Sharded, implements, refusal
+from raypar.model.tensor_parallel.sharded_value import Sharded, implements, refusal
 
 
 class _CrossEntropy(torch.autograd.Function):

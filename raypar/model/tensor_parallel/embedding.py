@@ -14,7 +14,7 @@ from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.part_layout import sequence_part
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
-from raypar.model.tensor_parallel.value import Sharded
+from raypar.model.tensor_parallel.sharded_value import Sharded
 from raypar.plan.shard_ranges import IndexRanges
 
 

@@ -43,7 +43,7 @@ class ShardGroup:
         self.partial: dict[int, nn.Parameter] = {}
         """Id -> parameter that every shard holds whole but computes with a part of a value only.
 
-        What a backward pass adds to its gradient is a part of a sum over shards (`gradients.sum_partial_gradients`). All of
+        What a backward pass adds to its gradient is a part of a sum over shards (`sum_partial_gradients`). All of
         them are known after the step's last forward pass. One layer must not compute with such a parameter on parts and on
         whole values: its gradient would be of both kinds."""
         self.shared: Any = None

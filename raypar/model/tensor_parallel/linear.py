@@ -32,7 +32,7 @@ from raypar.model.tensor_parallel.gradient_reuse import GradientBuffer
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
-from raypar.model.tensor_parallel.value import Sharded, take_part
+from raypar.model.tensor_parallel.sharded_value import Sharded, take_part
 from raypar.plan.shard_ranges import IndexRanges, even_range
 
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
-from raypar.model.tensor_parallel.value import Sharded, flatten_arguments
+from raypar.model.tensor_parallel.sharded_value import Sharded, flatten_arguments
 from raypar.plan.shard_layout import ShardLayout
 
 _ASKING = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "detach"}

@@ -1,4 +1,4 @@
-"""Torch functions on a part of a value, where the other shards' parts are not needed: the table behind `value.Sharded`."""
+"""Torch functions on a part of a value, where the parts of other shards are not needed: the table behind `Sharded`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel.functions import select_ranges
 from raypar.model.tensor_parallel.part_layout import PartLayout
-from raypar.model.tensor_parallel.value import (
+from raypar.model.tensor_parallel.sharded_value import (
     Sharded,
     align_parts,
     common_ranges,
