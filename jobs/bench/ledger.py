@@ -21,9 +21,8 @@ from ours import gpt_job
 
 from raypar.comm.collectives import ONE_PHASE_BYTES
 from raypar.model.build import parameter_shapes
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan
-from raypar.plan.shard_ranges import count_indices
 from raypar.worker.assignment import make_graph
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.local_run import LocalJob
@@ -99,9 +98,7 @@ def rows(size: Workload, microbatches: int, shards: int) -> Iterator[tuple[str, 
     padded = 0
     for seat in plan.seats:
         for name, shape in shapes.items():
-            cuts = layout.cuts.get(name)
-            mine = shape.numel() if cuts is None else shape.numel() // cuts.size * count_indices(cuts.held[seat.shard])
-            padded += -(-mine // PADDED) * PADDED
+            padded += -(-layout.elements_on_shard(name, shape.numel(), seat.shard) // PADDED) * PADDED
     yield (
         "2 replicas, gradients of what each shard holds",
         "2 (R-1)/R, R = 2, each parameter padded to 16",

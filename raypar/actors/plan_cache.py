@@ -78,7 +78,8 @@ class PlanCache:
         """Every worker's assignment under the plan, by rank."""
         request = self.request
         made = registry.build_schedule(self.schedule(plan), Routing(plan, request.cut))
-        return assign(made, plan, request.outline.crossing(plan), request.cut, request.validation_cut)
+        outline = request.outline
+        return assign(made, plan, outline.crossing(plan), request.cut, request.validation_cut, layouts=outline.layouts)
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
         """Two texts for a worker that ran out of memory: what it holds, and which plan would fit."""

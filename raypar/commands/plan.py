@@ -172,7 +172,7 @@ def write_predicted_step(file: Path, title: str, timeline: Timeline, crossing: C
 
 def layer_styles(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
     """Layer name -> style, for layers in stages with shards."""
-    from raypar.model.tensor_parallel.styles import layout_of
+    from raypar.model.tensor_parallel.layout import layout_of
 
     most = max(stage.shards for stage in plan.stages)
     if most == 1:
@@ -186,7 +186,7 @@ def layer_sizes_by_shard(
     graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
 ) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
     """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""
-    from raypar.model.tensor_parallel.styles import held_elements, layout_of
+    from raypar.model.tensor_parallel.layout import held_elements, layout_of
 
     found = {(1, 0): sizes}
     for shards in {stage.shards for stage in plan.stages} - {1}:

@@ -32,7 +32,7 @@ def prepare_request(
 
     from raypar.actors.run_request import RunRequest
     from raypar.callbacks import Callbacks
-    from raypar.model.tensor_parallel.styles import outline_of_shards
+    from raypar.model.tensor_parallel.layout import outline_of_shards
     from raypar.planner.plan_search import possible_shards
     from raypar.worker.assignment import assignments
     from raypar.worker.backend import make_backend

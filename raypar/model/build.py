@@ -1,8 +1,8 @@
-"""Makes the modules of one stage, never of the whole model: copies of skeletons, with values put in.
+"""Skeletons of layers: modules without values. What names and shapes they have, and how values are put into a copy.
 
 The user's model function runs once per worker (`worker.assignment.make_graph`). A *skeleton* is one of the modules it made,
-with parameters and buffers on the meta device. Every stage of every plan is a copy of its layers' skeletons with values put
-in: initial ones (`model.initial_values`), or those that other workers, a mirror or a checkpoint hold.
+with parameters and buffers on the meta device. The modules of every stage of every plan are copies of its layers' skeletons
+with values put in (`model.materialise`): initial ones, or those that other workers, a mirror or a checkpoint hold.
 """
 
 from __future__ import annotations
@@ -64,8 +64,11 @@ def skeleton(layer: Layer) -> nn.Module:
 
 
 def refuse_unsupported(layer: str, module: nn.Module) -> None:
-    """Raises `ModelError` for modules that change their state in forward, for those with sparse gradients, and for parameters
-    and buffers that cannot be trained, moved or saved: see `_refuse_tensor`."""
+    """Raises `ModelError` for modules that cannot be trained on workers.
+
+    Those are modules that change their state in forward, modules with sparse gradients, and modules whose parameters or buffers
+    cannot be trained, moved or saved (`_refuse_tensor`).
+    """
     for name, tensor in named_state([(layer, module)]):
         _refuse_tensor(name, tensor)
     for path, part in module.named_modules():
@@ -219,31 +222,6 @@ def outline_of(graph: Graph) -> Outline:
     )
 
 
-def materialise(
-    graph: Graph, first: int, last: int, *, seed: int, dtype: torch.dtype, values: Mapping[str, Tensor] | None = None
-) -> dict[str, nn.Module]:
-    """Layer name -> module on the CPU, in `dtype`, for layers [first, last). Tied uses inside the range hold equal values.
-
-    `values`: name -> tensor, of every parameter (canonical names) and buffer of these layers; the modules take these tensors
-    without a copy. None: the initial values (rule 2 of the numerics contract), which `seed` decides.
-    """
-    fresh = values is None
-    if values is None:
-        from raypar.model.initial_values import initial_values_of  # which imports this module
-
-        values = dict(initial_values_of(graph, seed).stream(state_shapes(graph, first, last), dtype))
-    taken: set[str] = set()
-    modules: dict[str, nn.Module] = {}
-    for layer in graph.layers[first:last]:
-        modules[layer.name] = module = build_on_meta(layer)
-        names = put_values(graph, layer.name, module, values)
-        for path, parameter in module.named_parameters() if fresh else ():
-            if names[path] in taken:
-                parameter.data = parameter.data.clone()  # each use of a tie is a parameter of its own
-        taken |= set(names.values())
-    return modules
-
-
 def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, str]:
     """Put values into a layer's skeleton, in place; returns path of each parameter -> canonical name.
 
@@ -282,9 +260,9 @@ def put_buffers(layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> 
 
 
 def _put_attributes(module: nn.Module, made: Mapping[int, Tensor]) -> None:
-    """Where plain attributes hold tensors of the skeleton, put in what was `made` of these (by id).
+    """Replace tensors of the skeleton that plain attributes hold by the new tensors; `made`: id of the former -> new tensor.
 
-    Raises `ModelError` where that is a shard's slice, which code that reads the attribute could not know.
+    Raises `ModelError` where the new tensor is a shard's slice: code that reads the attribute expects the whole parameter.
     """
 
     def put(tensor: Tensor) -> Tensor:
@@ -328,6 +306,7 @@ def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], done: dict[i
 
 
 def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """The value of a tensor of the skeleton; an empty one needs none."""
     if name in values or skeleton.numel():
         return values[name]
     return torch.empty(skeleton.shape, dtype=skeleton.dtype)

@@ -96,7 +96,7 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
 
 
 def _own_calls(chain: nn.Sequential) -> str | None:
-    """What calling the chain does beside calling its layers in a row; None if there is nothing."""
+    """What calling the chain does besides calling its layers one after the other; None if nothing."""
     hooks = chain._forward_hooks, chain._forward_pre_hooks, chain._backward_hooks, chain._backward_pre_hooks
     if any(hooks):
         return "hooks of its own"

@@ -34,8 +34,8 @@ from raypar.model.without_dynamo import without_dynamo
 
 T = TypeVar("T")
 
-SMALL_BYTES = 64 << 10
-"""Tensors below this are real from the start: biases, norms, tables of positions."""
+DEFERRED_BYTES = 64 << 10
+"""Smaller tensors are real from the start: biases, norms, tables of positions."""
 
 CONSTANT_BYTES = 64 << 10
 """Real tensors below this are copied into the recording as constants. An operation that reads a larger one runs at once."""
@@ -112,9 +112,12 @@ class Recording:
     """The operations on large tensors; `values(tensor)` computes the values of one of them."""
 
     def __init__(self, small_bytes: int | None = None) -> None:
-        self.small_bytes = SMALL_BYTES if small_bytes is None else small_bytes
+        self.small_bytes = DEFERRED_BYTES if small_bytes is None else small_bytes
+        """Tensors below this are real from the start."""
         self._operations: list[RecordedOperation] = []
+        """All recorded operations, in the order in which they ran."""
         self._memories: dict[int, RecordedMemory] = {}
+        """Key -> memory of large tensors."""
 
     # -- recording -------------------------------------------------------------------------------------------------------
 
@@ -266,6 +269,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.recording = recording
         self._scratch: Tensor | None = None
+        """Memory in which random operations run to advance the generator."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from raypar.errors import ModelError
+from raypar.model.value_source import InitialValues
 from raypar.plan.crossing import Crossing, Outline
 from raypar.plan.parallel_plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from raypar.model.initial_values import InitialValues
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Graph:
-    """Layers in execution order, with what connects them. Builds run in layer order and draw from the model function's random
-    stream; the values that they give parameters are kept."""
+    """Layers in execution order, with what connects them.
+
+    Builds run in layer order and draw from the model function's random stream; the values that they give parameters are kept.
+    """
 
     layers: tuple[Layer, ...]
     output: str

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from raypar.model.deferred_init import Recording
 from raypar.model.graph import Graph
 from raypar.model.model_call import call_watched
 from raypar.model.random_state import RandomState, generators_preserved, seed_all
+from raypar.model.value_source import DimRanges, InitialValues
 from raypar.plan.seeds import seed_of
-from raypar.plan.shard_ranges import IndexRanges
 
 CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 """guard(caller): a context for one call of the user's code; on exit it restores process state that the call left changed.
@@ -30,35 +30,10 @@ CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 `caller` describes the call in messages. `StateGuard.watching` of `worker.compute_state` is one."""
 
 
-Slice = tuple[int, IndexRanges]
-"""A dim of a tensor, and the indices of it."""
-
-
-class InitialValues(Protocol):
-    """Initial values by name: canonical names of parameters, qualified names of buffers."""
-
-    def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of each of `names` once, in any order.
-
-        Tensors are on the CPU, contiguous, in memory of their own, floating-point ones in `dtype`. Raises `ModelError` for a
-        tensor without values.
-        """
-
-    def stream_slices(self, slices: Mapping[str, Slice], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, slice) of those of `slices` that can be had without the whole tensor; the caller cuts the others itself."""
-
-    def release(self) -> None:
-        """Free the memory that `stream` uses; a later `stream` makes the values again."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Lines for the user: what these values cost, or which values are not used."""
-
-
 class MadeWhole:
     """Base of initial values that come out of code that makes whole tensors."""
 
-    def stream_slices(self, slices: Mapping[str, Slice], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def stream_slices(self, slices: Mapping[str, DimRanges], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See `InitialValues`: none."""
         return iter(())
 
@@ -103,6 +78,7 @@ class WholeModelValues(MadeWhole):
         notes: tuple[str, ...] = (),
     ) -> None:
         self._tensors: Mapping[str, Tensor] | None = tensors
+        """The model's parameters and buffers by name; None after `release`."""
         self._make = make
         self.notes = notes
 

@@ -31,14 +31,17 @@ class Allocations(TorchDispatchMode):
     """While entered: counts the bytes of new tensors, and fills uninitialised memory with NaN (integers with 0).
 
     The NaN shows later which parameters nobody has given values. Raises `TooLarge` beyond `limit_bytes`.
-    `loaded_bytes`: bytes copied from tensors that no operation in here has made, such as files or numpy arrays.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
         super().__init__()
         self.limit_bytes = limit_bytes
-        self.nbytes = self.loaded_bytes = 0
+        self.nbytes = 0
+        """Bytes of all new tensors."""
+        self.loaded_bytes = 0
+        """Bytes copied from tensors that no operation in here has made, such as files or numpy arrays."""
         self._made: set[int] = set()
+        """The memory of tensors that operations in here have made."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

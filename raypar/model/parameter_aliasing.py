@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 
 Replaced = Literal["nothing", "parameters", "all"]
-"""What does not begin with the model function's values; `all`: buffers too."""
+"""Which state does not begin with the model function's values; `all`: parameters and buffers."""
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_flat_weights", "_flat_weight_refs"}
 """Attributes of modules that are known: registered tensors, and what PyTorch's recurrent layers keep of theirs."""
 
 
 def refuse_parameter_aliasing(layers: Collection[tuple[str, nn.Module]], replaced: Replaced = "nothing") -> None:
-    """Raises `ModelError` where a trained parameter's memory is also that of another parameter or buffer object, of a plain
-    attribute, or of what a function holds that a module keeps.
+    """Raises `ModelError` where the memory of a trained parameter can be reached in another way than by its name.
 
+    That is by another parameter or buffer object, by a plain attribute, or by a function that a module keeps.
     `replaced`: what gets other values than the model function's (`init_from`, `init: by-name`). It may not be in functions
     either where it is not trained, or as a view in an attribute: these would keep the model function's values.
     """
@@ -70,6 +70,7 @@ _Registered = dict[int, list[tuple[str, Tensor]]]
 
 
 def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Registered:
+    """The trained parameters."""
     found: _Registered = {}
     for layer, module in layers:
         for path, parameter in module.named_parameters():
@@ -79,6 +80,7 @@ def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Registered:
 
 
 def _not_trained(layers: Collection[tuple[str, nn.Module]], kinds: Replaced) -> _Registered:
+    """Frozen parameters, and buffers if `kinds` is `all`, that get other values than the model function's."""
     found: _Registered = {}
     for layer, module in layers if kinds != "nothing" else ():
         for path, tensor in (*module.named_parameters(), *(module.named_buffers() if kinds == "all" else ())):
@@ -88,6 +90,7 @@ def _not_trained(layers: Collection[tuple[str, nn.Module]], kinds: Replaced) -> 
 
 
 def _refuse_former_values(where: str, value: Any, registered: _Registered, inside: Collection[nn.Module]) -> None:
+    """Raises `ModelError` if the attribute `value` (called `where`) would keep values that the job replaces."""
     for held, holder in _held(value, "", inside, set()):
         for name, tensor in registered.get(_memory(held), ()):
             if (holder or held is not tensor) and _overlap(tensor, held):

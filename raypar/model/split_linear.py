@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 
 class LinearLike(Protocol):
-    """A Linear, or a shard of one."""
+    """An `nn.Linear`, or one shard of it."""
 
     weight: Tensor
     bias: Tensor | None
@@ -74,8 +74,10 @@ def bias_gradient(gradient: Tensor) -> Tensor:
 
 
 def bias_gradient_operand(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
-    """The gradient that `bias_gradient` sums, in the shape in which F.linear has added the bias: to the product's rows, or, if
-    x [..., in] is not contiguous, to the output."""
+    """The gradient that `bias_gradient` sums, in the shape in which F.linear has added the bias.
+
+    F.linear adds the bias to the product's rows, or, if x [..., in] is not contiguous, to the output.
+    """
     return rows if x.dim() == 2 or x.is_contiguous() else gradient
 
 
@@ -128,8 +130,7 @@ def adds_to_weights(ctx: Any) -> bool:
 
 
 def is_autocast_enabled(device: torch.device) -> bool:
-    """Whether this runs inside `torch.autocast` for that kind of device. Of kinds without autocast (meta) PyTorch is not asked:
-    it would raise."""
+    """Whether this runs inside `torch.autocast` for that kind of device; kinds without autocast (meta) never do."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
@@ -218,8 +219,10 @@ def splittable(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
 
 
 def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
-    """Make the Linears of a layer, where that can be, defer their weight gradients to `stash()`: the running microbatch's list.
-    Returns them."""
+    """Make the Linears of a layer defer their weight gradients to `stash()`, the running microbatch's list, where possible.
+
+    Returns those Linears.
+    """
     chosen: list[nn.Module] = []
     for part in splittable(module, nn.Linear):
         assert isinstance(part, nn.Linear)
@@ -230,7 +233,7 @@ def split_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Modu
 
 def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        # A part of a value (`tensor_parallel.value.Sharded`) is no tensor: its weight gradients are autograd's.
+        # A part of a value (`tensor_parallel.sharded_value.Sharded`) is no tensor: its weight gradients are autograd's.
         if not torch.is_grad_enabled() or not isinstance(x, Tensor):
             return F.linear(x, linear.weight, linear.bias)
         operands: tuple[Any, ...] = (x, linear.weight, linear.bias)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypar.plan.parallel_plan import ParallelPlan
+from raypar.plan.shard_layout import ShardLayout
 from raypar.plan.shard_ranges import Cut
 
 
@@ -65,6 +66,8 @@ class Outline:
     """By layer: name -> number of elements, of its parameters (a tie under its first name), then of its buffers."""
     cuts: Mapping[int, Mapping[str, Cut]] = field(default_factory=dict)
     """Number of shards -> parameter -> how it is cut over so many; a parameter that is not there is whole on every shard."""
+    layouts: Mapping[int, ShardLayout] = field(default_factory=dict)
+    """Number of shards -> the whole layout for so many: `cuts`, and the styles with all that they answer."""
     buffers: frozenset[str] = frozenset()
     """Which of the names in `elements` are buffers."""
     frozen: frozenset[str] = frozenset()

@@ -17,7 +17,7 @@ IndexRanges = tuple[IndexRange, ...]
 
 
 def merge_ranges(spans: Iterable[IndexRange]) -> IndexRanges:
-    """The same indices in the fewest spans."""
+    """The same indices in as few ranges as possible."""
     found: list[IndexRange] = []
     for start, stop in sorted(s for s in spans if s[0] < s[1]):
         if found and start <= found[-1][1]:
@@ -33,12 +33,12 @@ def count_indices(spans: IndexRanges) -> int:
 
 
 def even_range(total: int, shards: int) -> tuple[IndexRanges, ...]:
-    """`total` indices over shards, contiguous, sizes differing by one at most (7 over 2: 3 and 4)."""
+    """By shard: its run of `total` indices; sizes differ by one at most (7 over 2: 3 and 4)."""
     return tuple(merge_ranges([(p.start, p.stop)]) for p in (contiguous_part(i, shards, total) for i in range(shards)))
 
 
 def scale_ranges(spans: IndexRanges, unit: int) -> IndexRanges:
-    """Every index stands for `unit` consecutive ones (heads -> features)."""
+    """The ranges in which each index has become `unit` consecutive ones (heads -> features)."""
     return tuple((start * unit, stop * unit) for start, stop in spans)
 
 
@@ -53,7 +53,7 @@ def repeat_ranges(spans: IndexRanges, period: int, times: int) -> IndexRanges:
 
 
 def ranges_within(spans: IndexRanges, start: int, stop: int) -> IndexRanges:
-    """Those in `[start, stop)`, counted from `start`."""
+    """The indices in `[start, stop)`, counted from `start`."""
     return merge_ranges((max(a, start) - start, min(b, stop) - start) for a, b in spans)
 
 
@@ -77,7 +77,7 @@ def subtract_ranges(first: IndexRanges, second: IndexRanges) -> IndexRanges:
 
 @lru_cache(maxsize=1024)
 def positions_of(held: IndexRanges, wanted: IndexRanges) -> IndexRanges:
-    """Where the `wanted` indices lie among the `held` ones, of which they must be a part."""
+    """Positions of the `wanted` indices among the `held` ones, which must contain them."""
     found, before = [], 0
     for start, stop in held:
         found += [(before + a - start, before + b - start) for a, b in intersect_ranges(((start, stop),), wanted)]
@@ -96,9 +96,9 @@ def ranges_at(held: IndexRanges, start: int, stop: int) -> IndexRanges:
 
 
 def common_factor(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexRanges] | None:
-    """Indices of a dim that is viewed as several dims of `sizes`: (which of these is cut, the indices held of it).
+    """(which dim, its indices) when a dim with these indices is viewed as several dims of `sizes`.
 
-    None when they are no such product: all of the other dims times some of one.
+    The indices must be those of all other dims times some of this one; else None.
     """
     whole = ((0, prod(sizes)),)
     for place, size in enumerate(sizes):
@@ -115,9 +115,9 @@ def common_factor(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexR
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one parameter is cut: along `dim`, `size` long when whole, shard t holding the indices `held[t]`.
+    """How one parameter is cut: along `dim`, which is `size` long when whole; shard t holds the indices `held[t]`.
 
-    Shards may hold the same indices (fewer key heads than shards); the first that does *owns* them.
+    Several shards may hold the same indices (fewer key heads than shards); the first of them *owns* those.
     """
 
     dim: int
@@ -125,18 +125,18 @@ class Cut:
     held: tuple[IndexRanges, ...]
 
     def owned(self, shard: int) -> IndexRanges:
-        """Indices that this shard counts in the norm and writes to checkpoints: every index has one owner."""
+        """The indices that this shard counts in the norm and writes to checkpoints. Every index has one owner."""
         return subtract_ranges(self.held[shard], merge_ranges(s for spans in self.held[:shard] for s in spans))
 
     @property
     def shared(self) -> IndexRanges:
-        """Indices that more than one shard holds; their gradients are partial sums."""
+        """Indices that more than one shard holds; on each of these the gradient is a part of a sum."""
         pairs = itertools.combinations(self.held, 2)
         return merge_ranges(s for one, other in pairs for s in intersect_ranges(one, other))
 
     def pieces(self, spans: IndexRanges, elements: int) -> IndexRanges:
-        """Which of the whole parameter's `elements`, numbered with `dim` as the slowest, lie at these indices.
+        """Which of the whole parameter's `elements` lie at these indices, all being numbered with `dim` as the slowest dim.
 
-        In this numbering, which no plan changes, what a shard holds of a dim is few runs of elements, whichever dim it is.
+        No plan changes the numbering, and a shard's slice is a few runs of it whichever dim is cut.
         """
         return scale_ranges(spans, elements // self.size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan.shard_layout import ShardLayout
 from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower, lower_forward
 from raypar.schedule.validate import validate
@@ -24,10 +26,18 @@ class Assignment:
     splits_backward: bool
     validation_cut: Microbatches | None = None
     validation_program: Program = ()
+    layouts: Mapping[int, ShardLayout] = field(default_factory=dict)
+    """Number of shards -> how the model is cut over so many: of all numbers that the job may come to. Empty without shards."""
 
 
 def assign(
-    schedule: Schedule, plan: ParallelPlan, crossing: Crossing, cut: Microbatches, validation_cut: Microbatches | None = None
+    schedule: Schedule,
+    plan: ParallelPlan,
+    crossing: Crossing,
+    cut: Microbatches,
+    validation_cut: Microbatches | None = None,
+    *,
+    layouts: Mapping[int, ShardLayout] | None = None,
 ) -> tuple[Assignment, ...]:
     """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` when they would not run."""
     routing = Routing(plan, cut)
@@ -44,6 +54,7 @@ def assign(
             splits_backward(program),
             validation_cut,
             forward[rank],
+            layouts or {},
         )
         for rank, program in enumerate(programs)
     )

@@ -19,6 +19,7 @@ from raypar.model.initial_values import ByNameValues, CallGuard
 from raypar.model.model_call import WHOLE_BYTES, TooLarge, call_watched
 from raypar.model.parameter_aliasing import Replaced
 from raypar.model.random_state import RandomState, generators_preserved, seed_all
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.assignment import Assignment, assign
 from raypar.schedule.instructions import Schedule
@@ -171,4 +172,7 @@ def assignments(
     spec: JobSpec, graph: Graph, plan: ParallelPlan, schedule: Schedule, *, validation_samples: int = 0
 ) -> tuple[Assignment, ...]:
     """One assignment per rank, lowered from the schedule. Raises `ScheduleError` if the result would not run."""
-    return assign(schedule, plan, graph.crossing(plan), spec.cut, validation_cut(spec, validation_samples))
+    counts = {stage.shards for stage in plan.stages}
+    layouts = {count: layout_of(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}
+    validation = validation_cut(spec, validation_samples)
+    return assign(schedule, plan, graph.crossing(plan), spec.cut, validation, layouts=layouts)

@@ -16,9 +16,9 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.tcp.mesh import TcpMesh
 from raypar.errors import ConfigError
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import ShardLayout
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.shard_layout import ShardLayout
 from raypar.worker.assignment import Assignment
 from raypar.worker.communicators import check_communicators, communicators_of
 from raypar.worker.gpu_process import ENVIRONMENT, configure_process

@@ -15,10 +15,11 @@ from raypar.comm.communicator_key import FAST, SHARDS, CommunicatorKey
 from raypar.comm.nccl.device import MAX_COMMUNICATORS
 from raypar.errors import PlanError
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan, Routing, Tie
 from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.shard_layout import ShardLayout
 from raypar.schedule.instructions import Communication
 from raypar.worker.assignment import Assignment
 from raypar.worker.job_spec import JobSpec
@@ -50,7 +51,7 @@ def communicators_of(
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)
-                gathers = last or any(style.kind == "gathered" for style in layout(shards).styles.values())
+                gathers = last or "all_gather" in layout(shards).operations(sequence=False)
                 found |= set(_shards(plan, stage, plan.seats[rank].replica, spec.sequence_parallel, gathers))
     return frozenset(found)
 

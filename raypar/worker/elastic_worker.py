@@ -122,6 +122,7 @@ class ElasticWorker:
     def adopt(self, order: tuple[AdoptOrder, Callable[[], Transport]]) -> Routine[None]:
         """Connect, send and receive state, then build stages. Until all state has arrived the old stages stay as they are."""
         part, connect = order
+        self.core.learn_layouts(part.assignment)
         base: dict[str, list[ParameterState]] = {}
         if part.cut:
             base = self.mirror.at(part.done)

@@ -12,7 +12,7 @@ from raypar.model.build import state_on_meta, state_shapes
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_of
 from raypar.model.tensor_parallel.build import slice_of
-from raypar.model.tensor_parallel.styles import elements_on_shard
+from raypar.plan.shard_layout import slice_shape
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage_shard import StageShard
 
@@ -53,7 +53,7 @@ def unfilled_state(graph: Graph, first: int, last: int, spec: JobSpec, shard: St
     found: dict[str, Tensor] = {}
     for name, whole in state_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
         cut = shard.layout.cuts.get(name) if shard is not None else None
-        local = whole.shape if shard is None or cut is None else elements_on_shard(cut, whole.shape, shard.group.shard)
+        local = whole.shape if shard is None or cut is None else slice_shape(cut, whole.shape, shard.group.shard)
         found[name] = torch.empty(local, dtype=whole.dtype)
     return found
 

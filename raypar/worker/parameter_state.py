@@ -1,6 +1,6 @@
 """State of one parameter in a worker's memory: of the whole, of a shard's slice, or of a run of elements that was received.
 
-Elements are numbered as `plan.pieces.Piece` says, alike under every number of shards (`model.tensor_parallel.slices`).
+Elements are numbered as `plan.pieces.Piece` says, alike under every number of shards (`slice_elements`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
-from raypar.model.tensor_parallel.slices import put, taken
-from raypar.model.tensor_parallel.styles import elements_on_shard
+from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
+from raypar.plan.shard_layout import slice_shape
 from raypar.plan.shard_ranges import Cut, IndexRanges, intersect_ranges, merge_ranges, subtract_ranges
 from raypar.worker.checkpoint import PARAMETER
 
@@ -81,8 +81,8 @@ class ParameterState:
         if self.start is not None:
             return value[start - self.start : stop - self.start]
         if self.place.cut is None:
-            return taken(value, whole, 0, start, stop)
-        return taken(value, self.place.cut, self.place.shard, start, stop)
+            return read_elements(value, whole, 0, start, stop)
+        return read_elements(value, self.place.cut, self.place.shard, start, stop)
 
 
 def extract_run(holdings: Iterable[ParameterState], start: int, stop: int, whole: Cut | None) -> Kept:
@@ -127,7 +127,7 @@ def assemble_parameter(
     if not holdings or merge_ranges(s for h in holdings for s in intersect_ranges(wanted, h.spans)) != wanted:
         return None
     cut = place.cut if place.cut is not None else whole()
-    local = tuple(shape()) if place.cut is None else elements_on_shard(place.cut, shape(), place.shard)
+    local = tuple(shape()) if place.cut is None else slice_shape(place.cut, shape(), place.shard)
     kept: Kept = {}
     for key, value in holdings[0].kept.items():
         if not holdings[0].sliced(key):
@@ -136,5 +136,5 @@ def assemble_parameter(
         kept[key] = torch.empty(local, dtype=value.dtype, device=device)
         for holding in holdings:
             for start, stop in intersect_ranges(wanted, holding.spans):
-                put(kept[key], cut, place.shard, start, holding.take(key, start, stop, whole()))
+                write_elements(kept[key], cut, place.shard, start, holding.take(key, start, stop, whole()))
     return kept, True

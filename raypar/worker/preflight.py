@@ -13,8 +13,8 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError
 from raypar.model.build import build_on_meta, convert_dtype, parameter_shapes
 from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.model.tensor_parallel.meta_check import check_by_shape
-from raypar.model.tensor_parallel.styles import layout_of
 from raypar.plan import ParallelPlan
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.assignment import make_graph

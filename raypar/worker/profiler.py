@@ -18,7 +18,7 @@ from raypar.comm.tcp.mesh import TcpMesh
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph
 from raypar.model.initial_values import values_by_layer
-from raypar.model.tensor_parallel.styles import held_elements, layout_of
+from raypar.model.tensor_parallel.layout import held_elements, layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.worker.assignment import make_graph

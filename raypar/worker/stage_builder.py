@@ -17,16 +17,16 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.communicator_key import SHARDS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Transport
-from raypar.model.build import materialise
 from raypar.model.graph import Graph, Layer
+from raypar.model.materialise import materialise
 from raypar.model.split_linear import split_linears
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.gradient_reuse import GradientBuffers
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
-from raypar.model.tensor_parallel.styles import ShardLayout
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.ownership import Ownership
+from raypar.plan.shard_layout import ShardLayout
 from raypar.worker.assignment import Assignment
 from raypar.worker.backward_hooks import BackwardHooks
 from raypar.worker.compute_state import StateGuard

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from raypar.comm.transport import Routine
 from raypar.model.tensor_parallel.build import slice_of
-from raypar.model.tensor_parallel.functions import select
-from raypar.model.tensor_parallel.gradients import complete
+from raypar.model.tensor_parallel.functions import select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
+from raypar.plan.shard_layout import ShardLayout
 from raypar.plan.shard_ranges import Cut, positions_of
 from raypar.worker.checkpoint import TensorSlices
 
@@ -34,7 +34,7 @@ class StageShard:
         every shard holds whole but that have met parts of values.
         """
         parts = [i for i, name in enumerate(names) if i in partial or name in self._overlapping]
-        yield from complete(
+        yield from sum_partial_gradients(
             {names[i]: gradients[i] for i in parts},
             partial={names[i] for i in partial},
             cuts=self._overlapping,
@@ -62,7 +62,7 @@ class StageShard:
         cut, shard = self._overlapping.get(name), self.group.shard
         if cut is None:
             return local
-        return select(local, cut.dim, positions_of(cut.held[shard], cut.owned(shard))).contiguous()
+        return select_ranges(local, cut.dim, positions_of(cut.held[shard], cut.owned(shard))).contiguous()
 
     def slices(self, name: str, local: Tensor) -> TensorSlices:
         """Where the elements of `owned` lie in the unsharded tensor."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import CheckpointError
-from raypar.model.initial_values import InitialValues
+from raypar.model.value_source import InitialValues
 from raypar.worker.checkpoint import (
     BUFFER,
     CACHE,

@@ -21,10 +21,10 @@ from raypar.comm.transport import Routine, Transport, Wait
 from raypar.errors import NonFiniteError, RayparError, UserCodeError
 from raypar.model.build import canonical_names
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import ShardLayout
 from raypar.plan import Routing, Tie
 from raypar.plan.addition_tree import TreeNode
 from raypar.plan.ownership import Ownership
+from raypar.plan.shard_layout import ShardLayout
 from raypar.plan.vote_result import VoteResult
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.compute_state import StateGuard

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from raypar.comm.transport import Handle, Routine, Transport, Wait
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.functions import select
-from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.model.tensor_parallel.functions import select_ranges
 from raypar.plan import ParallelPlan, Routing, Tie
+from raypar.plan.shard_layout import ShardLayout
 from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of
 from raypar.worker.tags import tie_tag
 
@@ -138,7 +138,7 @@ class TieExchange:
             return gradient
         cut = self.layout(self.routing.plan.stages[src].shards).cuts[name]
         held = cut.held[self.routing.plan.seats[self.rank].shard]
-        return select(gradient, cut.dim, positions_of(held, spans)).contiguous()
+        return select_ranges(gradient, cut.dim, positions_of(held, spans)).contiguous()
 
     def _joined(self, name: str, receiver: int, parts: list[tuple[Source, Tensor]]) -> Tensor | None:
         """A gradient put together from the parts of several shards; None if it is undefined."""

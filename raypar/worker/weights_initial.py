@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.errors import CheckpointError
 from raypar.model.build import parameter_shapes, persistent_buffers, state_on_meta
 from raypar.model.graph import Graph
-from raypar.model.initial_values import InitialValues, Slice
+from raypar.model.value_source import DimRanges, InitialValues
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.weights_file import FLOATING, open_weights, resolve
 from raypar.worker.weights_matching import match_weights
@@ -44,13 +44,13 @@ class WeightsFromFile:
         if rest:
             yield from self.own.stream(rest, dtype)
 
-    def stream_slices(self, slices: Mapping[str, Slice], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def stream_slices(self, slices: Mapping[str, DimRanges], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See `InitialValues`. Of what the file has the slice alone is read. Raises as `stream` does."""
         there = {name: each for name, each in slices.items() if name in self.names}
         if there:
             yield from self._read(there, dtype)
 
-    def _read(self, slices: Mapping[str, Slice | None], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, slices: Mapping[str, DimRanges | None], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(name, its slice, None: all of it) from the file. Raises `CheckpointError` if it is another one."""
         with open_weights(self.path) as file:
             found = file.fingerprint()

@@ -20,10 +20,11 @@ from raypar.errors import WorkerLost
 from raypar.model.build import SkeletonCopies, outline_of
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
-from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import Outline, ParallelPlan, Routing
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Digest
+from raypar.plan.shard_layout import ShardLayout
 from raypar.schedule.instructions import Instruction
 from raypar.worker.assignment import Assignment, make_graph
 from raypar.worker.checkpoint import ShardRecord
@@ -177,6 +178,7 @@ class WorkerCore:
         to read them from, with the optimizers' state. With neither, stages begin with the initial values, and the description
         contains digests of these. `cost_ms`, `before`: see `Interpreter`.
         """
+        self.learn_layouts(assignment)
         self.guard.establish()
         self.guard.thorough = True
         self._close_loaders()
@@ -245,8 +247,13 @@ class WorkerCore:
         if self.graph.initial_values is not None:
             self.graph.initial_values.release()
 
+    def learn_layouts(self, assignment: Assignment | None) -> None:
+        """Take over, from what the driver has sent, how the model is cut over shards: it was computed once, by the client."""
+        if assignment is not None:
+            self._layouts.update(assignment.layouts)
+
     def layout(self, shards: int) -> ShardLayout:
-        """How the job's styles cut the model over so many shards."""
+        """How the job's styles cut the model over so many shards; computed where no assignment has brought it."""
         if shards not in self._layouts:
             self._layouts[shards] = layout_of(self.graph, shards, dict(self.spec.styles))
         return self._layouts[shards]

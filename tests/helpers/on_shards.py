@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from raypar.comm.blocking_routines import as_routine
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.model.build import canonical_names, materialise
+from raypar.model.build import canonical_names
 from raypar.model.capture import capture
 from raypar.model.graph import Graph
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
-from raypar.model.tensor_parallel.gradients import complete
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
+from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
+from raypar.plan.shard_layout import ShardLayout
 
 TOLERANCE = 1e-12
 """max error / max value of a tensor, float64."""
@@ -121,7 +123,10 @@ def sharded(
     found, ledgers = on_shards(layout.shards, work, sequence=sequence, seed=seed)
     mesh = LocalMesh(layout.shards)
     groups = [ShardGroup(t, range(layout.shards), sequence=sequence) for t in mesh.transports]
-    jobs = [complete(r.gradients, partial=r.partial, cuts=layout.cuts, group=g) for r, g in zip(found, groups, strict=True)]
+    jobs = [
+        sum_partial_gradients(r.gradients, partial=r.partial, cuts=layout.cuts, group=g)
+        for r, g in zip(found, groups, strict=True)
+    ]
     CooperativeScheduler().run(jobs, mesh)
     return found, ledgers
 

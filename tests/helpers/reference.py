@@ -19,8 +19,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from raypar.model.build import convert_dtype, materialise
+from raypar.model.build import convert_dtype
 from raypar.model.graph import Graph
+from raypar.model.materialise import materialise
 from raypar.worker.job_spec import JobSpec
 
 

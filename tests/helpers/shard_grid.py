@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from examples import gpt
 from raypar.comm.buffer_pool import CPU
-from raypar.model.build import materialise
 from raypar.model.graph import Graph
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import slice_of
-from raypar.model.tensor_parallel.styles import ShardLayout, layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan
+from raypar.plan.shard_layout import ShardLayout
 from raypar.schedule import registry
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.local_run import LocalJob

@@ -21,7 +21,7 @@ from raypar.elastic import actions as do
 from raypar.elastic.buddies import assign_buddies
 from raypar.model.build import parameter_shapes
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import layout_of, outline_of_shards
+from raypar.model.tensor_parallel.layout import layout_of, outline_of_shards
 from raypar.plan import ParallelPlan, Routing
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.ownership import Ownership

@@ -101,7 +101,7 @@ def test_a_shards_part_of_a_value_lies_as_one_that_it_has_made(shard):
     """A single sequence is cut into runs that are contiguous where they lie."""
     group = ShardGroup(LocalMesh(3).transports[shard], range(3), sequence=True)
     value = torch.randn(1, 7, 5).requires_grad_()
-    part = functions.split(value, 1, group)
+    part = functions.scatter_to_shards(value, 1, group)
     assert as_aligned(part) is part
     leaving = SimpleNamespace(dim=1, mine=even_range(7, 3)[shard])
     with torch.no_grad():

@@ -9,9 +9,10 @@ from helpers import ugly_models
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import build_on_meta, layer_sizes, materialise, parameter_shapes
+from raypar.model.build import build_on_meta, layer_sizes, parameter_shapes
 from raypar.model.capture import capture
 from raypar.model.graph import Graph, Layer
+from raypar.model.materialise import materialise
 from raypar.plan.seeds import seed_of
 from raypar.worker.assignment import make_graph
 from raypar.worker.job_spec import Ref

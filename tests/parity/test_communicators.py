@@ -12,11 +12,12 @@ from helpers.parity import Layout, layouts
 from helpers.shard_grid import Cell, cells
 
 from raypar.comm.communicator_key import COLLECTIVES, FAST, SHARDS, CommunicatorKey
-from raypar.model.tensor_parallel.styles import ShardingStyle, layout_of
-from raypar.model.tensor_parallel.styles import ShardLayout as StyledLayout
+from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.styles.gathered import GatheredStyle
 from raypar.plan import Crossing, ParallelPlan, Routing
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.pieces import Move, Piece
+from raypar.plan.shard_layout import ShardLayout as StyledLayout
 from raypar.schedule import registry
 from raypar.schedule.assignment import assign
 from raypar.worker.assignment import make_graph
@@ -170,12 +171,14 @@ def test_shards_have_communicators_of_their_own_and_reduce_with_the_same_shard_o
 
 
 def test_shards_that_gather_nothing_have_no_communicator_for_it():
-    plan, gathered = ParallelPlan.of((1, 1), shards=(2, 2), layers=4), dict.fromkeys(["layer1"], ShardingStyle("gathered"))
+    plan = ParallelPlan.of((1, 1), shards=(2, 2), layers=4)
+    gathered = {"layer1": GatheredStyle().collectives(torch.nn.Linear(4, 4))}
     first, last = parts_of(plan)[0], parts_of(plan)[2]
     gather = CommunicatorKey((0, 1), "all_gather", SHARDS)
     assert gather not in needed(first, 0)
     assert gather in needed(first, 0, replace(JOB, sequence_parallel=True))
-    assert gather in communicators_of(first, 0, JOB, lambda shards: StyledLayout(shards, gathered, {}))
+    layout = StyledLayout(2, {"layer1": "gathered"}, {}, traffic=gathered)
+    assert gather in communicators_of(first, 0, JOB, lambda shards: replace(layout, shards=shards))
     assert CommunicatorKey((2, 3), "all_gather", SHARDS + 1) in needed(last, 2), "the loss"
 
 

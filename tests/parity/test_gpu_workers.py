@@ -19,7 +19,7 @@ from helpers.standin import Setting
 
 from raypar.model.build import outline_of
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles import outline_of_shards
+from raypar.model.tensor_parallel.layout import outline_of_shards
 from raypar.plan import Outline, ParallelPlan, Routing
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.ownership import Ownership

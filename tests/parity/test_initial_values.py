@@ -26,7 +26,7 @@ from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred_init as deferred
 from raypar.model.build import STATE_DTYPES, state_shapes
 from raypar.model.graph import Graph, Layer
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan
 from raypar.worker import assignment, checkpoint, weights_file
 from raypar.worker.assignment import make_graph
@@ -146,7 +146,7 @@ def begins_with_the_values_of_one_process(way: str, deferred_init: str, layouts,
 @pytest.mark.parametrize("way", WAYS)
 def test_training_begins_with_the_values_of_one_process(way, monkeypatch):
     begins_with_the_values_of_one_process(way, "never", [LAYOUTS["2 x 2"]], ["float32"])
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     begins_with_the_values_of_one_process(way, "always", [LAYOUTS["2 shards x 2 stages"]], ["float32"])
 
 
@@ -154,7 +154,7 @@ def test_training_begins_with_the_values_of_one_process(way, monkeypatch):
 @pytest.mark.parametrize("deferred_init", ["never", "always"])
 @pytest.mark.parametrize("way", WAYS)
 def test_so_it_does_in_every_layout(way, deferred_init, monkeypatch):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     begins_with_the_values_of_one_process(way, deferred_init, LAYOUTS.values(), ["float32", "float64"])
 
 
@@ -407,7 +407,7 @@ def loads_itself(path: str) -> nn.Module:
 def test_a_file_in_bfloat16_gives_ties_and_frozen_layers_the_values_of_one_process_that_loads_it(
     layout, deferred_init, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     path = str(tmp_path / "f.safetensors")
     weights_in_bfloat16(path)
     torch.manual_seed(SEED)
@@ -551,7 +551,7 @@ def module_of_another_layer() -> nn.Module:
     ],
 )
 def test_what_would_change_with_a_trained_parameter_in_one_process_only_is_refused(model, found, deferred_init, monkeypatch):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     with pytest.raises(ModelError) as error:
         make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model)))
     assert found in error.value.what
@@ -657,7 +657,7 @@ def test_tensors_that_are_no_parameters_hold_what_the_model_function_gave_them(
     begins, model, deferred_init, tmp_path, monkeypatch
 ):
     """With `init: by-name` and `init_from` too. Compared by losses: one process has the same parameters."""
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(model))
     by_hand = spec
     if begins == "file":
@@ -680,7 +680,7 @@ def test_tensors_that_are_no_parameters_hold_what_the_model_function_gave_them(
 def test_a_function_with_a_frozen_parameter_is_refused_where_other_values_replace_the_model_functions(
     deferred_init, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(frozen_in_a_function))
     want = reference.train(make_graph(spec), spec).losses
     with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
@@ -738,7 +738,7 @@ def test_what_workers_would_leave_out_silently_is_refused(what):
 
 
 def test_what_cannot_be_deferred_is_made_whole_and_a_line_says_so(monkeypatch):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
     spec = job("lazy", deferred_init="auto")
     graph = make_graph(spec)
@@ -810,13 +810,13 @@ def made_without_values() -> nn.Module:
 
 @pytest.mark.parametrize("model", [probabilities, through_a_file, decompositions, channels_last, made_without_values])
 def test_deferred_values_are_those_of_one_process(model, monkeypatch):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     begins_like_one_process(model, "always")
 
 
 @pytest.mark.parametrize("model", [under_autocast, under_vmap, quasirandom])
 def test_what_the_meta_device_does_not_do_is_done_whole(model, monkeypatch):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
     initial = begins_like_one_process(model, "auto")
     assert "cannot be made in parts" in initial.notes[0]
@@ -837,7 +837,7 @@ def begins_like_one_process(model, deferred_init):
 
 @pytest.mark.parametrize("deferred_init", ["never", "always"])
 def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, monkeypatch):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 100)  # the weight is deferred, the bias is not
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 100)  # the weight is deferred, the bias is not
 
     def model() -> nn.Module:
         made = models.blocks()
@@ -851,7 +851,7 @@ def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, mon
 
 
 def test_a_large_model_is_deferred_by_itself(monkeypatch):
-    monkeypatch.setattr(deferred, "SMALL_BYTES", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
     graph = make_graph(replace(job("gpt2_residual"), deferred_init="auto"))
     assert type(graph.initial_values).__name__ == "DeferredValues"

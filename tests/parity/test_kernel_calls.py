@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from raypar.model.split_linear import DeferredWeightGradient, split_linears
 from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear, split_sharded_linears
-from raypar.model.tensor_parallel.value import Held, Sharded
+from raypar.model.tensor_parallel.part_layout import PartLayout
+from raypar.model.tensor_parallel.sharded_value import Sharded
 from raypar.plan.shard_ranges import even_range
 
 LEADING = [(), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (4, 17), (0, 3), (2, 1, 3, 4)]
@@ -126,10 +127,11 @@ def of_shard(kind: str, group, x: Tensor, gradient: Tensor, linear: nn.Linear, p
         linear.in_features = 2 * fan_in
         held = even_range(2 * fan_in, 2)[group.shard]
         layer = RowLinear(linear, "row", group, held)
-        value = Sharded(value, Held(x.dim() - 1, 2 * fan_in, held), group)
+        value = Sharded(value, PartLayout(x.dim() - 1, 2 * fan_in, held, "features"), group)
     else:
         linear.out_features = 2 * fan_out
-        layer = ColumnLinear(linear, "column", group, even_range(2 * fan_out, 2)[group.shard], shares=kind == "shared column")
+        held = even_range(2 * fan_out, 2)[group.shard]
+        layer = ColumnLinear(linear, "column", group, held, shares_input=kind == "shared column")
     if put_off:
         split_sharded_linears(layer, lambda: stash)
     made = layer(value)

@@ -6,7 +6,8 @@ from pathlib import Path
 import yaml
 
 from raypar.config import load_job, parse_plan
-from raypar.model.tensor_parallel.styles import KINDS, layout_of
+from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.styles.registry import STYLES
 from raypar.worker.assignment import make_graph
 
 ROOT = Path(__file__).parents[2]
@@ -30,4 +31,4 @@ def test_the_styles_that_are_shown_are_those_of_the_quickstart():
 
 
 def test_every_style_is_listed():
-    assert set(KINDS) <= set(re.findall(r"`([\w-]+)`", SECTION))
+    assert set(STYLES) <= set(re.findall(r"`([\w-]+)`", SECTION))

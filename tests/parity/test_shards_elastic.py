@@ -14,7 +14,7 @@ from helpers.protocol import Fault
 from helpers.shard_grid import Cell, graph
 
 from raypar.comm.local_transport import LocalMesh
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.plan import ParallelPlan, Routing
 from raypar.schedule import registry
 from raypar.worker import checkpoint

@@ -7,10 +7,11 @@ from helpers.on_shards import SEED, graph_of, on_shards, sharded, train_once
 from helpers.same_shards import gpt_on_shards, gpt_slices, in_order
 
 from examples import gpt
-from raypar.model.build import materialise, parameter_shapes
+from raypar.model.build import parameter_shapes
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.gradients import complete
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 SHARDS = (2, 3, 4)
 
@@ -123,7 +124,7 @@ def test_partial_gradients_are_completed_in_one_message_a_step():
             id(p) for m in modules.values() for name, p in m.named_parameters() if "norm" in name
         }
         before = group.transport.ledger.as_dict()["all_reduce"]
-        for wait in complete(run.gradients, partial=partial, cuts=layout.cuts, group=group):
+        for wait in sum_partial_gradients(run.gradients, partial=partial, cuts=layout.cuts, group=group):
             blocking_routines.wait_for(wait.handle, wait.what)
         after = group.transport.ledger.as_dict()["all_reduce"]
         return {key: after[key] - before[key] for key in after}

@@ -6,7 +6,7 @@ from helpers.shard_grid import BATCH, DEPTH, HEADS, SEQ, VOCAB, WIDTH, Cell, gra
 
 from raypar.comm.collectives import ONE_PHASE_BYTES
 from raypar.model.build import parameter_shapes
-from raypar.model.tensor_parallel.styles import held_elements
+from raypar.model.tensor_parallel.layout import held_elements
 from raypar.plan import ParallelPlan
 from raypar.worker.local_run import LocalJob
 

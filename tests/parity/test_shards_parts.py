@@ -17,18 +17,22 @@ from examples import gpt
 from examples.gpt import Embedding, Linear
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import ModelError, PlanError
-from raypar.model.build import canonical_names, materialise, outline_of, parameter_shapes
+from raypar.model.build import canonical_names, outline_of, parameter_shapes
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, slice_of
-from raypar.model.tensor_parallel.functions import select
+from raypar.model.tensor_parallel.functions import select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.layout import layout_of
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.meta_check import check_by_shape
-from raypar.model.tensor_parallel.slices import put, taken
-from raypar.model.tensor_parallel.styles import elements_on_shard, layout_of, parse_style
-from raypar.model.tensor_parallel.value import Held, Sharded
+from raypar.model.tensor_parallel.part_layout import PartLayout
+from raypar.model.tensor_parallel.sharded_value import Sharded
+from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
+from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
+from raypar.plan.shard_layout import slice_shape
 from raypar.plan.shard_ranges import Cut, count_indices, even_range, positions_of
 
 TIED = (("model.embed_tokens.weight", "head.lm_head.weight"),)
@@ -85,7 +89,7 @@ def test_every_parameter_is_a_slice_of_what_one_process_makes(make, shards):
         for name, parameter in state.items():
             assert torch.equal(parameter, slice_of(layout, name, want[name], shard))
             if name in layout.cuts:
-                assert tuple(parameter.shape) == elements_on_shard(layout.cuts[name], want[name].shape, shard)
+                assert tuple(parameter.shape) == slice_shape(layout.cuts[name], want[name].shape, shard)
 
 
 @pytest.mark.parametrize("before, after", [(2, 3), (3, 2), (4, 1), (1, 4)])
@@ -99,7 +103,8 @@ def test_what_shards_own_makes_the_state_of_any_other_number_of_shards(before, a
             cut = old.cuts.get(name)
             if cut is not None:
                 own = cut.owned(shard)
-                files.setdefault(name, []).append((cut.dim, own, select(value, cut.dim, positions_of(cut.held[shard], own))))
+                mine = select_ranges(value, cut.dim, positions_of(cut.held[shard], own))
+                files.setdefault(name, []).append((cut.dim, own, mine))
             elif shard == 0:
                 files[name] = [(0, ((0, shapes[name][0]),), value)]
     read = {}
@@ -129,7 +134,7 @@ def test_the_pieces_of_a_parameter_number_every_element_once():
         for shard in range(4):
             assert (
                 count_indices(cut.pieces(cut.held[shard], shapes[name].numel()))
-                == torch.Size(elements_on_shard(cut, shapes[name], shard)).numel()
+                == torch.Size(slice_shape(cut, shapes[name], shard)).numel()
             )
 
 
@@ -169,7 +174,7 @@ def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, aft
     for move in plan_moves(have, {100 + rank: pieces for rank, pieces in enumerate(need(PLANS[after]))}):
         piece = move.piece
         tensor, cut, shard = got[move.dest - 100][piece.name]
-        put(tensor, cut, shard, piece.start, taken(*old[move.source][piece.name], piece.start, piece.stop))
+        write_elements(tensor, cut, shard, piece.start, read_elements(*old[move.source][piece.name], piece.start, piece.stop))
     for mine, wanted in zip(got, want, strict=True):
         assert all(torch.equal(mine[name][0], wanted[name][0]) for name in wanted)
 
@@ -656,7 +661,7 @@ VIEWS = [
 def test_an_operation_on_a_part_is_the_part_of_the_operation(call, spans):
     """Or refused, where the part is no block of the result."""
     full = numbers(2, 3, 12)
-    part = Sharded(select(full, 2, spans), Held(2, 12, spans), ShardGroup(Fake([]), (0, 1)))
+    part = Sharded(select_ranges(full, 2, spans), PartLayout(2, 12, spans, "features"), ShardGroup(Fake([]), (0, 1)))
     try:
         found = call(part)
     except ModelError:
@@ -664,7 +669,7 @@ def test_an_operation_on_a_part_is_the_part_of_the_operation(call, spans):
         return
     want = call(full)
     assert found.shape == want.shape
-    assert torch.allclose(found.local, select(want, found.held.dim, found.held.spans), rtol=1e-14, atol=1e-14)
+    assert torch.allclose(found.local, select_ranges(want, found.part.dim, found.part.ranges), rtol=1e-14, atol=1e-14)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -691,10 +696,10 @@ def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequenc
 
     def value():
         x = numbers(2, 3, 6).requires_grad_()
-        return Sharded(x, Held(1, 6, ((0, 3),)), group) if sequence else x
+        return Sharded(x, PartLayout(1, 6, ((0, 3),), "sequence"), group) if sequence else x
 
     alone = ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), "alone", group, held)
-    three = [ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), name, group, held, shares=True) for name in "qkv"]
+    three = [ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), name, group, held, shares_input=True) for name in "qkv"]
     for read, before in [(lambda x: alone(x).local, 1), (lambda x: sum(layer(x).local for layer in three), 5)]:
         out = read(value()).sum()
         log.clear()
@@ -704,7 +709,7 @@ def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequenc
 
 
 def test_a_wrong_number_of_heads_is_told_with_the_right_one():
-    part = Sharded(numbers(4, 32, 42), Held(2, 84, ((0, 42),)), ShardGroup(Fake([]), (0, 1)))
+    part = Sharded(numbers(4, 32, 42), PartLayout(2, 84, ((0, 42),), "features"), ShardGroup(Fake([]), (0, 1)))
     with pytest.raises(ModelError, match=r"needs runs of 12: if these are 7 heads, .*heads:7"):
         part.reshaped((4, 32, 7, 12))
     assert part.reshaped((4, 32, 6, 14)).local.shape == (4, 32, 3, 14)
@@ -712,7 +717,7 @@ def test_a_wrong_number_of_heads_is_told_with_the_right_one():
 
 def test_a_graph_of_several_layers_that_read_one_value_may_be_gone_back_twice():
     group, held = ShardGroup(Fake([]), (0, 1)), even_range(8, 2)[0]
-    three = [ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), name, group, held, shares=True) for name in "qkv"]
+    three = [ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), name, group, held, shares_input=True) for name in "qkv"]
     x = numbers(2, 3, 6).requires_grad_()
     out = sum(layer(x).local for layer in three).square().sum()
     (before,) = torch.autograd.grad(out, x, retain_graph=True)

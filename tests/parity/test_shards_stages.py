@@ -16,12 +16,13 @@ from raypar.comm import blocking_routines
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.tcp.mesh import TcpMesh
 from raypar.errors import GroupAborted, ModelError
-from raypar.model.build import canonical_names, materialise
+from raypar.model.build import canonical_names
 from raypar.model.graph import Graph, Layer
+from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
-from raypar.model.tensor_parallel.gradients import complete
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.styles import layout_of
+from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 X = torch.arange(14).view(2, 7) % 23
 
@@ -56,7 +57,7 @@ def two_stages(graph, layout, cut, loss, *, sequence):
             for path, p in m.named_parameters()
         }
         partial = set().union(*(partial_names(m, g, canonical) for m, g in zip(stages, groups, strict=True)))
-        for wait in complete(gradients, partial=partial, cuts=layout.cuts, group=group):
+        for wait in sum_partial_gradients(gradients, partial=partial, cuts=layout.cuts, group=group):
             blocking_routines.wait_for(wait.handle, wait.what)
         return total.detach(), sent.detach(), received.grad, gradients
 

@@ -1,18 +1,18 @@
-"""Tensor parallelism: layers whose parameters and values are cut over the shards of a seat (DESIGN 4.11).
+"""Tensor parallelism: layers whose parameters and values are cut over shards.
 
-What the bits of a sharded run depend on, beside the contract of `raypar/README.md`: the number of shards, the styles, and
-whether the sequence is cut. Exactly (`tests/helpers/same_shards.py` is a reading of it in plain PyTorch):
+The bits of a sharded run depend on the number of shards, the styles, and whether the sequence is cut, beside what the contract
+of `raypar/README.md` says of all runs. The rules (`tests/helpers/same_shards.py` carries them out in plain PyTorch):
 
 1. Shard t of T has heads, features or ids [floor(t n / T), floor((t+1) n / T)); of [q, k, v] or gate and up in one matrix that
    part of each; key heads as its query heads need them. A parameter is made whole, by its name, and cut.
 2. Sums over shards are ((p0 + p1) + p2) + ... A row layer's bias is added after the sum. The gradient of a value that several
    layers of a module read (q, k, v; gate and up) is summed over them on each shard as autograd does, then over shards.
 3. Dropout on a part multiplies by that part of the mask of the whole value, drawn from the generator as for the whole value.
-4. Gradients that are parts of a sum over shards (`gradients.py`) are summed over shards once a step, each use of a parameter
-   by itself: after the addition over blocks and replicas, before that over uses.
+4. Gradients that are parts of a sum over shards (`partial_gradients.py`) are summed over shards once a step, each use of a
+   parameter by itself: after the addition over blocks and replicas, before that over uses.
 5. Cross-entropy on parts of the vocabulary: `cross_entropy.py`.
 """
 
-# Both fill the table of what `value.Sharded` can do.
+# Importing them fills the table of operations of `sharded_value.Sharded`.
 from raypar.model.tensor_parallel import cross_entropy as cross_entropy
-from raypar.model.tensor_parallel import operations as operations
+from raypar.model.tensor_parallel import sharded_operations as sharded_operations

@@ -1,7 +1,8 @@
-"""Cross-entropy of logits that are cut by vocabulary, which are never gathered (Shoeybi et al. 2019, section 3).
+"""Cross-entropy of logits that are cut by vocabulary, without gathering them (Shoeybi et al. 2019, section 3).
 
-Of every row a shard sends its maximum m_t, s_t = sum exp(l - m_t) and the target's logit if it has it: 3 numbers (4 with label
-smoothing: the sum of logits too). All compute M = max m_t and log Z = M + log sum_t s_t exp(m_t - M), in shard order.
+For every row shard t sends three numbers: its maximum m_t, s_t = sum exp(l - m_t) over its logits l, and the target's logit if
+it has that (else 0); with label smoothing also the sum of its logits. Every shard then computes, in shard order,
+M = max m_t and log Z = M + log sum_t s_t exp(m_t - M).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
-from raypar.model.tensor_parallel.functions import once
+from raypar.model.tensor_parallel.functions import first_derivative_only
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.value import Sharded, refuse, rule
+from raypar.model.tensor_parallel.sharded_value import Sharded, implements, refusal
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -53,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill(~counted, 0.0)
 
     @staticmethod
-    @once
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         probabilities, rows, place, mine, counted = ctx.saved_tensors
@@ -64,8 +65,8 @@ class _CrossEntropy(torch.autograd.Function):
         return out.mul_(gradient.masked_fill(~counted, 0.0).unsqueeze(1)), None, None, None, None, None, None
 
 
-@rule("cross_entropy")
-def cross_entropy(
+@implements("cross_entropy")
+def _cross_entropy(
     func: Callable[..., Any],
     logits: Sharded,
     target: Tensor,
@@ -78,8 +79,8 @@ def cross_entropy(
 ) -> Tensor:
     """As `F.cross_entropy` with class ids as targets. Raises `ModelError` for class weights and probabilities."""
     classes = 1 if logits.dim() > 1 else 0
-    if logits.held.dim != classes:
-        raise refuse("cross_entropy", logits, "needs logits that are cut by classes")
+    if logits.part.dim != classes:
+        raise refusal("cross_entropy", logits, "needs logits that are cut by classes")
     if weight is not None or target.is_floating_point() or size_average is not None or reduce is not None:
         raise ModelError(
             "cross_entropy of logits that are cut by vocabulary knows no class weights, probabilities, size_average or reduce",
@@ -87,7 +88,7 @@ def cross_entropy(
         )
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    total = logits.held.size
+    total = logits.part.size
     wrong = (target != ignore_index) & ((target < 0) | (target >= total))
     if wrong.device.type != "cpu":  # nothing waits for the device
         torch._assert_async(~wrong.any(), "a target is out of bounds")
@@ -97,7 +98,7 @@ def cross_entropy(
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, target.reshape(-1), logits.held.spans[0][0], total, label_smoothing, ignore_index, logits.group
+        rows, target.reshape(-1), logits.part.ranges[0][0], total, label_smoothing, ignore_index, logits.group
     )
     if reduction == "none":
         return losses.view(target.shape).to(logits.local.dtype)

@@ -1,4 +1,4 @@
-"""An embedding cut by vocabulary: each shard looks up the ids it has, the sum over shards is the whole.
+"""An embedding cut by vocabulary: each shard looks up the ids it has; the sum over shards is the whole output.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -12,28 +12,32 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.value import Held, Sharded
-from raypar.plan.shard_ranges import IndexRanges, even_range
+from raypar.model.tensor_parallel.part_layout import sequence_part
+from raypar.model.tensor_parallel.sharded_module import ShardedModule
+from raypar.model.tensor_parallel.sharded_value import Sharded
+from raypar.plan.shard_ranges import IndexRanges
 
 
-class VocabularyEmbedding(nn.Module):
-    """ids [...] int64 -> [..., width]; `weight` [rows here, width]. One shard adds the row, all others zeros: exact.
+class VocabularyEmbedding(ShardedModule):
+    """ids [...] int64 -> [..., width]; `weight` [rows here, width].
 
-    With sequence parallelism the result [mb, seq, width] is this shard's part of dim 1.
+    For each id one shard contributes its row, all others zeros, so the sum over shards is exact.
+    Under sequence parallelism the result [mb, seq, width] is this shard's part of dim 1.
     """
 
     def __init__(self, embedding: nn.Embedding, name: str, group: ShardGroup, held: IndexRanges) -> None:
-        super().__init__()
+        super().__init__(name, group)
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.weight = embedding.weight
-        self.name, self.group = name, group
         (self.start, self.stop) = held[0]
+        """The ids whose rows are here: [start, stop)."""
         self.padding_idx: int | None = None
+        """Row of the padding id, if that is here."""
         if embedding.padding_idx is not None and self.start <= embedding.padding_idx < self.stop:
             self.padding_idx = embedding.padding_idx - self.start
 
     def forward(self, ids: Tensor) -> Tensor | Sharded:
-        """See the class. Raises `IndexError` for an id outside the vocabulary, as `nn.Embedding`."""
+        """The embedded ids. Raises `IndexError` for an id outside the vocabulary, as `nn.Embedding` does."""
         inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
         if ids.device.type != "cpu":  # nothing waits for the device
             torch._assert_async(inside, f"index out of range in {self.name}")
@@ -46,12 +50,11 @@ class VocabularyEmbedding(nn.Module):
         rows = F.embedding((ids - self.start).masked_fill(absent, 0), self.weight, self.padding_idx)
         part = rows.masked_fill(absent.unsqueeze(-1), 0.0)
         if not self.group.sequence:
-            return functions.summed(part, self.group)
+            return functions.reduce_from_shards(part, self.group)
         if ids.dim() != 2:
             raise ModelError(
                 f"{self.name} sees ids of shape {list(ids.shape)}, sequence parallelism needs [batch, sequence]",
                 cure="give the embedding the style whole, or set plan.sequence_parallel: false",
             )
-        total = ids.shape[1]
-        made = functions.scattered(part, 1, self.group)
-        return Sharded(made, Held(1, total, even_range(total, self.group.size)[self.group.shard]), self.group)
+        made = functions.reduce_scatter_to_shards(part, 1, self.group)
+        return Sharded(made, sequence_part(ids.shape[1], self.group.shard, self.group.size), self.group)

@@ -1,8 +1,9 @@
 """Communication between the shards of a stage as autograd functions: Megatron's f and g, and their sequence parallel forms.
 
-f passes a value on as it is and sums its gradients over the shards; g sums a value and passes its gradient on (Shoeybi et al.
-2019, arXiv:1909.08053, section 3). With sequence parallelism f gathers a value and scatters the sum of its gradients, g the
-other way round (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Sums are in shard order.
+f (`copy_to_shards`) passes a value on and sums its gradients over the shards. g (`reduce_from_shards`) sums a value and passes
+its gradient on (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Under sequence parallelism f gathers a value and scatters
+the sum of its gradients, and g the other way round (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Sums are in shard
+order.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan.shard_ranges import IndexRanges, even_range
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward of a function between shards, which has no derivative of its own: what it gives would be taken for a
-    constant, and second derivatives would silently be wrong. Raises `ModelError` where autograd is to record it."""
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for the backward of an autograd function that communicates: it cannot be differentiated again.
+
+    Autograd would take the received tensors for constants, and second derivatives would silently be wrong. The decorated
+    backward raises `ModelError` where autograd would record it.
+    """
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: Tensor) -> Any:
@@ -45,7 +49,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -60,7 +64,7 @@ class _Sum(torch.autograd.Function):
         return group.sum(x.clone(memory_format=torch.contiguous_format), "the sum of a value")
 
     @staticmethod
-    @once
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0], None
 
@@ -73,10 +77,10 @@ class _Join(torch.autograd.Function):
         return group.join(x, dim, held, "a value's parts")
 
     @staticmethod
-    @once
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        return (None if gradient is None else as_aligned(select(gradient, ctx.dim, ctx.mine))), None, None, None
+        return (None if gradient is None else as_aligned(select_ranges(gradient, ctx.dim, ctx.mine))), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -84,10 +88,10 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
         ctx.dim, ctx.held, ctx.group = dim, even_range(x.shape[dim], group.size), group
         ctx.set_materialize_grads(False)
-        return as_aligned(select(x, dim, ctx.held[group.shard]))
+        return as_aligned(select_ranges(x, dim, ctx.held[group.shard]))
 
     @staticmethod
-    @once
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -103,7 +107,7 @@ class _Scatter(torch.autograd.Function):
         return group.scatter(x, dim, "the sum of a value")
 
     @staticmethod
-    @once
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -111,34 +115,34 @@ class _Scatter(torch.autograd.Function):
         return ctx.group.join(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
 
 
-def select(x: Tensor, dim: int, spans: IndexRanges) -> Tensor:
-    """The indices `spans` of one dim; a view where they are one run."""
-    if len(spans) <= 1:
-        start, stop = spans[0] if spans else (0, 0)
+def select_ranges(x: Tensor, dim: int, ranges: IndexRanges) -> Tensor:
+    """The indices `ranges` of one dim of a tensor; a view where they are one run."""
+    if len(ranges) <= 1:
+        start, stop = ranges[0] if ranges else (0, 0)
         return x.narrow(dim, start, stop - start)
-    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
-def copied(x: Tensor, group: ShardGroup) -> Tensor:
-    """f: a value that all shards hold whole, used by each for its part; the parts' gradients are summed."""
+def copy_to_shards(x: Tensor, group: ShardGroup) -> Tensor:
+    """f: the value, which all shards hold whole and each uses for its part; the gradients are summed over the shards."""
     return _Copy.apply(x, group) if x.requires_grad and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]
 
 
-def summed(x: Tensor, group: ShardGroup) -> Tensor:
-    """g: the sum of what the shards have computed; all shards hold the sum whole and use it alike."""
+def reduce_from_shards(x: Tensor, group: ShardGroup) -> Tensor:
+    """g: the sum of what the shards have computed, which all of them hold whole and use alike."""
     return _Sum.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def scattered(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
-    """g of sequence parallelism: this shard's even part, along `dim`, of the sum over shards."""
+def reduce_scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+    """g of sequence parallelism: this shard's even part, along `dim`, of the sum over the shards."""
     return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def split(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
-    """This shard's even part of a value that all hold whole; gradients of the parts are joined again."""
+def scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+    """This shard's even part, along `dim`, of a value that all shards hold whole; the gradients of the parts are gathered."""
     return _Split.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def whole(x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
-    """The value of which shard t holds the run `held[t]` along `dim`; all shards use it alike."""
+def gather_from_shards(x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
+    """The whole value, of which shard t holds the run `held[t]` along `dim`; all shards use it alike."""
     return _Join.apply(x, dim, held, group)  # type: ignore[no-any-return, no-untyped-call]

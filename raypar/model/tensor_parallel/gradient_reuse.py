@@ -1,8 +1,8 @@
-"""Where a weight's gradient lies: in the same place in every step, as long as nobody else looks at what was there.
+"""Keeps the memory of a weight's gradient from step to step, as long as nobody else uses what is in it.
 
-Freed and allocated anew in each step, large gradients between small activations leave holes that nothing fits in: glibc asks
-for more than an aligned block needs (`_int_memalign`), so it does not find back to a hole of the block's own size. With two
-processors and 12 blocks of a GPT this made up to 24 MiB of 290 (7 %), from run to run; kept, the gradients take what they are.
+Large gradients that are freed and allocated anew in each step, between small activations, leave holes that nothing fits into:
+glibc asks for more than an aligned block needs (`_int_memalign`), so a block does not find back to a hole of its own size.
+With two processors and 12 blocks of a GPT these holes took up to 24 MiB of 290 (7 %), differing from run to run.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from torch import Tensor
 from raypar.comm.buffer_pool import ALIGNED, CPU
 
 _SMALL = 4
-"""Activations of at most a fourth of the gradients are worth less than the holes."""
+"""Gradients are kept, though activations could use their memory, if the activations are at most a fourth of them."""
 
 _storage_users = getattr(torch._C, "_storage_Use_Count", None)
-"""How many tensors and Python objects hold a storage; not a public function (CUDA graph trees use it)."""
+"""PyTorch's count of the tensors and Python objects that hold a storage; not public (CUDA graph trees use it)."""
 
 
 class GradientBuffer:
-    """Of one weight. Only in host memory: PyTorch's allocator on GPUs finds freed blocks again."""
+    """The memory of one weight's gradient. Host memory only: on GPUs PyTorch's allocator finds freed blocks again."""
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
+        """The gradient of the last step, from `keep` until `take`."""
 
     def keep(self, weight: Tensor) -> None:
-        """Nobody needs `weight.grad` [out, in] any more."""
+        """Offer the memory of `weight.grad` [out, in], which nobody needs any more, to the next `take`."""
         self._kept = weight.grad if weight.device == CPU else None
 
     def take(self, gradient: Tensor, x: Tensor) -> Tensor | None:
-        """Memory for grad^T x of grad [rows, out] and x [rows, in], once a step; None: allocate it.
+        """The kept memory for grad^T x of grad [rows, out] and x [rows, in], once a step; None: allocate other memory.
 
-        What somebody still holds (an optimizer its last gradient, a hook, a reduction its buckets) is left to them, and so is
-        what others than PyTorch's allocator have made: another process or numpy may look at it.
+        Memory that somebody still holds (an optimizer the last gradient, a hook, a reduction its buckets) is left alone, and so
+        is memory that PyTorch's allocator has not made: another process or numpy may look at it.
         """
         kept, self._kept = self._kept, None
         if kept is None or kept.dtype != gradient.dtype or kept.dtype != x.dtype:
@@ -58,7 +59,7 @@ def _is_all_of_a_block(tensor: Tensor) -> bool:
 
 
 def _holders(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    """Holders of the tensor and of its memory, of each the Python object and what is behind it; None if they cannot be told."""
+    """Numbers of holders: of the tensor (Python object, C++ object), of its storage (both, too). None if they are not known."""
     if _storage_users is None:
         return None
     memory = tensor.untyped_storage()
@@ -66,36 +67,41 @@ def _holders(tensor: Tensor) -> tuple[int, int, int, int] | None:
 
 
 def _sole() -> tuple[int, int, int, int]:
+    """The numbers of holders of a tensor that one variable holds, as the caller of `_holders` does."""
     alone = torch.empty(1)
     return _holders(alone) or (0, 0, 0, 0)
 
 
-class Keeper(Protocol):
-    """A cut linear layer."""
+class KeepsGradient(Protocol):
+    """A sharded linear layer that can keep its gradient's memory."""
 
     weight: Tensor
 
     def keep_gradient(self) -> None:
-        """Its gradient of the last step is no longer needed."""
+        """The gradient of the last step is no longer needed."""
 
 
 class GradientBuffers:
-    """Of a stage: whether they are worth while, which the first step shows.
+    """Decides for a stage, in its first step, whether gradients are kept.
 
-    They are if they cost nothing, as gradients and all activations are there at once anyway: some microbatch goes forward
-    when another has gone back. Where all go forward first, gradients that are kept stand beside the activations, which else
-    could lie there: they are kept if the activations are small.
+    They are if it costs nothing: some microbatch goes forward after another has gone backward, so that gradients and
+    activations exist at the same time anyway. Where all microbatches go forward first, the memory of freed gradients could
+    hold activations: then gradients are kept only if the activations are small.
     """
 
-    def __init__(self, linears: Sequence[Keeper]) -> None:
+    def __init__(self, linears: Sequence[KeepsGradient]) -> None:
         self._linears = linears
         self._worth: bool | None = None if linears else False
+        """Whether gradients are kept; None: not decided yet."""
         self._before: int | None = None
+        """Bytes allocated before the first forward pass."""
         self._activations: int | None = None
+        """Bytes of the activations of all microbatches, measured before the first backward pass."""
         self._back = False
+        """Whether a microbatch of this step has gone backward."""
 
     def begin_step(self) -> None:
-        """Before the gradients of the last step are let go."""
+        """Call before the gradients of the last step are freed."""
         if self._worth is None and self._activations is not None:
             gradients = sum(linear.weight.nbytes for linear in self._linears if linear.weight.requires_grad)
             self._worth = _SMALL * self._activations <= gradients
@@ -105,7 +111,7 @@ class GradientBuffers:
         self._back = False
 
     def forward(self) -> None:
-        """Before a microbatch goes forward."""
+        """Call before a microbatch goes forward."""
         if self._worth is not None:
             return
         if self._back:
@@ -114,7 +120,7 @@ class GradientBuffers:
             self._before = _allocated()
 
     def backward(self) -> None:
-        """Before a microbatch goes back."""
+        """Call before a microbatch goes backward."""
         if self._worth is None and not self._back:
             self._back = True
             now = _allocated()

@@ -11,16 +11,14 @@ from torch import Tensor, nn
 
 from raypar.comm import blocking_routines
 from raypar.comm.transport import Handle, Transport
+from raypar.model.tensor_parallel.part_layout import PartLayout
 from raypar.plan.shard_ranges import IndexRanges, even_range
 
 
 class ShardGroup:
-    """`ranks`: the shards, ascending; `shard`: this one's number. `channel` sets its collectives apart from all others.
+    """This shard's view of the shards that compute one replica of a stage together: their collectives, and what layers note.
 
-    `sequence`: between the layers of the stage values are cut over dim 1 (sequence parallelism).
-    `partial`: parameters that every shard holds whole but sees through its part of a value only: what a backward pass adds to
-    their gradients are parts of a sum over shards (`gradients.complete`). Known after the step's last forward pass. A use of a
-    parameter must not meet parts and whole values in one layer: its gradient would be of both kinds.
+    `timeout_s`: how long a collective may wait for the other shards.
     """
 
     def __init__(
@@ -34,19 +32,28 @@ class ShardGroup:
     ) -> None:
         self.transport = transport
         self.ranks = tuple(ranks)
+        """Ranks of the shards, ascending."""
         self.shard = self.ranks.index(transport.rank)
+        """The number of this shard."""
         self.channel = channel
+        """Sets the collectives of this group apart from all others."""
         self.sequence = sequence and self.size > 1
+        """Whether values between the layers of the stage are cut along dim 1 (sequence parallelism)."""
         self.timeout_s = timeout_s
         self.partial: dict[int, nn.Parameter] = {}
+        """Id -> parameter that every shard holds whole but computes with a part of a value only.
+
+        What a backward pass adds to its gradient is a part of a sum over shards (`sum_partial_gradients`). All of
+        them are known after the step's last forward pass. One layer must not compute with such a parameter on parts and on
+        whole values: its gradient would be of both kinds."""
         self.shared: Any = None
-        """The value that column layers of the running layer read last: (`linear.SharedInput`, what they read)."""
+        """(`linear.SharedInput`, the tensor they read) of the value that column layers of the running layer read last."""
         self.recording = False
         """Whether the running layer was called with gradients."""
-        self.output: Any = None
-        """How the last forward pass left the model's output cut (`value.DelayedHandle`); None: not at all."""
+        self.output: PartLayout | None = None
+        """How the last forward pass left the model's output cut; None: it is whole."""
         self.waited_ns = 0
-        """For other shards, in layers, since somebody set it to 0."""
+        """Time that layers have waited for other shards since somebody set it to 0."""
 
     @property
     def size(self) -> int:
@@ -54,7 +61,7 @@ class ShardGroup:
         return len(self.ranks)
 
     def wait(self, handle: Handle, what: str) -> None:
-        """Block until done; under the cooperative scheduler others run meanwhile."""
+        """Block until the operation is done; under the cooperative scheduler other workers run meanwhile."""
         if not handle.done():
             start = time.perf_counter_ns()
             blocking_routines.wait_for(handle, f"{what} of shard {self.shard}", self.timeout_s)
@@ -71,14 +78,14 @@ class ShardGroup:
         return tensor
 
     def gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Everybody's tensors of one shape, in shard order."""
+        """The tensors of all shards, which have one shape, in shard order."""
         tensor = tensor.contiguous()
         pieces = [tensor if i == self.shard else torch.empty_like(tensor) for i in range(self.size)]
         self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
         return pieces
 
     def join(self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str) -> Tensor:
-        """The whole of a value of which each shard holds one run of indices along `dim`, in shard order (maybe none)."""
+        """The whole value, of which each shard holds one run of indices along `dim`, in shard order (maybe an empty one)."""
         tensor = tensor.contiguous()
         pieces = []
         for shard, spans in enumerate(held):
@@ -89,7 +96,10 @@ class ShardGroup:
         return torch.cat(pieces, dim)
 
     def post_scatter(self, tensor: Tensor, dim: int) -> tuple[Tensor, Handle, list[Tensor]]:
-        """Start to sum over the shards and keep this one's even part of `dim`: (its place, handle, what must stay alive)."""
+        """Start to sum over the shards and keep this shard's even part of `dim`.
+
+        Returns (where the part will be, handle, tensors that must stay alive until it is done).
+        """
         pieces = [
             tensor[(slice(None),) * dim + (slice(*(spans[0] if spans else (0, 0))),)].contiguous()
             for spans in even_range(tensor.shape[dim], self.size)
@@ -98,7 +108,7 @@ class ShardGroup:
         return out, self.transport.reduce_scatter(out, pieces, group=self.ranks, channel=self.channel), pieces
 
     def scatter(self, tensor: Tensor, dim: int, what: str) -> Tensor:
-        """Sum over the shards and keep this one's even part of `dim`."""
+        """This shard's even part, along `dim`, of the sum over the shards."""
         out, handle, _pieces = self.post_scatter(tensor, dim)
         self.wait(handle, what)
         return out

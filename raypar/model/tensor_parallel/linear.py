@@ -1,6 +1,6 @@
-"""Linear layers cut over shards: partition-output (column) and reduce-output (row) (Shoeybi et al. 2019, section 3).
+"""Linear layers cut over shards by output (column) or by input features (row) (Shoeybi et al. 2019, section 3).
 
-Their weight gradients are computed while gradients of the input travel, or put off to W by zero-bubble schedules.
+Weight gradients are computed while the input's gradient is being summed over shards, or deferred by zero-bubble schedules.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from raypar.model.split_linear import (
 from raypar.model.tensor_parallel import functions
 from raypar.model.tensor_parallel.gradient_reuse import GradientBuffer
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.value import Held, Sharded, part_of
+from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
+from raypar.model.tensor_parallel.sharded_module import ShardedModule
+from raypar.model.tensor_parallel.sharded_value import Sharded, take_part
 from raypar.plan.shard_ranges import IndexRanges, even_range
 
 
-class ShardedLinear(nn.Module):
-    """What both have. `in_features`, `out_features`: of the whole layer; weight and bias are this shard's slices.
-
-    `stash`: where a zero-bubble schedule wants what the weight gradient needs; None: autograd computes it.
-    """
+class ShardedLinear(ShardedModule):
+    """What column and row layers have in common. `linear`: its parameters are this shard's slices."""
 
     def __init__(self, linear: nn.Linear, name: str, group: ShardGroup) -> None:
-        super().__init__()
+        super().__init__(name, group)
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        """Of the unsharded layer."""
         self.weight: Tensor = linear.weight
+        """This shard's slice [out here, in here]."""
         self.bias: Tensor | None
         self.register_parameter("bias", linear._parameters["bias"])
-        self.name = name
-        self.group = group
         self.stash: Callable[[], Stash] | None = None
-        self._place = GradientBuffer()
+        """Where a zero-bubble schedule wants what the weight gradient needs. None: autograd computes that gradient."""
+        self._buffer = GradientBuffer()
+        """The memory that the weight's gradient had in the last step."""
 
     def _stash(self) -> Stash | None:
         stash = self.stash() if self.stash is not None and torch.is_grad_enabled() else None
@@ -58,21 +59,24 @@ class ShardedLinear(nn.Module):
         return stash
 
     def keep_gradient(self) -> None:
-        """The gradient of the last step is no longer needed: the next one is written to its place."""
-        self._place.keep(self.weight)
+        """The gradient of the last step is no longer needed; the next one is written into its memory."""
+        self._buffer.keep(self.weight)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """grad^T x [out, in] of grad [rows, out] and x [rows, in]: `split_linear.weight_gradient`, written to its place."""
-        place = self._place.take(gradient, x)
-        if place is None or not split_linear.is_row_major(self.weight):
+        """grad^T x [out, in] of grad [rows, out] and x [rows, in], in the memory of the last step's gradient where possible.
+
+        Same call and bits as `split_linear.weight_gradient`.
+        """
+        memory = self._buffer.take(gradient, x)
+        if memory is None or not split_linear.is_row_major(self.weight):
             return split_linear.weight_gradient(gradient, x, self.weight)
-        # `.data`: with a version count of its own, which this first writing does not raise.
-        return torch.mm(gradient.t(), x, out=place).data
+        # `.data` has a version count of its own, which this first writing does not raise.
+        return torch.mm(gradient.t(), x, out=memory).data
 
 
 def split_sharded_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
-    """As `split_linear.split_linears`, of the linear layers that are cut."""
-    chosen = []
+    """As `split_linear.split_linears`, for the linear layers that are cut over shards."""
+    chosen: list[nn.Module] = []
     for part in splittable(module, ShardedLinear):
         assert isinstance(part, ShardedLinear)
         part.stash = stash
@@ -81,67 +85,85 @@ def split_sharded_linears(module: nn.Module, stash: Callable[[], Stash]) -> list
 
 
 class ColumnLinear(ShardedLinear):
-    """y = x W^T + b, each shard making the features `held` of y [..., out].
+    """y = x W^T + b, of which each shard makes some features of y [..., out].
 
-    x [..., in]: whole, or with sequence parallelism this shard's part of dim 1, which is gathered. Backward: one sum over the
-    shards (or one reduce-scatter) of the gradient of x. `shares`: other layers read the same x; the gradients that they and
-    this one give are summed first, so that one value costs one collective however many read it (q, k and v; gate and up).
+    x [..., in] is whole, or under sequence parallelism this shard's part of dim 1, which is gathered. Backward: the gradient of
+    x is summed over the shards (one all-reduce, or one reduce-scatter).
     """
 
     def __init__(
-        self, linear: nn.Linear, name: str, group: ShardGroup, held: IndexRanges, *, shares: bool = False, gather: bool = False
+        self,
+        linear: nn.Linear,
+        name: str,
+        group: ShardGroup,
+        held: IndexRanges,
+        *,
+        axis: str = "features",
+        shares_input: bool = False,
+        gather: bool = False,
     ) -> None:
         super().__init__(linear, name, group)
-        self.held, self.shares, self.gather = held, shares, gather
+        self.held = held
+        """The output features that this shard makes."""
+        self.axis = axis
+        """What the output's cut dim counts (`PartLayout.axis`)."""
+        self.shares_input = shares_input
+        """Whether other layers read the same x (q, k and v). Their gradients of x are summed before they are communicated, so
+        one value costs one collective however many layers read it."""
+        self.gather = gather
+        """Whether the output is made whole again."""
 
     def forward(self, x: Tensor | Sharded) -> Tensor | Sharded:
-        """See the class; `gather`: the output is made whole again."""
+        """y, whole if `gather`, else this shard's part."""
         local, seq = _input_of(self, x)
         made: Tensor
-        if self.shares and local.requires_grad and torch.is_grad_enabled():
-            made = _shared(self, local, seq)
+        if self.shares_input and local.requires_grad and torch.is_grad_enabled():
+            made = _apply_to_shared_input(self, local, seq)
         else:
             operands = in_compute_dtype(local, self.weight, self.bias)
             made = _Column.apply(*operands, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if self.gather:
-            return functions.whole(made, made.dim() - 1, even_range(self.out_features, self.group.size), self.group)
-        return Sharded(made, Held(made.dim() - 1, self.out_features, self.held), self.group)
+            even = even_range(self.out_features, self.group.size)
+            return functions.gather_from_shards(made, made.dim() - 1, even, self.group)
+        return Sharded(made, PartLayout(made.dim() - 1, self.out_features, self.held, self.axis), self.group)
 
 
 class RowLinear(ShardedLinear):
-    """y = x W^T + b, each shard adding what the features `held` of x [..., in] contribute; b is whole.
+    """y = x W^T + b, to which each shard contributes what some features of x [..., in] give; b is whole.
 
-    Forward: one sum over the shards; with sequence parallelism one reduce-scatter, y being this shard's part of dim 1.
+    Forward: the contributions are summed over the shards; under sequence parallelism with a reduce-scatter, and y is this
+    shard's part of dim 1.
     """
 
     def __init__(self, linear: nn.Linear, name: str, group: ShardGroup, held: IndexRanges) -> None:
         super().__init__(linear, name, group)
         self.held = held
+        """The input features that this shard reads."""
 
     def forward(self, x: Tensor | Sharded) -> Tensor | Sharded:
-        """See the class. Raises `ModelError` where x is cut otherwise than the weight."""
+        """y. Raises `ModelError` where x is cut otherwise than the weight."""
         if isinstance(x, Sharded):
             x.check_recorded()
-            if x.held.dim != x.dim() - 1 or x.held.spans != self.held:
+            if x.part.dim != x.dim() - 1 or x.part.ranges != self.held:
                 raise ModelError(
                     f"{self.name} has the features {self.held} of its weight on shard {self.group.shard}, its input comes with "
-                    f"{x.held.spans} of dim {x.held.dim}",
+                    f"{x.part.ranges} of dim {x.part.dim}",
                     cure="styles of layers that follow each other must cut alike: heads with heads-row, column with row",
                 )
             local = x.local
         else:
-            local = part_of(x, x.dim() - 1, self.held, self.group)
+            local = take_part(x, x.dim() - 1, self.held, self.group)
         if self.group.sequence:
             _check_sequence(self.name, local.dim())
         operands = in_compute_dtype(local, self.weight, self.bias)
         made: Tensor = _Row.apply(*operands, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if not self.group.sequence:
             return made
-        total = local.shape[1]
-        return Sharded(made, Held(1, total, even_range(total, self.group.size)[self.group.shard]), self.group)
+        return Sharded(made, sequence_part(local.shape[1], self.group.shard, self.group.size), self.group)
 
 
 def _check_sequence(name: str, dims: int) -> None:
+    """Raises `ModelError` for a value without a sequence dim that sequence parallelism could cut."""
     if dims < 3:
         raise ModelError(
             f"{name} sees a value of {dims} dims, sequence parallelism cuts dim 1 of [batch, sequence, features]",
@@ -150,14 +172,14 @@ def _check_sequence(name: str, dims: int) -> None:
 
 
 def _input_of(layer: ColumnLinear, x: Tensor | Sharded) -> tuple[Tensor, int | None]:
-    """This shard's tensor, and the whole length of dim 1 if that is cut."""
+    """(this shard's tensor of the input, the whole length of dim 1 if that is cut)."""
     if not isinstance(x, Sharded):
         return x, None
     x.check_recorded()
     if x.by_sequence:
-        return x.local, x.held.size
+        return x.local, x.part.size
     raise ModelError(
-        f"{layer.name} needs all of its input, which is cut along dim {x.held.dim} of {list(x.shape)}",
+        f"{layer.name} needs all of its input, which is cut along dim {x.part.dim} of {list(x.shape)}",
         cure=f"give {layer.name} the style row, or the layer before it the style gathered or whole",
     )
 
@@ -165,9 +187,10 @@ def _input_of(layer: ColumnLinear, x: Tensor | Sharded) -> tuple[Tensor, int | N
 def _weight_gradients(
     ctx: Any, gradient: Tensor, rows: Tensor, x: Tensor, layer: ShardedLinear, stash: Stash | None, *, added_apart: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of weight and bias, the second and third argument of the autograd function; None for what is put off.
+    """(gradient of the weight, gradient of the bias); None for what a zero-bubble schedule computes later.
 
-    `added_apart`: the bias was added to the layer's output, not by the product.
+    They are the second and third argument of the autograd function. `added_apart`: the bias was added to the layer's output,
+    not by the matrix product.
     """
     summed = gradient if added_apart else split_linear.bias_gradient_operand(gradient, rows, x)
     flat = as_matrix(x)
@@ -198,7 +221,7 @@ class _Column(torch.autograd.Function):
         return split_linear.linear_forward(x, weight, bias)
 
     @staticmethod
-    @functions.once
+    @functions.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -213,7 +236,10 @@ class _Column(torch.autograd.Function):
 
 
 class _Pending:
-    """A gradient of a layer's input on its way to be summed. `gradient` [..., in] is used up; `seq` as in `_input_of`."""
+    """A sum over shards that is under way: of a layer's gradient of its input [..., in], whose memory it takes.
+
+    `seq`: as in `_input_of`; then the sum is scattered, too.
+    """
 
     def __init__(self, group: ShardGroup, gradient: Tensor, seq: int | None) -> None:
         self._group = group
@@ -234,18 +260,21 @@ class _Pending:
 
 # -- several layers that read one value --------------------------------------------------------------------------------
 #
-# Autograd runs, of what is ready, what was made last. A value is led through `_Arrive` and `_Depart` to its readers; the
-# first reader's weight passes through `_Late`, made between those two. So in the backward pass, once all readers have given
-# their gradients, `_Depart` posts the sum of them, `_Late` computes a weight gradient meanwhile, and `_Arrive` waits.
+# The sum over shards of a value's gradient travels while a weight gradient is computed. The order comes from autograd, which
+# runs, of the nodes that are ready, the one that was made last. A value passes through `_Arrive`, then `_Depart`, to its
+# readers; the weight of the first reader passes through `_Late`, made between the two. So in the backward pass, when all
+# readers have given their gradients, `_Depart` posts the sum of them, `_Late` computes a weight gradient, `_Arrive` waits.
 
 
 class SharedInput:
-    """A value and its way to the column layers that read it."""
+    """A value that several column layers read, and the sum of its gradients while that is under way."""
 
     def __init__(self, x: Tensor, seq: int | None, group: ShardGroup) -> None:
         self.source, self.version = weakref.ref(x), x._version
+        """The value, and the version of its contents that was read."""
         self.seq, self.group = seq, group
         self.pending: _Pending | None = None
+        """The sum of the readers' gradients, while it is under way."""
 
 
 class _Arrive(torch.autograd.Function):
@@ -256,7 +285,7 @@ class _Arrive(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @functions.once
+    @functions.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pending, ctx.shared.pending = ctx.shared.pending, None
         return (None if pending is None else pending.take()), None
@@ -272,7 +301,7 @@ class _Depart(torch.autograd.Function):
         return shared.group.join(x, 1, even_range(shared.seq, shared.group.size), "the sequence's parts")
 
     @staticmethod
-    @functions.once
+    @functions.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -290,7 +319,7 @@ class _Late(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @functions.once
+    @functions.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.left:  # the reader's output has no gradient
             return None, None, None
@@ -316,7 +345,7 @@ class _Reader(torch.autograd.Function):
         return split_linear.linear_forward(x, weight, bias)
 
     @staticmethod
-    @functions.once
+    @functions.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -333,7 +362,8 @@ class _Reader(torch.autograd.Function):
         return dx, sign, bias, None, None, None
 
 
-def _shared(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
+def _apply_to_shared_input(layer: ColumnLinear, x: Tensor, seq: int | None) -> Tensor:
+    """The layer's output for an x that other layers of the module read, too; the first of them leads x to all."""
     group, stash = layer.group, layer._stash()
     left: list[Tensor] | None = None
     weight: Tensor = layer.weight
@@ -364,7 +394,7 @@ class _Row(torch.autograd.Function):
         return made if bias is None else made.add_(bias)
 
     @staticmethod
-    @functions.once
+    @functions.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:

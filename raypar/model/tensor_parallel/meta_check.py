@@ -1,4 +1,4 @@
-"""Whether the layers of a model can be run on shards, found out by shape, before anything is started."""
+"""Checks, before anything is started, that the layers of a model can run on shards: by a pass on the meta device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build import layers_of_shard, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.parameter_access import ParameterAccess
-from raypar.model.tensor_parallel.styles import ShardLayout
+from raypar.plan.shard_layout import ShardLayout
 from raypar.plan.shard_ranges import count_indices
 from raypar.user_code import USER_CODE_ERRORS, reraise_ctrl_c
 
@@ -33,16 +33,16 @@ def check_by_shape(
     sequence: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> bool:
-    """Send a microbatch through the layers of each kind of shard (those that hold as much), and the loss, on the meta device.
+    """Send a microbatch through the layers and the loss on the meta device, once for every size of shard.
 
-    Raises the `ModelError` of what cannot be computed on a part, or would be wrong (`uses`). Code that reads numbers cannot be
-    run this way: then what goes wrong is left to the first step, and False is returned.
+    Raises the `ModelError` of what cannot be computed on a part, or would be wrong (`ParameterAccess`). Code that reads numbers
+    cannot run this way: then False is returned, and what is wrong shows in the first step.
     """
     kinds = {
         tuple((len(cut.held[t]), count_indices(cut.held[t])) for cut in layout.cuts.values()): t for t in range(layout.shards)
     }
     for shard in sorted({0, layout.shards - 1, *kinds.values()}):
-        group = ShardGroup(_Nobody(shard, layout.shards), range(layout.shards), sequence=sequence)
+        group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence=sequence)
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
         with torch.enable_grad(), torch.device("meta"):
             modules = layers_of_shard(
@@ -56,12 +56,12 @@ def check_by_shape(
             )
             place = "the model"
             try:
-                with ParameterAccess(modules, layout, group) as uses:
+                with ParameterAccess(modules, layout, group) as access:
                     for layer in graph.layers:
-                        uses.layer, place = layer.name, f"layer {layer.name!r}"
+                        access.layer, place = layer.name, f"layer {layer.name!r}"
                         made = modules[layer.name](*(values[name] for name in layer.inputs))
                         values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
-                    uses.check()
+                    access.check()
                     place = "the loss"
                 sharded_loss(loss, group)(values[graph.output], values[target])
             except RayparError as error:
@@ -83,7 +83,7 @@ def _placed(error: RayparError, place: str) -> RayparError:
 
 
 class _Done:
-    """The handle of what is done at once."""
+    """The handle of an operation that is done at once."""
 
     def done(self) -> bool:
         return True
@@ -101,8 +101,8 @@ class _Done:
         return []
 
 
-class _Nobody:
-    """A transport whose other ends do not exist: collectives leave their tensors as they are, which have no numbers anyway."""
+class _NoTransport:
+    """A transport without peers: collectives leave their tensors, which have no numbers anyway, as they are."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.generation, self.ledger = rank, size, 0, CommunicationLedger()

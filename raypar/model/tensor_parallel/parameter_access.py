@@ -1,7 +1,7 @@
-"""Uses of parameters that shards would get wrong without an error, found in the pass by shape (`check_shapes`).
+"""Finds uses of parameters that would silently be wrong on shards, during the pass on the meta device (`meta_check`).
 
-A slice is a parameter like any other to code that reads it apart from the layer that knows it to be one: `F.linear(x,
-self.up.weight)` would be computed with this shard's rows alone.
+Code that reads `layer.weight` itself silently gets this shard's slice only: `F.linear(x, self.up.weight)` would be computed
+with this shard's rows alone.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from raypar.errors import ModelError
-from raypar.model.tensor_parallel.embedding import VocabularyEmbedding
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.linear import ShardedLinear
-from raypar.model.tensor_parallel.styles import ShardLayout
-from raypar.model.tensor_parallel.value import Sharded, values_in
+from raypar.model.tensor_parallel.sharded_module import ShardedModule
+from raypar.model.tensor_parallel.sharded_value import Sharded, flatten_arguments
+from raypar.plan.shard_layout import ShardLayout
 
 _ASKING = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "detach"}
 _ASKING |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
-"""What asks a parameter about itself, or makes something like it that has no gradient."""
+"""Functions that ask a parameter about itself, or make something like it that has no gradient: they compute nothing with it."""
 _COMPUTED = {"T", "mT", "H", "mH", "data", "real", "imag"}
-"""Attributes that are not of that kind."""
+"""Attributes whose reading computes with the parameter."""
 
 
 class ParameterAccess(TorchFunctionMode):
-    """Watches what is computed with the parameters of `modules` (layer name -> this shard's). `layer`: the one that runs."""
+    """While it is entered, watches what is computed with the parameters of `modules` (layer name -> this shard's module)."""
 
     def __init__(self, modules: Mapping[str, nn.Module], layout: ShardLayout, group: ShardGroup) -> None:
         super().__init__()
         self.layer = ""
+        """The layer that runs; set by the caller."""
         self._group = group
         self._names: dict[int, str] = {}
+        """Id of a parameter -> its qualified name."""
         self._owners: dict[int, list[nn.Module]] = {}
-        """Of parameters that are cut: the sharded layers that they belong to."""
+        """Id of a parameter that is cut -> the sharded layers that it belongs to."""
         self._running: list[nn.Module] = []
+        """The sharded layers that run, the innermost last."""
         self._whole: set[int] = set()
-        """Parameters that have met whole values."""
+        """Ids of parameters that were computed with whole values."""
         for layer, root in modules.items():
             for path, part in root.named_modules():
-                sharded = isinstance(part, (ShardedLinear, VocabularyEmbedding))
+                sharded = isinstance(part, ShardedModule)
                 for key, parameter in part._parameters.items():
                     if parameter is None:
                         continue
@@ -64,7 +66,7 @@ class ParameterAccess(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        given = list(values_in((*args, *named.values())))
+        given = list(flatten_arguments((*args, *named.values())))
         for value in given:
             if isinstance(value, nn.Parameter) and _computes(func, value, args):
                 self._note(func, value, any(isinstance(other, Sharded) for other in given))
@@ -78,11 +80,11 @@ class ParameterAccess(TorchFunctionMode):
                 f"layer {self.layer!r} computes {_name(func)} with {name} itself, of which every shard has a slice",
                 cure=f"call the module that it belongs to, or give {name.rpartition('.')[0]} the style whole (plan.styles)",
             )
-        if not with_part and not (id(parameter) in self._group.partial and _name(func) == "narrow"):  # as `part_index` does it
+        if not with_part and not (id(parameter) in self._group.partial and _name(func) == "narrow"):  # as `take_part` does it
             self._whole.add(id(parameter))
 
     def check(self) -> None:
-        """After the pass. Raises `ModelError` for gradients that would be of two kinds."""
+        """Raises `ModelError`, after the pass, for a parameter whose gradient would be both whole and a part of a sum."""
         for both in self._whole & self._group.partial.keys():
             name = self._names.get(both, "a parameter")
             raise ModelError(
@@ -92,12 +94,13 @@ class ParameterAccess(TorchFunctionMode):
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """Of an attribute its own."""
+    """The name of a function, or of the attribute that it reads."""
     name: str = getattr(func, "__name__", repr(func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 
 
 def _computes(func: Callable[..., Any], parameter: nn.Parameter, args: Sequence[Any]) -> bool:
+    """Whether the function computes with the parameter's values."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return _name(func) in _COMPUTED

@@ -1,7 +1,7 @@
-"""A shard's slice of a parameter in the numbering by which state moves and is stored: `plan.pieces.Piece` (DESIGN 4.9).
+"""Reads and writes elements of a shard's slice, numbered as state is when it moves between workers and is stored.
 
-Elements of a whole parameter that is cut are numbered with the cut dim as the slowest; of one that is not, as they lie in
-memory. The numbering depends on the style alone, so it is the same under every plan of a job.
+The elements of the whole parameter are numbered with the cut dim as the slowest; those of a parameter that is not cut, as they
+lie in memory. The numbering depends on the style alone, so it is the same under every plan of a job (`Cut.pieces`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 from raypar.plan.shard_ranges import Cut, positions_of
 
 
-def taken(local: Tensor, cut: Cut | None, shard: int, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the whole, from the slice `local` that this shard holds; may share its memory."""
+def read_elements(local: Tensor, cut: Cut | None, shard: int, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the whole parameter, from this shard's slice `local`; may share its memory."""
     flat, _ = _numbered(local, cut)
     at, end = _place(local, cut, shard, start, stop)
     return flat[at:end]
 
 
-def put(local: Tensor, cut: Cut | None, shard: int, start: int, values: Tensor) -> None:
-    """The opposite of `taken`: `values` [n] become elements [start, start + n) of the whole, in this shard's slice `local`."""
+def write_elements(local: Tensor, cut: Cut | None, shard: int, start: int, values: Tensor) -> None:
+    """Write `values` [n] to the elements [start, start + n) of the whole parameter, in this shard's slice `local`."""
     with torch.no_grad():
         flat, moved = _numbered(local, cut)
         at, end = _place(local, cut, shard, start, start + values.numel())
@@ -30,11 +30,13 @@ def put(local: Tensor, cut: Cut | None, shard: int, start: int, values: Tensor) 
 
 
 def _numbered(local: Tensor, cut: Cut | None) -> tuple[Tensor, Tensor]:
+    """(the slice's elements in their order, maybe a copy; the slice with the cut dim first)."""
     moved = local.detach() if cut is None else local.detach().movedim(cut.dim, 0)
     return moved.reshape(-1), moved
 
 
 def _place(local: Tensor, cut: Cut | None, shard: int, start: int, stop: int) -> tuple[int, int]:
+    """Where elements [start, stop) of the whole parameter stand among those of the slice."""
     if cut is None:
         return start, stop
     here = cut.held[shard]

@@ -1,4 +1,4 @@
-"""What can be computed on a part of a value without the other shards' parts (the table behind `value.Sharded`)."""
+"""Torch functions on a part of a value, where the parts of other shards are not needed: the table behind `Sharded`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypar.errors import ModelError
-from raypar.model.tensor_parallel.functions import select
-from raypar.model.tensor_parallel.value import Held, Sharded, align_parts, met, narrowed, part_of, refuse, rule
+from raypar.model.tensor_parallel.functions import select_ranges
+from raypar.model.tensor_parallel.part_layout import PartLayout
+from raypar.model.tensor_parallel.sharded_value import (
+    Sharded,
+    align_parts,
+    common_ranges,
+    implements,
+    narrow_part,
+    refusal,
+    take_part,
+)
 from raypar.plan.shard_ranges import IndexRanges, count_indices, ranges_within, scale_ranges
 
 # -- element by element ------------------------------------------------------------------------------------------------
@@ -31,36 +40,36 @@ ELEMENTWISE = (
 # fmt: on
 
 
-@rule(*ELEMENTWISE, any_place=True)
+@implements(*ELEMENTWISE, any_place=True)
 def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Sharded:
-    """Any function of equal places, broadcast or not."""
+    """Any function that computes each element from the elements at the same place, broadcast or not."""
     if func.__name__ in ("to", "type_as"):
         x: Sharded = args[0]
         if not isinstance(x, Sharded):
-            raise refuse(func.__name__, args[1])
+            raise refusal(func.__name__, args[1])
         return x.like(func(x.local, *(a.local if isinstance(a, Sharded) else a for a in args[1:]), **kwargs))
     tensors, model = align_parts(func.__name__, [*args, *kwargs.values()])
     made = func(*tensors[: len(args)], **dict(zip(kwargs, tensors[len(args) :], strict=True)))
     return model.like(made)
 
 
-def _written(func: Callable[..., Any], x: Sharded, other: Any) -> Sharded:
-    """`x += other`, into the part itself: a view or another name of `x` sees it, as it does of the whole tensor."""
-    (part, met_by), _ = align_parts(func.__name__, (x, other))
+def _write_into(func: Callable[..., Any], x: Sharded, other: Any) -> Sharded:
+    """`x += other`: writes into the part itself, so that views and other names of `x` see it, as with a whole tensor."""
+    (part, operand), _ = align_parts(func.__name__, (x, other))
     if part is not x.local:
-        raise refuse(func.__name__, x, "would write into less than is here")
-    x.like(func(part, met_by))
+        raise refusal(func.__name__, x, "would write into less than is here")
+    x.like(func(part, operand))
     return x
 
 
-def _operators() -> None:
-    """`a + b` with its mirrored form and `a += b`, `a < b`, `a @ b`."""
+def _add_operators() -> None:
+    """Give `Sharded` its operators: `a + b` with its mirrored form and `a += b`, `a < b`, `a @ b`."""
     for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
         function = getattr(operator, name)
         setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
         setattr(Sharded, f"__r{name}__", lambda self, other, f=function: elementwise(f, other, self))
         into = getattr(operator, f"i{name}")
-        setattr(Sharded, f"__i{name}__", lambda self, other, f=into: _written(f, self, other))
+        setattr(Sharded, f"__i{name}__", lambda self, other, f=into: _write_into(f, self, other))
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         function = getattr(operator, name)
         setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
@@ -72,32 +81,32 @@ def _operators() -> None:
         setattr(Sharded, name, whole)
 
 
-_operators()
+_add_operators()
 
 
-@rule("detach")
-def detach(func: Callable[..., Any], x: Sharded) -> Sharded:
-    """Also where there are no gradients."""
-    return Sharded(x.local.detach(), x.held, x.group)
+@implements("detach")
+def _detach(func: Callable[..., Any], x: Sharded) -> Sharded:
+    """Also where no gradients are recorded."""
+    return Sharded(x.local.detach(), x.part, x.group)
 
 
-@rule("dropout")
-def dropout(func: Callable[..., Any], x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Sharded:
-    """The mask of the whole value is drawn, so that an element's fate depends on its place in that alone (DESIGN 4.6)."""
+@implements("dropout")
+def _dropout(func: Callable[..., Any], x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Sharded:
+    """The whole value's mask is drawn: whether an element is dropped depends on its place in the whole value alone."""
     if not training or p == 0.0:
         return x
     mask = dropout_mask(x, p)
-    if inplace:  # other names of it see that
+    if inplace:  # other names of the value see it
         x.like(x.local.mul_(mask))
         return x
     return x.like(x.local * mask)
 
 
 def dropout_mask(x: Sharded, p: float) -> Tensor:
-    """This shard's part of what `F.dropout` of the whole value multiplies by."""
+    """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value."""
     with torch.no_grad():
         drawn = F.dropout(torch.ones(x.shape, dtype=x.local.dtype, device=x.local.device), p, True)
-        return select(drawn, x.held.dim, x.held.spans)
+        return select_ranges(drawn, x.part.dim, x.part.ranges)
 
 
 # -- shape -------------------------------------------------------------------------------------------------------------
@@ -107,29 +116,29 @@ def _sizes(shape: Sequence[Any]) -> Sequence[int]:
     return shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
 
 
-@rule("view", "reshape")
-def view(func: Callable[..., Any], x: Sharded, *shape: Any, **kwargs: Any) -> Sharded:
-    """Also `view(dtype)`, of one size."""
+@implements("view", "reshape")
+def _view(func: Callable[..., Any], x: Sharded, *shape: Any, **kwargs: Any) -> Sharded:
+    """To another shape; a view as another dtype is refused."""
     if shape and isinstance(shape[0], torch.dtype):
-        raise refuse("view(dtype)", x)
+        raise refusal("view(dtype)", x)
     return x.reshaped(_sizes(kwargs.get("shape", shape)))
 
 
-@rule("view_as", "reshape_as")
-def view_as(func: Callable[..., Any], x: Sharded, other: Tensor | Sharded) -> Sharded:
-    """To the shape of another."""
+@implements("view_as", "reshape_as")
+def _view_as(func: Callable[..., Any], x: Sharded, other: Tensor | Sharded) -> Sharded:
+    """To the shape of another value."""
     return x.reshaped(other.shape)
 
 
-@rule("flatten")
-def flatten(func: Callable[..., Any], x: Sharded, start_dim: int = 0, end_dim: int = -1) -> Sharded:
+@implements("flatten")
+def _flatten(func: Callable[..., Any], x: Sharded, start_dim: int = 0, end_dim: int = -1) -> Sharded:
     """Several dims become one."""
     shape, start, end = list(x.shape), start_dim % x.dim(), end_dim % x.dim()
     return x.reshaped([*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
-@rule("unflatten")
-def unflatten(func: Callable[..., Any], x: Sharded, dim: int, sizes: Sequence[int]) -> Sharded:
+@implements("unflatten")
+def _unflatten(func: Callable[..., Any], x: Sharded, dim: int, sizes: Sequence[int]) -> Sharded:
     """One dim becomes several."""
     shape, at = list(x.shape), dim % x.dim()
     known = prod(n for n in sizes if n != -1)
@@ -137,18 +146,17 @@ def unflatten(func: Callable[..., Any], x: Sharded, dim: int, sizes: Sequence[in
 
 
 def _moved(x: Sharded, order: Sequence[int]) -> Sharded:
-    held = Held(list(order).index(x.held.dim), x.held.size, x.held.spans)
-    return Sharded(x.local.permute(*order), held, x.group)
+    return Sharded(x.local.permute(*order), x.part.at(list(order).index(x.part.dim)), x.group)
 
 
-@rule("permute")
-def permute(func: Callable[..., Any], x: Sharded, *dims: Any) -> Sharded:
-    """Dims in another order."""
+@implements("permute")
+def _permute(func: Callable[..., Any], x: Sharded, *dims: Any) -> Sharded:
+    """The dims in another order."""
     return _moved(x, [d % x.dim() for d in _sizes(dims)])
 
 
-@rule("transpose", "swapaxes", "swapdims")
-def transpose(func: Callable[..., Any], x: Sharded, dim0: int, dim1: int) -> Sharded:
+@implements("transpose", "swapaxes", "swapdims")
+def _transpose(func: Callable[..., Any], x: Sharded, dim0: int, dim1: int) -> Sharded:
     """Two dims exchanged."""
     order = list(range(x.dim()))
     a, b = dim0 % x.dim(), dim1 % x.dim()
@@ -156,101 +164,100 @@ def transpose(func: Callable[..., Any], x: Sharded, dim0: int, dim1: int) -> Sha
     return _moved(x, order)
 
 
-@rule("movedim", "moveaxis")
-def movedim(func: Callable[..., Any], x: Sharded, source: int, destination: int) -> Sharded:
-    """One dim elsewhere."""
+@implements("movedim", "moveaxis")
+def _movedim(func: Callable[..., Any], x: Sharded, source: int, destination: int) -> Sharded:
+    """One dim at another place."""
     order = [d for d in range(x.dim()) if d != source % x.dim()]
     order.insert(destination % x.dim(), source % x.dim())
     return _moved(x, order)
 
 
-@rule("unsqueeze")
-def unsqueeze(func: Callable[..., Any], x: Sharded, dim: int) -> Sharded:
+@implements("unsqueeze")
+def _unsqueeze(func: Callable[..., Any], x: Sharded, dim: int) -> Sharded:
     """A new dim of size 1."""
     at = dim % (x.dim() + 1)
-    held = Held(x.held.dim + (at <= x.held.dim), x.held.size, x.held.spans)
-    return Sharded(x.local.unsqueeze(at), held, x.group)
+    return Sharded(x.local.unsqueeze(at), x.part.at(x.part.dim + (at <= x.part.dim)), x.group)
 
 
-@rule("squeeze")
-def squeeze(func: Callable[..., Any], x: Sharded, dim: int | None = None) -> Sharded:
-    """A dim of size 1 less."""
+@implements("squeeze")
+def _squeeze(func: Callable[..., Any], x: Sharded, dim: int | None = None) -> Sharded:
+    """Without a dim of size 1."""
     if dim is None:
-        raise refuse("squeeze without a dim", x, "would depend on the size of the part")
+        raise refusal("squeeze without a dim", x, "would depend on the size of the part")
     at = dim % x.dim()
     if x.shape[at] != 1:
         return x
-    if at == x.held.dim:
-        raise refuse("squeeze", x)
-    held = Held(x.held.dim - (at < x.held.dim), x.held.size, x.held.spans)
-    return Sharded(x.local.squeeze(at), held, x.group)
+    if at == x.part.dim:
+        raise refusal("squeeze", x)
+    return Sharded(x.local.squeeze(at), x.part.at(x.part.dim - (at < x.part.dim)), x.group)
 
 
-@rule("expand")
-def expand(func: Callable[..., Any], x: Sharded, *sizes: Any) -> Sharded:
-    """The cut dim keeps its size."""
+@implements("expand")
+def _expand(func: Callable[..., Any], x: Sharded, *sizes: Any) -> Sharded:
+    """Repeats dims of size 1, but not the cut dim."""
     shape = list(_sizes(sizes))
     new = len(shape) - x.dim()
-    at = x.held.dim + new
-    if shape[at] not in (-1, x.held.size):
-        raise refuse("expand", x, "repeats the cut dim")
-    shape[at] = x.local.shape[x.held.dim]
-    return Sharded(x.local.expand(*shape), Held(at, x.held.size, x.held.spans), x.group)
+    at = x.part.dim + new
+    if shape[at] not in (-1, x.part.size):
+        raise refusal("expand", x, "repeats the cut dim")
+    shape[at] = x.local.shape[x.part.dim]
+    return Sharded(x.local.expand(*shape), x.part.at(at), x.group)
 
 
-@rule("repeat_interleave")
-def repeat_interleave(func: Callable[..., Any], x: Sharded, repeats: int, dim: int | None = None, **kwargs: Any) -> Sharded:
-    """Every index of a dim several times over: a key head for each of its query heads."""
+@implements("repeat_interleave")
+def _repeat_interleave(func: Callable[..., Any], x: Sharded, repeats: int, dim: int | None = None, **kwargs: Any) -> Sharded:
+    """Each index of a dim several times over: a key head for each of its query heads."""
     if dim is None or not isinstance(repeats, int):
-        raise refuse("repeat_interleave", x)
-    at, held = dim % x.dim(), x.held
-    if at == held.dim:
-        held = Held(at, held.size * repeats, scale_ranges(held.spans, repeats))
-    return Sharded(x.local.repeat_interleave(repeats, at), held, x.group)
+        raise refusal("repeat_interleave", x)
+    at, part = dim % x.dim(), x.part
+    if at == part.dim:
+        part = PartLayout(at, part.size * repeats, scale_ranges(part.ranges, repeats), part.axis)
+    return Sharded(x.local.repeat_interleave(repeats, at), part, x.group)
 
 
-@rule("unbind")
-def unbind(func: Callable[..., Any], x: Sharded, dim: int = 0) -> tuple[Sharded, ...]:
+@implements("unbind")
+def _unbind(func: Callable[..., Any], x: Sharded, dim: int = 0) -> tuple[Sharded, ...]:
     """Slices along a dim that is not cut."""
     at = dim % x.dim()
-    if at == x.held.dim:
-        raise refuse("unbind", x)
-    held = Held(x.held.dim - (at < x.held.dim), x.held.size, x.held.spans)
-    return tuple(Sharded(part, held, x.group) for part in x.local.unbind(at))
+    if at == x.part.dim:
+        raise refusal("unbind", x)
+    part = x.part.at(x.part.dim - (at < x.part.dim))
+    return tuple(Sharded(local, part, x.group) for local in x.local.unbind(at))
 
 
-@rule("split", "chunk")
-def split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Sharded, ...]:
-    """Along the cut dim every piece has what is held of it (q, k and v of a fused projection)."""
+@implements("split", "chunk")
+def _split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Sharded, ...]:
+    """Pieces along a dim. Along the cut dim each is what this shard has of the whole piece (q, k, v of a fused layer)."""
     if sizes is None:
         (sizes,) = kwargs.values()  # split_size, split_size_or_sections, chunks
     at = dim % x.dim()
-    if at != x.held.dim:
+    if at != x.part.dim:
         return tuple(x.like(part) for part in getattr(torch, func.__name__)(x.local, sizes, at))
     if isinstance(sizes, int):
-        step = -(-x.held.size // sizes) if func.__name__ == "chunk" else sizes
-        sizes = [min(step, x.held.size - start) for start in range(0, x.held.size, step)]
+        step = -(-x.part.size // sizes) if func.__name__ == "chunk" else sizes
+        sizes = [min(step, x.part.size - start) for start in range(0, x.part.size, step)]
     pieces, start, local = [], 0, 0
     for size in sizes:
-        spans = ranges_within(x.held.spans, start, start + size)
-        pieces.append(Sharded(x.local.narrow(at, local, count_indices(spans)), Held(at, size, spans), x.group))
-        start, local = start + size, local + count_indices(spans)
+        ranges = ranges_within(x.part.ranges, start, start + size)
+        part = PartLayout(at, size, ranges, x.part.axis)
+        pieces.append(Sharded(x.local.narrow(at, local, count_indices(ranges)), part, x.group))
+        start, local = start + size, local + count_indices(ranges)
     return tuple(pieces)
 
 
-@rule("__getitem__", "select", "narrow")
-def getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharded:
-    """Slices, numbers, None and Ellipsis, leaving the cut dim whole."""
+@implements("__getitem__", "select", "narrow")
+def _getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharded:
+    """Slices, numbers, None and Ellipsis that leave the cut dim whole."""
     if func is not None and func.__name__ != "__getitem__":
-        if index[0] % x.dim() == x.held.dim:
-            raise refuse(func.__name__, x)
+        if index[0] % x.dim() == x.part.dim:
+            raise refusal(func.__name__, x)
         if func.__name__ == "narrow":
             return x.like(x.local.narrow(*index))
-        held = Held(x.held.dim - (index[0] % x.dim() < x.held.dim), x.held.size, x.held.spans)
-        return Sharded(x.local.select(*index), held, x.group)
+        part = x.part.at(x.part.dim - (index[0] % x.dim() < x.part.dim))
+        return Sharded(x.local.select(*index), part, x.group)
     entries = list(index[0]) if isinstance(index[0], tuple) else [index[0]]
     if not all(e is None or e is Ellipsis or isinstance(e, (int, slice)) for e in entries):
-        raise refuse("indexing", x, "by tensors or lists is not possible on a part")
+        raise refusal("indexing", x, "by tensors or lists is not possible on a part")
     if Ellipsis not in entries:
         entries.append(Ellipsis)
     at = entries.index(Ellipsis)
@@ -260,108 +267,108 @@ def getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharded
         if entry is None:
             place += 1
             continue
-        if dim == x.held.dim:
+        if dim == x.part.dim:
             break
         place += not isinstance(entry, int)
         dim += 1
     own = entry
-    if not isinstance(own, slice) or own.indices(x.held.size) != (0, x.held.size, 1):
-        raise refuse("indexing", x, "along that dim needs the parts of other shards")
+    if not isinstance(own, slice) or own.indices(x.part.size) != (0, x.part.size, 1):
+        raise refusal("indexing", x, "along that dim needs the parts of other shards")
     # A slice to the whole's end is one to the part's end.
     entries = [slice(None) if e is own and isinstance(e, slice) else e for e in entries]
-    return Sharded(x.local[tuple(entries)], Held(place, x.held.size, x.held.spans), x.group)
+    return Sharded(x.local[tuple(entries)], x.part.at(place), x.group)
 
 
-@rule("cat", "concat", "stack", any_place=True)
-def cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Sharded:
+@implements("cat", "concat", "stack", any_place=True)
+def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Sharded:
     """Along a dim that is not cut."""
     parts, model = align_parts(func.__name__, tensors)
     if func.__name__ == "stack":
         at = dim % (model.dim() + 1)
-        held = Held(model.held.dim + (at <= model.held.dim), model.held.size, model.held.spans)
-        return Sharded(torch.stack(parts, at), held, model.group)
-    if dim % model.dim() == model.held.dim:
-        raise refuse(func.__name__, model)
+        return Sharded(torch.stack(parts, at), model.part.at(model.part.dim + (at <= model.part.dim)), model.group)
+    if dim % model.dim() == model.part.dim:
+        raise refusal(func.__name__, model)
     return model.like(torch.cat(parts, dim))
 
 
 # -- sums over other dims, products ------------------------------------------------------------------------------------
 
 
-@rule("mean", "sum", "amax", "amin", "var", "std")
-def reduce(func: Callable[..., Any], x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Sharded:
-    """Over dims that are not cut; what else is given goes to the function as it is."""
+@implements("mean", "sum", "amax", "amin", "var", "std")
+def _reduce(func: Callable[..., Any], x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Sharded:
+    """Over dims that are not cut. Other arguments are passed on."""
     dims = [dim] if type(dim) is int else dim
-    if not isinstance(dims, (list, tuple)) or not dims or any(d % x.dim() == x.held.dim for d in dims):
-        raise refuse(func.__name__, x)
+    if not isinstance(dims, (list, tuple)) or not dims or any(d % x.dim() == x.part.dim for d in dims):
+        raise refusal(func.__name__, x)
     x.check_recorded()
     made = func(x.local, dim, *args, **kwargs)
-    before = 0 if made.dim() == x.dim() else sum(d % x.dim() < x.held.dim for d in dims)
-    return Sharded(made, Held(x.held.dim - before, x.held.size, x.held.spans), x.group)
+    before = 0 if made.dim() == x.dim() else sum(d % x.dim() < x.part.dim for d in dims)
+    return Sharded(made, x.part.at(x.part.dim - before), x.group)
 
 
-@rule("softmax", "log_softmax", "cumsum")
-def along(func: Callable[..., Any], x: Sharded, dim: int, *args: Any, **kwargs: Any) -> Sharded:
+@implements("softmax", "log_softmax", "cumsum")
+def _along(func: Callable[..., Any], x: Sharded, dim: int, *args: Any, **kwargs: Any) -> Sharded:
     """Along a dim that is not cut."""
-    if dim % x.dim() == x.held.dim:
-        raise refuse(func.__name__, x)
+    if dim % x.dim() == x.part.dim:
+        raise refusal(func.__name__, x)
     return x.like(func(x.local, dim, *args, **kwargs))
 
 
-@rule("layer_norm", "rms_norm")
-def norm(func: Callable[..., Any], x: Sharded, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Sharded:
-    """Over last dims that are not cut; weight and bias are seen through this part only."""
-    if x.held.dim >= x.dim() - len(normalized_shape):
-        raise refuse(func.__name__, x)
+@implements("layer_norm", "rms_norm")
+def _norm(func: Callable[..., Any], x: Sharded, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Sharded:
+    """Over last dims that are not cut. The gradients of weight and bias are sums over shards."""
+    if x.part.dim >= x.dim() - len(normalized_shape):
+        raise refusal(func.__name__, x)
     return x.like(func(x.local, normalized_shape, *_seen(x, args), **dict(zip(kwargs, _seen(x, kwargs.values()), strict=True))))
 
 
 def _seen(x: Sharded, values: Any) -> list[Any]:
-    return [part_of(v, 0, ((0, v.shape[0]),), x.group) if isinstance(v, Tensor) else v for v in values]
+    """Whole tensors that are computed with a part: their gradients are sums over shards. Other values as they are."""
+    return [take_part(v, 0, ((0, v.shape[0]),), x.group) if isinstance(v, Tensor) else v for v in values]
 
 
-@rule("linear")
-def linear(func: Callable[..., Any], x: Sharded, weight: Tensor, bias: Tensor | None = None) -> Sharded:
-    """A whole layer on a part of the rows."""
-    if x.held.dim == x.dim() - 1:
-        raise refuse("linear", x)
+@implements("linear")
+def _linear(func: Callable[..., Any], x: Sharded, weight: Tensor, bias: Tensor | None = None) -> Sharded:
+    """A whole linear layer on a part of the rows."""
+    if x.part.dim == x.dim() - 1:
+        raise refusal("linear", x)
     return x.like(F.linear(x.local, *_seen(x, (weight, bias))))
 
 
-@rule("matmul", "bmm", any_place=True)
+@implements("matmul", "bmm", any_place=True)
 def matmul(func: Callable[..., Any], left: Any, right: Any) -> Sharded:
     """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
     cut: Sharded = left if isinstance(left, Sharded) else right
-    back, spans = cut.dim() - cut.held.dim, cut.held.spans
+    back, ranges = cut.dim() - cut.part.dim, cut.part.ranges
     summed = 1 if cut is left else 2
     if left.dim() < 2 or right.dim() < 2 or back == summed:
-        raise refuse("matmul", cut)
+        raise refusal("matmul", cut)
     if isinstance(left, Sharded) and isinstance(right, Sharded):
-        if back < 3 or right.dim() - right.held.dim != back:
-            raise refuse("matmul", left, "needs both to be cut along the same batch dim")
-        spans = met("matmul", spans, right)
-        parts = [narrowed(left, spans).local, narrowed(right, spans).local]
+        if back < 3 or right.dim() - right.part.dim != back:
+            raise refusal("matmul", left, "needs both to be cut along the same batch dim")
+        ranges = common_ranges("matmul", ranges, right)
+        parts = [narrow_part(left, ranges).local, narrow_part(right, ranges).local]
     else:
         parts = [_beside(cut, x, back) for x in (left, right)]
     cut.check_recorded()
     made = torch.matmul(*parts)
-    return Sharded(made, Held(made.dim() - back, cut.held.size, spans), cut.group)
+    return Sharded(made, PartLayout(made.dim() - back, cut.part.size, ranges, cut.part.axis), cut.group)
 
 
 def _beside(cut: Sharded, x: Any, back: int) -> Tensor:
-    """A factor: the part itself, or of a whole tensor what meets the part."""
+    """A factor of a product: the part itself, or what is multiplied with the part of a whole tensor."""
     if isinstance(x, Sharded):
         return x.local
     if back > 2 and x.dim() >= back and x.shape[-back] != 1:
-        return part_of(x, x.dim() - back, cut.held.spans, cut.group)
-    return part_of(x, 0, ((0, x.shape[0]),), cut.group)
+        return take_part(x, x.dim() - back, cut.part.ranges, cut.group)
+    return take_part(x, 0, ((0, x.shape[0]),), cut.group)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-@rule("scaled_dot_product_attention", any_place=True)
-def attention(
+@implements("scaled_dot_product_attention", any_place=True)
+def _attention(
     func: Callable[..., Any],
     query: Sharded,
     key: Sharded,
@@ -372,25 +379,25 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Sharded:
-    """By heads: q [..., heads, seq, width] cut along heads, k and v having at least the heads that these need."""
+    """Attention by heads: q [..., heads, seq, width] is cut along heads; k and v have at least the heads that these need."""
     at = query.dim() - 3
-    if not isinstance(query, Sharded) or query.held.dim != at:
+    if not isinstance(query, Sharded) or query.part.dim != at:
         cut = query if isinstance(query, Sharded) else key if isinstance(key, Sharded) else value
-        raise refuse("scaled_dot_product_attention", cut, "is possible where heads (the third dim from the right) are cut")
+        raise refusal("scaled_dot_product_attention", cut, "is possible where heads (the third dim from the right) are cut")
     gqa = False
     pair = []
     for x in (key, value):
-        if isinstance(x, Sharded) and x.held.dim != at:
-            raise refuse("scaled_dot_product_attention", x, "needs keys and values that are cut by heads")
-        spans = x.held.spans if isinstance(x, Sharded) else ((0, x.shape[at]),)
+        if isinstance(x, Sharded) and x.part.dim != at:
+            raise refusal("scaled_dot_product_attention", x, "needs keys and values that are cut by heads")
+        spans = x.part.ranges if isinstance(x, Sharded) else ((0, x.shape[at]),)
         heads = x.shape[at]
-        local = x.local if isinstance(x, Sharded) else part_of(x, at, spans, query.group)
-        if heads not in (1, query.held.size) and (not enable_gqa or query.held.size % heads):
+        local = x.local if isinstance(x, Sharded) else take_part(x, at, spans, query.group)
+        if heads not in (1, query.part.size) and (not enable_gqa or query.part.size % heads):
             raise ModelError(
-                f"{query.held.size} query heads and {heads} key heads in scaled_dot_product_attention",
+                f"{query.part.size} query heads and {heads} key heads in scaled_dot_product_attention",
                 cure="give enable_gqa=True and a multiple of the key heads as query heads",
             )
-        each, needed = _needed(query.held.spans, query.held.size // heads, spans)
+        each, needed = _needed(query.part.ranges, query.part.size // heads, spans)
         if each == 0:
             local = local.index_select(at, torch.tensor(needed, device=local.device))
         elif each > 1:
@@ -399,15 +406,15 @@ def attention(
             local = local.index_select(at, torch.tensor(needed, device=local.device))
         pair.append(local)
     if pair[0].shape[at] != pair[1].shape[at]:
-        raise refuse("scaled_dot_product_attention", query, "has keys and values of different heads")
+        raise refusal("scaled_dot_product_attention", query, "has keys and values of different heads")
     if isinstance(attn_mask, Sharded):
-        if attn_mask.dim() - attn_mask.held.dim != 3 or attn_mask.held.spans != query.held.spans:
-            raise refuse(
+        if attn_mask.dim() - attn_mask.part.dim != 3 or attn_mask.part.ranges != query.part.ranges:
+            raise refusal(
                 "scaled_dot_product_attention", attn_mask, "needs a mask that is whole or cut by heads as the queries are"
             )
         mask: Tensor | None = attn_mask.local
     elif attn_mask is not None and attn_mask.dim() >= 3 and attn_mask.shape[-3] != 1:
-        mask = part_of(attn_mask, attn_mask.dim() - 3, query.held.spans, query.group)
+        mask = take_part(attn_mask, attn_mask.dim() - 3, query.part.ranges, query.group)
     else:
         (mask,) = _seen(query, (attn_mask,))
     if dropout_p == 0.0:
@@ -420,8 +427,10 @@ def attention(
 
 @lru_cache(maxsize=256)
 def _needed(queries: IndexRanges, group: int, held: IndexRanges) -> tuple[int, list[int]]:
-    """(n, key heads): every key head serves n query heads here, one after the other; n = 0: it is not so even, and there
-    is one entry for each query head. Heads are counted among those held."""
+    """(n, key heads): each of these key heads serves n of the query heads here, one after the other.
+
+    n = 0: it is not so even, and there is one key head for each query head. Key heads are numbered among those held.
+    """
     place = {head: i for i, head in enumerate(h for a, b in held for h in range(a, b))}
     wanted = [q // group for a, b in queries for q in range(a, b)]
     missing = sorted({h for h in wanted if h not in place})

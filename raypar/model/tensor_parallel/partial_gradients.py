@@ -1,8 +1,9 @@
-"""Completing gradients that are parts of a sum over shards, once a step.
+"""Sums over shards of gradients that each shard has a part of, made once a step.
 
-Two kinds are: of a parameter that all shards hold whole but saw a part of the values with (`ShardGroup.partial`: norms under
-sequence parallelism, norms of single heads), and of indices that several shards hold (a key head that serves query heads of
-more than one shard). What they hold is equal on all its holders before and after.
+There are two kinds. A parameter that all shards hold whole may have been used on parts of values (`ShardGroup.partial`: norms
+under sequence parallelism, norms of single heads). And several shards may hold the same indices of a parameter that is cut (a
+key head that serves query heads of more than one shard). The parameters are equal on all shards that hold them, before and
+after.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan.shard_ranges import Cut, IndexRanges, count_indices, intersect_ranges, positions_of
 
 
-def complete(
+def sum_partial_gradients(
     gradients: Mapping[str, Tensor | None], *, partial: set[str], cuts: Mapping[str, Cut], group: ShardGroup
 ) -> Routine[None]:
-    """Add up, in place, what shards have of the gradients `name -> tensor` (names in the same order on every shard).
+    """Sum over the shards, in place, the gradients `name -> tensor` (names in the same order on every shard).
 
-    `partial`: names of parameters in `group.partial`, of any replica. One message in all for each dtype; bytes as an all-reduce
-    of those parameters' elements. An undefined gradient of one shard is undefined on all.
+    `partial`: names of parameters that are in `group.partial` on some replica. Costs one all-reduce of the summed elements for
+    each dtype. A gradient that is undefined on one shard is undefined on all.
     """
     if group.size == 1:
         return
@@ -41,7 +42,7 @@ def complete(
         elif name in partial:
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(gradient.shape), []))
     for parts in jobs.values():
-        flat = torch.cat([(_filled(g, room, pairs)).reshape(-1) for g, room, pairs in parts])
+        flat = torch.cat([_spread(g, room, pairs).reshape(-1) for g, room, pairs in parts])
         yield Wait(group.post_sum(flat), f"the partial gradients of shard {group.shard}")
         at = 0
         for gradient, room, pairs in parts:
@@ -54,7 +55,8 @@ def complete(
                     gradient.narrow(dim, a, b - a).copy_(total.narrow(dim, c, d - c))
 
 
-def _filled(gradient: Tensor, room: Tensor, pairs: list[tuple[int, IndexRanges, IndexRanges]]) -> Tensor:
+def _spread(gradient: Tensor, room: Tensor, pairs: list[tuple[int, IndexRanges, IndexRanges]]) -> Tensor:
+    """The gradient, its shared indices written to their places in `room`; itself where all of it is summed."""
     if not pairs:
         return gradient
     for dim, here, there in pairs:
@@ -64,7 +66,7 @@ def _filled(gradient: Tensor, room: Tensor, pairs: list[tuple[int, IndexRanges, 
 
 
 def _matched(first: IndexRanges, second: IndexRanges) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Runs of equal length, pairwise: both sides list the same indices in the same order."""
+    """Pairs of runs of equal length that cover both sides, which list equally many indices in the same order."""
     found = []
     left, right = [list(s) for s in first], [list(s) for s in second]
     while left:

@@ -1,0 +1,118 @@
+"""Styles that a model gets without being told, found by the names that layers commonly have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from raypar.model.build import skeleton
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.styles.by_heads import HeadStyle, find_head_counts
+from raypar.model.tensor_parallel.styles.column import ColumnStyle
+from raypar.model.tensor_parallel.styles.heads import HeadsStyle
+from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
+from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle
+from raypar.model.tensor_parallel.styles.qkv import QkvStyle
+from raypar.model.tensor_parallel.styles.qkv_interleaved import QkvInterleavedStyle
+from raypar.model.tensor_parallel.styles.row import RowStyle
+from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_embedding, is_plain_linear
+from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
+
+_COLUMNS = {"up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "lin1", "linear1", "dense_h_to_4h", "fc_in"}
+_ROWS = {"down", "down_proj", "fc2", "w2", "lin2", "linear2", "dense_4h_to_h", "fc_out", "c_proj"}
+_FUSED: dict[str, type[HeadStyle]] = {
+    "qkv": QkvStyle,
+    "qkv_proj": QkvStyle,
+    "Wqkv": QkvStyle,
+    "c_attn": QkvStyle,
+    "query_key_value": QkvInterleavedStyle,
+}
+_SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v"))
+_OUTPUTS = ("o_proj", "out_proj", "project", "proj", "wo", "c_proj", "out", "o", "dense")
+_TOKENS = {"token", "tokens", "tok_embeddings", "wte", "embed_tokens", "word_embeddings", "token_embedding", "tok_emb"}
+_LOGITS = {"logits", "lm_head", "output", "unembed", "embed_out", "head"}
+
+
+def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
+    """Qualified module name -> style, where a whole pattern of common names is there.
+
+    The patterns: column layers with the row layer that reads their features; q, k and v with the layer that reads attention's
+    output and a known number of heads; an embedding, and an output layer with the same vocabulary.
+    """
+    found: dict[str, ShardingStyle] = {}
+    vocabularies: set[int] = set()
+    for layer in graph.layers:
+        root = skeleton(layer)
+        for path, parent in root.named_modules():
+            prefix = f"{layer.name}.{path}." if path else f"{layer.name}."
+            children = dict(parent.named_children())
+            steps = path.split(".") if path else []
+            around = [parent, *(root.get_submodule(".".join(steps[:i])) for i in reversed(range(len(steps))))]
+            if type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, (nn.Sequential, nn.ModuleDict)):
+                continue  # nn.TransformerEncoderLayer and nn.MultiheadAttention read their layers' weights themselves
+            styles = _attention_styles(children, around)
+            styles |= _mlp_styles({name: child for name, child in children.items() if name not in styles})
+            found |= {prefix + name: style for name, style in styles.items()}
+            for name, child in children.items():
+                if name in _TOKENS and is_plain_embedding(child) and not child.scale_grad_by_freq:
+                    found[prefix + name] = VocabularyStyle()
+                    vocabularies.add(child.num_embeddings)
+    layer = graph.layers[-1]
+    for path, module in skeleton(layer).named_modules():
+        name = f"{layer.name}.{path}" if path else layer.name
+        if name.rpartition(".")[2] in _LOGITS and is_plain_linear(module) and module.out_features in vocabularies:
+            found[name] = VocabularyStyle()
+    return found
+
+
+def _attention_styles(children: Mapping[str, nn.Module], around: Sequence[nn.Module]) -> dict[str, ShardingStyle]:
+    """Styles of the layers of one attention module; empty unless it has them all. `around`: the modules it is in."""
+    heads, kv_heads = find_head_counts(around)
+    if not heads:
+        return {}
+    found: dict[str, ShardingStyle] = {}
+    features = 0
+    for name, style in _FUSED.items():
+        if style is QkvInterleavedStyle and kv_heads != heads:
+            continue
+        child = children.get(name)
+        if isinstance(child, nn.Linear) and is_plain_linear(child) and child.out_features % (heads + 2 * kv_heads) == 0:
+            found = {name: style(heads, kv_heads)}
+            features = child.out_features // (heads + 2 * kv_heads) * heads
+            break
+    for names in _SEPARATE:
+        linears = [child for child in map(children.get, names) if isinstance(child, nn.Linear) and is_plain_linear(child)]
+        if found or len(linears) < 3:
+            continue
+        sizes = [linear.out_features for linear in linears]
+        if sizes[0] % heads or sizes[1] % kv_heads or sizes[2] % kv_heads:
+            continue
+        features = sizes[0]
+        of_keys = KvHeadsStyle(heads, kv_heads)
+        found = dict(zip(names, (HeadsStyle(heads, kv_heads), of_keys, of_keys), strict=True))
+    if not found:
+        return {}
+    for name in _OUTPUTS:
+        child = children.get(name)
+        if name not in found and isinstance(child, nn.Linear) and is_plain_linear(child) and child.in_features == features:
+            return {**found, name: HeadsRowStyle(heads, kv_heads)}
+    return {}
+
+
+def _mlp_styles(children: Mapping[str, nn.Module]) -> dict[str, ShardingStyle]:
+    """Styles of column layers and the one row layer that reads their features; empty unless both are there."""
+    linears = {name: child for name, child in children.items() if isinstance(child, nn.Linear) and is_plain_linear(child)}
+    columns = {name: child for name, child in linears.items() if name in _COLUMNS}
+    rows = {name: child for name, child in linears.items() if name in _ROWS}
+    if len(rows) != 1:
+        return {}
+    (row,) = rows
+    if not columns:
+        fused = linears.get("gate_up_proj")
+        if fused is not None and fused.out_features == 2 * rows[row].in_features:
+            return {"gate_up_proj": ColumnStyle(2), row: RowStyle()}
+        return {}
+    if any(child.out_features != rows[row].in_features for child in columns.values()):
+        return {}
+    return {**{name: ColumnStyle() for name in columns}, row: RowStyle()}

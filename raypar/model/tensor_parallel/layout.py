@@ -1,0 +1,158 @@
+"""Computes how a model is cut over shards: which style each layer gets, and what the styles answer, as plain data."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from sys import intern
+from typing import Any
+
+from torch import nn
+
+from raypar.errors import PlanError
+from raypar.model.build import outline_of, parameter_shapes, skeleton
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.infer_styles import infer_styles
+from raypar.model.tensor_parallel.styles.registry import parse_style
+from raypar.model.tensor_parallel.styles.style import ShardingStyle
+from raypar.model.tensor_parallel.styles.whole import WholeStyle
+from raypar.plan import Outline
+from raypar.plan.shard_layout import ShardLayout
+from raypar.plan.shard_ranges import Cut
+
+
+def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None, *, infer: bool = True) -> ShardLayout:
+    """How the model is cut over so many shards; computed once for a graph.
+
+    `styles`: pattern of module or parameter names (`block*.up`, `*.up.weight`) -> style; the first that matches counts. What
+    no pattern matches gets what `infer_styles` finds. Raises `PlanError` for a pattern that matches nothing, a style that does
+    not fit, more shards than there is to share out, and ties whose names are cut differently.
+    """
+    kept = vars(graph).setdefault("_layouts", {})  # beside the fields, which alone decide whether two graphs are equal
+    key = (shards, tuple((styles or {}).items()), infer)
+    if key not in kept:
+        kept[key] = _compute_layout(graph, shards, styles or {}, infer=infer)
+    found: ShardLayout = kept[key]
+    return found
+
+
+def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, infer: bool) -> ShardLayout:
+    modules = {name: (module, parents) for name, module, parents in _modules_with_parameters(graph)}
+    given = _styles_by_pattern(modules, styles)
+    chosen = dict(given)
+    if infer:
+        inferred = {intern(name): style for name, style in infer_styles(graph).items() if name not in given}
+        chosen |= _without_unequal_ties(graph, inferred, given)
+    found: dict[str, ShardingStyle] = {}
+    cuts: dict[str, Cut] = {}
+    once: dict[Any, Any] = {}  # equal answers, and names, are one object: the layout of a deep model is sent to every worker
+    for name, style in chosen.items():
+        module, parents = modules[name]
+        style.check_fits(name, module)
+        style = style.complete_options(name, parents)
+        slices = style.slices(name, module, shards)
+        if slices:
+            found[name] = style
+            cuts |= {intern(f"{name}.{key}"): once.setdefault(cut, cut) for key, cut in slices.items()}
+    _check_ties(graph, found, cuts)
+    costs = {name: style.cost(name, modules[name][0], shards) for name, style in found.items()}
+    return ShardLayout(
+        shards=shards,
+        styles={name: intern(str(style)) for name, style in found.items()},
+        cuts=cuts,
+        shared_inputs=_shared_inputs(found),
+        traffic={name: style.collectives(modules[name][0]) for name, style in found.items()},
+        costs={name: once.setdefault(cost, cost) for name, cost in costs.items()},
+    )
+
+
+def outline_of_shards(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> Outline:
+    """The graph without the model, and how it is cut over these numbers of shards. Without shards: not at all."""
+    counts = set(shards)
+    if max(counts) == 1:
+        return outline_of(graph)
+    layouts = {count: layout_of(graph, count, styles) for count in sorted(counts)}
+    cuts = {count: layout.cuts for count, layout in layouts.items() if count > 1}
+    return replace(outline_of(graph), cuts=cuts, layouts=layouts)
+
+
+def held_elements(graph: Graph, layout: ShardLayout, shard: int, *, ties_once: bool = True) -> tuple[int, ...]:
+    """By layer: how many elements of its parameters a shard holds. `ties_once`: at their first use; else in every layer."""
+    counted: set[str] = set()
+    found = []
+    for index in range(len(graph.layers)):
+        fresh = {name: shape for name, shape in parameter_shapes(graph, index, index + 1).items() if name not in counted}
+        counted |= fresh.keys() if ties_once else set()
+        found.append(sum(layout.elements_on_shard(name, shape.numel(), shard) for name, shape in fresh.items()))
+    return tuple(found)
+
+
+def _modules_with_parameters(graph: Graph) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """(qualified name, module that owns parameters, the modules it is in, innermost first)."""
+    for layer in graph.layers:
+        root = skeleton(layer)
+        for path, module in root.named_modules():
+            if any(p is not None for p in module._parameters.values()):
+                steps = path.split(".") if path else []
+                parents = tuple(root.get_submodule(".".join(steps[:i])) for i in reversed(range(len(steps))))
+                yield intern(f"{layer.name}.{path}" if path else layer.name), module, parents
+
+
+def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Mapping[str, str]) -> dict[str, ShardingStyle]:
+    """The styles that the job gives. Raises `PlanError` for a pattern that matches no module."""
+    found: dict[str, ShardingStyle] = {}
+    for pattern, text in styles.items():
+        style = parse_style(text)
+        hits = [
+            name
+            for name, (module, _) in modules.items()
+            if fnmatch.fnmatchcase(name, pattern)
+            or any(fnmatch.fnmatchcase(f"{name}.{key}", pattern) for key, p in module._parameters.items() if p is not None)
+        ]
+        if not hits:
+            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3) or list(modules)[:3]
+            raise PlanError(
+                f"the pattern {pattern!r} of plan.styles matches no layer (nearest: {', '.join(near)})",
+                cure="write names of modules as they stand in checkpoints, without .weight; * matches anything",
+            )
+        for name in hits:
+            found.setdefault(name, style)
+    return found
+
+
+def _without_unequal_ties(
+    graph: Graph, inferred: Mapping[str, ShardingStyle], given: Mapping[str, ShardingStyle]
+) -> dict[str, ShardingStyle]:
+    """The inferred styles, but for a tie either all of its names have the same one or none has any."""
+    kept = dict(inferred)
+    for names in graph.ties:
+        owners = [name.rpartition(".")[0] for name in names]
+        if any(owner in given for owner in owners):
+            continue  # what somebody wrote down is judged as it stands
+        if len({kept[owner].name if owner in kept else "" for owner in owners}) > 1:
+            for owner in owners:
+                kept.pop(owner, None)
+    return kept
+
+
+def _check_ties(graph: Graph, styles: Mapping[str, ShardingStyle], cuts: Mapping[str, Cut]) -> None:
+    """Raises `PlanError` if the names of one parameter are cut differently."""
+    for names in graph.ties:
+        for other in names[1:]:
+            if cuts.get(other) != cuts.get(names[0]):
+                first, second = (styles.get(name.rpartition(".")[0], WholeStyle()) for name in (names[0], other))
+                raise PlanError(
+                    f"the tie {names[0]} = {other} is cut by unequal styles: {first} and {second}",
+                    cure="a tie is one parameter: give both layers the same style (vocabulary, or whole)",
+                )
+
+
+def _shared_inputs(styles: Mapping[str, ShardingStyle]) -> frozenset[str]:
+    """Layers that stand beside others in one module that read the same value: q, k, v; gate and up."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, style in styles.items():
+        if style.input_group is not None:
+            groups.setdefault((name.rpartition(".")[0], style.input_group), []).append(name)
+    return frozenset(name for names in groups.values() if len(names) > 1 for name in names)

@@ -1,0 +1,320 @@
+"""A value of which each shard holds a part: what users' own forward functions compute with between sharded layers.
+
+A `Sharded` value stands in for the whole tensor. It has the whole shape, so code written for one process
+(`view(b, s, heads, -1)`, `width // heads`) runs unchanged, and computes on this shard's part. Like `torch.fx.Proxy` it is
+no tensor, but takes part in torch's functions through `__torch_function__`. An operation that needs the parts of other
+shards is refused by name; none gives a wrong result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import ModelError
+from raypar.model.tensor_parallel.functions import copy_to_shards, select_ranges
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.part_layout import SEQUENCE, PartLayout, sequence_part
+from raypar.plan.shard_ranges import (
+    IndexRanges,
+    common_factor,
+    count_indices,
+    intersect_ranges,
+    positions_of,
+    repeat_ranges,
+    scale_ranges,
+)
+
+Implementation = Callable[..., Any]
+IMPLEMENTATIONS: dict[str, Implementation] = {}
+"""Name of a torch function or method -> implementation(function, *args, **kwargs) for values that are cut."""
+_ANY_PLACE: set[str] = set()
+"""Names of functions whose `Sharded` argument need not be the first."""
+
+
+def implements(*names: str, any_place: bool = False) -> Callable[[Implementation], Implementation]:
+    """Decorator: the function computes these torch functions on parts; it is entered into `IMPLEMENTATIONS`."""
+
+    def enter(found: Implementation) -> Implementation:
+        IMPLEMENTATIONS.update(dict.fromkeys(names, found))
+        _ANY_PLACE.update(names if any_place else ())
+        return found
+
+    return enter
+
+
+def refusal(name: str, x: Sharded, why: str = "needs the parts of other shards") -> ModelError:
+    """The error for an operation that cannot be computed on a part alone; `name`: of the operation."""
+    of = f"{name} of a value {list(x.shape)} that is cut along dim {x.part.dim}"
+    if x.part.axis == SEQUENCE:
+        return ModelError(
+            f"{of} (the sequence: plan.sequence_parallel) over {x.group.size} shards {why}",
+            cure="give the layers that make what it needs a style (attention: heads, kv-heads and heads-row, or qkv; "
+            "plan.styles), so that they see the whole sequence, or set plan.sequence_parallel: false",
+        )
+    return ModelError(
+        f"{of} over {x.group.size} shards {why}",
+        cure="compute it before the column layer or after the row layer, give the column layer the style gathered, "
+        "or both layers the style whole (plan.styles)",
+    )
+
+
+class Sharded:
+    """A value that is cut over the shards of a group.
+
+    `local`: this shard's part, as a tensor; `part`: which part it is; `group`: the shards that have the others.
+    """
+
+    __slots__ = ("group", "local", "part")
+
+    def __init__(self, local: Tensor, part: PartLayout, group: ShardGroup) -> None:
+        self.local, self.part, self.group = local, part, group
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, named = func.__name__, dict(kwargs or {})
+        if not args and "input" in named:
+            args = (named.pop("input"),)
+        found = IMPLEMENTATIONS.get(name)
+        if found is None or not (name in _ANY_PLACE or isinstance(args[0], Sharded)):
+            raise refusal(name, next(v for v in flatten_arguments((*args, *named.values())) if isinstance(v, Sharded)))
+        return found(func, *args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        found = IMPLEMENTATIONS.get(name)
+        if found is not None:
+            return partial(found, getattr(Tensor, name), self)
+        if name in _OF_THE_PART:
+            return getattr(self.local, name)
+        if hasattr(Tensor, name) and not name.startswith("__"):
+            raise refusal(name, self)
+        raise AttributeError(name)
+
+    def like(self, local: Tensor) -> Sharded:
+        """What was computed from this value: cut as it is, other dims may have other sizes."""
+        self.check_recorded()
+        return Sharded(local, self.part, self.group)
+
+    def check_recorded(self) -> None:
+        """Raises `ModelError` where gradients are recorded but switched off for the code that uses this value.
+
+        Such code (reentrant checkpoints, autograd functions of the user's own) looks for tensors that need gradients among its
+        arguments and does not see that a part needs one.
+        """
+        if self.group.recording and self.local.requires_grad and not torch.is_grad_enabled():
+            raise ModelError(
+                f"a value {list(self.shape)} of which shards have parts is used without gradients inside a layer that has some",
+                cure="call torch.utils.checkpoint with use_reentrant=False, write no torch.autograd.Function of such values, "
+                "and use detach() instead of torch.no_grad()",
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole value."""
+        shape = list(self.local.shape)
+        shape[self.part.dim] = self.part.size
+        return torch.Size(shape)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether it is the part of [batch, sequence, ...] that sequence parallelism gives this shard between layers.
+
+        A value that is cut along its sequence may have been moved or reshaped; then it is not.
+        """
+        part, group = self.part, self.group
+        return part.axis == SEQUENCE and self.dim() > 2 and part == sequence_part(part.size, group.shard, group.size)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return self.local.dim()
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return self.local.dim()
+
+    def numel(self) -> int:
+        """Elements of the whole value."""
+        return prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(IMPLEMENTATIONS["unbind"](torch.unbind, self, 0))
+
+    def __getitem__(self, index: Any) -> Any:
+        return IMPLEMENTATIONS["__getitem__"](None, self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise refusal("writing into a part", self, "is not possible")
+
+    def __bool__(self) -> bool:
+        raise refusal("a condition", self)
+
+    def __repr__(self) -> str:
+        return f"Sharded({list(self.shape)}, dim {self.part.dim} cut, {list(self.part.ranges)} here)"
+
+    def reshaped(self, shape: Sequence[int]) -> Sharded:
+        """As `Tensor.reshape`. Raises `ModelError` when the part here is no block of the new shape."""
+        now = self.shape
+        if -1 in shape:
+            shape = list(shape)
+            known = prod(n for n in shape if n != -1)
+            shape[shape.index(-1)] = prod(now) // known if known else 0
+        if prod(shape) != prod(now):
+            raise ModelError(f"a value of shape {list(now)} cannot be viewed as {list(shape)}", cure="check the sizes")
+        found = _viewed(tuple(now), tuple(shape), self.part)
+        if found is None:
+            raise refusal(f"view({', '.join(map(str, shape))})", self, self._unviewable(shape))
+        local, part = found
+        return Sharded(self.local.reshape(local), part, self.group)
+
+    def _unviewable(self, shape: Sequence[int]) -> str:
+        """Why the part here is no block of that shape."""
+        part = self.part
+        here = f"({list(part.ranges)} of {part.size} here)"
+        *_, heads, size = 1, *shape
+        ragged = any(bound % max(1, size) for span in part.ranges for bound in span)
+        if part.dim == self.dim() - 1 and heads * size == part.size and ragged:
+            return (
+                f"{here} needs runs of {size}: if these are {heads} heads, the style of the layer that makes it must say so "
+                f"(heads:{heads}, and kv-heads and heads-row alike)"
+            )
+        return (
+            f"{here} mixes it with other dims; fused q, k, v in the order [heads, q k v] have the style qkv-interleaved, in "
+            "the order [q k v, heads] the style qkv"
+        )
+
+
+_OF_THE_PART = {
+    "dtype",
+    "device",
+    "requires_grad",
+    "grad_fn",
+    "is_cuda",
+    "layout",
+    "is_floating_point",
+    "is_complex",
+    "is_leaf",
+}
+
+
+def flatten_arguments(arguments: Sequence[Any]) -> Iterator[Any]:
+    """All values of an argument list, also those in lists and tuples."""
+    for value in arguments:
+        if isinstance(value, (list, tuple)):
+            yield from flatten_arguments(value)
+        else:
+            yield value
+
+
+@lru_cache(maxsize=1024)
+def _viewed(old: tuple[int, ...], new: tuple[int, ...], part: PartLayout) -> tuple[tuple[int, ...], PartLayout] | None:
+    """(shape of the local tensor, which part it is) after a view; None when the part is no block of the new shape."""
+    a = b = 0  # dims [a, i) of old and [b, j) of new have the same product: the smallest such group that holds the cut dim
+    i = j = 0
+    while True:
+        i, j = i + 1, j + 1
+        left, right = prod(old[a:i]), prod(new[b:j])
+        while left != right:
+            if left < right:
+                left *= old[i]
+                i += 1
+            else:
+                right *= new[j]
+                j += 1
+        if i > part.dim:
+            break
+        a, b = i, j
+    while j < len(new) and new[j] == 1 and i == len(old):
+        j += 1
+    inner = prod(old[part.dim + 1 : i])
+    merged = repeat_ranges(scale_ranges(part.ranges, inner), part.size * inner, prod(old[a : part.dim]))
+    found = common_factor(merged, new[b:j])
+    if found is None:
+        return None
+    place, ranges = found
+    dim = b + place
+    local = list(new)
+    local[dim] = count_indices(ranges)
+    return tuple(local), PartLayout(dim, new[dim], ranges, part.axis)
+
+
+def take_part(x: Tensor, dim: int, ranges: IndexRanges, group: ShardGroup) -> Tensor:
+    """This shard's part of a value that all shards hold whole.
+
+    The gradient of the whole value is a sum over shards. For a parameter it is completed once a step: the parameter is noted
+    in `group.partial`. For any other value it is summed as soon as it is there.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        if isinstance(x, nn.Parameter):
+            group.partial[id(x)] = x
+        else:
+            x = copy_to_shards(x, group)
+    return select_ranges(x, dim, ranges)
+
+
+def narrow_part(x: Sharded, ranges: IndexRanges) -> Sharded:
+    """The value with fewer indices of the cut dim: `ranges`, of which this shard has all."""
+    if ranges == x.part.ranges:
+        return x
+    local = select_ranges(x.local, x.part.dim, positions_of(x.part.ranges, ranges))
+    return Sharded(local, x.part.narrowed_to(ranges), x.group)
+
+
+def common_ranges(name: str, ranges: IndexRanges, other: Sharded) -> IndexRanges:
+    """The indices that both of two values have here: those of one of them, which the other must contain.
+
+    Only so does some shard compute every element. The parts may differ because a key head serves queries of several shards.
+    Raises `ModelError` when neither contains the other.
+    """
+    both = intersect_ranges(ranges, other.part.ranges)
+    if both not in (ranges, other.part.ranges):
+        raise refusal(name, other, f"meets one of which {list(ranges)} are here, not {list(other.part.ranges)}")
+    return both
+
+
+def align_parts(name: str, values: Sequence[Any]) -> tuple[list[Any], Sharded]:
+    """(values that are broadcast together, each as the tensor of this shard's part; one `Sharded` value that is cut so).
+
+    Whole tensors are cut where they have the cut dim. Raises `ModelError` when the parts are not of the same dim.
+    """
+    sharded = [v for v in values if isinstance(v, Sharded)]
+    first = max(sharded, key=lambda v: v.dim())
+    back = first.dim() - first.part.dim
+    ranges = first.part.ranges
+    for other in sharded:
+        if other.dim() - other.part.dim != back or other.part.size != first.part.size:
+            raise refusal(name, other, f"meets one {list(first.shape)} that is cut along dim {first.part.dim}")
+        if other.part.ranges != ranges:
+            ranges = common_ranges(name, ranges, other)
+    dims = max(v.dim() for v in values if isinstance(v, (Tensor, Sharded)))
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Sharded):
+            found.append(narrow_part(value, ranges).local)
+        elif isinstance(value, Tensor):
+            cut = value.dim() >= back and value.shape[-back] != 1
+            found.append(take_part(value, value.dim() - back, ranges, first.group) if cut else _take_all(value, first.group))
+        else:
+            found.append(value)
+    return found, Sharded(first.local, PartLayout(dims - back, first.part.size, ranges, first.part.axis), first.group)
+
+
+def _take_all(x: Tensor, group: ShardGroup) -> Tensor:
+    """A whole tensor that is computed with a part: its gradient is a sum over shards, too."""
+    if x.dim() == 0 and not x.requires_grad:
+        return x
+    return take_part(x, 0, ((0, x.shape[0]),), group) if x.dim() else copy_to_shards(x, group)

@@ -1,0 +1,41 @@
+"""The style `gathered`: as `column`, but every shard gets the whole output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.styles.style import COLUMN_TRAFFIC, LinearStyle, cut_output, share_evenly
+from raypar.plan.shard_layout import LayerCollective, LayerTraffic, ShardLayout
+from raypar.plan.shard_ranges import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredStyle(LinearStyle):
+    """Each shard makes its part of the output features, which are then gathered."""
+
+    name: ClassVar[str] = "gathered"
+    summary: ClassVar[str] = "Linear: cut by output features, which are then gathered"
+    input_group: ClassVar[str | None] = "features"
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+        """See `ShardingStyle`."""
+        assert isinstance(module, nn.Linear)
+        return cut_output(module, share_evenly(name, "output features", module.out_features, shards))
+
+    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+        """See `ShardingStyle`."""
+        assert isinstance(module, nn.Linear)
+        held = layout.cuts[f"{name}.weight"].held[group.shard]
+        shares = name in layout.shared_inputs
+        return ColumnLinear(module, name, group, held, axis="features", shares_input=shares, gather=True)
+
+    def collectives(self, module: nn.Module) -> LayerTraffic:
+        """See `ShardingStyle`."""
+        gather = LayerCollective("all_gather", "forward", "output")
+        return LayerTraffic((gather, *COLUMN_TRAFFIC.plain), (gather, *COLUMN_TRAFFIC.sequence))

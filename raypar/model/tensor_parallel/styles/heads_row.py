@@ -1,0 +1,40 @@
+"""The style `heads-row`: the linear layer that reads attention's output, cut by input features, by heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.linear import RowLinear
+from raypar.model.tensor_parallel.styles.by_heads import HeadStyle
+from raypar.model.tensor_parallel.styles.style import ROW_TRAFFIC, features_per_part
+from raypar.plan.shard_layout import LayerTraffic, ShardLayout
+from raypar.plan.shard_ranges import Cut, scale_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsRowStyle(HeadStyle):
+    """As `row`, each shard reading the features of its heads."""
+
+    name: ClassVar[str] = "heads-row"
+    summary: ClassVar[str] = "Linear that reads attention's output: cut by input features, by heads"
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+        """See `ShardingStyle`."""
+        assert isinstance(module, nn.Linear)
+        unit = features_per_part(name, self, module.in_features, self.heads, "input")
+        held = tuple(scale_ranges(ranges, unit) for ranges in self.query_heads(name, shards))
+        return {"weight": Cut(1, module.in_features, held)}
+
+    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+        """See `ShardingStyle`."""
+        assert isinstance(module, nn.Linear)
+        return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].held[group.shard])
+
+    def collectives(self, module: nn.Module) -> LayerTraffic:
+        """See `ShardingStyle`."""
+        return ROW_TRAFFIC

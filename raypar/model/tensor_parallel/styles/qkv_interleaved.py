@@ -1,0 +1,34 @@
+"""The style `qkv-interleaved`: one linear layer that makes query, key and value head after head, cut by heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from raypar.errors import PlanError
+from raypar.model.tensor_parallel.styles.by_heads import HeadOutputStyle
+from raypar.model.tensor_parallel.styles.style import cut_output, features_per_part
+from raypar.plan.shard_ranges import Cut, scale_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class QkvInterleavedStyle(HeadOutputStyle):
+    """Each shard makes query, key and value of its heads."""
+
+    name: ClassVar[str] = "qkv-interleaved"
+    summary: ClassVar[str] = "Linear that makes [query, key, value] head after head: cut by heads"
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+        """See `ShardingStyle`."""
+        assert isinstance(module, nn.Linear)
+        queries = self.query_heads(name, shards)
+        if self.kv_heads != self.heads:
+            raise PlanError(
+                f"{name} is interleaved with {self.heads} query heads and {self.kv_heads} key heads",
+                cure="qkv-interleaved needs as many key heads as query heads; give it the style whole",
+            )
+        unit = features_per_part(name, self, module.out_features, self.heads, "output")
+        return cut_output(module, tuple(scale_ranges(ranges, unit) for ranges in queries))

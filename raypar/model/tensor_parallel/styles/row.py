@@ -1,0 +1,37 @@
+"""The style `row`: a linear layer cut by input features (Shoeybi et al. 2019, arXiv:1909.08053, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.linear import RowLinear
+from raypar.model.tensor_parallel.styles.style import ROW_TRAFFIC, LinearStyle, share_evenly
+from raypar.plan.shard_layout import LayerTraffic, ShardLayout
+from raypar.plan.shard_ranges import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class RowStyle(LinearStyle):
+    """Each shard reads its part of the input features; what the shards make of them is summed, then the whole bias added."""
+
+    name: ClassVar[str] = "row"
+    summary: ClassVar[str] = "Linear: cut by input features; the shards' contributions are summed"
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+        """See `ShardingStyle`."""
+        assert isinstance(module, nn.Linear)
+        return {"weight": Cut(1, module.in_features, share_evenly(name, "input features", module.in_features, shards))}
+
+    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+        """See `ShardingStyle`."""
+        assert isinstance(module, nn.Linear)
+        return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].held[group.shard])
+
+    def collectives(self, module: nn.Module) -> LayerTraffic:
+        """See `ShardingStyle`."""
+        return ROW_TRAFFIC

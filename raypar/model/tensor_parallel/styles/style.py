@@ -1,0 +1,163 @@
+"""What every sharding style answers about a layer, and what styles of linear layers have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Self
+
+from torch import nn
+
+from raypar.errors import PlanError
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.plan.shard_layout import LayerCollective, LayerTraffic, ShardCost, ShardLayout, slice_shape
+from raypar.plan.shard_ranges import Cut, IndexRanges, even_range
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingStyle(ABC):
+    """How one layer (a module that owns parameters) is cut over shards. Fields are the options written after the name.
+
+    A style answers five questions: does it fit a module (`check_fits`), which slice of each parameter does each shard hold
+    (`slices`), which module does a shard run (`build`), what does that send over shards (`collectives`), and which share of the
+    work and memory has each shard (`cost`). A style holds its options alone: equal text is an equal style.
+    """
+
+    name: ClassVar[str]
+    """What `plan.styles` calls it."""
+    summary: ClassVar[str]
+    """One line for people: what it is for."""
+    input_group: ClassVar[str | None] = None
+    """Layers of one module that are in the same group read the same value (q, k and v), which is then communicated once."""
+
+    @classmethod
+    def parse(cls, options: str) -> Self:
+        """The style with what is written after its name, for example `:8/2`. Raises `ValueError` for bad options."""
+        if options:
+            raise ValueError(options)
+        return cls()
+
+    @property
+    def options(self) -> str:
+        """What stands after the name in `plan.styles`; `parse` reads it."""
+        return ""
+
+    def __str__(self) -> str:
+        return self.name + self.options
+
+    def complete_options(self, name: str, parents: Sequence[nn.Module]) -> ShardingStyle:
+        """The style with the options that were left out, as the modules around the layer say (`parents`, innermost first).
+
+        Raises `PlanError` if they do not say it.
+        """
+        return self
+
+    @abstractmethod
+    def check_fits(self, name: str, module: nn.Module) -> None:
+        """Raises the `PlanError` that says why a module cannot be cut in this style; `name`: its qualified name."""
+
+    @abstractmethod
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+        """Parameter (`weight`, `bias`) -> which part each shard holds. What is not named, buffers too, is whole on every shard.
+
+        Raises `PlanError` with the numbers that do not fit.
+        """
+
+    @abstractmethod
+    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+        """The `ShardedModule` that this shard runs in the place of `module`, whose parameters are slices already."""
+
+    @abstractmethod
+    def collectives(self, module: nn.Module) -> LayerTraffic:
+        """What the layer sends over shards for each microbatch."""
+
+    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardCost, ...]:
+        """By shard: its share of the layer's work and memory. By default the work goes by the elements of the weight."""
+        slices = self.slices(name, module, shards)
+        parameters = {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None}
+
+        def share(shard: int, keys: Sequence[str]) -> float:
+            here = {key: slice_shape(slices[key], parameters[key], shard) for key in keys if key in slices}
+            whole = sum(prod(parameters[key]) for key in keys)
+            return sum(prod(here.get(key, parameters[key])) for key in keys) / whole if whole else 1.0
+
+        return tuple(ShardCost(share(shard, ["weight"]), share(shard, [*parameters])) for shard in range(shards))
+
+
+class LinearStyle(ShardingStyle):
+    """A style of `nn.Linear` layers alone."""
+
+    __slots__ = ()
+
+    def check_fits(self, name: str, module: nn.Module) -> None:
+        """See `ShardingStyle`."""
+        if not is_plain_linear(module):
+            raise does_not_fit(self, name, module)
+
+
+COLUMN_TRAFFIC = LayerTraffic(
+    plain=(LayerCollective("all_reduce", "backward", "input"),),
+    sequence=(LayerCollective("all_gather", "forward", "input"), LayerCollective("reduce_scatter", "backward", "input")),
+)
+"""A layer that needs all of its input and makes a part of its output (Megatron's f)."""
+
+ROW_TRAFFIC = LayerTraffic(
+    plain=(LayerCollective("all_reduce", "forward", "output"),),
+    sequence=(LayerCollective("reduce_scatter", "forward", "output"), LayerCollective("all_gather", "backward", "output")),
+)
+"""A layer that needs a part of its input and makes a part of a sum (Megatron's g)."""
+
+
+def is_plain_linear(module: object) -> bool:
+    """Whether it is an `nn.Linear` that a sharded layer can stand in for."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and _is_replaceable(module)
+
+
+def is_plain_embedding(module: object) -> bool:
+    """Whether it is an `nn.Embedding` that a sharded layer can stand in for."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and _is_replaceable(module)
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    """Has nothing that the layer in its place would lack: hooks, a forward of this one object, a computed weight."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return module._parameters.get("weight") is not None and "forward" not in vars(module) and not any(hooks)
+
+
+def does_not_fit(style: ShardingStyle, name: str, module: nn.Module) -> PlanError:
+    """The error for a module of another class than the style is for, or one that does more than its class."""
+    known = isinstance(module, (nn.Linear, nn.Embedding))
+    return PlanError(
+        f"the style {style} does not fit {name}, a {type(module).__name__}"
+        + " with a forward of its own, hooks or a computed weight" * known,
+        cure="vocabulary is for nn.Embedding and nn.Linear, whole for any layer, all others for nn.Linear "
+        "(subclasses that keep its forward)",
+    )
+
+
+def share_evenly(name: str, what: str, total: int, shards: int) -> tuple[IndexRanges, ...]:
+    """`total` indices over shards, as even as possible. Raises `PlanError` when a shard would have none."""
+    if shards > total:
+        raise PlanError(
+            f"{name} has {total} {what} for {shards} shards: some would have none",
+            cure=f"set plan.shards <= {total}, or give it and the layers it works with the style whole (plan.styles)",
+        )
+    return even_range(total, shards)
+
+
+def features_per_part(name: str, style: ShardingStyle, features: int, parts: int, which: str) -> int:
+    """How many features one head or part has. Raises `PlanError` when they do not come out even."""
+    if features % parts:
+        raise PlanError(
+            f"the style {style} does not fit {name}: {features} {which} features are no multiple of {parts}",
+            cure="check the numbers of heads or parts in plan.styles",
+        )
+    return features // parts
+
+
+def cut_output(module: nn.Linear, held: tuple[IndexRanges, ...]) -> dict[str, Cut]:
+    """Slices of a linear layer of which shard t makes the output features `held[t]`: rows of the weight, and the bias."""
+    cut = Cut(0, module.out_features, held)
+    return {key: cut for key, parameter in module._parameters.items() if parameter is not None}

@@ -1,0 +1,72 @@
+"""The style `vocabulary`: an embedding, or the layer that makes logits, cut by vocabulary.
+
+Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import nn
+
+from raypar.errors import PlanError
+from raypar.model.tensor_parallel.embedding import VocabularyEmbedding
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.styles.style import (
+    COLUMN_TRAFFIC,
+    ROW_TRAFFIC,
+    ShardingStyle,
+    cut_output,
+    does_not_fit,
+    is_plain_embedding,
+    is_plain_linear,
+    share_evenly,
+)
+from raypar.plan.shard_layout import LayerTraffic, ShardCost, ShardLayout
+from raypar.plan.shard_ranges import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyStyle(ShardingStyle):
+    """Each shard has some ids: their rows of an embedding, whose outputs are summed over shards, or their logits."""
+
+    name: ClassVar[str] = "vocabulary"
+    summary: ClassVar[str] = "Embedding or output layer: cut by vocabulary"
+
+    def check_fits(self, name: str, module: nn.Module) -> None:
+        """See `ShardingStyle`."""
+        if not is_plain_linear(module) and not is_plain_embedding(module):
+            raise does_not_fit(self, name, module)
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+            raise PlanError(
+                f"{name} scales by what is in all of its vocabulary (max_norm, scale_grad_by_freq)",
+                cure="give it the style whole",
+            )
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+        """See `ShardingStyle`."""
+        if isinstance(module, nn.Embedding):
+            ids = module.num_embeddings
+            return {"weight": Cut(0, ids, share_evenly(name, "rows of vocabulary", ids, shards))}
+        assert isinstance(module, nn.Linear)
+        return cut_output(module, share_evenly(name, "output features", module.out_features, shards))
+
+    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+        """See `ShardingStyle`."""
+        held = layout.cuts[f"{name}.weight"].held[group.shard]
+        if isinstance(module, nn.Embedding):
+            return VocabularyEmbedding(module, name, group, held)
+        assert isinstance(module, nn.Linear)
+        return ColumnLinear(module, name, group, held, axis="vocabulary")
+
+    def collectives(self, module: nn.Module) -> LayerTraffic:
+        """See `ShardingStyle`. The cross-entropy of logits that are cut gathers three numbers a token besides."""
+        return ROW_TRAFFIC if isinstance(module, nn.Embedding) else COLUMN_TRAFFIC
+
+    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardCost, ...]:
+        """See `ShardingStyle`. Every shard of an embedding looks up a row for each id of the batch, and masks the others'."""
+        shares = ShardingStyle.cost(self, name, module, shards)
+        return tuple(replace(share, compute=1.0) for share in shares) if isinstance(module, nn.Embedding) else shares

@@ -1,0 +1,37 @@
+"""The style `whole`: a layer that is not cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.styles.style import ShardingStyle
+from raypar.plan.shard_layout import LayerTraffic, ShardLayout
+from raypar.plan.shard_ranges import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStyle(ShardingStyle):
+    """Every shard holds and computes all of the layer."""
+
+    name: ClassVar[str] = "whole"
+    summary: ClassVar[str] = "any layer: not cut"
+
+    def check_fits(self, name: str, module: nn.Module) -> None:
+        """Any module fits."""
+
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+        """None: a layer without slices is left out of the layout."""
+        return {}
+
+    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+        """The module itself: nothing of it is cut."""
+        return module
+
+    def collectives(self, module: nn.Module) -> LayerTraffic:
+        """None."""
+        return LayerTraffic()
