@@ -20,7 +20,7 @@ TELL_EVERY_S = 30.0
 """How often people are told again what the run waits for."""
 
 
-def only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
+def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
     """Those of the `silent` workers without whom some of the state would be lost.
 
     Nobody, if all of the state is elsewhere: live in the workers that answer, in a complete snapshot of the mirror, or in a
@@ -29,14 +29,14 @@ def only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
     if m.membership.plan is None or not silent:
         return ()
     answering = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in silent}
-    done = done_by(m, silent)
+    done = count_steps_without(m, silent)
     if _needs_no_worker(m, done) and len(answering.keys() - m.membership.leaving) >= m.policy.min_workers:
         return ()
     need = dict(enumerate(m.layout(m.membership.plan)))
     lost = missing_pieces(_live_pieces(m, answering, done), need)
     if not lost or state_sources.newest_mirror_cut(m, need, without=silent) is not None:
         return ()
-    held = may_hold(m)
+    held = find_expected_pieces(m)
     in_snapshots = [piece for stand in answering.values() for pieces in stand.cuts.values() for piece in pieces]
     in_silent = [piece for worker in silent for piece in held.get(worker, ())]
     if subtract_pieces(lost, [*in_snapshots, *in_silent]):
@@ -58,13 +58,13 @@ def _live_pieces(m: RunState, stands: Mapping[int, WorkerStatus], done: int) -> 
     return {w: s.pieces for w, s in sound.items() if s.done == done or (s.done == done - 1 and s.votable)}
 
 
-def done_by(m: RunState, silent: Collection[int]) -> int:
+def count_steps_without(m: RunState, silent: Collection[int]) -> int:
     """The number of steps after which the workers that answer would continue."""
     stands = {w: s.done for w, s in m.recovery.stands.items() if w not in silent and w not in m.trust.tainted}
     return max((done for done in stands.values() if done is not None), default=m.progress.committed)
 
 
-def may_hold(m: RunState) -> dict[int, list[Piece]]:
+def find_expected_pieces(m: RunState) -> dict[int, list[Piece]]:
     """Worker -> the pieces of state that it should hold; for workers that cannot be asked.
 
     These are the pieces of its seats, in the plan that trained last and in one that was being adopted since, and the mirror's
@@ -87,12 +87,12 @@ def may_hold(m: RunState) -> dict[int, list[Piece]]:
     return found
 
 
-def waiting_text(m: RunState, holders: Collection[int], unheard: Collection[int]) -> str:
+def describe_wait(m: RunState, holders: Collection[int], unheard: Collection[int]) -> str:
     """The sentence about the workers that are waited for: what only they hold, and whether they answer pings."""
-    held = may_hold(m)
+    held = find_expected_pieces(m)
     pieces = sorted({piece for worker in holders for piece in held[worker]})
     names = ", ".join(map(str, pieces[:2])) + (f" and {len(pieces) - 2} more" if len(pieces) > 2 else "")
-    what = f"{name_workers(holders)}: no other memory has the state after {done_by(m, holders)} steps ({names})"
+    what = f"{name_workers(holders)}: no other memory has the state after {count_steps_without(m, holders)} steps ({names})"
     silent = sorted(set(holders) & set(unheard))
     if not silent:
         answers = verb_form(holders, "it answers", "they answer")
@@ -101,9 +101,10 @@ def waiting_text(m: RunState, holders: Collection[int], unheard: Collection[int]
     return f"{what}; {who}, but nothing says that {verb_form(silent, 'its process has', 'their processes have')} ended"
 
 
-def outcome_text(m: RunState, holders: Collection[int]) -> str:
+def describe_end_of_wait(m: RunState, holders: Collection[int]) -> str:
     """The sentence about what happens when the wait for them ends in vain."""
     saved = state_sources.last_checkpoint_step(m)
     if saved is not None:
         return f"then all go back to the checkpoint after {saved} steps"
-    return "then all begin again" if state_sources.has_durable_copy(m, done_by(m, holders)) else "then the run is lost"
+    durable = state_sources.has_durable_copy(m, count_steps_without(m, holders))
+    return "then all begin again" if durable else "then the run is lost"

@@ -233,7 +233,7 @@ def check_recovery(m: RunState, event: Tick) -> None:
     else:
         # Workers that answer pings wait for others, or are slow: the next generation asks them where they stand.
         mute = set(silent) & event.unheard
-        give_up_workers(m, mute - set(last_copy.only_holders(m, mute - event.ended)))
+        give_up_workers(m, mute - set(last_copy.find_only_holders(m, mute - event.ended)))
         begin_recovery(m, f"{name_workers(silent)} did not answer while {m.phase.value}")
 
 
@@ -245,15 +245,15 @@ def wait_or_give_up(m: RunState, event: Tick, silent: list[int]) -> None:
     """
     r, timer = m.recovery, m.timer
     over = r.waited_from_s is not None and timer.expired
-    holders = last_copy.only_holders(m, set(silent) - event.ended)
+    holders = last_copy.find_only_holders(m, set(silent) - event.ended)
     if holders and not over and m.policy.last_copy_wait_s:
         if r.waited_from_s is None:
             r.waited_from_s = r.told_s = timer.now_s
             timer.deadline_s = timer.now_s + m.policy.last_copy_wait_s
         elif holders == r.holders and timer.now_s - r.told_s < last_copy.TELL_EVERY_S:
             return
-        r.holders, r.awaited = holders, last_copy.waiting_text(m, holders, event.unheard)
-        tell_what_is_awaited(m, f"(elastic.last_copy_wait_s), {last_copy.outcome_text(m, holders)}")
+        r.holders, r.awaited = holders, last_copy.describe_wait(m, holders, event.unheard)
+        tell_what_is_awaited(m, f"(elastic.last_copy_wait_s), {last_copy.describe_end_of_wait(m, holders)}")
         return
     more = ""
     if holders and r.waited_from_s is not None:

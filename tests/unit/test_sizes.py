@@ -14,7 +14,6 @@ LONGER = {
 """What may be longer, and why; at most `EXCEPTIONS` of them."""
 
 TEMPORARY = {
-    "elastic/run_machine.py RunMachine.__post_init__",
     "schedule/lower.py _replay",
     "schedule/simulate.py _compute",
     "worker/stage.py Stage.__init__",
