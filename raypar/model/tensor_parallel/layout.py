@@ -71,7 +71,7 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
 def outline_of_shards(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> Outline:
     """The graph without the model, and how it is cut over these numbers of shards. Without shards: not at all."""
     counts = set(shards)
-    if max(counts) == 1:
+    if max(counts, default=1) == 1:
         return outline_of(graph)
     layouts = {count: layout_of(graph, count, styles) for count in sorted(counts)}
     cuts = {count: layout.cuts for count, layout in layouts.items() if count > 1}
