@@ -38,7 +38,7 @@ from raypar.plan.parallel_plan import ParallelPlan
 from raypar.run_records import MAX_STEPS
 from raypar.safe_yaml import parse_yaml
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
-from raypar.worker.weights_matching import WeightsSource
+from raypar.worker.weights_source import WeightsSource
 
 _AUTO, _GIVEN = "<auto>", "<given>"
 """Pydantic's names of the branches of `plan` in error locations; removed before a message is shown."""

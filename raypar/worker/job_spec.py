@@ -15,7 +15,7 @@ from raypar.plan.microbatches import Microbatches
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
-    from raypar.worker.weights_matching import WeightsSource
+    from raypar.worker.weights_source import WeightsSource
 
 
 @dataclass(frozen=True)

@@ -13,71 +13,14 @@ from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
 from raypar.worker.weights_file import FLOATING, PART, WeightsFile
+from raypar.worker.weights_source import MAX_SHOWN_NAMES, WeightsSource, list_names
 
 if TYPE_CHECKING:
     import torch
 
 Shapes = Mapping[str, Sequence[int]]
-_SHOWN = 5
-"""Differences of each kind that a message names."""
 _MAX_PATTERNS = 20
 """More of them help nobody: then the weights are those of another model."""
-
-
-@dataclass(frozen=True)
-class WeightsSource:
-    """`init_from` of a job.
-
-    The model's name of a tensor is the file's name without `strip_prefix`, then `rename`d, then with `add_prefix`. A name that
-    does not begin with `strip_prefix` keeps its beginning.
-    """
-
-    path: str
-    strip_prefix: str = ""
-    add_prefix: str = ""
-    rename: tuple[tuple[str, str], ...] = ()
-    """(regular expression, replacement), as in `re.sub`, applied one after the other."""
-    allow_missing: tuple[str, ...] = ()
-    """Patterns (`head.*`) of the model's names that the file may lack: these get the model's own initial values."""
-    allow_unexpected: tuple[str, ...] = ()
-    """Patterns of the file's names, before or after renaming, that the model may lack.
-
-    A tensor whose shape differs is left out if both `allow_missing` and `allow_unexpected` match it.
-    """
-
-    def renamed(self, names: Iterable[str]) -> dict[str, str]:
-        """The model's name -> the file's. Raises `ConfigError` if a setting matches no name, or two names become equal."""
-        names = list(names)
-        if self.strip_prefix and not any(name.startswith(self.strip_prefix) for name in names):
-            raise ConfigError(
-                f"init_from.strip_prefix {self.strip_prefix!r} is at the beginning of none of the {len(names)} names in "
-                f"{self.path} ({_listed(names)})",
-                cure="leave it out, or set the prefix that they have",
-            )
-        new = {name: name.removeprefix(self.strip_prefix) for name in names}
-        for pattern, replacement in self.rename:
-            try:
-                after = {name: re.sub(pattern, replacement, now) for name, now in new.items()}
-            except (re.error, IndexError) as error:
-                raise ConfigError(
-                    f"init_from.rename {pattern!r} -> {replacement!r} is no replacement: {error}",
-                    cure="see Python's re.sub: a regular expression, and \\1 for its first group",
-                ) from error
-            if after == new and not any(re.search(pattern, now) for now in new.values()):
-                raise ConfigError(
-                    f"init_from.rename {pattern!r} matches none of the file's names ({_listed(list(new.values()))})",
-                    cure="leave it out, or correct it",
-                )
-            new = after
-        found: dict[str, str] = {}
-        for name, now in new.items():
-            now = self.add_prefix + now
-            if now in found:
-                raise ConfigError(
-                    f"init_from: {found[now]} and {name} would both be {now}", cure="correct rename, or strip_prefix"
-                )
-            found[now] = name
-        return found
 
 
 @dataclass(frozen=True)
@@ -140,13 +83,15 @@ def match_weights(
     ]
     if new:
         begin = "begin" if len(new) > 1 else "begins"
-        notes.append(f"{_tensors(new)} {begin} with the model's own initial values, not with those of {short}: {_listed(new)}")
+        notes.append(
+            f"{_tensors(new)} {begin} with the model's own initial values, not with those of {short}: {list_names(new)}"
+        )
     if unused:
-        notes.append(f"{_tensors(unused)} of {short} {_is(unused)} not used: {_listed(unused)}")
+        notes.append(f"{_tensors(unused)} of {short} {_is(unused)} not used: {list_names(unused)}")
     if buffers := found.unused_buffers:
         notes.append(
             f"{_tensors(buffers)} of {short} {_is(buffers)} not used, since the model's own values of buffers that are "
-            f"not persistent are: {_listed(buffers)}"
+            f"not persistent are: {list_names(buffers)}"
         )
     return Matching(found.names, tuple(name for name in wanted if name in found.missing), tuple(notes))
 
@@ -236,8 +181,8 @@ def _compare(file: WeightsFile, model: _Model, source: WeightsSource) -> _Compar
     result.differences = [
         *_not_in(result.lacking, model.number_of_tensors(), "model", "file"),
         *_not_in(result.unexpected, len(set(file.names) - set(file.aliases)), "file", "model"),
-        *[f"{len(x)} {_has(x)} another shape: {_listed(list(x.values()))}" for x in (result.other_shape,) if x],
-        *[f"{len(x)} {_has(x)} values of another kind: {_listed(list(x.values()))}" for x in (result.other_kind,) if x],
+        *[f"{len(x)} {_has(x)} another shape: {list_names(list(x.values()))}" for x in (result.other_shape,) if x],
+        *[f"{len(x)} {_has(x)} values of another kind: {list_names(list(x.values()))}" for x in (result.other_kind,) if x],
     ]
     return result
 
@@ -311,7 +256,7 @@ def _cure(file: WeightsFile, model: _Model, source: WeightsSource, found: _Compa
     if best is not None:
         then = _compare(file, model, best).differences
         return f"its names differ by a prefix: write init_from: {_yaml(best)}" + f"; then {'; '.join(then)}" * bool(then)
-    for name in found.lacking[:_SHOWN]:
+    for name in found.lacking[:MAX_SHOWN_NAMES]:
         near = difflib.get_close_matches(name, found.unexpected[:1000], n=1, cutoff=0.8)
         if near:
             return (
@@ -381,9 +326,9 @@ def _yaml(source: WeightsSource, **changed: object) -> str:
 
 def _patterns(names: Collection[str], among: Iterable[str]) -> list[str]:
     """Patterns that match all of `names` and no others of `among`: a module's tensors, or those of a whole layer if these
-    are more than `_SHOWN`."""
+    are more than `MAX_SHOWN_NAMES`."""
     found = _tight_patterns(names, among, by_layer=False)
-    return found if len(found) <= _SHOWN else _tight_patterns(names, among, by_layer=True)
+    return found if len(found) <= MAX_SHOWN_NAMES else _tight_patterns(names, among, by_layer=True)
 
 
 def _tight_patterns(names: Collection[str], among: Iterable[str], *, by_layer: bool) -> list[str]:
@@ -418,10 +363,6 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
 def _tensors(names: Collection[str]) -> str:
     return f"{len(names)} tensor" + "s" * (len(names) != 1)
 
@@ -430,7 +371,7 @@ def _not_in(names: Sequence[str], total: int, there: str, where: str) -> list[st
     """The sentence about `names`, which of model and file only `there` has; empty if there are none."""
     whole = f"the {there}'s {total} tensors"
     number = f"none of {whole} is" if len(names) == total else f"{len(names)} of {whole} {_is(names)} not"
-    return [f"{number} in the {where}: {_listed(names)}"] if names else []
+    return [f"{number} in the {where}: {list_names(names)}"] if names else []
 
 
 def _is(names: Collection[str]) -> str:

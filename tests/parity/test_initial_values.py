@@ -40,7 +40,7 @@ from raypar.worker.mirror import StateCopy
 from raypar.worker.preflight import preflight
 from raypar.worker.stage_shard import StageShard
 from raypar.worker.weights_initial import with_fingerprint
-from raypar.worker.weights_matching import WeightsSource
+from raypar.worker.weights_source import WeightsSource
 
 WAYS = {way.__name__: way for way in models.WAYS}
 LAYOUTS = {

@@ -23,7 +23,8 @@ from raypar.worker.checkpoint import BUFFER, PARAMETER, TensorSlices
 from raypar.worker.manifest import manifest_checksum
 from raypar.worker.weights_file import StoredTensor, open_weights, resolve
 from raypar.worker.weights_initial import WeightsFromFile
-from raypar.worker.weights_matching import WeightsSource, match_weights
+from raypar.worker.weights_matching import match_weights
+from raypar.worker.weights_source import WeightsSource
 
 SHAPES = {"embed.weight": (7, 4), "up.weight": (6, 4), "up.bias": (6,), "scale": (), "cube": (3, 5, 2)}
 

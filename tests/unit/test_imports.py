@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "model": "plan comm errors user_code torch numpy",
     "worker": "schedule model comm plan planner.model_profile errors user_code torch numpy safetensors input_files",
     "actors": "worker model elastic planner comm schedule plan run_folder callbacks errors user_code torch numpy ray",
-    "config": "plan schedule elastic errors worker.job_spec worker.weights_matching input_files run_records safe_yaml "
+    "config": "plan schedule elastic errors worker.job_spec worker.weights_source input_files run_records safe_yaml "
     "pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
