@@ -165,7 +165,7 @@ class ValidationSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything the bits of the result may depend on (DESIGN 4.5), and nothing about the cluster.
+    """Everything that a result may depend on to the last bit, and nothing about the cluster.
 
     `styles`: (pattern of layer names, style), the first match counts (`model.tensor_parallel.styles`); `sequence_parallel`:
     between layers values are cut over the sequence. Both matter to stages with several shards only.

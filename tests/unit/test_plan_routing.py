@@ -53,7 +53,7 @@ def test_one_replica_everywhere_takes_microbatches_by_index(cut: tuple[int, int]
 
 
 def test_three_replicas_of_the_third_stage_take_turns():
-    """The slow-stage example of DESIGN section 6: p=4, third stage x3, m=24, twelve blocks."""
+    """The slow-stage example: p=4, third stage x3, m=24, twelve blocks."""
     routing = routing_of((1, 1, 3, 1), (24, 12))
     turns = [routing.replica(2, m) for m in routing.entry_order]
     assert turns == [0, 1, 2] * 8

@@ -1,4 +1,4 @@
-"""Every published or derived value of DESIGN section 6, exactly."""
+"""Makespans, bubbles and peaks that were published, or follow from formulas, exactly."""
 
 import pytest
 
