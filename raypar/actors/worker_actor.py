@@ -49,7 +49,7 @@ class WorkerActor:
         self.credential, self.number, self.pickled_spec = credential, number, spec
         self.coordinate = f"worker {number}"
         """The worker's seat in words, for messages."""
-        self.footing = WorkingDir()
+        self.working_dir = WorkingDir()
         """Keeps the current directory valid."""
         self.spec: Any = None
         """The `JobSpec`; None, like all that follows to `mesh`, before `hello`."""
@@ -98,7 +98,7 @@ class WorkerActor:
     def _hello(self, joining: bool) -> WorkerHello:
         if self.said is not None:
             return self.said  # to a new driver
-        with self.footing.elsewhere():
+        with self.working_dir.elsewhere():
             import torch
 
         from raypar.actors.fingerprint import fingerprint
@@ -286,7 +286,7 @@ class WorkerActor:
         self.heard_s = time.monotonic()
         self.doing = doing
         try:
-            self.footing.keep()
+            self.working_dir.keep()
             if self.guard is not None:
                 self.guard.accept_directory()
             return call()

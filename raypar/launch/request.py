@@ -94,7 +94,7 @@ def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
         )
 
 
-def build_run_policy(spec: JobSpec, world: int, options: RunOptions, deadlines: Mapping[str, float]) -> RunPolicy:
+def build_run_policy(spec: JobSpec, world: int, options: RunOptions, deadlines: Mapping[str, Any]) -> RunPolicy:
     """What the run machine goes by: how far to train, when to save and validate, which deadlines hold.
 
     `deadlines`: of the kind of device (`Backend.deadlines`).
@@ -111,7 +111,7 @@ def build_run_policy(spec: JobSpec, world: int, options: RunOptions, deadlines: 
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
         **(elastic_policy_fields(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
-        **deadlines,  # type: ignore[arg-type]
+        **deadlines,
     )
 
 

@@ -18,38 +18,38 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def test_it_is_entered_again_once_it_is_there_anew(place):
-    footing = WorkingDir()
-    footing.keep()
+    working_dir = WorkingDir()
+    working_dir.keep()
     shutil.rmtree(place)
-    footing.keep()
+    working_dir.keep()
     assert os.getcwd() == "/", "better than nowhere"
     place.mkdir()
     (place / "file").touch()
-    footing.keep()
+    working_dir.keep()
     assert os.listdir() == ["file"]
 
 
 def test_who_goes_somewhere_else_by_himself_stays_there(place, tmp_path):
-    footing = WorkingDir()
+    working_dir = WorkingDir()
     shutil.rmtree(place)
-    footing.keep()
+    working_dir.keep()
     os.chdir(tmp_path)
     place.mkdir()
-    footing.keep()
+    working_dir.keep()
     assert os.getcwd() == str(tmp_path)
 
 
 @pytest.mark.parametrize("back", ["at once", "later"])
 def test_elsewhere_nothing_is_noticed_of_it(place, back):
-    footing = WorkingDir()
-    with footing.elsewhere():
+    working_dir = WorkingDir()
+    with working_dir.elsewhere():
         shutil.rmtree(place)
         os.getcwd()
         if back == "at once":
             place.mkdir()
     if back == "later":
         place.mkdir()
-        footing.keep()
+        working_dir.keep()
     assert os.getcwd() == str(place)
 
 

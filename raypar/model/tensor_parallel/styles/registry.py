@@ -41,7 +41,8 @@ def parse_style(text: str) -> ShardingStyle:
 
     Raises `PlanError` with the nearest name.
     """
-    name, options = re.fullmatch(r"([^:/]*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    name = re.split("[:/]", text, maxsplit=1)[0]
+    options = text[len(name) :]
     try:
         return STYLES[name].parse(options)
     except (KeyError, ValueError):
