@@ -108,7 +108,7 @@ def test_what_ends_in_a_step_is_an_error_that_names_its_place(place, how):
 def test_a_worker_answers_with_what_its_code_ended_in(how):
     """As an actor does: in a thread. A `SystemExit` there ends the process without a word."""
     worker = object.__new__(WorkerActor)
-    worker.coordinate, worker.footing, worker.guard = "worker 7", SimpleNamespace(keep=lambda: None), None
+    worker.coordinate, worker.working_dir, worker.guard = "worker 7", SimpleNamespace(keep=lambda: None), None
     answers: list[object] = []
     call = threading.Thread(target=lambda: answers.append(worker._guard("building its stages", lambda: ends(how=how))))
     call.start()
