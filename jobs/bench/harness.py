@@ -28,7 +28,6 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("worker.py")
 sys.path.insert(0, str(ROOT))  # `examples` is imported from the repository
 
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that contenders are stopped then, too
@@ -54,6 +53,8 @@ class Contender:
     env: Mapping[str, str] = field(default_factory=dict)
     never_idle: bool = False
     """It uses processor also when nothing runs in it, as Ray's daemons do: all its processes are stopped between its turns."""
+    root: Path = ROOT
+    """The checkout whose raypar it imports; another one is an older commit to compare with."""
 
     _connections: list[Connection] = field(default_factory=list)
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Contender:
         self._folder = Path(tempfile.mkdtemp(prefix="raypar-bench."))
         address = str(self._folder / "bench.sock")
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"} | dict(self.env)
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(WORKER.parent), env.get("PYTHONPATH", "")])
+        env["PYTHONPATH"] = os.pathsep.join([str(self.root), str(worker_of(self.root).parent), env.get("PYTHONPATH", "")])
         with Listener(address, "AF_UNIX") as listener, (self._folder / "log").open("wb") as log:
             for command in self.commands(address):
                 # Each in a session of its own, as torchrun starts its workers: Linux shares processors out by session first
@@ -76,7 +77,7 @@ class Contender:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         env=env,
-                        cwd=ROOT,
+                        cwd=self.root,
                         start_new_session=True,
                     )
                 )
@@ -162,16 +163,31 @@ class Contender:
         raise BenchError(f"{self.name}: {what}{f' (exit codes {dead})' if dead else ''}\n{log}")
 
 
-def worker_command(kind: str, address: str, rank: int, **options: Any) -> list[str]:
+def worker_of(root: Path) -> Path:
+    """The program of a contender's worker processes, in a checkout of raypar."""
+    return root / "jobs" / "bench" / "worker.py"
+
+
+def worker_command(kind: str, address: str, rank: int, *, root: Path = ROOT, **options: Any) -> list[str]:
     """The command line of one worker process."""
-    return [sys.executable, str(WORKER), kind, "--address", address, "--rank", str(rank), "--options", json.dumps(options)]
+    return [
+        sys.executable,
+        str(worker_of(root)),
+        kind,
+        "--address",
+        address,
+        "--rank",
+        str(rank),
+        "--options",
+        json.dumps(options),
+    ]
 
 
 def torchrun_command(kind: str, address: str, processes: int, **options: Any) -> list[str]:
     """The same under torchrun, which sets rank and rendezvous. Its logs lie beside the address: it would leave them in /tmp."""
     logs = str(Path(address).with_name("torchrun"))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--log-dir", logs]
-    return [sys.executable, *launcher, str(WORKER), kind, "--address", address, "--options", json.dumps(options)]
+    return [sys.executable, *launcher, str(worker_of(ROOT)), kind, "--address", address, "--options", json.dumps(options)]
 
 
 def alternate(
