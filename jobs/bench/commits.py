@@ -180,7 +180,7 @@ def main() -> None:
     print(json.dumps({"environment": facts, "rows": [asdict(row) for row in rows]}) if given.json else shown)
     if given.page:
         described = subprocess.run(["git", "describe", "--always"], cwd=old, capture_output=True, text=True, check=True)
-        note = f"Old: {described.stdout.strip()}, new: the commit below. Ratios are taken inside a round; over 1: the new is faster."
+        note = f"Old: {described.stdout.strip()}, new: the commit below. Ratios are of one round; over 1: the new is faster."
         command = "python jobs/bench/commits.py OLD" + (f" --rounds {given.rounds}" if given.rounds != 24 else "")
         given.page.write_text(page("Is this commit slower than the one before?", command, f"{note}\n\n{shown}"))
     sys.exit(0 if all(row.holds for row in rows) else 1)
