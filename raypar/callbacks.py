@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, chain_of
+from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ HookResult = Stop | Metrics | None
 
 
 @dataclass(frozen=True)
-class StartInfo:
+class RunStartInfo:
     """`folder`: the run folder; `first`: number of the first step to come, from 1; larger in a resumed run."""
 
     run: str
@@ -85,7 +85,7 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True)
-class EndInfo:
+class RunEndInfo:
     """How the run ended, after `step` steps, and why in words."""
 
     end: Literal["done", "stopped", "interrupted", "failed"]
@@ -94,7 +94,7 @@ class EndInfo:
 
 
 @dataclass(frozen=True)
-class FailureInfo:
+class RunFailureInfo:
     """What a failed run failed with."""
 
     error: Exception
@@ -104,7 +104,7 @@ class FailureInfo:
 class Callback:
     """Override what you need. Hooks must be quick: the next step's metrics wait for them, though training does not."""
 
-    def on_start(self, info: StartInfo) -> None:
+    def on_start(self, info: RunStartInfo) -> None:
         """Before the first step."""
 
     def on_step(self, info: StepInfo) -> HookResult:
@@ -116,20 +116,20 @@ class Callback:
     def on_checkpoint(self, info: CheckpointInfo) -> None:
         """After every checkpoint."""
 
-    def on_exception(self, info: FailureInfo) -> None:
+    def on_exception(self, info: RunFailureInfo) -> None:
         """Before `on_end` of a run that failed."""
 
-    def on_end(self, info: EndInfo) -> None:
+    def on_end(self, info: RunEndInfo) -> None:
         """Last of all, however the run ended."""
 
 
 _INFOS: dict[str, type[Any]] = {
-    "on_start": StartInfo,
+    "on_start": RunStartInfo,
     "on_step": StepInfo,
     "on_validation": ValidationInfo,
     "on_checkpoint": CheckpointInfo,
-    "on_exception": FailureInfo,
-    "on_end": EndInfo,
+    "on_exception": RunFailureInfo,
+    "on_end": RunEndInfo,
 }
 CallbackInfo = TypeVar("Info")
 
@@ -266,7 +266,7 @@ class EarlyStopping(Callback):
     best: float = math.inf
     waited: int = 0
 
-    def on_start(self, info: StartInfo) -> None:
+    def on_start(self, info: RunStartInfo) -> None:
         """Catch up with the earlier metrics of a resumed run."""
         if info.first > 1:
             from raypar.run_folder import RunFolder
@@ -316,7 +316,7 @@ class Tracker(Callback):
         tracker of raypar's raises, for their packages have errors of their own for a server or a disk that fails."""
         if hook != "on_start" and isinstance(error, Exception) and type(self) in TRACKERS.values():
             return True
-        return any(isinstance(each, OSError) for each in chain_of(error, contexts=True))
+        return any(isinstance(each, OSError) for each in exception_chain(error, contexts=True))
 
     def __init__(self) -> None:
         import importlib.util
@@ -362,7 +362,7 @@ class TensorBoard(Tracker):
         self._files = 0
         self._flushed_s = 0.0
 
-    def on_start(self, info: StartInfo) -> None:
+    def on_start(self, info: RunStartInfo) -> None:
         """Open the event file; the steps of a resumed run replace the old ones."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -408,7 +408,7 @@ class TensorBoard(Tracker):
                 self._files += 1
             raise
 
-    def on_end(self, info: EndInfo) -> None:
+    def on_end(self, info: RunEndInfo) -> None:
         """Write out what is buffered."""
         if self._events is not None:
             self._events.close()
@@ -425,7 +425,7 @@ class WandB(Tracker):
         self.begun = False
         self._run: Any = None
 
-    def on_start(self, info: StartInfo) -> None:
+    def on_start(self, info: RunStartInfo) -> None:
         """Start the tracker's run, or continue it after a resume."""
         import wandb
 
@@ -441,7 +441,7 @@ class WandB(Tracker):
         """One call a step."""
         self._run.log(dict(metrics), step=step)
 
-    def on_end(self, info: EndInfo) -> None:
+    def on_end(self, info: RunEndInfo) -> None:
         """Close the run; a failed one is marked as failed."""
         if self._run is not None:
             self._run.finish(exit_code=int(info.end == "failed"))
@@ -457,7 +457,7 @@ class MLflow(Tracker):
         self.tracking_uri, self.experiment = tracking_uri, experiment
         self.begun = False
 
-    def on_start(self, info: StartInfo) -> None:
+    def on_start(self, info: RunStartInfo) -> None:
         """Start the tracker's run, or continue it after a resume."""
         import mlflow
 
@@ -477,7 +477,7 @@ class MLflow(Tracker):
 
         mlflow.log_metrics(dict(metrics), step=step)
 
-    def on_end(self, info: EndInfo) -> None:
+    def on_end(self, info: RunEndInfo) -> None:
         """Close the run; a failed one is marked as failed."""
         if self.begun:
             import mlflow
@@ -493,10 +493,10 @@ def _noted(note: Path) -> str | None:
 
 def _keep_note(note: Path, text: str) -> None:
     """Store the tracker's run id for a resumed run. Raises `OSError`, which names the file."""
-    from raypar.run_folder import replace_whole
+    from raypar.run_folder import replace_file_atomically
 
     try:
-        replace_whole(note, text.encode())
+        replace_file_atomically(note, text.encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(note)) from error
 

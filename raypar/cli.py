@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from raypar import __version__
 from raypar.errors import ConfigError, Interrupted, RayparError
-from raypar.input_files import READABLE
+from raypar.untrusted_files import READABLE
 from raypar.user_code import recording_ctrl_c
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

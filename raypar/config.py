@@ -33,10 +33,10 @@ from pydantic import (
 )
 
 from raypar.errors import ConfigError, PlanError
-from raypar.input_files import read_text, shown
 from raypar.plan.parallel_plan import ParallelPlan
-from raypar.run_records import MAX_STEPS
+from raypar.run_folder_checks import MAX_STEPS
 from raypar.safe_yaml import parse_yaml
+from raypar.untrusted_files import read_limited_text, shorten
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.weights_source import WeightsSource
 
@@ -169,7 +169,7 @@ class PlanConfig(_Section):
 
     @model_validator(mode="after")
     def _fits(self) -> PlanConfig:
-        from raypar.schedule.registry import default_chunks
+        from raypar.schedule.registry import resolve_chunks_per_worker
 
         for key in ("replicas", "shards", "warmup"):
             value = getattr(self, key)
@@ -177,7 +177,7 @@ class PlanConfig(_Section):
                 raise PlanError(
                     f"plan.{key} has {len(value)} entries for {self.stages} stages", cure="give one number, or one per stage"
                 )
-        chunks = default_chunks(self.schedule, self.chunks)
+        chunks = resolve_chunks_per_worker(self.schedule, self.chunks)
         if self.cuts is not None and len(self.cuts) != self.stages * chunks - 1:
             raise PlanError(
                 f"plan.cuts has {len(self.cuts)} cuts for {self.stages * chunks} stages"
@@ -186,21 +186,21 @@ class PlanConfig(_Section):
             )
         if self.schedule_file is not None and not Path(self.schedule_file).is_file():
             raise ConfigError(
-                f"plan.schedule_file {shown(self.schedule_file)} does not exist, or is no regular file",
+                f"plan.schedule_file {shorten(self.schedule_file)} does not exist, or is no regular file",
                 cure="give the path of a schedule file",
             )
         return self
 
     def to_plan(self, layers: int) -> ParallelPlan:
         """The plan for a model of that many layers. Raises `PlanError` when they do not fill the stages."""
-        from raypar.schedule.registry import default_chunks, placement_of
+        from raypar.schedule.registry import placement_of_schedule, resolve_chunks_per_worker
 
         return ParallelPlan.of(
             self.replicas_per_stage,
             self.shards_per_stage,
             layers=layers,
-            chunks=default_chunks(self.schedule, self.chunks),
-            placement=placement_of(self.schedule),
+            chunks=resolve_chunks_per_worker(self.schedule, self.chunks),
+            placement=placement_of_schedule(self.schedule),
             cuts=self.cuts,
         )
 
@@ -483,7 +483,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file, apply `a.b=c` overrides (values in YAML), check everything. Raises `ConfigError` or `PlanError`."""
     path = Path(path)
     cure = "give the path of a YAML file such as jobs/quickstart.yaml"
-    text = read_text(path, follow=True, limit=JOB_BYTES, cure=cure, what="job file ")
+    text = read_limited_text(path, follow=True, limit=JOB_BYTES, cure=cure, what="job file ")
     return parse_job(text, overrides, source=str(path), name=path.stem)
 
 
@@ -502,7 +502,7 @@ def parse_job(text: str, overrides: Sequence[str] = (), *, source: str = "job", 
         raise _told(error, ()) from None
 
 
-def parse_plan(given: Mapping[str, Any]) -> PlanConfig:
+def parse_plan_section(given: Mapping[str, Any]) -> PlanConfig:
     """The section `plan` alone, as `Trainer` takes it. Raises `ConfigError` or `PlanError`."""
     try:
         return PlanConfig.model_validate(dict(given))
@@ -510,7 +510,7 @@ def parse_plan(given: Mapping[str, Any]) -> PlanConfig:
         raise _told(error, ("plan",)) from None
 
 
-def parse_elastic(given: bool | Mapping[str, Any] | ElasticConfig | None) -> ElasticConfig | None:
+def parse_elastic_section(given: bool | Mapping[str, Any] | ElasticConfig | None) -> ElasticConfig | None:
     """The section `elastic` alone, as `Trainer` takes it; True: with its defaults. Raises `ConfigError`."""
     if isinstance(given, bool) or given is None:
         return ElasticConfig() if given else None
@@ -522,7 +522,7 @@ def parse_elastic(given: bool | Mapping[str, Any] | ElasticConfig | None) -> Ela
         raise _told(error, ("elastic",)) from None
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
+def check_trainer_arguments(given: Mapping[str, Any]) -> None:
     """Check arguments of `Trainer` as the same keys of a job file are checked. Raises `ConfigError` or `PlanError`.
 
     `given`: by the argument's name, without the functions: `Trainer` takes callables too.
@@ -624,7 +624,7 @@ _HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
 def _explain(error: Mapping[str, Any], of_trainer: bool = False) -> tuple[str, str]:
     """(what, cure) of one of pydantic's findings."""
     path = [part for part in error["loc"] if part not in (_AUTO, _GIVEN)]
-    key = shown(".".join(map(str, path))) or "the job file"
+    key = shorten(".".join(map(str, path))) or "the job file"
     if error["type"] == "extra_forbidden":
         near = _nearest(str(path[-1]), path[:-1])
         valid = ", ".join(_keys(_section_at(path[:-1])))
@@ -645,4 +645,4 @@ def _explain(error: Mapping[str, Any], of_trainer: bool = False) -> tuple[str, s
     cure = f"correct the argument {key} of Trainer" if of_trainer else f"correct {key} in the job file"
     if error["loc"] == ("dtype",) and got in _HALF_PRECISION:
         cure += "; for mixed precision leave it float32, and use torch.autocast in the forward of your layers"
-    return f"{key}: expected {expected}, got {shown(repr(got))} ({type(got).__name__})", cure
+    return f"{key}: expected {expected}, got {shorten(repr(got))} ({type(got).__name__})", cure

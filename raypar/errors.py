@@ -99,12 +99,12 @@ class Interrupted(RayparError):
     exit_code = 130
 
 
-def first_line(error: Exception) -> str:
+def error_first_line(error: Exception) -> str:
     """What it says in a line; messages of Ray and of workers have many, and the first says it."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def chain_of(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
+def exception_chain(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
     """An error and what it was raised from, each once: two may be each other's cause. `contexts`: also what was handled when an
     error was raised without `from`."""
     seen: set[int] = set()  # by id, for errors may be equal

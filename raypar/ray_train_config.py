@@ -34,9 +34,9 @@ def arguments_from_ray_train(given: dict[str, Any]) -> dict[str, Any]:
         found["name"] = found["name"] or run_config.name  # in this order: without a name, RunConfig makes one up
         found["run_dir"] = run_config.storage_path or found["run_dir"]
         checkpoint_config = checkpoint_config or run_config.checkpoint_config
-        check_unused_fields(run_config, "run_config")
+        refuse_unused_fields(run_config, "run_config")
     if checkpoint_config is not None:
-        check_unused_fields(checkpoint_config, "checkpoint_config")
+        refuse_unused_fields(checkpoint_config, "checkpoint_config")
         found["keep"] = checkpoint_config.num_to_keep or found["keep"]
         frequency = getattr(checkpoint_config, "checkpoint_frequency", None)
         if isinstance(frequency, int) and frequency:
@@ -44,7 +44,7 @@ def arguments_from_ray_train(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_unused_fields(config: Any, what: str) -> None:
+def refuse_unused_fields(config: Any, what: str) -> None:
     """Raise `ConfigError` if a config of Ray Train sets a field that has no effect here: one that is not as by default."""
     default = type(config)()
     for field in fields(config):

@@ -18,8 +18,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError
-from raypar.input_files import TooDeep, cure_of, kind_of, open_regular, parse_json, read_bytes, read_text, shown
-from raypar.run_records import check_document, check_event, check_metrics
+from raypar.run_folder_checks import check_event_line, check_metrics_line, check_run_folder_json
+from raypar.untrusted_files import (
+    JsonTooDeep,
+    cure_of_read_error,
+    describe_special_file,
+    open_regular_file,
+    parse_untrusted_json,
+    read_limited_bytes,
+    read_limited_text,
+    shorten,
+)
 
 FILES = (
     "job.yaml", "plan.json", "plan.new", "metrics.jsonl", "events.jsonl", "members.json", "members.new", "cluster.json",
@@ -44,7 +53,7 @@ Line = dict[str, Any]
 """One line of metrics or events."""
 
 
-def local_path(given: str | os.PathLike[str], what: str) -> Path:
+def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
     """`given` as a path. Raises `ConfigError` for a URI, which would become a folder of that name on this machine's disk.
 
     `what`: the argument or key that gave it.
@@ -123,7 +132,7 @@ class RunFolder:
     @staticmethod
     def create(run_dir: str | Path, name: str) -> RunFolder:
         """A new folder `name`, or `name-2`, `name-3`, ... beside runs that have it already. Raises `ConfigError`."""
-        root = local_path(run_dir, "run_dir")
+        root = check_local_path(run_dir, "run_dir")
         try:
             root.mkdir(parents=True, exist_ok=True)
             number = 1
@@ -160,7 +169,7 @@ class RunFolder:
     @staticmethod
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
         """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
-        for path in (local_path(run, "the run"), local_path(run_dir, "--run-dir") / run):
+        for path in (check_local_path(run, "the run"), check_local_path(run_dir, "--run-dir") / run):
             with explain_read_errors(path):
                 has_job = (path / "job.yaml").is_file()
                 is_run = has_job or (path / "checkpoints").is_dir()
@@ -188,7 +197,7 @@ class RunFolder:
     @staticmethod
     def latest(run_dir: str | Path = "runs/") -> RunFolder:
         """The run under `run_dir` that was started or resumed last. Raises `ConfigError` when there is none."""
-        root = local_path(run_dir, "--run-dir")
+        root = check_local_path(run_dir, "--run-dir")
         with explain_read_errors(root):
             runs = list(root.iterdir()) if root.is_dir() else []
             records = [run / "cluster.json" for run in runs if run.is_dir()]
@@ -206,18 +215,19 @@ class RunFolder:
         """Raise `ConfigError` if one of the run's files is a link, a FIFO or the like: it would lead elsewhere, or block."""
         for name in FILES:
             try:
-                kind = kind_of((self.path / name).lstat().st_mode)
+                kind = describe_special_file((self.path / name).lstat().st_mode)
             except (OSError, ValueError):  # there is none
                 continue
             if kind is not None:
                 raise ConfigError(
-                    f"{shown(self.path / name)} is {kind}, not a regular file of the run", cure="remove it, or put a copy there"
+                    f"{shorten(self.path / name)} is {kind}, not a regular file of the run",
+                    cure="remove it, or put a copy there",
                 )
 
     def under_way(self) -> bool:
         """Whether a process of this machine trains in this folder."""
         try:
-            with open_regular(self.job, follow=False) as file:
+            with open_regular_file(self.job, follow=False) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -234,7 +244,7 @@ class RunFolder:
         """
         with contextlib.ExitStack() as stack:
             with explain_write_errors(self.job, cure="make the run folder writable, or resume a copy of it"):
-                file = stack.enter_context(open(self.job, "a", opener=open_regular_only))
+                file = stack.enter_context(open(self.job, "a", opener=regular_file_opener))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -249,28 +259,29 @@ class RunFolder:
 
     def append(self, path: Path, facts: Mapping[str, Any]) -> None:
         """One JSON line at the end of `metrics` or `events`, handed to the system before this returns."""
-        with open(path, "a", encoding="utf-8", opener=open_regular_only) as file:
+        with open(path, "a", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(json.dumps(dict(facts)) + "\n")
 
     def read(self, path: Path) -> Iterator[Line]:
-        """The lines of `metrics` or `events` (`parse_lines`); none if there is no regular file (`check_files` refuses others).
+        """The lines of `metrics` or `events` (`parse_jsonl_lines`); none if there is no regular file (`check_files` refuses
+        others).
 
         Raises `ConfigError` if it cannot be read, or has more than `FILE_BYTES`.
         """
         try:
-            if kind_of(path.lstat().st_mode) is not None:
+            if describe_special_file(path.lstat().st_mode) is not None:
                 return
         except OSError:
             return
         cure = "make it readable, or move it away; checkpoints do not depend on it"
-        with open_regular(path, follow=False, cure=cure) as file:
+        with open_regular_file(path, follow=False, cure=cure) as file:
             size = os.fstat(file.fileno()).st_size
             if size > FILE_BYTES:
-                raise ConfigError(f"{shown(path)} has {size:,} bytes, more than the {FILE_BYTES:,} that are read", cure=cure)
+                raise ConfigError(f"{shorten(path)} has {size:,} bytes, more than the {FILE_BYTES:,} that are read", cure=cure)
             try:
-                lines = merge_lines(_whole(path.name, file))
+                lines = merge_jsonl_lines(_whole(path.name, file))
             except OSError as error:
-                raise ConfigError(f"cannot read {shown(path)}: {error.strerror or error}", cure=cure) from error
+                raise ConfigError(f"cannot read {shorten(path)}: {error.strerror or error}", cure=cure) from error
         yield from lines
 
     def rewrite_job(self, text: str) -> None:
@@ -278,7 +289,7 @@ class RunFolder:
 
         Raises `ConfigError`.
         """
-        before = read_text(self.job, follow=False)
+        before = read_limited_text(self.job, follow=False)
         if before == text:
             return
         with explain_write_errors(self.job):
@@ -290,7 +301,7 @@ class RunFolder:
                 raise
 
     def _put_job(self, text: str) -> None:
-        with open(self.job, "w", encoding="utf-8", opener=open_regular_only) as file:
+        with open(self.job, "w", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(text)
 
     def document(self, path: Path, *, damaged: bool = False) -> dict[str, Any] | None:
@@ -303,21 +314,21 @@ class RunFolder:
             return None
         cure = "remove it; checkpoints do not depend on it"
         try:
-            found = parse_json(read_bytes(path, follow=False, limit=DOCUMENT_BYTES, cure=cure))
-            check_document(path.name, found)
+            found = parse_untrusted_json(read_limited_bytes(path, follow=False, limit=DOCUMENT_BYTES, cure=cure))
+            check_run_folder_json(path.name, found)
         except (json.JSONDecodeError, UnicodeDecodeError):
             return None
         except ValueError as error:
-            if damaged and not isinstance(error, TooDeep):
+            if damaged and not isinstance(error, JsonTooDeep):
                 return None
-            raise ConfigError(f"{shown(path)} is not one of raypar's: {shown(str(error), 400)}", cure=cure) from error
+            raise ConfigError(f"{shorten(path)} is not one of raypar's: {shorten(str(error), 400)}", cure=cure) from error
         return dict(found)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
 
 
-def open_regular_only(path: str | os.PathLike[str], flags: int) -> int:
+def regular_file_opener(path: str | os.PathLike[str], flags: int) -> int:
     """An `opener` for `open` that raises `OSError` for what is no regular file: no link is followed, no FIFO waited for."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -332,7 +343,9 @@ def explain_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot read {error.filename or path}: {error.strerror or error}", cure=cure_of(error)) from error
+        raise ConfigError(
+            f"cannot read {error.filename or path}: {error.strerror or error}", cure=cure_of_read_error(error)
+        ) from error
 
 
 @contextlib.contextmanager
@@ -346,22 +359,22 @@ def explain_write_errors(path: Path, cure: str = "") -> Iterator[None]:
         ) from error
 
 
-def write_whole(path: Path, text: str, cure: str = "") -> None:
+def write_text_atomically(path: Path, text: str, cure: str = "") -> None:
     """Write a text file whole, or leave what was there. Raises `ConfigError`; `cure`: of errors other than a full disk."""
     with explain_write_errors(path, cure):
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():  # /dev/stdout, a pipe; for a folder the error is raised here
             target.write_text(text, encoding="utf-8")
         else:
-            replace_whole(target, text.encode())
+            replace_file_atomically(target, text.encode())
 
 
-def replace_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
+def replace_file_atomically(path: Path, content: bytes, *, lasting: bool = True) -> None:
     """Put a file with this content in the place of `path`, or leave everything as it was; a link there is replaced, not
     followed. Raises `OSError`. `lasting`: wait for the disk, so that the file outlives a crash of the machine too."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb", opener=open_regular_only) as file:
+        with open(aside, "wb", opener=regular_file_opener) as file:
             file.write(content)
             file.flush()
             if lasting:
@@ -373,10 +386,10 @@ def replace_whole(path: Path, content: bytes, *, lasting: bool = True) -> None:
         raise
 
 
-def has_content(path: Path, content: bytes) -> bool:
+def file_has_content(path: Path, content: bytes) -> bool:
     """Whether `path` is a regular file with this content."""
     try:
-        return read_bytes(path, follow=False, limit=len(content)) == content
+        return read_limited_bytes(path, follow=False, limit=len(content)) == content
     except ConfigError:
         return False
 
@@ -390,45 +403,45 @@ def read_lines_file(path: Path) -> bytes | None:
     if not os.path.lexists(path):
         return b""
     try:
-        return read_bytes(path, follow=False, limit=FILE_BYTES)
+        return read_limited_bytes(path, follow=False, limit=FILE_BYTES)
     except ConfigError:
         return None
 
 
-def parse_lines(name: str, content: bytes) -> list[Line]:
-    """The valid lines in the content of a metrics.jsonl or events.jsonl (`name`), in order and each once (`merge_lines`)."""
-    return merge_lines(_whole(name, io.BytesIO(content)))
+def parse_jsonl_lines(name: str, content: bytes) -> list[Line]:
+    """The valid lines of a metrics.jsonl or events.jsonl (`name`), in order, each once (`merge_jsonl_lines`)."""
+    return merge_jsonl_lines(_whole(name, io.BytesIO(content)))
 
 
 def _whole(name: str, stream: BinaryIO) -> Iterator[Line]:
     """The valid lines of a file, in order. Damaged ones (cut off, too long, too deep, of wrong types) are left out: a full disk
     leaves such lines too, and training must continue."""
-    check = check_event if name == "events.jsonl" else check_metrics
+    check = check_event_line if name == "events.jsonl" else check_metrics_line
     within = False
     while text := stream.readline(LINE_BYTES + 1):
         rest, within = within, not text.endswith(b"\n")
         if rest or (within and len(text) > LINE_BYTES):
             continue
         try:
-            line = parse_json(text)
+            line = parse_untrusted_json(text)
             check(line)
         except ValueError:
             continue
         yield line
 
 
-def merge_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
+def merge_jsonl_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
     """`lines` and `more` without repetitions. Metrics: in the order of steps, and of two lines of one step the last. Events: as
     they come, or in the order of time if `more` has some that `lines` has not."""
     lines, more = list(lines), list(more)
     if any("kind" in line for line in (*lines, *more)):
         there = {json.dumps(line) for line in lines}
         lacking = [line for line in more if json.dumps(line) not in there]
-        return sorted([*lines, *lacking], key=line_sort_key) if lacking else lines
-    found = {line_sort_key(line): line for line in (*lines, *more)}
+        return sorted([*lines, *lacking], key=jsonl_line_sort_key) if lacking else lines
+    found = {jsonl_line_sort_key(line): line for line in (*lines, *more)}
     return [found[place] for place in sorted(found)]
 
 
-def line_sort_key(line: Line) -> tuple[float, bool]:
+def jsonl_line_sort_key(line: Line) -> tuple[float, bool]:
     """The sort key of a line: events by time, metrics by step, a validation after its step."""
     return (line.get("time", 0.0), False) if "kind" in line else (line["step"], "loss" not in line)

@@ -8,18 +8,18 @@ from typing import Any
 import yaml
 
 from raypar.errors import ConfigError
-from raypar.input_files import MAX_DEPTH, shown
+from raypar.untrusted_files import MAX_DEPTH, shorten
 
 MAX_NODES = 20_000
 """Limit of keys and values in a file; an alias counts as often as the node it stands for has nodes."""
 
 
-class TooMuchError(ConfigError):
+class YamlTooLargeError(ConfigError):
     """More levels, or more values after expanding aliases, than raypar reads."""
 
 
 class _TooMuch(yaml.composer.ComposerError):
-    """`TooMuchError` while PyYAML composes nodes; `parse_yaml` converts it."""
+    """`YamlTooLargeError` while PyYAML composes nodes; `parse_yaml` converts it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -75,12 +75,12 @@ def parse_yaml(text: str, source: str) -> Any:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         cure = "check indentation, colons and brackets"
-        refusal = TooMuchError if isinstance(error, _TooMuch) else ConfigError
-        raise refusal(f"{shown(source)}{where}: not valid YAML: {shown(problem)}", cure=cure) from None
+        refusal = YamlTooLargeError if isinstance(error, _TooMuch) else ConfigError
+        raise refusal(f"{shorten(source)}{where}: not valid YAML: {shorten(problem)}", cure=cure) from None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         # Of PyYAML's conversions: 2020-99-99 is written like a date, `!!bool maybe` says what it is not.
         raise ConfigError(
-            f"{shown(source)}: not valid YAML: a value cannot be converted ({type(error).__name__}: {shown(str(error))})",
+            f"{shorten(source)}: not valid YAML: a value cannot be converted ({type(error).__name__}: {shorten(str(error))})",
             cure="write texts that look like dates or numbers in quotes",
         ) from None
     finally:

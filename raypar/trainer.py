@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.callbacks import check_callbacks
 from raypar.errors import ConfigError
-from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, choose_plan, plan_json, schedule_builder
+from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, choose_plan, make_schedule_builder, plan_json
 from raypar.launch.launch_run import launch_run
-from raypar.launch.result import Result, raise_failure
-from raypar.launch.resume import find_checkpoint, resume_from
-from raypar.launch.run_options import EventHandler, RunOptions
-from raypar.launch.submitted_job import lasting_run_dir
-from raypar.plan import ParallelPlan, Routing
+from raypar.launch.result import Result, raise_run_failure
+from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
+from raypar.launch.resume import find_checkpoint, prepare_resumed_run
+from raypar.launch.submitted_job import choose_lasting_run_dir
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.run_folder import RunFolder
 from raypar.user_code import make_importable
 from raypar.worker.job_spec import JobSpec
@@ -129,7 +129,7 @@ class Trainer:
         given = dict(locals())  # the arguments by name: there is no other local yet
         given = {key: value for key, value in given.items() if key not in ("self", "rest")} | rest
         from raypar import trainer_arguments
-        from raypar.config import parse_elastic
+        from raypar.config import parse_elastic_section
         from raypar.ray_train_config import arguments_from_ray_train
 
         trainer_arguments.check_schedule_argument(schedule, plan)
@@ -138,20 +138,20 @@ class Trainer:
         trainer_arguments.check_argument_values(given)
         self.spec = trainer_arguments.build_job_spec(given, rest)
         self.plan, self.schedule, self.workers = plan, schedule or "1f1b", workers
-        self.elastic = parse_elastic(elastic)
+        self.elastic = parse_elastic_section(elastic)
         self.callbacks = check_callbacks(callbacks)
-        self.address, self.local_nodes, self.run_dir = address, local_nodes, lasting_run_dir(given["run_dir"])
+        self.address, self.local_nodes, self.run_dir = address, local_nodes, choose_lasting_run_dir(given["run_dir"])
         self.save_every, self.keep, self.stop_at_step = given["checkpoint_every"], given["keep"], stop_at_step
         self.max_time_s, self.wait_for_workers_s = max_time_s, wait_for_workers_s
         self.resume_from_checkpoint = resume_from_checkpoint
 
     def fit(self, *, verbose: bool = True) -> Result:
         """Train to the end. Raises what a failed run failed with, and `RayparError` when nothing could be started."""
-        from raypar.console.terminal import Console
+        from raypar.console.event_printer import EventPrinter
 
         make_importable(Path.cwd())
-        tell: EventHandler = Console(steps=self.spec.steps) if verbose else lambda event: None
-        options = RunOptions(
+        tell: EventHandler = EventPrinter(steps=self.spec.steps) if verbose else lambda event: None
+        options = ResultNeutralOptions(
             folder=self._create_folder,
             save_every=self.save_every,
             keep=self.keep,
@@ -179,12 +179,12 @@ class Trainer:
         choose: PlanChooser = check_and_choose
         if self.resume_from_checkpoint is not None:
             path = find_checkpoint(self.resume_from_checkpoint, tell)
-            options, choose = resume_from(path, options, spec, choose, tell)
+            options, choose = prepare_resumed_run(path, options, spec, choose, tell)
         result = launch_run(spec, choose, options, tell)
-        raise_failure(result)
+        raise_run_failure(result)
         return result
 
-    def _plan(self) -> tuple[Callable[[int], ParallelPlan] | None, str, Callable[[Routing], Schedule] | None]:
+    def _plan(self) -> tuple[Callable[[int], ParallelPlan] | None, str, Callable[[MicrobatchRouting], Schedule] | None]:
         """A function of the number of layers (None: the planner's choice), the schedule's name, and what makes it."""
         given = self.plan
         if isinstance(given, ParallelPlan):
@@ -193,18 +193,18 @@ class Trainer:
             if given != "auto":
                 raise ConfigError(f"plan is {given!r}", cure='give "auto", a dict such as {"stages": 2}, or a ParallelPlan')
             return None, self.schedule, None
-        from raypar.config import parse_plan
+        from raypar.config import parse_plan_section
 
-        config = parse_plan({"schedule": self.schedule, **given})
-        return config.to_plan, config.schedule_file or config.schedule, schedule_builder(config)
+        config = parse_plan_section({"schedule": self.schedule, **given})
+        return config.to_plan, config.schedule_file or config.schedule, make_schedule_builder(config)
 
     def _with_styles(self) -> JobSpec:
         """The job, cut over shards as the plan's dict says."""
-        from raypar.config import parse_plan
+        from raypar.config import parse_plan_section
 
         if not isinstance(self.plan, Mapping):
             return self.spec
-        config = parse_plan({"schedule": self.schedule, **self.plan})
+        config = parse_plan_section({"schedule": self.schedule, **self.plan})
         return replace(self.spec, styles=tuple(config.styles.items()), sequence_parallel=config.sequence_parallel)
 
     def _create_folder(self, chosen: ChosenPlan) -> RunFolder:

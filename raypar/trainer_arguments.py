@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from raypar.config import PlanConfig, check_arguments, parse_init_from
+from raypar.config import PlanConfig, check_trainer_arguments, parse_init_from
 from raypar.errors import ConfigError
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, without_stable_text
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, find_unstable_argument
 
 BUILT_MODEL_BYTES = 32 << 20
 """Size limit of a model that is given built: it travels to every worker through Ray's store."""
@@ -57,7 +57,7 @@ def check_argument_values(given: Mapping[str, Any]) -> None:
     values["name"] = values["name"] or "run"
     if isinstance(values["run_dir"], os.PathLike):
         values["run_dir"] = os.fspath(values["run_dir"])
-    check_arguments(values)
+    check_trainer_arguments(values)
     if given["validation"] is None and (given["validate_every"] or given["validation_samples"]):
         raise ConfigError(
             "validate_every or validation_samples is given, but validation is not",
@@ -79,11 +79,11 @@ def build_job_spec(given: Mapping[str, Any], extra: Collection[str]) -> JobSpec:
         name=given["name"] or "run",
         model=model_reference(given["model"]),
         loss=loss_reference(given["loss"]),
-        data=data_spec(given["data"], "data", reading),
+        data=make_data_spec(given["data"], "data", reading),
         optimizer=OptimizerSpec(function_reference(given["optimizer"], "optimizer")),
         lr_schedule=function_reference(lr_schedule, "lr_schedule") if lr_schedule is not None else None,
         validation=ValidationSpec(
-            data_spec(validation, "validation", reading), given["validate_every"], given["validation_samples"]
+            make_data_spec(validation, "validation", reading), given["validate_every"], given["validation_samples"]
         )
         if validation is not None
         else None,
@@ -123,7 +123,7 @@ def function_reference(value: Any, what: str) -> Ref:
             cure=f"give a function that builds it ({what}=lambda: nn.Sequential(...)): every worker makes only its own stage",
         )
     if isinstance(value, str) or callable(value):
-        if isinstance(value, functools.partial) and (unstable := without_stable_text(value)) is not None:
+        if isinstance(value, functools.partial) and (unstable := find_unstable_argument(value)) is not None:
             raise ConfigError(
                 f"{what} is a functools.partial with the argument {unstable}, which is another text in another process, so "
                 "the run could not be resumed",
@@ -143,15 +143,15 @@ def function_reference(value: Any, what: str) -> Ref:
 def loss_reference(value: Any) -> Ref:
     """A loss as `Trainer` takes it: a function, a loss module, or the class of one. Raises `ConfigError` for a module that
     would have to be trained."""
-    from raypar.worker.loss import loss_function
+    from raypar.worker.stage.loss_function import make_loss_function
 
     ref = function_reference(value, "loss")
     if callable(ref.target):  # "module:name" is imported by `preflight`, from the folder that the job is started in
-        loss_function(ref)
+        make_loss_function(ref)
     return ref
 
 
-def data_spec(value: Any, what: str, reading: Mapping[str, Any]) -> DataSpec:
+def make_data_spec(value: Any, what: str, reading: Mapping[str, Any]) -> DataSpec:
     """A data set as `Trainer` takes it: a factory, or the data set itself. `reading`: the other fields of its `DataSpec`."""
     if isinstance(value, DataSpec):
         if any(reading.values()):

@@ -22,20 +22,20 @@ import torch
 from harness import environment, page, table
 from ours import sleeping_job
 
-from raypar.actors import client
+from raypar.actors import driver_client
 from raypar.actors.driver_actor import DriverActor
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.transport import run_routine
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_run import launch_run
-from raypar.launch.run_options import RunOptions
-from raypar.plan import ParallelPlan, Routing
+from raypar.launch.result_neutral_options import ResultNeutralOptions
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.run_folder import RunFolder
 from raypar.schedule import registry
-from raypar.schedule.instructions import ExchangeTies, OptimizerStep, Reduce, Vote
+from raypar.schedule.instructions import ExchangeTies, ExchangeVotes, OptimizerStep, ReduceGradients
 from raypar.user_code import make_importable
-from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.job_spec import JobSpec
+from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 SHORT, LONG = 10, 60
@@ -97,7 +97,7 @@ def run(microbatches: int, steps: int) -> dict[str, int]:
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         place = RunFolder.create(folder, "control")
-        options = RunOptions(folder=lambda planned: place)
+        options = ResultNeutralOptions(folder=lambda planned: place)
         result = launch_run(
             spec,
             lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", plan.world),
@@ -164,12 +164,16 @@ class Nothing:
 
 def interpreter(microbatches: int, schedule: str, repeats: int = 30) -> dict[str, Any]:
     """Microseconds an instruction of the first of two stages, its end of step left out."""
-    spec = job(2 * registry.default_chunks(schedule), microbatches)
-    plan = ParallelPlan.mesh(pp=2, chunks=registry.default_chunks(schedule), placement=registry.placement_of(schedule))
+    spec = job(2 * registry.resolve_chunks_per_worker(schedule), microbatches)
+    plan = ParallelPlan.mesh(
+        pp=2, chunks=registry.resolve_chunks_per_worker(schedule), placement=registry.placement_of_schedule(schedule)
+    )
     core = WorkerCore(spec)
-    part = assignments(spec, make_graph(spec), plan, registry.build_schedule(schedule, Routing(plan, spec.cut)))[0]
+    part = make_worker_assignments(
+        spec, make_layer_graph(spec), plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut))
+    )[0]
     core.adopt(part, Nothing(0, plan.world))  # type: ignore[arg-type]
-    program = tuple(i for i in part.program if not isinstance(i, (Reduce, ExchangeTies, Vote, OptimizerStep)))
+    program = tuple(i for i in part.program if not isinstance(i, (ReduceGradients, ExchangeTies, ExchangeVotes, OptimizerStep)))
     found = []
     for step in range(repeats):
         core.loader.prefetch(step, range(microbatches))
@@ -198,7 +202,7 @@ def main() -> None:
     make_importable(Path(__file__).parent)
     torch.set_num_threads(1)
     facts = environment()
-    client.DriverActor = CountingDriver
+    driver_client.DriverActor = CountingDriver
     overhead = [interpreter(m, s) for s in ("1f1b", "zb-v") for m in (8, 64)]
     calls = [per_step(m) for m in given.microbatches]
     text = "\n\n".join(

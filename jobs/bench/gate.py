@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from multiprocessing.connection import Client, Connection
 
-from raypar.callbacks import Callback, StartInfo, StepInfo, Stop
+from raypar.callbacks import Callback, RunStartInfo, StepInfo, Stop
 
 LEAD = 2
 """Steps before the clock starts: one was executed before the gate opened, one has waited in the workers' queues."""
@@ -22,7 +22,7 @@ class Gate(Callback):
         self.enough = False
         self.connection: Connection | None = None
 
-    def on_start(self, info: StartInfo) -> None:
+    def on_start(self, info: RunStartInfo) -> None:
         """Say that we are there."""
         self.connection = Client(self.address, "AF_UNIX")
         self.connection.send(("ok", {}))

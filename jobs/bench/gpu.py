@@ -70,12 +70,12 @@ class Ranks:
         from helpers.processes import Workers
 
         from raypar.comm.nccl.device import WORKER_ENVIRONMENT
-        from raypar.worker.gpu_process import ENVIRONMENT
+        from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT
 
         self.calls = gpu_ranks
         self.workers = Workers(count)
         self.generation = 0
-        settings = {**WORKER_ENVIRONMENT, **ENVIRONMENT, **SETTINGS}
+        settings = {**WORKER_ENVIRONMENT, **GPU_WORKER_ENVIRONMENT, **SETTINGS}
         self.facts = self.workers.each(gpu_ranks.begin, settings, device, timeout_s=ANSWER_S)
         self.addresses = [facts["address"] for facts in self.facts]
 

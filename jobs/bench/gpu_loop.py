@@ -14,8 +14,8 @@ from ours import gpt_job
 
 from examples import gpt
 from raypar.plan import ParallelPlan
-from raypar.worker.gpu_process import configure_process
-from raypar.worker.local_run import LocalJob
+from raypar.worker.process.gpu_setup import configure_torch
+from raypar.worker.run_in_one_process import OneProcessRun
 
 GPT2 = {"depth": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257}
 """The smallest of Radford et al. 2019, with its vocabulary although the text is bytes: 163 million parameters, as the head is
@@ -32,12 +32,12 @@ class Ours:
         model = replace(spec.model, args={**spec.model.args, "vocab": vocab})
         spec = replace(spec, model=model, device="gpu")
         plan = ParallelPlan.mesh(layers=work.depth + 2)
-        self._job = LocalJob(spec, plan, "1f1b", device=device)
+        self._job = OneProcessRun(spec, plan, "1f1b", device=device)
         self._device, self._step = device, 0
 
     def steps(self, count: int) -> None:
         """That many more."""
-        configure_process(self._device, exact=True)
+        configure_torch(self._device, exact=True)
         for _ in range(count):
             self._job.step(self._step)
             self._step += 1

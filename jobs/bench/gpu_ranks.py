@@ -20,17 +20,17 @@ from ours import CREDENTIAL, gpt_job
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl import bindings
-from raypar.comm.nccl.mesh import NcclMesh
+from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.transport import run_routine
 from raypar.errors import RayparError
-from raypar.plan import ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.schedule import registry
-from raypar.worker.assignment import assignments, make_graph
-from raypar.worker.communicators import communicators_of
-from raypar.worker.gpu_process import configure_process
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.local_run import LocalJob
+from raypar.worker.process.gpu_setup import configure_torch
+from raypar.worker.required_communicators import required_communicators
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 State = dict[str, Any]
@@ -46,9 +46,9 @@ def begin(state: State, index: int, environment: Mapping[str, str], device: str)
     os.environ["NCCL_HOSTID"] = f"raypar-bench-{index}"  # else NCCL refuses several ranks on one GPU
     module, _, name = device.partition(":")
     state["device"] = getattr(importlib.import_module(module), name)()
-    configure_process(state["device"].device, exact=True)
-    state["mesh"] = NcclMesh.listen("127.0.0.1", state["device"], credential=CREDENTIAL)
-    return {"address": state["mesh"].address, "device": state["device"].name, "library": str(bindings.nccl_library())}
+    configure_torch(state["device"].device, exact=True)
+    state["mesh"] = NcclEndpoint.listen("127.0.0.1", state["device"], credential=CREDENTIAL)
+    return {"address": state["mesh"].address, "device": state["device"].name, "library": str(bindings.find_nccl_installation())}
 
 
 def connect(
@@ -93,10 +93,14 @@ def small_job() -> JobSpec:
 def train(state: State, index: int, plan: ParallelPlan, schedule: str, addresses: list[str], generation: int) -> dict[str, str]:
     """Some steps as one rank of a plan: digests of the parameters held."""
     spec = small_job()
-    graph = make_graph(spec)
-    part = assignments(spec, graph, plan, registry.build_schedule(schedule, Routing(plan, spec.cut)))[index]
+    graph = make_layer_graph(spec)
+    part = make_worker_assignments(spec, graph, plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut)))[
+        index
+    ]
     core = WorkerCore(spec, graph=graph, step_timeout_s=60.0, device=state["device"].device)
-    connect(state, index, addresses, generation, sorted(communicators_of(AdoptOrder(part, {}, 0), index, spec, core.layout)))
+    connect(
+        state, index, addresses, generation, sorted(required_communicators(AdoptOrder(part, {}, 0), index, spec, core.layout))
+    )
     core.adopt(part, state.pop("transport"))
     try:
         for step in range(STEPS):
@@ -109,8 +113,8 @@ def train(state: State, index: int, plan: ParallelPlan, schedule: str, addresses
 def reference(state: State, index: int) -> dict[str, str]:
     """The same job in this process alone."""
     spec = small_job()
-    plan = ParallelPlan.mesh(layers=len(make_graph(spec).layers))
-    with LocalJob(spec, plan, "1f1b", device=state["device"].device) as run:
+    plan = ParallelPlan.mesh(layers=len(make_layer_graph(spec).layers))
+    with OneProcessRun(spec, plan, "1f1b", device=state["device"].device) as run:
         for step in range(STEPS):
             run.step(step)
         return {name: digest(copies[0]) for name, copies in run.parameters().items()}

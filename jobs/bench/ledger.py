@@ -20,12 +20,12 @@ from models import Workload
 from ours import gpt_job
 
 from raypar.comm.collectives import ONE_PHASE_BYTES
-from raypar.model.build import parameter_shapes
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.layer_skeletons import parameter_shapes
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
-from raypar.worker.assignment import make_graph
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
 
 WORD = 4
 """Bytes of a float32."""
@@ -35,7 +35,7 @@ PADDED = 16
 
 def moved(spec: JobSpec, plan: ParallelPlan) -> list[dict[str, int]]:
     """By rank: operation -> bytes sent in one step, the second: in the first replicas get acquainted."""
-    with LocalJob(spec, plan, "1f1b", graph=make_graph(spec)) as local:
+    with OneProcessRun(spec, plan, "1f1b", graph=make_layer_graph(spec)) as local:
         local.step(0)
         before = [core.transport.ledger.as_dict() for core in local.cores]
         local.step(1)
@@ -93,8 +93,8 @@ def rows(size: Workload, microbatches: int, shards: int) -> Iterator[tuple[str, 
 
     plan = ParallelPlan.mesh(dp=2, tp=t, layers=layers)
     both = moved(spec, plan)
-    graph = make_graph(spec)
-    layout, shapes = layout_of(graph, t), parameter_shapes(graph)
+    graph = make_layer_graph(spec)
+    layout, shapes = compute_shard_layout(graph, t), parameter_shapes(graph)
     padded = 0
     for seat in plan.seats:
         for name, shape in shapes.items():

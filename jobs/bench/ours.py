@@ -11,14 +11,14 @@ from typing import Any
 
 from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.mesh import TcpMesh
-from raypar.plan import ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.schedule import registry
-from raypar.worker.allocator import freeze_what_stays, keep_freed_memory, return_unused_memory
-from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.process.malloc_and_gc import freeze_existing_objects, keep_freed_memory, return_unused_memory
+from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, WorkerCore
 
 CONNECT_TIMEOUT_S = 60.0
@@ -68,9 +68,9 @@ def plan_of(
     schedule: str, replicas: Sequence[int], layers: int, bounds: Any = None, chunks: int = 0, shards: int = 1
 ) -> ParallelPlan:
     """A plan for a schedule: `replicas` per position; `bounds(stages)` gives the layer cuts (default: spread evenly)."""
-    each = registry.default_chunks(schedule, chunks or None)
+    each = registry.resolve_chunks_per_worker(schedule, chunks or None)
     cuts = bounds(each * len(replicas))[1:-1] if bounds is not None else None
-    placement = registry.placement_of(schedule)
+    placement = registry.placement_of_schedule(schedule)
     return ParallelPlan.of(replicas, [shards] * len(replicas), layers=layers, chunks=each, placement=placement, cuts=cuts)
 
 
@@ -113,9 +113,9 @@ class Raypar:
         self.plan, self.rank, self.trace = plan, rank, trace
         keep_freed_memory()  # as worker_actor does
         self.core = WorkerCore(spec)
-        order = registry.build_schedule(schedule, Routing(plan, spec.cut))
-        self.assignment = assignments(spec, self.core.graph, plan, order)[rank]
-        self.mesh = TcpMesh.listen(credential=CREDENTIAL)
+        order = registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut))
+        self.assignment = make_worker_assignments(spec, self.core.graph, plan, order)[rank]
+        self.mesh = TcpEndpoint.listen(credential=CREDENTIAL)
         self.hello = {"address": self.mesh.address, "rank": rank}
         self.reports: list[StepReport] = []
 
@@ -128,7 +128,7 @@ class Raypar:
             deadline_s=CONNECT_TIMEOUT_S,
         )
         self.core.adopt(self.assignment, transport)
-        freeze_what_stays(collect=True)  # as worker_actor does
+        freeze_existing_objects(collect=True)  # as worker_actor does
         return_unused_memory()
 
     def steps(self, first: int, count: int) -> float:
@@ -160,8 +160,8 @@ class RayparOnRay:
 
         self.connection = connect_ray(None, plan.world, Path.cwd())
         host = self.connection.__enter__().host
-        graph = make_graph(spec)
-        parts = assignments(spec, graph, plan, registry.build_schedule(schedule, Routing(plan, spec.cut)))
+        graph = make_layer_graph(spec)
+        parts = make_worker_assignments(spec, graph, plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut)))
         self.loop = asyncio.new_event_loop()
         self.pool = WorkerPool(RunCredential.fresh(f"bench-{os.getpid()}"))
         self.loop.run_until_complete(self.pool.reserve(plan, CONNECT_TIMEOUT_S, print))

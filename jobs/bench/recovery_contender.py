@@ -134,10 +134,10 @@ def raypar(address: str, diary: str, job: str) -> None:
     import recovery_work as work
 
     from raypar.config import load_job
-    from raypar.launch import run_job
+    from raypar.launch import train_job_in_new_folder
 
     told = work.Diary(diary)
-    result = run_job(load_job(Path(job)), lambda event: told.note(event.pop("kind"), **event), address=address)
+    result = train_job_in_new_folder(load_job(Path(job)), lambda event: told.note(event.pop("kind"), **event), address=address)
     told.note("end", weights_sha256=result.weights_sha256)
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from harness import Contender, environment, page, table, worker_command
 
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
-from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 
 MOST_WORKERS = 6
 STEPS, REPEATS = 3, 4
@@ -56,7 +56,7 @@ def random_configuration(chance: random.Random) -> Configuration:
     replicas = [chance.choice((1, 1, 2)) for _ in range(chance.randint(2, 4))]
     while sum(replicas) > MOST_WORKERS:
         replicas[chance.randrange(len(replicas))] = 1
-    chunks = registry.default_chunks(schedule)
+    chunks = registry.resolve_chunks_per_worker(schedule)
     stages = len(replicas) * chunks
     microbatches = chance.randint(4, 12)
     forward, inputs, weights = ([round(chance.uniform(4, 20) / chunks, 2) for _ in range(stages)] for _ in range(3))
@@ -84,12 +84,12 @@ class Machine:
 def simulated_ms(configuration: Configuration, machine: Machine) -> float:
     """Makespan and what follows it in each step."""
     plan = ParallelPlan.of(
-        configuration.replicas, chunks=configuration.chunks, placement=registry.placement_of(configuration.schedule)
+        configuration.replicas, chunks=configuration.chunks, placement=registry.placement_of_schedule(configuration.schedule)
     )
-    routing = Routing(plan, Microbatches(configuration.microbatches, configuration.blocks))
+    routing = MicrobatchRouting(plan, Microbatches(configuration.microbatches, configuration.blocks))
     split = configuration.schedule.startswith("zb")
     input_ms, weight_ms = (machine.input_ms, machine.weight_ms) if split else (machine.backward_ms, 0.0)
-    costs = Costs(
+    costs = SimulationCosts(
         tuple(ms + machine.forward_ms for ms in configuration.forward_ms),
         tuple(ms + input_ms for ms in configuration.input_ms),
         tuple(ms + weight_ms for ms in configuration.weight_ms),
@@ -98,8 +98,8 @@ def simulated_ms(configuration: Configuration, machine: Machine) -> float:
         reduce_ms=tuple(machine.reduce_ms if stage.replicas > 1 else 0.0 for stage in plan.stages),
         step_ms=machine.step_ms,
     )
-    crossing = Crossing.chain(len(plan.stages), nbytes=4)
-    return simulate(registry.build_schedule(configuration.schedule, routing), routing, crossing, costs).makespan_ms
+    crossing = StageConnections.chain(len(plan.stages), nbytes=4)
+    return simulate_schedule(registry.build_schedule(configuration.schedule, routing), routing, crossing, costs).makespan_ms
 
 
 Row = list[tuple[str, float, float]]

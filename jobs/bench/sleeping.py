@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.model.split_linear import DeferredWeightGradient
+from raypar.model.split_linear_backward import DeferredWeightGradient
 
 
 def rest(ms: float) -> None:

@@ -34,9 +34,9 @@ import sys
 from pathlib import Path
 import torch
 from raypar.plan import ParallelPlan
-from raypar.worker.allocator import keep_freed_memory, return_unused_memory
-from raypar.worker.assignment import make_graph
-from raypar.worker.initial_state import initial_state
+from raypar.worker.process.malloc_and_gc import keep_freed_memory, return_unused_memory
+from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.stage.initial_state import make_initial_stage_state
 from jobs.bench import start_memory as bench
 
 keep_freed_memory()
@@ -46,9 +46,9 @@ def kib(key):
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
 
 def build(width, depth, vocab, mode):
-    graph = make_graph(bench.job(width, depth, vocab, mode))
+    graph = make_layer_graph(bench.job(width, depth, vocab, mode))
     first, last = bench.STAGES[1]
-    made = initial_state(graph, first, last, bench.job(width, depth, vocab, mode))
+    made = make_initial_stage_state(graph, first, last, bench.job(width, depth, vocab, mode))
     graph.initial_values.release()
     return graph, made
 

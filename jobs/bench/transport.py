@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.mesh import TcpMesh
 
 SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "16 MB": 16 << 20}
 DEADLINE_S = 60.0
@@ -35,7 +35,7 @@ def worker(rank: int, pipe: Connection, store: str, seconds: float) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = TcpMesh.listen(credential=CREDENTIAL)
+    mesh = TcpEndpoint.listen(credential=CREDENTIAL)
     pipe.send(mesh.address)
     ours = mesh.connect(rank=rank, size=2, addresses=pipe.recv(), generation=1, deadline_s=DEADLINE_S)
     peer = 1 - rank

@@ -23,8 +23,8 @@ from helpers.brute_force import good
 from test_schedule_validity import case, compare
 
 from raypar.schedule import registry
-from raypar.schedule.lower import lower
-from raypar.schedule.validate import find_problems
+from raypar.schedule.lower import lower_schedule
+from raypar.schedule.validate import find_schedule_problems
 
 
 def built_in() -> list[dict[str, Any]]:
@@ -35,10 +35,10 @@ def built_in() -> list[dict[str, Any]]:
         for pp, microbatches in product(range(1, 5), range(1, 7)):
             for chunks in (1, 2) if name == "interleaved" else (None,):
                 schedule, routing, crossing = case(name, pp, microbatches, chunks)
-                programs = lower(schedule, routing, crossing)
+                programs = lower_schedule(schedule, routing, crossing)
                 verdict = good(programs, routing, crossing)
                 row["cases"] += 1
-                row["equal"] += verdict == (not find_problems(programs, routing, crossing))
+                row["equal"] += verdict == (not find_schedule_problems(programs, routing, crossing))
         rows.append(row)
     return rows
 

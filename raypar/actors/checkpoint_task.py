@@ -19,7 +19,7 @@ from raypar.errors import RayparError
 
 @dataclass
 class CheckpointTask:
-    """Posts `SnapshotTaken`, after which training may continue, and then `CheckpointSaved`; or `CheckpointFailed`."""
+    """Posts `CheckpointStateCopied`, after which training may continue, and then `CheckpointSaved`; or `CheckpointFailed`."""
 
     machine: RunMachine
     pool: WorkerPool
@@ -44,7 +44,7 @@ class CheckpointTask:
         asked = [self.calls.ask(number, w.save.remote(generation, done, str(folder))) for number, w in members.items()]
         taken = await asyncio.gather(*asked)
         if not any(isinstance(answer, CallFailure) for answer in taken):
-            self.post(on.SnapshotTaken(done))
+            self.post(on.CheckpointStateCopied(done))
             taken = await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in members.items()))
         failed = [answer for answer in taken if isinstance(answer, CallFailure)]
         if failed:

@@ -83,28 +83,28 @@ def has_autoscaler() -> bool:
     status. Only private parts of Ray read the status, hence the broad `suppress`: without them no autoscaler is seen.
     """
     with contextlib.suppress(Exception):
-        if defines_node_types(_internal_kv_get(AUTOSCALER_STATUS)):
+        if autoscaler_has_node_types(_internal_kv_get(AUTOSCALER_STATUS)):
             return True
         reply = ray.core.generated.autoscaler_pb2.GetClusterStatusReply()
         reply.ParseFromString(
             ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address).get_cluster_status(timeout_s=ANSWER_S)
         )
         types = [node.ray_node_type_name for node in reply.cluster_resource_state.node_states]
-        return reply.autoscaling_state.autoscaler_state_version > 0 and any(map(is_user_defined, types))
+        return reply.autoscaling_state.autoscaler_state_version > 0 and any(map(is_user_defined_node_type, types))
     return False
 
 
-def defines_node_types(status: bytes | None) -> bool:
+def autoscaler_has_node_types(status: bytes | None) -> bool:
     """Whether the status of a version 1 autoscaler names user-defined node types, so that it can add nodes."""
     try:
         report = json.loads(status or b"{}").get("autoscaler_report") or {}
     except ValueError:
         return False
     seen = [*(report.get("active_nodes") or ()), *(report.get("idle_nodes") or ()), *(report.get("pending_launches") or ())]
-    return any(map(is_user_defined, seen))
+    return any(map(is_user_defined_node_type, seen))
 
 
-def is_user_defined(node_type: str) -> bool:
+def is_user_defined_node_type(node_type: str) -> bool:
     """Whether a user has given the node type this name."""
     return bool(node_type) and ANONYMOUS.fullmatch(node_type) is None
 
@@ -145,7 +145,7 @@ class ClusterNode:
         return f"{self.node[:8]} ({self.ip}, {self.cpus} CPUs{', the head' * self.head})"
 
 
-def nodes_at(address: str) -> list[ClusterNode]:
+def list_live_nodes(address: str) -> list[ClusterNode]:
     """The live nodes of the cluster whose control store answers at `host:port`; this process need not have joined it.
 
     Raises `ClusterError`.
@@ -166,8 +166,8 @@ def nodes_at(address: str) -> list[ClusterNode]:
             ) from error
 
 
-def draining_nodes_at(address: str) -> dict[str, float]:
-    """`draining_nodes` of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
+def list_draining_nodes_of_cluster(address: str) -> dict[str, float]:
+    """`list_draining_nodes` of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
     with _private("draining nodes cannot be seen"):
         options = ray._raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
         accessor = ray._raylet.GlobalStateAccessor(options)
@@ -192,7 +192,7 @@ def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) 
     """Tell Ray that a node leaves in `deadline_s` seconds, as a cloud does before it takes a machine back.
 
     Ray starts nothing new on the node, leaves alone what runs there, and ends its raylet once nothing does. A run that polls
-    `draining_nodes` moves its workers off. Raises `ConfigError` for the head, without which there is no cluster.
+    `list_draining_nodes` moves its workers off. Raises `ConfigError` for the head, without which there is no cluster.
     """
     if node.head:
         raise ConfigError(
@@ -210,12 +210,12 @@ def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) 
         raise ClusterError(f"Ray refuses to drain node {node}: {rejection}", cure="try again when nothing is in its way")
 
 
-def dead_nodes() -> set[str]:
+def list_dead_nodes() -> set[str]:
     """Ids of the nodes that Ray has marked dead."""
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
 
-def draining_nodes() -> dict[str, float]:
+def list_draining_nodes() -> dict[str, float]:
     """Ids in hex of the draining nodes, each with its deadline (Unix time, s; infinite if none was given). Blocks briefly.
 
     Only a private API of Ray offers this; Ray Train polls it too. Raises `ClusterError` where it is gone.

@@ -20,23 +20,23 @@ import ray
 # Pickles hold these: callbacks, and workers' answers. A later import may meet Ray replacing the job's folder.
 import raypar.callbacks
 import raypar.plan.vote_result  # noqa: F401
-from raypar.actors import event_text
+from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
 from raypar.actors.driver_shutdown import DriverShutdown
-from raypar.actors.driver_start import DriverStart
+from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.journal import Journal, MembershipRecord
-from raypar.actors.members_file import MembersFile
+from raypar.actors.members_file import MembersFileText
 from raypar.actors.plan_cache import PlanCache
-from raypar.actors.processor_wait import processor_wait_s
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import Report, StepReports
+from raypar.actors.thread_cpu_wait import thread_cpu_wait_s
 from raypar.actors.worker_calls import WorkerCalls
-from raypar.actors.worker_messages import pickle_error
+from raypar.actors.worker_messages import pickle_error_for_client
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry, died_with_node
 from raypar.comm.tcp.handshake import RunCredential
@@ -44,7 +44,7 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
-from raypar.errors import ClusterError, OutOfMemory, RayparError, first_line
+from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
 from raypar.plan.ownership import Ownership
 
 TICK_S = 0.25
@@ -111,7 +111,7 @@ class DriverActor:
         self.plans = plans = PlanCache(request)
         self.pool = pool = WorkerPool(credential, request.gpus, request.environment)
         self.recorder = recorder = RunRecorder(request, journal)
-        self.status = MembersFile(request)
+        self.status = MembersFileText(request)
         self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
         self.registry = registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
@@ -120,7 +120,7 @@ class DriverActor:
         self.reports = reports = StepReports(machine, plans)
         self.calls = calls = WorkerCalls(machine, pool, plans, tasks, registry.hellos)
         shared = request, machine, journal, plans, pool, registry, recorder, side_effects, reports, calls, tasks
-        self.beginning = DriverStart(*shared, feed)
+        self.beginning = DriverStartup(*shared, feed)
         self.generations = GenerationChange(*shared)
         self.saving = CheckpointTask(machine, pool, recorder, side_effects, calls, tasks.post)
         self.ending = DriverShutdown(journal, pool, recorder, side_effects, feed, self._keep_status)
@@ -171,7 +171,7 @@ class DriverActor:
                 if time.monotonic() > deadline:
                     what = f"a new driver could not find run {self.run} in Ray's store within {BEGIN_AGAIN_S:.0f} s: {error}"
                     lost = ClusterError(what, cure="look at the head node; `raypar resume` goes on from the last checkpoint")
-                    self.feed.tell("end", end="failed", why=lost.what, done=0, error=pickle_error(lost))
+                    self.feed.tell("end", end="failed", why=lost.what, done=0, error=pickle_error_for_client(lost))
                     return
             await asyncio.sleep(TICK_S)
 
@@ -221,7 +221,7 @@ class DriverActor:
                     event = replace(event, error=await asyncio.to_thread(self.calls.explained, event.worker, event.error))
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
                     event = replace(event, preempted=self.registry.preempted(event.worker, event.error))
-                    self._lost(event.worker, first_line(event.error), died_with_node(event.error))
+                    self._lost(event.worker, error_first_line(event.error), died_with_node(event.error))
                 for decision in self.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
                 self._keep_status()
@@ -242,7 +242,7 @@ class DriverActor:
             now = time.monotonic()
             late_s = now - before - TICK_S
             crowding = self.registry.crowding
-            crowding.report("driver", processor_wait_s(threading.get_native_id()), now)
+            crowding.report("driver", thread_cpu_wait_s(threading.get_native_id()), now)
             if late_s > TICK_S:
                 self.queue.put_nowait(on.Tick(stalled_s=late_s))
             else:
@@ -257,7 +257,7 @@ class DriverActor:
                 self.feed.heard_s = now
                 self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
-    def _carry_out(self, decision: do.Decision) -> None:
+    def _carry_out(self, decision: do.ActionWithReason) -> None:
         """Begin what the machine has decided about steps, and what it wants to tell the user; outcomes become events."""
         generation, seen = self.machine.membership.generation, self.side_effects.seen
         match decision.action:
@@ -272,7 +272,7 @@ class DriverActor:
                 self.reports.commit(step)
                 facts = {"time": time.time(), **self.reports.brief(step)}
                 self.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
-            case do.Emit(step):
+            case do.EmitStep(step):
                 reports, fresh = self.reports.emit(step), step == self.generations.resumed_at
                 self.side_effects.perform(
                     lambda: self.recorder.step(step, reports, fresh=fresh), lambda stop: seen(on.StepEmitted(step, stop))
@@ -288,27 +288,27 @@ class DriverActor:
                 self.side_effects.perform(
                     lambda: self.recorder.validation(done, found), lambda stop: seen(on.ValidationEmitted(done, stop))
                 )
-            case do.TakeSnapshot(done):
+            case do.StartCheckpoint(done):
                 self.tasks.spawn(self.saving.save(done))
             case do.AbortGroups(why):
                 self.tasks.spawn(self.calls.abort(why))
-            case do.Probe(ranks):
+            case do.RequestStacks(ranks):
                 self.tasks.spawn(self.calls.probe(ranks))
-            case do.Warn(text):
+            case do.WarnUser(text):
                 self.side_effects.note("waiting" if self.machine.waits else "warning", text=text)
-            case do.Notice(text):
+            case do.TellUser(text):
                 self.side_effects.note("note", text=text)
             case do.ReportStraggler():
                 self._straggles(decision.action)
             case _:
                 self._change_membership(decision)
 
-    def _change_membership(self, decision: do.Decision) -> None:
+    def _change_membership(self, decision: do.ActionWithReason) -> None:
         """Begin what the machine has decided about workers, the next generation, and the end of the run."""
         match decision.action:
             case do.StartWorker(worker):
                 self.tasks.spawn(self._hire(worker))
-            case do.FirstStepAfterRecovery():
+            case do.ReportFirstStepAfterRecovery():
                 self.generations.resumed(decision.action)
             case do.ClaimGeneration(number):
                 self.side_effects.note("recovering", text=decision.reason, generation=number)
@@ -322,7 +322,7 @@ class DriverActor:
                 self.tasks.spawn(self.generations.choose(number, workers))
             case do.AdoptPlan():
                 self.tasks.spawn(self.generations.adopt(decision.action, decision.reason))
-            case do.CheckReplay(step, doubted):
+            case do.CompareReplayedStep(step, doubted):
                 self._check_replay(step, doubted)
                 self.feed.tell("replay", step=step + 1, until=self.machine.progress.journalled)
             case do.KillWorker(worker, why):
@@ -332,7 +332,7 @@ class DriverActor:
                     self.registry.dismiss(worker)
                 else:
                     self.registry.suspect(worker)
-                    self._lost(worker, event_text.give_up_reason(why))
+                    self._lost(worker, membership_event_text.describe_why_worker_given_up(why))
             case do.Teardown():
                 self.tasks.spawn(self.ending.end(decision.action, self.step_calls))
             case _:
@@ -353,7 +353,7 @@ class DriverActor:
         if number not in self.pool.workers:
             return
         coordinate, who = self.calls.coordinate(number), self.registry.who(number)
-        self.side_effects.note("lost", **event_text.worker_lost_event(coordinate, who, why))
+        self.side_effects.note("lost", **membership_event_text.worker_lost_event(coordinate, who, why))
         self.registry.dismiss(number)
         node = self.registry.fell(number, with_node)
         if node is not None:
@@ -365,7 +365,7 @@ class DriverActor:
         if found.leaves and not found.over:
             self.registry.slow(found.worker)
         facts = {"times": round(found.times, 2), "steps": found.steps, "over": found.over, "leaves": found.leaves}
-        text = event_text.straggler_text(found, coordinate, who)
+        text = membership_event_text.straggler_text(found, coordinate, who)
         self.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
 
     # -- what the user sees ----------------------------------------------------------------------------------------------------

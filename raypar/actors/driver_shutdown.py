@@ -15,8 +15,8 @@ from raypar.actors.event_feed import EventFeed
 from raypar.actors.journal import Journal
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.side_effect_thread import SideEffectThread
-from raypar.actors.worker_messages import pickle_error
-from raypar.actors.worker_pool import WorkerPool, remove_leftovers
+from raypar.actors.worker_messages import pickle_error_for_client
+from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_groups
 from raypar.elastic import actions as do
 
 CLIENT_GONE_S = 60.0
@@ -37,7 +37,12 @@ class DriverShutdown:
 
     async def end(self, teardown: do.Teardown, step_calls: int) -> None:
         """Remove everything, tell the client, and exit once the client has seen the end or is gone."""
-        facts = {"end": teardown.end, "why": teardown.why, "done": teardown.done, "error": pickle_error(teardown.error)}
+        facts = {
+            "end": teardown.end,
+            "why": teardown.why,
+            "done": teardown.done,
+            "error": pickle_error_for_client(teardown.error),
+        }
         if teardown.end == "deposed":  # another driver uses the workers, the journal and the run folder
             self.feed.tell("end", **facts)
             return
@@ -58,7 +63,7 @@ class DriverShutdown:
 
     async def again(self, facts: dict[str, Any]) -> None:
         """Finish the end that a former driver had begun when it was killed; a failing part does not stop the others."""
-        for work in (lambda: remove_leftovers(self.pool.run), lambda: self.recorder.finish(facts)):
+        for work in (lambda: remove_leftover_placement_groups(self.pool.run), lambda: self.recorder.finish(facts)):
             try:
                 await asyncio.to_thread(work)
             except Exception as error:

@@ -7,7 +7,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from raypar.actors import event_text
+from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.journal import Journal, MembershipRecord
 from raypar.actors.plan_cache import PlanCache
@@ -26,7 +26,7 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.plan.ownership import state_keys
+from raypar.plan.ownership import same_state_keys
 
 
 @dataclass
@@ -75,7 +75,9 @@ class GenerationChange:
         heard = self.reports.heard
         for number in order.workers:
             ref = self.pool.workers[number].settle.remote(order.generation, order.step, order.outcome)
-            self.calls.call(number, order.generation, ref, lambda _, stand: on.WorkerSettled(order.generation, heard(stand)))
+            self.calls.call(
+                number, order.generation, ref, lambda _, stand: on.KeptGradientsApplied(order.generation, heard(stand))
+            )
 
     async def choose(self, generation: int, workers: int) -> None:
         """Choose the plan for so many workers."""
@@ -100,14 +102,14 @@ class GenerationChange:
         ranks = {number: rank for rank, number in enumerate(workers)}
         addresses = [self.registry.hellos[number].address for number in workers]
         nodes = [self.registry.hellos[number].node for number in order.members]
-        keepers = assign_buddies(nodes, state_keys(self.machine.layout(plan)))
+        keepers = assign_buddies(nodes, same_state_keys(self.machine.layout(plan)))
         load = None
         if order.load and order.done:
             load = str(self.recorder.checkpoint_path or request.resume)
         self.order = order
         self.side_effects.aside(self.recorder.seat, plan, [node[:8] for node in nodes])
-        text = f"generation {order.generation}: {event_text.describe_generation(order)}; {reason}"
-        self.side_effects.note("recovering", text=text, **event_text.generation_facts(order, schedule))
+        text = f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {reason}"
+        self.side_effects.note("recovering", text=text, **membership_event_text.generation_facts(order, schedule))
         initial = InitialDigestCheck()
 
         def adopted(number: int, described: dict[str, Any] | None) -> on.RunEvent:
@@ -132,22 +134,24 @@ class GenerationChange:
             )
             self.calls.call(number, order.generation, ref, adopted)
 
-    def resumed(self, found: do.FirstStepAfterRecovery) -> None:
+    def resumed(self, found: do.ReportFirstStepAfterRecovery) -> None:
         """Report the new generation to the user: its first step is committed."""
         self.resumed_at = found.step
         order = self.order
         if order is None:
             return
         schedule = self.plans.schedule(order.plan)
-        text = event_text.resumed_text(order, found.seconds, found.again)
+        text = membership_event_text.recovery_finished_text(order, found.seconds, found.again)
         told: dict[str, Any] = {"text": text, "pause_s": found.seconds, "again": found.again}
         if schedule != self.schedule:
             told |= {"schedule_was": self.schedule, "schedule_why": self.plans.why(order.plan)}
             self.schedule = schedule
-        if self.plan is not None and event_text.shards_by_layer(self.plan) != event_text.shards_by_layer(order.plan):
-            told["shards_was"] = event_text.format_shards(self.plan)
+        if self.plan is not None and membership_event_text.shard_count_by_layer(
+            self.plan
+        ) != membership_event_text.shard_count_by_layer(order.plan):
+            told["shards_was"] = membership_event_text.format_shards(self.plan)
         self.plan = order.plan
-        self.side_effects.note("generation", **told, **event_text.generation_facts(order, schedule))
+        self.side_effects.note("generation", **told, **membership_event_text.generation_facts(order, schedule))
         self.side_effects.aside(self.recorder.plan_changed, order.plan, schedule)
         self.tasks.spawn(self._prepare(len(order.members)))
 

@@ -107,7 +107,7 @@ class Journal:
         value = _internal_kv_get(f"{self.prefix}validation/{done}")
         return None if value is None else pickle.loads(value)
 
-    # -- lines that a full disk does not take (`line_file.LineStore`) ------------------------------------------------------
+    # -- lines that a full disk does not take (`jsonl_file.LineBackupStore`) ---------------------------------------------------
 
     def keep_lines(self, file: str, block: int, text: str) -> None:
         """Store lines of the run folder's `file` as block number `block`, in place of what it had."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raypar.errors import ClusterError, first_line
+from raypar.errors import ClusterError, error_first_line
 
 JOIN_S = 60.0
 """How long a raylet may take to appear in Ray's node table."""
@@ -58,7 +58,7 @@ def start_local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> 
             ) from error
         except Exception as error:  # Ray raises a bare one when a raylet is not up in time
             raise ClusterError(
-                f"local node {len(started) + 2} of {count} did not start: {first_line(error)}",
+                f"local node {len(started) + 2} of {count} did not start: {error_first_line(error)}",
                 cure="ask for fewer with --local-nodes, or look at what else this machine is doing",
             ) from error
         wait_for_nodes(tuple(found))

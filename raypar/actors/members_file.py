@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from raypar.actors.run_request import RunRequest
-from raypar.elastic import silent_worker_rules
+from raypar.elastic import inelastic_silent_worker_rules
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
@@ -20,7 +20,7 @@ AGAIN_S = 2.0
 """How often the file is written while steps are replayed."""
 
 
-class MembersFile:
+class MembersFileText:
     """Makes the text of members.json whenever its content has changed."""
 
     def __init__(self, request: RunRequest) -> None:
@@ -64,7 +64,7 @@ class MembersFile:
 def _phase_and_reason(machine: RunMachine) -> tuple[str, str]:
     """The run's phase in a word, and why it recovers or waits."""
     if machine.health.silent_since_s:
-        return "waiting", silent_worker_rules.describe_silence(machine.health.silent_since_s)
+        return "waiting", inelastic_silent_worker_rules.describe_silent_workers(machine.health.silent_since_s)
     if machine.phase not in RECOVERING:
         return _PHASES.get(machine.phase, "running"), ""
     if machine.waits and machine.phase is not Phase.WAITING:

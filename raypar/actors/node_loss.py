@@ -31,9 +31,9 @@ class NodeLossTracker:
             return None
         del self._lost[node]
         if with_node:
-            return node_loss_event(node, f"node {node[:8]} is lost, with {list_workers(together)}", together)
+            return node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_list(together)}", together)
         return node_loss_event(
-            node, f"no worker is left on node {node[:8]}: {list_workers(together)} were lost together", together
+            node, f"no worker is left on node {node[:8]}: {format_worker_list(together)} were lost together", together
         )
 
     def died(self, node: str, now_s: float) -> dict[str, Any] | None:
@@ -42,7 +42,9 @@ class NodeLossTracker:
         None if no worker was lost with the node, or if its loss was reported before.
         """
         with_it = sorted(number for number, at_s in self._lost.pop(node, {}).items() if now_s - at_s < NOTICED_S)
-        return node_loss_event(node, f"node {node[:8]} is lost, with {list_workers(with_it)}", with_it) if with_it else None
+        return (
+            node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_list(with_it)}", with_it) if with_it else None
+        )
 
 
 def node_loss_event(node: str, text: str, workers: Collection[int]) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def node_loss_event(node: str, text: str, workers: Collection[int]) -> dict[str,
     return {"text": text, "node": node[:8], "workers": list(workers)}
 
 
-def list_workers(workers: Collection[int]) -> str:
+def format_worker_list(workers: Collection[int]) -> str:
     """`worker 0`, `workers 0, 2 and 3`."""
     *most, last = map(str, workers)
     return f"workers {', '.join(most)} and {last}" if most else f"worker {last}"

@@ -7,11 +7,11 @@ import threading
 from raypar.actors.run_request import RunRequest
 from raypar.elastic import events as on
 from raypar.errors import PlanError
-from raypar.plan import ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.planner.memory_sheet import out_of_memory_advice
-from raypar.planner.plan_search import possible_shards, predict_step, search_plans
+from raypar.planner.plan_search import possible_shard_counts, predict_step, search_plans
 from raypar.schedule import registry
-from raypar.schedule.assignment import Assignment, assign
+from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 
 
 class PlanCache:
@@ -50,7 +50,7 @@ class PlanCache:
     def _searched(self, workers: int) -> ParallelPlan | PlanError:
         """The best plan with the job's number of shards, if there are workers for them: that number changes results."""
         most = max(stage.shards for stage in self.request.plan.stages)
-        shards = next(n for n in possible_shards(self.request.plan) if most % n == 0 and n <= max(1, workers))
+        shards = next(n for n in possible_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
         try:
             choice = search_plans(self.request.profile, workers, self.request.cut, shards)
         except PlanError as error:
@@ -61,7 +61,7 @@ class PlanCache:
     def schedule(self, plan: ParallelPlan) -> str:
         """The plan's schedule: the one it was chosen with, else the job's own if it can run on the plan's stages."""
         for name in (self.schedules.get(plan), self.request.schedule_name, "1f1b"):
-            if name is not None and registry.can_run(name, plan):
+            if name is not None and registry.schedule_fits_plan(name, plan):
                 self.schedules[plan] = name
                 return name
         return "interleaved"
@@ -74,12 +74,14 @@ class PlanCache:
             return f"predicted to be the fastest with {plan.world} worker{'s' * (plan.world > 1)}"
         return "the job's own does not fit this plan"
 
-    def assignments(self, plan: ParallelPlan) -> tuple[Assignment, ...]:
+    def assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         """Every worker's assignment under the plan, by rank."""
         request = self.request
-        made = registry.build_schedule(self.schedule(plan), Routing(plan, request.cut))
+        made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.cut))
         outline = request.outline
-        return assign(made, plan, outline.crossing(plan), request.cut, request.validation_cut, layouts=outline.layouts)
+        return assign_programs_to_ranks(
+            made, plan, outline.crossing(plan), request.cut, request.validation_cut, layouts=outline.layouts
+        )
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
         """Two texts for a worker that ran out of memory: what it holds, and which plan would fit."""
@@ -88,7 +90,7 @@ class PlanCache:
     def passes(self, plan: ParallelPlan) -> tuple[int, ...]:
         """By rank: microbatches that a worker takes through its stages in a step, counted for each of its chunks."""
         if plan not in self._passes:
-            routing = Routing(plan, self.request.cut)
+            routing = MicrobatchRouting(plan, self.request.cut)
             self._passes[plan] = tuple(
                 sum(len(routing.of_replica(stage, seat.replica)) for stage in plan.stages_of(rank))
                 for rank, seat in enumerate(plan.seats)
@@ -98,6 +100,6 @@ class PlanCache:
     def _step_s(self, plan: ParallelPlan) -> float:
         """The predicted time of a step under the plan."""
         request = self.request
-        made = registry.build_schedule(self.schedule(plan), Routing(plan, request.cut))
+        made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.cut))
         timeline, _ = predict_step(request.profile, plan, made, request.cut)
         return timeline.makespan_ms / 1000

@@ -31,7 +31,7 @@ PATIENCE_S = 15.0
 
 
 @contextlib.contextmanager
-def remove_ray_on_exit(folder: Path) -> Iterator[None]:
+def remove_local_ray_on_exit(folder: Path) -> Iterator[None]:
     """After the body, kill the processes that write below `folder` and remove it. The shell has its own session, like Ray."""
     shell = subprocess.Popen(["sh", "-c", SCRIPT, "raypar-cleaner", str(folder)], stdin=subprocess.PIPE, start_new_session=True)
     try:

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
-from raypar.actors.ray_cleanup import remove_ray_on_exit
-from raypar.errors import ClusterError, ConfigError, first_line
+from raypar.actors.ray_cleanup import remove_local_ray_on_exit
+from raypar.errors import ClusterError, ConfigError, error_first_line
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Size of the local Ray cluster's object store; modest, as no tensor goes through it."""
@@ -91,9 +91,10 @@ def connect_ray(
     and leaves nothing behind. A Ray cluster that happens to run on the machine is never used.
 
     `nodes`: of the local Ray cluster; they share its CPUs. Raises `ConfigError` where there cannot be so many
-    (`check_local_nodes`). `gpus`: whether the local Ray cluster offers the machine's GPUs. Raises `ConfigError` without one.
+    (`check_local_node_count`). `gpus`: whether the local Ray cluster offers the machine's GPUs. Raises `ConfigError` without
+    one.
     """
-    check_local_nodes(address, nodes)
+    check_local_node_count(address, nodes)
     if gpus and nodes > 1:
         raise ConfigError(
             f"{nodes} local nodes would each offer all GPUs of this machine",
@@ -102,10 +103,10 @@ def connect_ray(
     address = address or os.environ.get("RAY_ADDRESS")
     # The local cluster is for workers only: unlike Ray's default, other processes of the machine do not come before them.
     ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
-    with environment_variables(QUIET if address else {**QUIET, **ours}):
+    with temporary_environment_variables(QUIET if address else {**QUIET, **ours}):
         import ray
 
-        from raypar.actors.working_dir import wait_until_unpacked
+        from raypar.actors.working_dir_guard import wait_until_working_dir_unpacked
 
         if ray.is_initialized():
             if nodes > 1:
@@ -113,15 +114,15 @@ def connect_ray(
                     f"{nodes} local nodes, but this process has joined a Ray already", cure="call ray.shutdown() before"
                 )
             there = ray.get_runtime_context().gcs_address
-            wait_until_unpacked()
+            wait_until_working_dir_unpacked()
             yield RayConnection("found", f"using the Ray this process has joined, {there}", there)
         elif address:
-            with without_death_notices(), join_cluster(address, working_dir) as connection:
+            with without_ray_death_notices(), join_cluster(address, working_dir) as connection:
                 yield connection
         else:
             if gpus:
                 require_gpu_here()
-            with without_death_notices(), start_local_ray(workers, nodes, gpus) as connection:
+            with without_ray_death_notices(), start_local_ray(workers, nodes, gpus) as connection:
                 yield connection
 
 
@@ -144,7 +145,7 @@ def uses_existing_ray(address: str | None) -> bool:
     return bool(address or os.environ.get("RAY_ADDRESS")) or ray.is_initialized()
 
 
-def check_local_nodes(address: str | None, nodes: int) -> None:
+def check_local_node_count(address: str | None, nodes: int) -> None:
     """Raise `ConfigError` if there cannot be so many local nodes: fewer than 1, or several beside a cluster to join."""
     address = address or os.environ.get("RAY_ADDRESS")
     if nodes < 1:
@@ -162,28 +163,28 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
-    from raypar.actors.working_dir import wait_until_unpacked  # at once: not while Ray unpacks us
+    from raypar.actors.working_dir_guard import wait_until_working_dir_unpacked  # at once: not while Ray unpacks us
 
-    check_address(address)
+    check_address_answers(address)
     runtime_env = None
-    if not shares_file_system(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+    if not is_head_on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
     try:
-        with delay_ctrl_c(), without_user_seed():
+        with delay_ctrl_c(), fresh_python_random_state():
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
-            wait_until_unpacked()
+            wait_until_working_dir_unpacked()
     except AuthenticationError as error:
         raise ClusterError(
             f"the Ray cluster at {address!r} lets nobody in without its token: {error.message}", cure=f"set {TOKEN}"
         ) from error
     except ConnectionError as error:  # something listens there: Ray says the same of a head that wants another token
         raise ClusterError(
-            f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
+            f"cannot join a Ray cluster at {address!r}: {error_first_line(error)}",
             cure=f"look at `ray status --address {address}`; if the cluster has a token, set {TOKEN}",
         ) from error
     except (RuntimeError, ValueError, TimeoutError, RayError) as error:
         raise ClusterError(
-            f"cannot join a Ray cluster at {address!r}: {first_line(error)}",
+            f"cannot join a Ray cluster at {address!r}: {error_first_line(error)}",
             cure="check `ray status --address ...`, or leave the address out: raypar then starts a local Ray cluster",
         ) from error
     try:
@@ -192,7 +193,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
         ray.shutdown()
 
 
-def check_address(address: str) -> None:
+def check_address_answers(address: str) -> None:
     """Raise `ClusterError` when nothing listens at `host:port`: Ray itself would try for minutes without a word."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdigit():
@@ -210,15 +211,15 @@ def check_address(address: str) -> None:
 def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterator[RayConnection]:
     """Start a local Ray cluster with so many raylets, in a new folder.
 
-    Ray's processes die with this one (Ray asks the kernel for that); `remove_ray_on_exit` removes what is left of them, even if
-    this process is killed.
+    Ray's processes die with this one (Ray asks the kernel for that); `remove_local_ray_on_exit` removes what is left of them,
+    even if this process is killed.
     """
     import ray
 
     cpus = cpus_per_node(workers, nodes)
 
     def start(folder: Path) -> None:
-        with delay_ctrl_c(), without_user_seed():
+        with delay_ctrl_c(), fresh_python_random_state():
             ray.init(
                 address="local",
                 num_cpus=cpus,
@@ -230,9 +231,9 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
             )
 
     with contextlib.ExitStack() as stack:
-        with in_new_sessions():
+        with ray_in_new_sessions():
             with _started():
-                folder = start_with_deadline(start, stack)
+                folder = start_ray_with_retries(start, stack)
             raylets: tuple[LocalNode, ...] = ()
             if nodes > 1:
                 raylets = stack.enter_context(start_local_nodes(nodes, cpus, OBJECT_STORE_BYTES, folder))
@@ -240,7 +241,7 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
         yield RayConnection("own", describe_local_ray(nodes * cpus, raylets), address, host="127.0.0.1", nodes=raylets)
 
 
-def start_with_deadline(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
+def start_ray_with_retries(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
     """Start Ray by `start(folder)` in a new folder, which is returned; Ray ends with `stack`. Raises what Ray raises.
 
     If Ray is too late, it is removed and started again: on a busy machine the next attempt may be in time.
@@ -250,7 +251,7 @@ def start_with_deadline(start: Callable[[Path], None], stack: contextlib.ExitSta
     for left in reversed(range(ATTEMPTS)):
         with contextlib.ExitStack() as attempt:
             folder = make_short_temp_dir()
-            attempt.enter_context(remove_ray_on_exit(folder))
+            attempt.enter_context(remove_local_ray_on_exit(folder))
             attempt.callback(ray.shutdown)
             try:
                 start(folder)
@@ -270,7 +271,7 @@ def _started() -> Iterator[None]:
         yield
     except Exception as error:
         raise ClusterError(
-            f"Ray did not start on this machine: {first_line(error)}",
+            f"Ray did not start on this machine: {error_first_line(error)}",
             cure="the machine may be busy or short of memory: try again; or join a running cluster (--address)",
         ) from error
 
@@ -284,7 +285,7 @@ def describe_local_ray(cpus: int, nodes: tuple[LocalNode, ...]) -> str:
 
 
 @contextlib.contextmanager
-def without_user_seed() -> Iterator[None]:
+def fresh_python_random_state() -> Iterator[None]:
     """Give Ray fresh random numbers in the body, and restore the state of Python's generator afterwards.
 
     Ray 2.60 draws from that generator the name under which a client listens to the control store. Reading a sample seeds the
@@ -323,7 +324,7 @@ def delay_ctrl_c() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_new_sessions() -> Iterator[None]:
+def ray_in_new_sessions() -> Iterator[None]:
     """Have Ray start its processes outside this process's group.
 
     Slurm, systemd and `timeout` send SIGTERM to the whole group. That would end Ray's control store at once, while this process
@@ -343,7 +344,7 @@ def in_new_sessions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_death_notices() -> Iterator[None]:
+def without_ray_death_notices() -> Iterator[None]:
     """Keep Ray from printing that a node or a worker has died: raypar says so in one line instead of twenty.
 
     Ray prints such lines to stdout, even between the lines of `--json`. What workers print is still shown. The patched name is
@@ -382,7 +383,7 @@ def worker_python_path(working_dir: Path) -> str:
     return os.pathsep.join(dict.fromkeys([*places, *inherited.split(os.pathsep)] if inherited else places))
 
 
-def shares_file_system(address: str) -> bool:
+def is_head_on_this_machine(address: str) -> bool:
     """Whether the head of the cluster is on this machine: `auto`, `local`, or one of this machine's addresses."""
     host = address.removeprefix("ray://").rpartition(":")[0] or address
     if host in ("auto", "local", "localhost", "127.0.0.1"):
@@ -394,7 +395,7 @@ def shares_file_system(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def environment_variables(values: dict[str, str]) -> Iterator[None]:
+def temporary_environment_variables(values: dict[str, str]) -> Iterator[None]:
     """Set environment variables, which Ray's processes inherit, and put the old ones back."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)

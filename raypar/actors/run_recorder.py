@@ -18,21 +18,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.fingerprint import fingerprint_differences
 from raypar.actors.journal import Journal
-from raypar.actors.line_file import LineFile
+from raypar.actors.jsonl_file import JsonlFile
+from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
 from raypar.actors.run_request import RunRequest
-from raypar.actors.step_charts import write_step_charts
 from raypar.actors.step_reports import merge_reports
+from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.actors.worker_messages import WorkerHello
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError
 from raypar.plan import ParallelPlan
-from raypar.run_folder import Line, RunFolder, line_sort_key, replace_whole
-from raypar.worker import checkpoint
-from raypar.worker.checkpoint import ShardRecord
-from raypar.worker.process_state import EnvironmentGuard
+from raypar.run_folder import Line, RunFolder, jsonl_line_sort_key, replace_file_atomically
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import ShardRecord
+from raypar.worker.process.environment_guard import EnvironmentGuard
 
 RETOLD = 1000
 """How many of the last lines a new driver sends the client again: more than the client can have missed."""
@@ -71,8 +71,8 @@ class RunRecorder:
         run = RunFolder(self.folder)
         self._new_events: list[dict[str, Any]] = []
         """Events for the client since the last `new_events`."""
-        self.metrics = LineFile(run.metrics, self._say, journal)
-        self.events = LineFile(run.events, self._say, journal, mirrored=True)
+        self.metrics = JsonlFile(run.metrics, self._say, journal)
+        self.events = JsonlFile(run.events, self._say, journal, mirrored=True)
         self._seconds: deque[float] = deque(maxlen=50)
         """Durations of the last steps, for the time that is left."""
         self.traced: dict[str, Any] | None = None
@@ -102,7 +102,8 @@ class RunRecorder:
     def meet(self, hellos: Sequence[WorkerHello]) -> list[str]:
         """Warnings for differences between the workers' fingerprints."""
         return [
-            f"not bitwise: the workers differ in {line}" for line in fingerprint_differences([h.fingerprint for h in hellos])
+            f"not bitwise: the workers differ in {line}"
+            for line in describe_fingerprint_differences([h.fingerprint for h in hellos])
         ]
 
     def seat(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
@@ -126,7 +127,7 @@ class RunRecorder:
         since = began[-1] if began else None if journal is None else journal.began()
         self.age_s = max(0.0, time.time() - since) if since is not None else 0.0
         validations = [line for line in lines if "validation_loss" in line]
-        path, _ = checkpoint.latest_usable_checkpoint(self.folder / "checkpoints")
+        path, _ = checkpoint_files.latest_usable_checkpoint(self.folder / "checkpoints")
         self.checkpoint_path = path
         self._seconds.extend(line["seconds"] for line in steps[-50:])
         for line in lines[-RETOLD:]:
@@ -141,7 +142,7 @@ class RunRecorder:
                 self._new_events.append({"kind": "validation", **facts, "validation_loss": math.nan if loss is None else loss})
         if path is not None:
             self._new_events.append(
-                {"kind": "checkpoint", "step": checkpoint.load_manifest(path).steps_done, "path": str(path)}
+                {"kind": "checkpoint", "step": checkpoint_files.load_manifest(path).steps_done, "path": str(path)}
             )
         if rebuilt:
             lacking = format_step_ranges(rebuilt)
@@ -155,9 +156,9 @@ class RunRecorder:
                 s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s.get("norm") is not None
             },
             validated=validations[-1]["step"] if validations else None,
-            saved=checkpoint.load_manifest(path).steps_done if path is not None else None,
+            saved=checkpoint_files.load_manifest(path).steps_done if path is not None else None,
             last_s=steps[-1].get("time") if steps else None,
-            lost=lost_workers(events),
+            lost=lost_workers_since_last_start(events),
             unseen=unseen,
         )
 
@@ -170,10 +171,10 @@ class RunRecorder:
         if self.journal is None:
             return found
         first, last = self.request.policy.first, known[-1] + 1 if known else self.request.policy.first
-        by_place = {line_sort_key(line): line for line in found if line["step"] <= last}
+        by_place = {jsonl_line_sort_key(line): line for line in found if line["step"] <= last}
         there = {line["step"]: line for line in by_place.values() if "loss" in line}
         newest = [step for step in known if step + 1 in there][-COMPARED:]
-        wrong = [step for step in newest if not matches_journal(there[step + 1], self.journal.facts(step))]
+        wrong = [step for step in newest if not metrics_line_matches_journal(there[step + 1], self.journal.facts(step))]
         if newest and wrong == newest:  # another run's: nothing in it can be trusted
             by_place = {place: line for place, line in by_place.items() if line["step"] <= first}
             there = {}
@@ -185,7 +186,7 @@ class RunRecorder:
             line = there.get(step + 1)
             if (line is None and step < seen) or (line is not None and wrong):
                 facts = self.journal.facts(step)
-                if facts is not None and (line is None or not matches_journal(line, facts)):
+                if facts is not None and (line is None or not metrics_line_matches_journal(line, facts)):
                     rebuilt.append(step + 1)
                     again = {"time": facts["time"], **self._metrics(step, facts, facts["seconds"])}
                     by_place[step + 1, False] = _finite(again)
@@ -322,12 +323,12 @@ class RunRecorder:
     def _replace(self, path: Path, text: str) -> None:
         """Replace a file that `raypar status` reads, or keep it as it was: a full disk must not end the run."""
         with contextlib.suppress(OSError):
-            replace_whole(path, text.encode(), lasting=False)
+            replace_file_atomically(path, text.encode(), lasting=False)
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
         self._append(self.metrics, metrics)
 
-    def _append(self, file: LineFile, facts: Mapping[str, Any]) -> None:
+    def _append(self, file: JsonlFile, facts: Mapping[str, Any]) -> None:
         """Add a line to a file of the run. On a full disk training continues: lines wait until they can be written."""
         file.append(_finite({"time": time.time(), **facts}))
 
@@ -362,9 +363,9 @@ class RunRecorder:
             if loaded:
                 import torch
 
-                from raypar.worker.compute_state import StateGuard
+                from raypar.worker.process.torch_state_guard import TorchStateGuard
 
-                self._guard = StateGuard(torch.get_num_threads())
+                self._guard = TorchStateGuard(torch.get_num_threads())
             else:
                 self._guard = EnvironmentGuard()
             self._with_torch = loaded
@@ -374,11 +375,11 @@ class RunRecorder:
 
     def checkpoint_begin(self, done: int) -> Path:
         """Make the temporary folder into which workers write a checkpoint. Raises `CheckpointError`."""
-        return checkpoint.create_checkpoint(self.folder / "checkpoints", done)
+        return checkpoint_files.create_checkpoint(self.folder / "checkpoints", done)
 
     def checkpoint_drop(self, folder: Path) -> None:
         """Remove a checkpoint that could not be finished."""
-        checkpoint.discard_checkpoint(folder)
+        checkpoint_files.discard_checkpoint(folder)
 
     def checkpoint_end(self, done: int, folder: Path, records: Sequence[ShardRecord | None]) -> None:
         """Write the manifest, give the checkpoint its name, remove the oldest beyond `keep`. Raises `CheckpointError`."""
@@ -390,13 +391,13 @@ class RunRecorder:
                         f"{folder / record.file}, written by a worker, cannot be seen by the driver",
                         cure="set run_dir to storage that all nodes share",
                     )
-            self.checkpoint_path = checkpoint.commit_checkpoint(
+            self.checkpoint_path = checkpoint_files.commit_checkpoint(
                 folder, written, steps_done=done, contract=self.request.contract, metrics=self._last
             )
         except Exception:
-            checkpoint.discard_checkpoint(folder)  # on a full disk the next one needs its room
+            checkpoint_files.discard_checkpoint(folder)  # on a full disk the next one needs its room
             raise
-        checkpoint.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep)
+        checkpoint_files.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep)
 
     def checkpoint_seen(self, done: int) -> None:
         """Report the checkpoint to the client and the callbacks."""
@@ -429,7 +430,7 @@ class RunRecorder:
         self.events.close()
         if self.traced is not None:
             try:
-                write_step_charts(self.request, self.traced["step"], self.traced["spans"], self.traced["nodes"])
+                write_step_timeline_files(self.request, self.traced["step"], self.traced["spans"], self.traced["nodes"])
                 self._new_events.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
             except OSError as error:
                 text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
@@ -439,7 +440,7 @@ class RunRecorder:
         self._call("on_end", facts)
 
 
-def lost_workers(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
+def lost_workers_since_last_start(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
     """Workers reported lost since the run was last started or resumed; worker numbers begin anew there."""
     lost: set[int] = set()
     for event in events:
@@ -450,7 +451,7 @@ def lost_workers(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
     return frozenset(lost)
 
 
-def matches_journal(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
+def metrics_line_matches_journal(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
     """Whether a line of metrics agrees with the journal's report of its step; True if there is none (`facts` None)."""
     found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
     return all(line.get(key) == value for key, value in found.items())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.elastic.run_policy import RunPolicy
-from raypar.plan import Crossing, Microbatches, Outline, ParallelPlan
+from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.timeline import Timeline
 
@@ -26,21 +26,21 @@ class RunRequest:
     """The first generation's plan."""
     schedule_name: str
     """The schedule of `plan`."""
-    crossing: Crossing
+    crossing: StageConnections
     """What crosses between the stages of `plan`."""
     cut: Microbatches
     """How a batch is cut into microbatches and blocks."""
     spec: bytes
     """The `JobSpec`, pickled for the workers; the driver does not open it."""
     assignments: tuple[bytes, ...]
-    """By rank: the worker's `Assignment`, pickled; the driver does not open it."""
+    """By rank: the worker's `ProgramAssignment`, pickled; the driver does not open it."""
     callbacks: bytes
     """The `Callbacks`, pickled; they are called in the driver."""
     contract: Mapping[str, Any]
     """What a checkpoint says of the job, to recognise it again."""
     predicted: Timeline
     """The predicted step, for the picture."""
-    outline: Outline
+    outline: ModelOutline
     """The model's layers and edges, from which another plan is made when workers come or go."""
     profile: ModelProfile
     """Times and sizes of the layers, for the planner's choice of another plan."""

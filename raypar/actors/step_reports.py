@@ -8,7 +8,7 @@ from typing import Any
 
 from raypar.actors.plan_cache import PlanCache
 from raypar.elastic import events as on
-from raypar.elastic.member import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 
 Report = dict[str, Any]
@@ -63,7 +63,7 @@ class StepReports:
         """
         for step, outcome in stand.outcomes.items():
             if step >= self.machine.progress.journalled:
-                self._open[step] = {0: reconstruct_report(outcome)}
+                self._open[step] = {0: reconstruct_lost_report(outcome)}
         return stand
 
     def commit(self, step: int) -> None:
@@ -82,12 +82,12 @@ class StepReports:
     def emit(self, step: int) -> dict[int, Report]:
         """The reports of a committed step by rank; marks the step as seen."""
         reports = self._unseen.pop(step)
-        self.outcomes[step] = loss_and_norm(reports)
+        self.outcomes[step] = loss_and_grad_norm_of_step(reports)
         return reports
 
     def changed(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
         """(loss, norm) of a replayed step as seen before and as found now; None if they are equal."""
-        found, before = loss_and_norm(self._open.pop(step)), self.outcomes.get(step)
+        found, before = loss_and_grad_norm_of_step(self._open.pop(step)), self.outcomes.get(step)
         return None if before is None or repr(found) == repr(before) else (before, found)  # NaN is equal to NaN here
 
     def forget(self) -> None:
@@ -95,7 +95,7 @@ class StepReports:
         self._open.clear()
 
 
-def loss_and_norm(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
+def loss_and_grad_norm_of_step(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
     """(loss, norm): the same in all reports of a step."""
     report = next(iter(reports.values()))
     return report["loss"], report["norm"]
@@ -115,7 +115,7 @@ def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
     }
 
 
-def reconstruct_report(outcome: Any) -> Report:
+def reconstruct_lost_report(outcome: Any) -> Report:
     """A report of a step that a worker has applied and whose own reports were lost: loss, norm and count only."""
     known = {"loss": outcome.loss, "norm": outcome.norm, "count": outcome.count, "skipped": outcome.skipped}
     return {**known, "seconds": 0.0, "busy_seconds": 0.0, "peak_rss_bytes": 0, "spans": [], "ledger": {}}

@@ -1,4 +1,5 @@
-"""One worker as a Ray actor: a thin shell around `elastic.member.Member`, which decides, and `ElasticWorker`, which acts.
+"""One worker as a Ray actor: a thin shell around `elastic.generation_guard.GenerationGuard`, which decides, and
+`ElasticWorker`, which acts.
 
 Methods of the group `step` run one after the other in one thread, in the order of their calls; those of `ctl` answer while a
 step runs. Failures are returned as values (`CallFailure`), so that they arrive whole and of their own class.
@@ -20,14 +21,14 @@ from typing import Any
 
 import ray
 
-from raypar.actors.lifeline import LifelineListener
-from raypar.actors.processor_wait import processor_wait_s
+from raypar.actors.liveness_connection import LivenessListener
+from raypar.actors.thread_cpu_wait import thread_cpu_wait_s
 from raypar.actors.worker_messages import CallFailure, WorkerHello
-from raypar.actors.working_dir import WorkingDir
+from raypar.actors.working_dir_guard import WorkingDirGuard
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.elastic.member import Member, StaleGeneration
-from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, chain_of
+from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
+from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.user_code import USER_CODE_ERRORS, error_text
 
 ORPHAN_THREAD = "raypar-orphan"
@@ -49,7 +50,7 @@ class WorkerActor:
         self.credential, self.number, self.pickled_spec = credential, number, spec
         self.coordinate = f"worker {number}"
         """The worker's seat in words, for messages."""
-        self.working_dir = WorkingDir()
+        self.working_dir = WorkingDirGuard()
         """Keeps the current directory valid."""
         self.spec: Any = None
         """The `JobSpec`; None, like all that follows to `mesh`, before `hello`."""
@@ -58,13 +59,13 @@ class WorkerActor:
         self.core: Any = None
         """The `WorkerCore`: stages, transport, data."""
         self.guard: Any = None
-        """The `StateGuard` around user code."""
+        """The `TorchStateGuard` around user code."""
         self.body: Any = None
         """The core as the elastic protocol sees it (`ElasticWorker`)."""
         self.member: Any = None
-        """What this worker may do in which generation (`Member`)."""
+        """What this worker may do in which generation (`GenerationGuard`)."""
         self.backend: Any = None
-        """The kind of device this worker computes on, and what goes with it (`Backend`)."""
+        """The kind of device this worker computes on, and what goes with it (`DeviceBackend`)."""
         self.mesh: Any = None
         """Makes the connections to other workers, generation by generation."""
         self.heard_s = time.monotonic()
@@ -75,7 +76,7 @@ class WorkerActor:
         """What the worker does, in words."""
         self.said: WorkerHello | None = None
         """Its hello, for a new driver that asks again."""
-        self.lifeline: LifelineListener | None = None
+        self.lifeline: LivenessListener | None = None
         """Shows the driver that this process exists."""
         self.computes = 0
         """Native id of the thread that executes steps; 0 before the first step."""
@@ -101,16 +102,16 @@ class WorkerActor:
         with self.working_dir.elsewhere():
             import torch
 
-        from raypar.actors.fingerprint import fingerprint
-        from raypar.worker.allocator import freeze_what_stays, keep_freed_memory
+        from raypar.actors.numerics_fingerprint import fingerprint_worker_numerics
         from raypar.worker.backend import make_backend
-        from raypar.worker.compute_state import StateGuard
         from raypar.worker.elastic_worker import ElasticWorker
-        from raypar.worker.warm_up import warm_up
+        from raypar.worker.process.malloc_and_gc import freeze_existing_objects, keep_freed_memory
+        from raypar.worker.process.torch_state_guard import TorchStateGuard
+        from raypar.worker.warm_up import warm_up_process
         from raypar.worker.worker_core import WorkerCore
 
         keep_freed_memory()
-        self.guard = guard = StateGuard(threads=1)
+        self.guard = guard = TorchStateGuard(threads=1)
         with guard.watching("a module that the job names"):
             self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
@@ -121,12 +122,12 @@ class WorkerActor:
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
         self.body = ElasticWorker(self.core, self.number)
-        self.member = Member(self.number, self.body)
-        warm_up(self.core, data=joining)
-        freeze_what_stays(collect=True)
+        self.member = GenerationGuard(self.number, self.body)
+        warm_up_process(self.core, data=joining)
+        freeze_existing_objects(collect=True)
         node = ray.get_runtime_context().get_node_id()
-        self.lifeline = LifelineListener(host)
-        says = fingerprint(self.spec.threads, device)
+        self.lifeline = LivenessListener(host)
+        says = fingerprint_worker_numerics(self.spec.threads, device)
         self.said = WorkerHello(self.mesh.address, node, os.getpid(), says, self.lifeline.address)
         return self.said
 
@@ -138,7 +139,7 @@ class WorkerActor:
 
         def build() -> dict[str, Any] | None:
             from raypar.comm.transport import run_routine
-            from raypar.worker.allocator import freeze_what_stays, return_unused_memory
+            from raypar.worker.process.malloc_and_gc import freeze_existing_objects, return_unused_memory
 
             self.member.hear(generation, f"generation {generation} begins")
             self._end_if_stuck()
@@ -156,7 +157,7 @@ class WorkerActor:
                 )
 
             run_routine(self.member.adopt(generation, (made, connect)), deadline_s)
-            freeze_what_stays(collect=False)
+            freeze_existing_objects(collect=False)
             if made.fresh or made.load:  # built from whole layers or files; during a run others would wait for this
                 return_unused_memory()
             self.coordinate = coordinate
@@ -193,7 +194,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def stand(self, generation: int) -> Any:
-        """This worker's status (`elastic.member.WorkerStatus`), once what it was doing has ended."""
+        """This worker's status (`elastic.generation_guard.WorkerStatus`), once what it was doing has ended."""
         return self._guard("saying where it stands", lambda: self.member.stand(generation))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
@@ -220,7 +221,7 @@ class WorkerActor:
         A ping also shows the worker that its driver lives.
         """
         self.heard_s = time.monotonic()
-        return self._done, self.doing, self.leaving, processor_wait_s(self.computes)
+        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.computes)
 
     def _asked_to_leave(self, number: int, frame: Any) -> None:
         """On SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work; exit if no driver pings."""
@@ -364,13 +365,13 @@ def remove_own_placement_group() -> None:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error, or one of its causes, says that memory could not be allocated."""
-    for each in chain_of(error):
+    for each in exception_chain(error):
         refused = isinstance(each, RuntimeError) and any(words in str(each) for words in ALLOCATORS_SAY)
         if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError" or refused:
             return True
     return False
 
 
-def worker_actor_class() -> Any:
+def make_worker_actor_class() -> Any:
     """The actor class. `io` is a group of its own, so that a slow disk does not keep a worker from answering pings."""
     return ray.remote(concurrency_groups={"step": 1, "ctl": 2, "io": 1}, max_restarts=0)(WorkerActor)

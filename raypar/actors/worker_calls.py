@@ -12,10 +12,10 @@ from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.worker_messages import CallFailure
 from raypar.actors.worker_pool import WorkerPool
-from raypar.actors.worker_registry import answers_within, killed_for_memory
+from raypar.actors.worker_registry import gather_answers_within, killed_for_memory_error
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
-from raypar.errors import ClusterError, OutOfMemory, WorkerLost, first_line
+from raypar.errors import ClusterError, OutOfMemory, WorkerLost, error_first_line
 
 STACKS_S = 5.0
 
@@ -58,10 +58,10 @@ class WorkerCalls:
         try:
             return await ref
         except (RayActorError, ActorUnavailableError) as error:
-            what = f"{who} was lost: {first_line(error)}"
+            what = f"{who} was lost: {error_first_line(error)}"
             return CallFailure("lost", WorkerLost(what, cure="`raypar resume` goes on from the last checkpoint"))
         except OutOfMemoryError as error:
-            return CallFailure("lost", killed_for_memory(who, error))
+            return CallFailure("lost", killed_for_memory_error(who, error))
         except RayError as error:
             return CallFailure("error", ClusterError(f"{who}: {error}", cure="look at Ray's logs"))
         except Exception as error:
@@ -86,11 +86,11 @@ class WorkerCalls:
         Workers that have not started are left out: they have no transport and do not answer.
         """
         workers = {number: worker for number, worker in self.pool.workers.items() if number in self.met}
-        await answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
+        await gather_answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
         if self._answered:
             await asyncio.wait(set(self._answered), timeout=5.0)
         there = [number for number in self.machine.membership.members if number in workers]
-        stand = dict(zip(there, await answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
+        stand = dict(zip(there, await gather_answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
         self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.membership.members)))
 
     async def probe(self, numbers: tuple[int, ...]) -> None:
@@ -99,7 +99,7 @@ class WorkerCalls:
 
     async def stacks(self, numbers: list[int]) -> str:
         """The stacks of these workers as text."""
-        texts = await answers_within([self.pool.workers[n].stacks.remote() for n in numbers], STACKS_S)
+        texts = await gather_answers_within([self.pool.workers[n].stacks.remote() for n in numbers], STACKS_S)
         return "\n".join(
             f"--- {self.coordinate(number)}\n{text or 'does not answer: it is stopped, dead or busy outside Python'}"
             for number, text in zip(numbers, texts, strict=True)

@@ -31,10 +31,10 @@ class WorkerHello:
     fingerprint: dict[str, str]
     """What it computes with (`fingerprint.py`)."""
     lifeline: str = ""
-    """Address of its `LifelineListener`; empty: it has none."""
+    """Address of its `LivenessListener`; empty: it has none."""
 
 
-def pickle_error(error: Exception | None) -> bytes | None:
+def pickle_error_for_client(error: Exception | None) -> bytes | None:
     """The error as bytes for the client; if it cannot be pickled, an error with its text."""
     if error is None:
         return None

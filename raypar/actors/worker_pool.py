@@ -14,9 +14,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.cluster_info import ClusterCapacity, cluster_capacity, max_workers_per_node
-from raypar.actors.worker_actor import worker_actor_class
+from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.elastic.worker_names import name_workers, verb_form
+from raypar.elastic.message_wording import format_worker_numbers, verb_form
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
@@ -134,7 +134,7 @@ class WorkerPool:
         """
         self._still_open()
         strategy = PlacementGroupSchedulingStrategy(self.groups[number], placement_group_bundle_index=self.bundles[number])
-        made = worker_actor_class().options(
+        made = make_worker_actor_class().options(
             name=f"worker-{number}",
             namespace=run_namespace(self.run),
             lifetime="detached",
@@ -154,10 +154,10 @@ class WorkerPool:
 
     def find(self) -> None:
         """Take over the workers of an earlier driver, all that Ray knows of the run, and their groups."""
-        for number in list_worker_numbers(self.run):
+        for number in find_existing_worker_numbers(self.run):
             with contextlib.suppress(ValueError):  # gone since it was listed
                 self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
-        for info in leftover_groups(self.run):
+        for info in list_leftover_placement_groups(self.run):
             number = int(str(info["name"]).rpartition("-")[2])
             group = ray.util.get_placement_group(info["name"])
             for shard in range(len(info["bundles"])):
@@ -228,7 +228,7 @@ async def _quietly(ref: Any) -> None:
         await ref
 
 
-def leftover_groups(run: str) -> list[dict[str, Any]]:
+def list_leftover_placement_groups(run: str) -> list[dict[str, Any]]:
     """Placement groups that carry the run's name."""
     return [
         info
@@ -237,28 +237,28 @@ def leftover_groups(run: str) -> list[dict[str, Any]]:
     ]
 
 
-def list_worker_numbers(run: str) -> list[int]:
+def find_existing_worker_numbers(run: str) -> list[int]:
     """Numbers of the run's workers that Ray knows."""
     names = [a["name"] or "" for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == run_namespace(run)]
     return [int(match[1]) for match in (re.fullmatch(r"worker-(\d+)", name) for name in names) if match is not None]
 
 
-def remove_leftovers(run: str) -> int:
+def remove_leftover_placement_groups(run: str) -> int:
     """Remove the placement groups that an earlier driver of this run has left, with their actors. Returns their number.
 
     Raises `ClusterError` when the actors' names are not free again after `SWEEP_S`.
     """
-    left = leftover_groups(run)
+    left = list_leftover_placement_groups(run)
     for info in left:
         remove_placement_group(ray.util.get_placement_group(info["name"]))
     deadline = time.monotonic() + SWEEP_S
-    while still := list_worker_numbers(run):
+    while still := find_existing_worker_numbers(run):
         for number in still:  # who was still to be placed does not end with its group
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(f"worker-{number}", namespace=run_namespace(run)), no_restart=True)
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"{name_workers(still)} of an earlier driver of run {run} {verb_form(still, 'does', 'do')} not end "
+                f"{format_worker_numbers(still)} of an earlier driver of run {run} {verb_form(still, 'does', 'do')} not end "
                 f"within {SWEEP_S:.0f} s",
                 cure="look at their nodes, or choose another name for the run",
             )

@@ -13,15 +13,15 @@ from typing import Any
 
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from raypar.actors.cluster_info import dead_nodes, draining_nodes
+from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
 from raypar.actors.journal import Journal
-from raypar.actors.lifeline import Lifelines
+from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.worker_messages import CallFailure, WorkerHello
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
-from raypar.elastic.cpu_contention import CpuContention
-from raypar.errors import ClusterError, OutOfMemory, WorkerLost, first_line
+from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
+from raypar.errors import ClusterError, OutOfMemory, WorkerLost, error_first_line
 
 PING_S = 0.4
 """Time from one ping to the next."""
@@ -50,9 +50,9 @@ class WorkerRegistry:
         self.works = works
         """Whether a worker has a seat."""
         self.node_losses = NodeLossTracker()
-        self.lifelines = Lifelines()
+        self.lifelines = LivenessConnections()
         """Connections that show the end of a worker's process."""
-        self.crowding = CpuContention()
+        self.crowding = CpuWaitDeadlineExtension()
         """How long the workers wait for processors."""
         self.hellos: dict[int, WorkerHello] = {}
         """Worker -> its hello, of all workers that have started."""
@@ -211,10 +211,10 @@ class WorkerRegistry:
             _, _, leaving, waited_s = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
         except OutOfMemoryError as error:
             if number in self.pool.workers:
-                self.post(on.CallFailed("lost", killed_for_memory(f"worker {number}", error), number))
+                self.post(on.CallFailed("lost", killed_for_memory_error(f"worker {number}", error), number))
         except RayActorError as error:
             if number in self.pool.workers:
-                self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {first_line(error)}"), number))
+                self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
         except Exception:
             return  # it is silent; `watch` counts the seconds
         else:
@@ -229,7 +229,7 @@ class WorkerRegistry:
     async def _look_at_nodes(self) -> None:
         """Ask Ray which nodes are being drained and which are dead; report what that means for the workers."""
         try:
-            draining, dead = await asyncio.to_thread(lambda: (draining_nodes(), dead_nodes()))
+            draining, dead = await asyncio.to_thread(lambda: (list_draining_nodes(), list_dead_nodes()))
         except Exception:
             return  # the head does not answer; whatever needs it says so
         for number in list(self.pool.workers):
@@ -243,13 +243,13 @@ class WorkerRegistry:
                 self.note("node", **told)
 
     def leaves(self, number: int, why: str) -> None:
-        """Report, once, that a worker has to leave; posts `DrainAsked`."""
+        """Report, once, that a worker has to leave; posts `DrainRequested`."""
         if number not in self._leaving:
             self._leaving.add(number)
             self.note(
                 "draining", text=f"worker {number} has to leave: {why}", why=why, works=self.works(number), **self.who(number)
             )
-            self.post(on.DrainAsked(number, why))
+            self.post(on.DrainRequested(number, why))
 
 
 def died_with_node(error: Exception) -> bool:
@@ -257,12 +257,12 @@ def died_with_node(error: Exception) -> bool:
     return "its node has died" in str(error)
 
 
-def killed_for_memory(who: str, error: Exception) -> OutOfMemory:
+def killed_for_memory_error(who: str, error: Exception) -> OutOfMemory:
     """The error of a worker that Ray's memory monitor has killed because its node had nearly no memory left."""
     return OutOfMemory(f"{who} was killed because its node ran out of memory: {error}", cure="use workers with more memory")
 
 
-async def answers_within(refs: Iterable[Any], timeout_s: float) -> list[Any]:
+async def gather_answers_within(refs: Iterable[Any], timeout_s: float) -> list[Any]:
     """The answers that arrive in time; None for the others and for failures."""
 
     async def one(ref: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU, BufferPool
 from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.comm.message_operation import MessageOperation, MessagePhase, OperationMessage, Phases
+from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
 from raypar.errors import CommError, GroupAborted
 
 ALIGN = 16
@@ -55,7 +55,7 @@ def _channel(operation: str, group: tuple[int, ...], channel: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
 
 
-class MessageTransport(ABC):
+class MessageBasedTransport(ABC):
     """All of `Transport` but how a message travels (`post_send`, `post_recv`) and how a thread waits."""
 
     host_only = True
@@ -78,19 +78,19 @@ class MessageTransport(ABC):
     # -- what a transport provides
 
     @abstractmethod
-    def post_send(self, message: OperationMessage) -> None:
+    def post_send(self, message: PostedMessage) -> None:
         """Start sending; `message.complete()` once the tensor may be changed. Never blocks."""
 
     @abstractmethod
-    def post_recv(self, message: OperationMessage) -> None:
+    def post_recv(self, message: PostedMessage) -> None:
         """Start receiving into `message.tensor`, or into a fresh tensor put there. Never blocks."""
 
     @abstractmethod
-    def wait_for(self, operation: MessageOperation, timeout_s: float | None) -> bool:
+    def wait_for(self, operation: PhasedOperation, timeout_s: float | None) -> bool:
         """Block until `operation.settled`; False after `timeout_s`."""
 
     @abstractmethod
-    def settled(self, operation: MessageOperation) -> None:
+    def settled(self, operation: PhasedOperation) -> None:
         """`operation` has just finished or failed, in any thread: wake the threads that wait for it."""
 
     @abstractmethod
@@ -103,43 +103,43 @@ class MessageTransport(ABC):
 
     # -- point to point
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> MessageOperation:
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> PhasedOperation:
         """See `Transport.send`."""
         self._check_alive()
         self._check(tensor, to)
-        operation = MessageOperation(self, f"send tag {tag}", (to,))
+        operation = PhasedOperation(self, f"send tag {tag}", (to,))
         self.ledger.count("send", sent=tensor.nbytes)
-        operation.post(MessagePhase(((tensor, to, tag),), ()))
+        operation.post(OperationPhase(((tensor, to, tag),), ()))
         operation.posted()
         return operation
 
-    def recv(self, out: Tensor | None, *, source: int, tag: int) -> MessageOperation:
+    def recv(self, out: Tensor | None, *, source: int, tag: int) -> PhasedOperation:
         """See `Transport.recv`. Bytes are counted when they arrive."""
         self._check_alive()
         self._check(out, source)
-        operation = MessageOperation(self, f"recv tag {tag}", (source,))
-        operation.post(MessagePhase((), ((out, source, tag),)))
+        operation = PhasedOperation(self, f"recv tag {tag}", (source,))
+        operation.post(OperationPhase((), ((out, source, tag),)))
         operation.posted()
         return operation
 
     def batch(
         self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]
-    ) -> MessageOperation:
+    ) -> PhasedOperation:
         """See `Transport.batch`."""
         self._check_alive()
         for tensor, peer, _ in (*sends, *recvs):
             self._check(tensor, peer)
         tags = sorted({tag for _, _, tag in (*sends, *recvs)})
-        operation = MessageOperation(self, f"batch tags {tags}", sorted({peer for _, peer, _ in (*sends, *recvs)}))
+        operation = PhasedOperation(self, f"batch tags {tags}", sorted({peer for _, peer, _ in (*sends, *recvs)}))
         for tensor, _, _ in sends:
             self.ledger.count("send", sent=tensor.nbytes)
-        operation.post(MessagePhase(sends, recvs))
+        operation.post(OperationPhase(sends, recvs))
         operation.posted()
         return operation
 
     # -- collectives
 
-    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> MessageOperation:
+    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> PhasedOperation:
         """See `Transport.all_reduce`. Small tensors travel whole. Of large ones each rank adds one slice, and sends the sum."""
         me, key, tag = self._enter("all_reduce", group, channel, flat)
         if flat.nbytes <= ONE_PHASE_BYTES:
@@ -148,7 +148,7 @@ class MessageTransport(ABC):
 
     def reduce_scatter(
         self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0
-    ) -> MessageOperation:
+    ) -> PhasedOperation:
         """See `Transport.reduce_scatter`."""
         me, key, tag = self._enter("reduce_scatter", group, channel, out, *pieces)
         self._check_count("reduce_scatter", group, pieces)
@@ -161,7 +161,7 @@ class MessageTransport(ABC):
 
         return self._run("reduce_scatter", group, key, phases())
 
-    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> MessageOperation:
+    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> PhasedOperation:
         """See `Transport.all_gather`."""
         me, key, tag = self._enter("all_gather", group, channel, mine, *pieces)
         self._check_count("all_gather", group, pieces)
@@ -175,7 +175,7 @@ class MessageTransport(ABC):
 
     def all_to_all(
         self, outs: Sequence[Tensor], pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0
-    ) -> MessageOperation:
+    ) -> PhasedOperation:
         """See `Transport.all_to_all`."""
         me, key, tag = self._enter("all_to_all", group, channel, *outs, *pieces)
         self._check_count("all_to_all", group, pieces)
@@ -188,7 +188,7 @@ class MessageTransport(ABC):
 
         return self._run("all_to_all", group, key, phases())
 
-    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> MessageOperation:
+    def broadcast(self, tensor: Tensor, *, root: int, group: Sequence[int], channel: int = 0) -> PhasedOperation:
         """See `Transport.broadcast`: the root sends to each rank."""
         _, key, tag = self._enter("broadcast", group, channel, tensor)
         if root not in group:
@@ -198,14 +198,14 @@ class MessageTransport(ABC):
             if self.rank == root:
                 others = [r for r in group if r != root]
                 self.ledger.count("broadcast", sent=tensor.nbytes * len(others))
-                yield MessagePhase([(tensor, r, tag) for r in others], ())
+                yield OperationPhase([(tensor, r, tag) for r in others], ())
             else:
                 self.ledger.count("broadcast", received=tensor.nbytes)
-                yield MessagePhase((), [(tensor, root, tag)])
+                yield OperationPhase((), [(tensor, root, tag)])
 
         return self._run("broadcast", group, key, phases())
 
-    def barrier(self, *, group: Sequence[int], channel: int = 0) -> MessageOperation:
+    def barrier(self, *, group: Sequence[int], channel: int = 0) -> PhasedOperation:
         """See `Transport.barrier`: an empty message from every rank to every other."""
         me, key, tag = self._enter("barrier", group, channel)
         empty = torch.empty(0, dtype=torch.uint8)
@@ -229,15 +229,15 @@ class MessageTransport(ABC):
         first = self._exchange("all_reduce", group, me, tag, cut, parts)
         # A peer finishes its slice only after it has received this rank's part, whose memory is free to receive into by then.
         finished = [(cut[i], r, tag + 1) for i, r in enumerate(group) if i != me and cut[i].numel()]
-        yield MessagePhase(first.sends, first.recvs, finished)
+        yield OperationPhase(first.sends, first.recvs, finished)
         add_in_order(parts, me, cut[me])
-        yield MessagePhase([(cut[me], r, tag + 1) for i, r in enumerate(group) if i != me and cut[me].numel()], ())
+        yield OperationPhase([(cut[me], r, tag + 1) for i, r in enumerate(group) if i != me and cut[me].numel()], ())
         others = len(group) - 1
         self.ledger.count_more("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))
 
     def _exchange(
         self, name: str, group: Sequence[int], me: int, tag: int, pieces: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> MessagePhase:
+    ) -> OperationPhase:
         """The phase in which `pieces[i]` goes to the i-th rank and `outs[i]` comes from it; counted under `name`.
 
         Both ends know the sizes, so that empty messages are sent only by a barrier.
@@ -245,7 +245,7 @@ class MessageTransport(ABC):
         others = [(i, r) for i, r in enumerate(group) if i != me]
         self.ledger.count(name, sent=sum(pieces[i].nbytes for i, _ in others), received=sum(outs[i].nbytes for i, _ in others))
         keep = name == "barrier"
-        return MessagePhase(
+        return OperationPhase(
             [(pieces[i], r, tag) for i, r in others if keep or pieces[i].numel()],
             [(outs[i], r, tag) for i, r in others if keep or outs[i].numel()],
         )
@@ -268,8 +268,8 @@ class MessageTransport(ABC):
         self._calls[key] += 1
         return members.index(self.rank), key, self._calls[key] * 2
 
-    def _run(self, name: str, group: Sequence[int], key: int, phases: Phases) -> MessageOperation:
-        return MessageOperation(self, name, [r for r in group if r != self.rank], key, phases).start()
+    def _run(self, name: str, group: Sequence[int], key: int, phases: Phases) -> PhasedOperation:
+        return PhasedOperation(self, name, [r for r in group if r != self.rank], key, phases).start()
 
     def _check(self, tensor: Tensor | None, peer: int) -> None:
         if not 0 <= peer < self.size:

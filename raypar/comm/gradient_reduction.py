@@ -33,7 +33,7 @@ from raypar.comm.gradient_buckets import (
     bucket_layouts,
 )
 from raypar.comm.shared_memory import NO_ADDRESS, SharedMemoryBlock, open_shared_memory
-from raypar.comm.transport import Handle, Routine, Transport, Wait
+from raypar.comm.transport import Handle, Routine, RoutineWait, Transport
 from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree
 
@@ -191,16 +191,16 @@ class GradientReduction(ABC):
         for bucket, name in list(zip(self.buckets, names, strict=True))[self._next_second :]:
             # Only additions follow: a device's stream may wait for the sums while the host posts the next bucket's totals.
             assert bucket.first is not None
-            yield Wait(bucket.first, f"{name}, sums", on_stream=True)
+            yield RoutineWait(bucket.first, f"{name}, sums", on_stream=True)
             self._start_second(bucket)
         for bucket, name in zip(self.buckets, names, strict=True):
             if bucket.first is not None and not bucket.first.done():
-                yield Wait(bucket.first, f"{name}, sums")
+                yield RoutineWait(bucket.first, f"{name}, sums")
             if bucket.second is not None:
-                yield Wait(bucket.second, f"{name}, totals")
+                yield RoutineWait(bucket.second, f"{name}, totals")
         results: list[Tensor | None] = [None] * len(self.parameters)
         if self._counted is not None:
-            yield Wait(self._counted, f"which gradients are defined, channel {self.channel}")
+            yield RoutineWait(self._counted, f"which gradients are defined, channel {self.channel}")
         counts = self._counts.tolist()
         self.noted = frozenset(index for index, count in enumerate(counts) if count >= _NOTED)
         for bucket in self.buckets:
@@ -246,7 +246,7 @@ class CanonicalReduction(GradientReduction):
             block = None
         addresses = [torch.zeros_like(NO_ADDRESS) for _ in self.group]
         address = block.address if block is not None else NO_ADDRESS
-        yield Wait(self._gather(addresses, address), "where the other replica's memory is")
+        yield RoutineWait(self._gather(addresses, address), "where the other replica's memory is")
         memories: list[Tensor] = []
         if block is not None:
             try:
@@ -258,7 +258,7 @@ class CanonicalReduction(GradientReduction):
                 memories = []
         found = [torch.zeros(1, dtype=torch.uint8) for _ in self.group]
         mine = torch.tensor([bool(memories)], dtype=torch.uint8)
-        yield Wait(self._gather(found, mine), "whether the other replica can read our memory")
+        yield RoutineWait(self._gather(found, mine), "whether the other replica can read our memory")
         if block is not None:
             block.close()
         if not all(map(bool, found)):

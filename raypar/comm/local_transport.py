@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import torch
 
-from raypar.comm.collectives import MessageTransport
-from raypar.comm.message_operation import MessageOperation, OperationMessage
-from raypar.comm.transport import Handle, Routine, Wait
+from raypar.comm.collectives import MessageBasedTransport
+from raypar.comm.phased_operation import PhasedOperation, PostedMessage
+from raypar.comm.transport import Handle, Routine, RoutineWait
 from raypar.errors import CommError, GroupAborted
 
 Address = tuple[int, int, int, int]
@@ -27,7 +27,7 @@ Address = tuple[int, int, int, int]
 class LocalMesh:
     """All ranks of one generation, in this process. Each rank's transport may be used by a thread of its own.
 
-    It has no address and no further generations, unlike a `comm.mesh.Mesh`, which is one worker's.
+    It has no address and no further generations, unlike a `comm.worker_endpoint.WorkerEndpoint`, which is one worker's.
     """
 
     def __init__(self, size: int, generation: int = 0) -> None:
@@ -37,9 +37,9 @@ class LocalMesh:
         """Rank -> reason, of ranks that have left."""
         self.changed = threading.Condition(threading.RLock())
         """Guards all of the mesh; notified when an operation is settled."""
-        self.sends: dict[Address, deque[OperationMessage]] = {}
+        self.sends: dict[Address, deque[PostedMessage]] = {}
         """Posted sends without their receives."""
-        self.recvs: dict[Address, deque[OperationMessage]] = {}
+        self.recvs: dict[Address, deque[PostedMessage]] = {}
         """Posted receives without their sends."""
         self.transports = [LocalTransport(self, rank) for rank in range(size)]
         """By rank."""
@@ -64,7 +64,7 @@ class LocalMesh:
                 for address in [a for a in table if rank in a[:2]]:
                     del table[address]
 
-    def match(self, message: OperationMessage, address: Address, sending: bool) -> None:
+    def match(self, message: PostedMessage, address: Address, sending: bool) -> None:
         """Deliver a message if its send and its receive are both posted; else keep this half."""
         with self.changed:
             if message.peer in self.gone:
@@ -81,7 +81,7 @@ class LocalMesh:
             deliver_message(*((message, found) if sending else (found, message)))
 
 
-def peer_left_error(message: OperationMessage) -> CommError:
+def peer_left_error(message: PostedMessage) -> CommError:
     """The error of an operation with a rank that has left."""
     return CommError(
         f"{message.operation.describe()}: rank {message.peer} closed its end",
@@ -89,7 +89,7 @@ def peer_left_error(message: OperationMessage) -> CommError:
     )
 
 
-def mismatch_error(message: OperationMessage, dtype: torch.dtype, shape: Sequence[int]) -> CommError:
+def mismatch_error(message: PostedMessage, dtype: torch.dtype, shape: Sequence[int]) -> CommError:
     """The error of a receive when a tensor of another dtype or shape arrives."""
     assert message.tensor is not None
     return CommError(
@@ -99,7 +99,7 @@ def mismatch_error(message: OperationMessage, dtype: torch.dtype, shape: Sequenc
     )
 
 
-def deliver_message(send: OperationMessage, recv: OperationMessage) -> None:
+def deliver_message(send: PostedMessage, recv: PostedMessage) -> None:
     """Copy the sent tensor into the receiver's own storage and complete both."""
     source = send.tensor
     assert source is not None
@@ -117,7 +117,7 @@ def deliver_message(send: OperationMessage, recv: OperationMessage) -> None:
     send.complete()
 
 
-class LocalTransport(MessageTransport):
+class LocalTransport(MessageBasedTransport):
     """One rank's end of a `LocalMesh`."""
 
     host_only = False
@@ -130,23 +130,23 @@ class LocalTransport(MessageTransport):
         """See `Transport.near`."""
         return True
 
-    def post_send(self, message: OperationMessage) -> None:
-        """See `MessageTransport.post_send`."""
+    def post_send(self, message: PostedMessage) -> None:
+        """See `MessageBasedTransport.post_send`."""
         self._check_alive()
         self.mesh.match(message, (message.peer, self.rank, message.channel, message.tag), sending=True)
 
-    def post_recv(self, message: OperationMessage) -> None:
-        """See `MessageTransport.post_recv`."""
+    def post_recv(self, message: PostedMessage) -> None:
+        """See `MessageBasedTransport.post_recv`."""
         self._check_alive()
         self.mesh.match(message, (self.rank, message.peer, message.channel, message.tag), sending=False)
 
-    def wait_for(self, operation: MessageOperation, timeout_s: float | None) -> bool:
-        """See `MessageTransport.wait_for`."""
+    def wait_for(self, operation: PhasedOperation, timeout_s: float | None) -> bool:
+        """See `MessageBasedTransport.wait_for`."""
         with self.mesh.changed:
             return self.mesh.changed.wait_for(lambda: operation.settled, timeout_s)
 
-    def settled(self, operation: MessageOperation) -> None:
-        """See `MessageTransport.settled`."""
+    def settled(self, operation: PhasedOperation) -> None:
+        """See `MessageBasedTransport.settled`."""
         with self.mesh.changed:
             self.mesh.changed.notify_all()
 
@@ -177,8 +177,8 @@ class CooperativeScheduler:
     """Interleaves routines in one thread, on a virtual clock.
 
     The runnable routine with the lowest clock goes next; among equals the lowest index, or with a `seed` a random one, so
-    that many seeds explore many interleavings. A routine runs until it yields: `Work` advances its clock, `Wait` blocks it
-    until the handle is done.
+    that many seeds explore many interleavings. A routine runs until it yields: `RoutineWork` advances its clock, `RoutineWait`
+    blocks it until the handle is done.
     """
 
     def __init__(self, seed: int | None = None, trace: bool = False) -> None:
@@ -200,10 +200,10 @@ class CooperativeScheduler:
         clocks = [0.0] * len(routines)
         results: list[Any] = [None] * len(routines)
         runnable: dict[int, Exception | None] = dict.fromkeys(range(len(routines)))
-        blocked: dict[int, Wait] = {}
+        blocked: dict[int, RoutineWait] = {}
         while runnable or blocked:
             if not runnable:
-                raise self._stop(routines, list(blocked), mesh, deadlock_report(blocked, clocks))
+                raise self._stop(routines, list(blocked), mesh, deadlock_error(blocked, clocks))
             soonest = min(clocks[i] for i in runnable)
             ready = sorted(i for i in runnable if clocks[i] == soonest)
             index = ready[0] if self._random is None else self._random.choice(ready)
@@ -216,7 +216,7 @@ class CooperativeScheduler:
             except Exception as error:
                 raise self._stop(routines, [*runnable, *blocked], mesh, error) from None
             else:
-                if isinstance(operation, Wait):
+                if isinstance(operation, RoutineWait):
                     blocked[index] = operation
                 else:
                     clocks[index] = now + operation.cost_ms
@@ -261,7 +261,7 @@ def poll_handle(handle: Handle) -> tuple[bool, Exception | None]:
         return True, error
 
 
-def deadlock_report(blocked: dict[int, Wait], clocks: Sequence[float]) -> CommError:
+def deadlock_error(blocked: dict[int, RoutineWait], clocks: Sequence[float]) -> CommError:
     """The error when no routine can go on: what each of them waits for."""
     lines = [f"routine {i} at {clocks[i]:g} ms waits for {wait.what}" for i, wait in sorted(blocked.items())]
     return CommError(

@@ -5,8 +5,9 @@ done, and until then nobody may write to what is sent or read what is received. 
 device.
 
 Code that must run both under real transports and under the cooperative scheduler is written as a *routine*: a generator
-that posts operations by plain calls and yields `Wait` where it cannot go on (and `Work` before work that takes time).
-`run_routine` runs one on a real transport; `comm.local_transport.CooperativeScheduler` interleaves many on a virtual clock.
+that posts operations by plain calls and yields `RoutineWait` where it cannot go on (and `RoutineWork` before work that takes
+time). `run_routine` runs one on a real transport; `comm.local_transport.CooperativeScheduler` interleaves many on a virtual
+clock.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class RoutineWait:
     """Yielded by a routine that cannot go on before `handle` is done."""
 
     handle: Handle
@@ -113,7 +114,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RoutineWork:
     """Yielded by a routine just before it computes."""
 
     label: str
@@ -122,20 +123,20 @@ class Work:
     """Advance of the virtual clock; `run_routine` ignores it."""
 
 
-Routine = Generator[Wait | Work, None, T]
+Routine = Generator[RoutineWait | RoutineWork, None, T]
 
 
 def run_routine(routine: Routine[T], timeout_s: float | None = None) -> T:
     """Run a routine to its end on real transports; each single wait is bounded by `timeout_s`."""
 
-    def block(operation: Wait | Work) -> None:
-        if isinstance(operation, Wait):
+    def block(operation: RoutineWait | RoutineWork) -> None:
+        if isinstance(operation, RoutineWait):
             wait_named(operation.handle, operation.what, timeout_s, on_stream=operation.on_stream)
 
-    return run_routine_with(routine, block)
+    return drive_routine(routine, block)
 
 
-def run_routine_with(routine: Routine[T], do: Callable[[Wait | Work], None]) -> T:
+def drive_routine(routine: Routine[T], do: Callable[[RoutineWait | RoutineWork], None]) -> T:
     """Run a routine to its end, calling `do` with all that it yields. An error of `do` is raised inside the routine, at its
     `yield`, so that it may clean up."""
     failed: Exception | None = None

@@ -26,17 +26,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the first steps of a job in this process; exit code 0, or 130 if the debugger was left."""
     from raypar.config import load_job
     from raypar.user_code import make_importable
-    from raypar.worker.assignment import make_graph
-    from raypar.worker.compute_state import StateGuard
-    from raypar.worker.local_run import LocalJob
+    from raypar.worker.process.torch_state_guard import TorchStateGuard
+    from raypar.worker.run_in_one_process import OneProcessRun
+    from raypar.worker.worker_assignments import make_layer_graph
 
     place = _place(args.stop_at)
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)
     spec = job.to_spec()
-    guard = StateGuard(spec.threads)
+    guard = TorchStateGuard(spec.threads)
     with guard.watching(f"the model function {spec.model.label}"):
-        graph = make_graph(spec)
+        graph = make_layer_graph(spec)
     plan = job.to_plan(len(graph.layers))
     if place is not None:
         sizes = (min(args.steps, spec.steps), len(plan.stages), spec.microbatches)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             breakpoint()
             guard.accept_environment()  # pdb handles Ctrl-C itself
 
-    with LocalJob(spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before=before, guard=guard) as local:
+    with OneProcessRun(spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before=before, guard=guard) as local:
         for step in range(min(args.steps, spec.steps)):
             try:
                 report = local.step(step)[0]

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if here is not None:
         word = here[0]
     if address is None and args.run is not None:
-        facts = read_cluster_facts(args.run, args.run_dir)
+        facts = read_cluster_facts_of_run(args.run, args.run_dir)
         address, own, known = str(facts["address"]), facts["kind"] == "own", facts["nodes"]
     if address is None:
         address = here[1] if here is not None else os.environ.get("RAY_ADDRESS")
@@ -50,16 +50,16 @@ def run(args: argparse.Namespace) -> int:
     if own:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # as we start it; Ray reads this when it is loaded
 
-    from raypar.actors.cluster_info import drain_node, draining_nodes_at, find_node, nodes_at
-    from raypar.actors.ray_connection import check_address
+    from raypar.actors.cluster_info import drain_node, find_node, list_draining_nodes_of_cluster, list_live_nodes
+    from raypar.actors.ray_connection import check_address_answers
 
     try:
-        check_address(address)
+        check_address_answers(address)
     except ClusterError as error:
         raise ClusterError(
             error.what, cure="the run has ended, or its head is somewhere else: give --address host:port"
         ) from error
-    nodes = nodes_at(address)
+    nodes = list_live_nodes(address)
     left = [one for one in known if str(one["pid"]) == word or one["node"].startswith(word.lower())]
     if len(left) == 1 and all(left[0]["node"] != there.node for there in nodes):
         raise ConfigError(
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             cure=f"the nodes are {', '.join(map(str, nodes))}",
         )
     node = find_node(word, nodes)
-    leaves_at = draining_nodes_at(address).get(node.node)
+    leaves_at = list_draining_nodes_of_cluster(address).get(node.node)
     if leaves_at is not None:
         when = "as soon as nothing runs there" if math.isinf(leaves_at) else f"at {local_time(leaves_at)}"
         print(f"node {node} is being drained already: it leaves {when}; nothing has changed")
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_cluster_facts(run: str, run_dir: str) -> dict[str, Any]:
+def read_cluster_facts_of_run(run: str, run_dir: str) -> dict[str, Any]:
     """Facts of a run's cluster: kind, address, nodes. Raises `ConfigError`, also if the run is over."""
     import re
 

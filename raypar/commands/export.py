@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from raypar.errors import CheckpointError, ConfigError
-from raypar.run_folder import RunFolder, local_path
+from raypar.run_folder import RunFolder, check_local_path
 
 SUFFIXES = (".safetensors", ".pt")
 
@@ -28,11 +28,11 @@ def run(args: argparse.Namespace) -> int:
     The file has all parameters and persistent buffers, so that `load_state_dict` takes a .pt unchanged. A tied parameter has
     all its names in a .pt. A .safetensors holds each tensor once, under its first name; the metadata map the other names to it.
     """
-    out = local_path(args.out, "--out")
+    out = check_local_path(args.out, "--out")
     if out.suffix not in SUFFIXES or not out.parent.is_dir():
         raise ConfigError(f"cannot write --out {args.out}", cure=f"name a {' or '.join(SUFFIXES)} file in a folder that exists")
     path = _checkpoint(args.run, args.run_dir, args.step)
-    from raypar.worker.checkpoint import (
+    from raypar.worker.checkpoint.checkpoint_files import (
         BUFFER,
         PARAMETER,
         CheckpointTensors,
@@ -77,9 +77,9 @@ def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
 
 def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
     """The checkpoint folder that `run` and `step` mean; warns of skipped ones on stderr. Raises `CheckpointError`."""
-    from raypar.worker.checkpoint import MANIFEST, latest_usable_checkpoint, verify_checkpoint
+    from raypar.worker.checkpoint.checkpoint_files import MANIFEST, latest_usable_checkpoint, verify_checkpoint
 
-    if os.path.lexists(local_path(run, "the run") / MANIFEST):
+    if os.path.lexists(check_local_path(run, "the run") / MANIFEST):
         return verify_checkpoint(Path(run)).path
     folder = RunFolder.find(run, run_dir, with_job=False)
     if step is not None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 
 if TYPE_CHECKING:
     from raypar.config import Job
-    from raypar.model.build import LayerSize
     from raypar.model.graph import Graph
+    from raypar.model.layer_skeletons import LayerSize
     from raypar.planner.model_profile import ModelProfile
     from raypar.planner.plan_search import PlanChoice
     from raypar.schedule.instructions import Schedule
@@ -37,33 +37,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
     from raypar.config import load_job
-    from raypar.model.build import layer_sizes
+    from raypar.model.layer_skeletons import layer_sizes
     from raypar.planner.plan_search import predict_step
     from raypar.user_code import make_importable
-    from raypar.worker.assignment import make_graph
+    from raypar.worker.worker_assignments import make_layer_graph
 
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)
     spec = job.to_spec()
-    graph = make_graph(spec)
+    graph = make_layer_graph(spec)
     choose = args.workers is not None or job.plan_is_auto
     if args.no_profile:
-        check_needs_no_profile(choose, args.svg)
+        refuse_no_profile(choose, args.svg)
     import torch
 
     sizes = layer_sizes(graph, getattr(torch, spec.dtype))
-    shown = choose_for_job(job, spec, graph, args.workers) if choose else use_job_plan(job, spec, graph, not args.no_profile)
+    shown = (
+        choose_plan_to_show(job, spec, graph, args.workers)
+        if choose
+        else job_plan_to_show(job, spec, graph, not args.no_profile)
+    )
     plan, name, profile = shown.plan, shown.name, shown.profile
     found = plan_as_dict(plan, name, spec.cut, sizes, profile, shown.schedule, layer_sizes_by_shard(graph, spec, plan, sizes))
-    found["cut"] = layer_styles(graph, spec, plan)
+    found["cut"] = shard_style_by_layer(graph, spec, plan)
     parts = [plan_as_text(found)]
     if profile is not None:
         timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.cut)
         parts.append(predicted_step_text(timeline))
         if args.svg is not None:
-            write_predicted_step(args.svg, f"{job.name}: {found['plan']}, schedule {name}", timeline, profile.crossing(plan))
+            write_predicted_step_svg(
+                args.svg, f"{job.name}: {found['plan']}, schedule {name}", timeline, profile.crossing(plan)
+            )
     if shown.choice is not None:
         from raypar.planner.plan_report import plan_report, plan_report_as_dict
 
@@ -93,7 +99,7 @@ class ShownPlan:
     """What the planner weighed up; None for the job's own plan."""
 
 
-def check_needs_no_profile(choose: bool, svg: Path | None) -> None:
+def refuse_no_profile(choose: bool, svg: Path | None) -> None:
     """Raise `ConfigError` if `--no-profile` is given with something that needs a profile."""
     if choose:
         raise ConfigError(
@@ -103,10 +109,10 @@ def check_needs_no_profile(choose: bool, svg: Path | None) -> None:
         raise ConfigError("a step cannot be predicted without a profile", cure="leave out --no-profile, or --svg")
 
 
-def choose_for_job(job: Job, spec: JobSpec, graph: Graph, workers: int | None) -> ShownPlan:
+def choose_plan_to_show(job: Job, spec: JobSpec, graph: Graph, workers: int | None) -> ShownPlan:
     """The planner's choice for `workers`, or for as many as the job says. Raises `ConfigError` for fewer than its shards."""
     from raypar.planner.plan_search import search_plans
-    from raypar.worker.profiler import profile_job
+    from raypar.worker.measure_profile import profile_job
 
     workers, shards = workers or job.workers, _shards_of(job)
     if workers < shards:
@@ -119,30 +125,30 @@ def choose_for_job(job: Job, spec: JobSpec, graph: Graph, workers: int | None) -
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
 
 
-def use_job_plan(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> ShownPlan:
+def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> ShownPlan:
     """The plan that the job gives. Raises `PlanError` if layers cannot be cut over its shards."""
-    from raypar.worker.profiler import profile_job
+    from raypar.worker.measure_profile import profile_job
 
-    plan, build = job.to_plan(len(graph.layers)), custom_schedule_builder(job)
+    plan, build = job.to_plan(len(graph.layers)), make_custom_schedule_builder(job)
     profile, counts = None, {stage.shards for stage in plan.stages}
     if with_profile:
         if max(counts) > 1 or spec.styles:
-            from raypar.worker.preflight import check_shards, preflight
+            from raypar.worker.preflight import check_model_can_shard, preflight
 
-            check_shards(spec, preflight(spec), plan)
+            check_model_can_shard(spec, preflight(spec), plan)
         profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
-    schedule = build(Routing(plan, spec.cut)) if build is not None else None
+    schedule = build(MicrobatchRouting(plan, spec.cut)) if build is not None else None
     return ShownPlan(plan, job.schedule_name, profile, schedule)
 
 
-def custom_schedule_builder(job: Job) -> Callable[[Routing], Schedule] | None:
+def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Schedule] | None:
     """Makes the job's schedule, if its name alone does not determine it (a file, a warmup); else None."""
     from raypar.config import PlanConfig
-    from raypar.launch.chosen_plan import schedule_builder
+    from raypar.launch.chosen_plan import make_schedule_builder
 
     if not isinstance(job.plan, PlanConfig) or (job.plan.schedule_file is None and job.plan.warmup is None):
         return None
-    return schedule_builder(job.plan)
+    return make_schedule_builder(job.plan)
 
 
 def _shards_of(job: Job) -> int:
@@ -156,29 +162,29 @@ def predicted_step_text(timeline: Timeline) -> str:
     """The predicted step as text, a row per worker; empty if the terminal is too narrow."""
     import shutil
 
-    from raypar.commands.simulate import grid_for_width
+    from raypar.commands.simulate import timeline_text_for_width
 
-    return grid_for_width(timeline, shutil.get_terminal_size((120, 24)).columns) or ""
+    return timeline_text_for_width(timeline, shutil.get_terminal_size((120, 24)).columns) or ""
 
 
-def write_predicted_step(file: Path, title: str, timeline: Timeline, crossing: Crossing) -> None:
+def write_predicted_step_svg(file: Path, title: str, timeline: Timeline, crossing: StageConnections) -> None:
     """Draw the predicted step as an SVG with a lane per worker. Raises `ConfigError` if the file cannot be written."""
-    from raypar.run_folder import write_whole
+    from raypar.run_folder import write_text_atomically
     from raypar.schedule.swimlane_svg import swimlane_svg
 
     edges = [(edge.src, edge.dst) for edge in crossing.edges]
-    write_whole(file, swimlane_svg(timeline, title=title, subtitle="predicted", edges=edges))
+    write_text_atomically(file, swimlane_svg(timeline, title=title, subtitle="predicted", edges=edges))
 
 
-def layer_styles(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
+def shard_style_by_layer(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:
     """Layer name -> style, for layers in stages with shards."""
-    from raypar.model.tensor_parallel.layout import layout_of
+    from raypar.model.tensor_parallel.layout import compute_shard_layout
 
     most = max(stage.shards for stage in plan.stages)
     if most == 1:
         return {}
     sharded = {graph.layers[i].name for s in plan.stages if s.shards > 1 for i in range(s.first, s.last)}
-    styles = layout_of(graph, most, dict(spec.styles)).styles
+    styles = compute_shard_layout(graph, most, dict(spec.styles)).styles
     return {name: str(style) for name, style in styles.items() if any(name == o or name.startswith(f"{o}.") for o in sharded)}
 
 
@@ -186,13 +192,13 @@ def layer_sizes_by_shard(
     graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: tuple[LayerSize, ...]
 ) -> dict[tuple[int, int], tuple[LayerSize, ...]]:
     """What a worker holds of each layer, by (number of shards, shard). Raises `PlanError` for styles that do not fit."""
-    from raypar.model.tensor_parallel.layout import held_elements, layout_of
+    from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer
 
     found = {(1, 0): sizes}
     for shards in {stage.shards for stage in plan.stages} - {1}:
-        layout = layout_of(graph, shards, dict(spec.styles))
+        layout = compute_shard_layout(graph, shards, dict(spec.styles))
         for shard in range(shards):
-            counts = held_elements(graph, layout, shard)
+            counts = held_elements_by_layer(graph, layout, shard)
             found[shards, shard] = tuple(
                 replace(whole, parameters=count, nbytes=whole.nbytes // max(1, whole.parameters) * count)
                 for whole, count in zip(sizes, counts, strict=True)
@@ -213,7 +219,7 @@ def plan_as_dict(
 
     `sizes`: of each layer; `held`: what a worker holds of each layer, by (number of shards, shard).
     """
-    workers = [worker_as_dict(plan, Routing(plan, cut), rank, sizes, held) for rank in range(plan.world)]
+    workers = [worker_part_as_dict(plan, MicrobatchRouting(plan, cut), rank, sizes, held) for rank in range(plan.world)]
     found: dict[str, Any] = {
         "plan": f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}",
         "schedule": name,
@@ -238,9 +244,9 @@ def plan_as_dict(
     return found
 
 
-def worker_as_dict(
+def worker_part_as_dict(
     plan: ParallelPlan,
-    routing: Routing,
+    routing: MicrobatchRouting,
     rank: int,
     sizes: tuple[LayerSize, ...],
     held: Mapping[tuple[int, int], tuple[LayerSize, ...]] | None,

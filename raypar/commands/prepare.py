@@ -1,4 +1,4 @@
-"""`raypar prepare TEXT --out FILE.bin`: makes a memory-mapped token file from text, for `raypar.worker.tokens:TokenFile`."""
+"""`raypar prepare TEXT --out FILE.bin`: makes a memory-mapped token file from text, for `raypar.token_files:TokenFile`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
-from raypar.run_folder import local_path
+from raypar.run_folder import check_local_path
 
 PIECE_BYTES = 4 << 20
 """How much text is read and tokenized at a time; a tokenizer gets whole lines."""
@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise ConfigError(f"no text file {', '.join(missing)}", cure="give the paths of text files")
-    out = local_path(args.out, "--out")
+    out = check_local_path(args.out, "--out")
     if out.suffix != ".bin" or not out.parent.is_dir() or out in files:
         raise ConfigError(f"cannot write --out {args.out}", cure="name a .bin file in a folder that exists")
-    from raypar.worker.tokens import write_tokens
+    from raypar.token_files import write_tokens
 
     encode = _tokenizer(args.tokenizer)
     try:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             f"cannot write {out}: {error.strerror or error}", cure="choose another --out, or free disk space"
         ) from error
     print(f"{tokens:,} tokens ({args.dtype}, {out.stat().st_size / 2**20:.1f} MiB) in {out}; in a job file:")
-    print(f"data: {{function: raypar.worker.tokens:TokenFile, args: {{path: {out}, context: 128, split: train}}}}")
+    print(f"data: {{function: raypar.token_files:TokenFile, args: {{path: {out}, context: 128, split: train}}}}")
     return 0
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raypar.errors import ConfigError
-from raypar.input_files import SCHEDULE_BYTES, read_text
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing, StagePlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.schedule import registry
 from raypar.schedule.instructions import Schedule
-from raypar.schedule.simulate import Costs, Timeline, simulate
+from raypar.schedule.simulate import SimulationCosts, Timeline, simulate_schedule
+from raypar.untrusted_files import SCHEDULE_BYTES, read_limited_text
 
 BYTES_PER_MS_OF_GBPS = 1e9 / 8 / 1e3
 MOST_ROWS = 32
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     name, schedule, routing = _from_file(args) if args.schedule_file else _built(args)
     plan = routing.plan
     costs, crossing = _costs(args, plan)
-    timeline = simulate(schedule, routing, crossing, costs)
+    timeline = simulate_schedule(schedule, routing, crossing, costs)
     sizes = ((plan.positions, "stage"), (plan.world, "worker"), (routing.microbatches.count, "microbatch"))
     title = f"{name}: {', '.join(_plural(number, noun) for number, noun in sizes)}"
     written = list(_write(args, title, schedule, timeline, crossing, costs))
@@ -82,30 +82,30 @@ def run(args: argparse.Namespace) -> int:
 # -- the schedule --------------------------------------------------------------------------------------------------------
 
 
-def _built(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
+def _built(args: argparse.Namespace) -> tuple[str, Schedule, MicrobatchRouting]:
     missing = [f"--{key}" for key in ("stages", "microbatches") if getattr(args, key) is None]
     if missing:
         raise ConfigError(f"raypar simulate needs {' and '.join(missing)}", cure="for example --stages 4 --microbatches 8")
     name = args.schedule or "1f1b"
-    chunks = registry.default_chunks(name, args.chunks)
+    chunks = registry.resolve_chunks_per_worker(name, args.chunks)
     replicas = _per_stage("--replicas", args.replicas, args.stages, 1)
-    plan = ParallelPlan.of(replicas, chunks=chunks, placement=registry.placement_of(name))
-    routing = Routing(plan, Microbatches(args.microbatches, blocks=args.microbatches))
+    plan = ParallelPlan.of(replicas, chunks=chunks, placement=registry.placement_of_schedule(name))
+    routing = MicrobatchRouting(plan, Microbatches(args.microbatches, blocks=args.microbatches))
     warmup = _per_stage("--warmup", args.warmup, args.stages, 1) if args.warmup else None
     return name, registry.build_schedule(name, routing, warmup=warmup), routing
 
 
-def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
+def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, MicrobatchRouting]:
     """The schedule of a file, and the plan that it implies."""
-    from raypar.schedule.schedule_csv import read_csv
-    from raypar.schedule.validate import validate
+    from raypar.schedule.schedule_csv import parse_schedule_csv
+    from raypar.schedule.validate import validate_schedule
 
     for option in ("schedule", "chunks", "warmup"):
         if getattr(args, option) is not None:
             raise ConfigError(f"--schedule-file and --{option} exclude each other", cure=f"leave --{option} out")
     path = Path(args.schedule_file)
     cure = "name a schedule file; --csv F writes one"
-    schedule = read_csv(read_text(path, follow=True, limit=SCHEDULE_BYTES, cure=cure))
+    schedule = parse_schedule_csv(read_limited_text(path, follow=True, limit=SCHEDULE_BYTES, cure=cure))
     if args.replicas:
         given = [count for group in args.replicas for count in group]
         replicas = _per_stage("--replicas", args.replicas, args.stages or len(given), 1)
@@ -120,8 +120,8 @@ def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, Routing]:
     schedule += ((),) * (sum(replicas) - len(schedule))
     plan = _plan_of(schedule, replicas)
     count = args.microbatches or 1 + max(i.microbatch for order in schedule for i in order)
-    routing = Routing(plan, Microbatches(count, blocks=count))
-    validate(schedule, routing, Crossing.chain(len(plan.stages)))
+    routing = MicrobatchRouting(plan, Microbatches(count, blocks=count))
+    validate_schedule(schedule, routing, StageConnections.chain(len(plan.stages)))
     return path.name, schedule, routing
 
 
@@ -152,7 +152,7 @@ def _plan_of(schedule: Schedule, replicas: Sequence[int]) -> ParallelPlan:
 # -- costs ---------------------------------------------------------------------------------------------------------------
 
 
-def _costs(args: argparse.Namespace, plan: ParallelPlan) -> tuple[Costs, Crossing]:
+def _costs(args: argparse.Namespace, plan: ParallelPlan) -> tuple[SimulationCosts, StageConnections]:
     """Costs per stage from costs per worker: a worker's chunks share its times and memory equally."""
     p = plan.positions
     forward = _per_stage("--forward-ms", args.forward_ms, p, 1)
@@ -174,8 +174,8 @@ def _costs(args: argparse.Namespace, plan: ParallelPlan) -> tuple[Costs, Crossin
     def share(values: Sequence[float]) -> tuple[float, ...]:
         return tuple(values[position] / v for position, v in zip(at, chunks, strict=True))
 
-    crossing = Crossing.chain(len(at), [round(sent[position] * 1e6) for position in at[:-1]])
-    costs = Costs(
+    crossing = StageConnections.chain(len(at), [round(sent[position] * 1e6) for position in at[:-1]])
+    costs = SimulationCosts(
         share(forward),
         share([whole - part for whole, part in zip(backward, weight, strict=True)]),
         share(weight),
@@ -224,33 +224,38 @@ def _number(word: str, kind: type[T], least: int) -> T:
 
 
 def _write(
-    args: argparse.Namespace, title: str, schedule: Schedule, timeline: Timeline, crossing: Crossing, costs: Costs
+    args: argparse.Namespace,
+    title: str,
+    schedule: Schedule,
+    timeline: Timeline,
+    crossing: StageConnections,
+    costs: SimulationCosts,
 ) -> Iterable[Path]:
     """The files that were asked for. Raises `ConfigError` for one that cannot be written."""
-    from raypar.run_folder import write_whole
+    from raypar.run_folder import write_text_atomically
 
     for option in ("csv", "svg", "trace"):
         path: Path | None = getattr(args, option)
         if path is None:
             continue
         if option == "csv":
-            from raypar.schedule.schedule_csv import write_csv
+            from raypar.schedule.schedule_csv import format_schedule_csv
 
-            write_whole(path, write_csv(schedule))
+            write_text_atomically(path, format_schedule_csv(schedule))
         elif option == "svg":
             from raypar.schedule.swimlane_svg import swimlane_svg
 
             timed_links = costs.latency_ms or costs.bandwidth_bytes_per_ms < math.inf
             edges = [(e.src, e.dst) for e in crossing.edges] if timed_links else []
-            write_whole(path, swimlane_svg(timeline, title=title, edges=edges))
+            write_text_atomically(path, swimlane_svg(timeline, title=title, edges=edges))
         else:
             from raypar.schedule.chrome_trace import chrome_trace
 
-            write_whole(path, json.dumps(chrome_trace(timeline)))
+            write_text_atomically(path, json.dumps(chrome_trace(timeline)))
         yield path
 
 
-def _facts(name: str, routing: Routing, timeline: Timeline) -> dict[str, Any]:
+def _facts(name: str, routing: MicrobatchRouting, timeline: Timeline) -> dict[str, Any]:
     plan = routing.plan
     firsts = [next(s for s in plan.stages if s.position == p) for p in range(plan.positions)]
     facts: dict[str, Any] = {
@@ -282,13 +287,13 @@ def _tidy(value: float) -> float:
 
 def _report(title: str, timeline: Timeline, columns: int) -> str:
     """The printed report: title, grid if it fits, table."""
-    from raypar.schedule.text_grid import milliseconds
+    from raypar.schedule.text_grid import format_milliseconds
 
     lines = [title, ""]
-    grid = grid_for_width(timeline, columns)
+    grid = timeline_text_for_width(timeline, columns)
     lines += [grid, ""] if grid else []
     rows = [
-        ("makespan", milliseconds(timeline.makespan_ms)),
+        ("makespan", format_milliseconds(timeline.makespan_ms)),
         ("bubble", f"{timeline.bubble_of_total:.1%} of total, {timeline.bubble_of_ideal:.1%} of ideal"),
         ("utilization", f"{timeline.utilization:.1%}"),
         ("peak activations", f"{_values([f'{round(n, 2):g}' for n in timeline.peak_activations])} microbatches, by worker"),
@@ -304,7 +309,7 @@ def _report(title: str, timeline: Timeline, columns: int) -> str:
     return "\n".join(lines)
 
 
-def grid_for_width(timeline: Timeline, columns: int) -> str | None:
+def timeline_text_for_width(timeline: Timeline, columns: int) -> str | None:
     """The exact grid if it fits the terminal, else a squeezed one if every instruction keeps a column; else None."""
     from raypar.schedule.text_grid import text_grid
 

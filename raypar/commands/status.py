@@ -48,72 +48,74 @@ def run(args: argparse.Namespace) -> int:
 
 def write_throughput_chart(folder: RunFolder, file: str, steps: int | None) -> None:
     """Write the picture of the run's throughput. Raises `ConfigError`."""
-    from raypar.console.run_history import run_history
+    from raypar.console.run_history import build_run_history
     from raypar.schedule.throughput_chart import throughput_svg
 
     metrics = list(folder.read(folder.metrics))
-    seen = run_history(metrics, list(folder.read(folder.events)))
+    seen = build_run_history(metrics, list(folder.read(folder.events)))
     done = max((line["step"] for line in metrics if "samples_per_s" in line), default=0)
     of = f" of {steps}" if steps is not None else ""
-    write_text_file(file, throughput_svg(seen, title=f"{folder.name}: {done}{of} steps"), "--svg")
+    write_option_output_file(file, throughput_svg(seen, title=f"{folder.name}: {done}{of} steps"), "--svg")
 
 
 def write_run_trace(folder: RunFolder, file: str) -> None:
     """Write the run as a Chrome trace. Raises `ConfigError`."""
     import json
 
-    from raypar.console.run_history import run_history
+    from raypar.console.run_history import build_run_history
     from raypar.schedule.chrome_trace import run_trace
 
     metrics = list(folder.read(folder.metrics))
-    seen = run_history(metrics, list(folder.read(folder.events)))
+    seen = build_run_history(metrics, list(folder.read(folder.events)))
     steps = [line["step"] for line in metrics if "samples_per_s" in line]
-    write_text_file(file, json.dumps(run_trace(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace")
+    write_option_output_file(
+        file, json.dumps(run_trace(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace"
+    )
 
 
-def write_text_file(file: str, text: str, option: str) -> None:
+def write_option_output_file(file: str, text: str, option: str) -> None:
     """Write `text` into the file that `option` names. Raises `ConfigError`."""
     from pathlib import Path
 
-    from raypar.run_folder import write_whole
+    from raypar.run_folder import write_text_atomically
 
-    write_whole(Path(file), text, cure=f"give {option} a file you may write")
+    write_text_atomically(Path(file), text, cure=f"give {option} a file you may write")
 
 
 def read_status(folder: RunFolder, now: float) -> RunStatus:
     """The status of the run in a folder."""
-    from raypar.console.run_status import run_status
+    from raypar.console.run_status import build_run_status
 
     cluster = folder.document(folder.cluster, damaged=True)
-    return run_status(
+    return build_run_status(
         folder.name,
         str(folder.path),
-        steps=job_steps(folder),
+        steps=read_job_step_count(folder),
         plan=folder.document(folder.plan, damaged=True),
         members=folder.document(folder.members, damaged=True),
         metrics=list(folder.read(folder.metrics)),
         events=list(folder.read(folder.events)),
         cluster=cluster,
-        gone=dead_local_nodes(cluster or {}),
+        gone=find_dead_local_nodes(cluster or {}),
         resumable=any(folder.checkpoints.glob("step_*")),
         now=now,
     )
 
 
-def job_steps(folder: RunFolder) -> int | None:
+def read_job_step_count(folder: RunFolder) -> int | None:
     """The run's number of steps; None if job.yaml is missing or damaged. Raises `ConfigError` for a link, FIFO or large one."""
     import os
 
     from raypar.errors import ConfigError
-    from raypar.input_files import read_bytes
-    from raypar.safe_yaml import TooMuchError, parse_yaml
+    from raypar.safe_yaml import YamlTooLargeError, parse_yaml
+    from raypar.untrusted_files import read_limited_bytes
 
     if not os.path.lexists(folder.job):
         return None
-    content = read_bytes(folder.job, follow=False, cure="put the run's job file back")
+    content = read_limited_bytes(folder.job, follow=False, cure="put the run's job file back")
     try:
         job = parse_yaml(content.decode(), str(folder.job))
-    except TooMuchError:
+    except YamlTooLargeError:
         raise
     except (ConfigError, UnicodeDecodeError):
         return None
@@ -121,7 +123,7 @@ def job_steps(folder: RunFolder) -> int | None:
     return steps if type(steps) is int else None
 
 
-def dead_local_nodes(cluster: Mapping[str, Any]) -> list[str]:
+def find_dead_local_nodes(cluster: Mapping[str, Any]) -> list[str]:
     """Nodes of the run's local Ray cluster that have died; empty without its head: the run is elsewhere, or over."""
     from raypar.actors.local_nodes import parse_raylet_command
 

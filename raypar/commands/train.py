@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raypar.config import Job
-    from raypar.console.terminal import Console
+    from raypar.console.event_printer import EventPrinter
     from raypar.launch import Result
     from raypar.run_folder import RunFolder
 
 FORMER_S = 20.0
-"""How long a former client may still seem to live: somewhat longer than `actors.client.ALONE_S`."""
+"""How long a former client may still seem to live: somewhat longer than `actors.driver_client.ALONE_S`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.monotonic()
     from raypar.config import load_job
-    from raypar.console.terminal import Console
-    from raypar.launch import raise_failure, run_job
-    from raypar.launch.submitted_job import find_unfinished_run, is_submitted_job, lasting_run_dir
+    from raypar.console.event_printer import EventPrinter
+    from raypar.launch import raise_run_failure, train_job_in_new_folder
+    from raypar.launch.submitted_job import choose_lasting_run_dir, find_unfinished_run, is_submitted_job
 
     job = load_job(args.job, args.overrides)
-    job = job.model_copy(update={"run_dir": str(lasting_run_dir(job.run_dir))})
-    console = Console(steps=job.steps, as_json=args.json, start_s=start)
+    job = job.model_copy(update={"run_dir": str(choose_lasting_run_dir(job.run_dir))})
+    console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start)
     console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
     former = None
     if is_submitted_job() if args.resume is None else args.resume:
@@ -65,12 +65,14 @@ def run(args: argparse.Namespace) -> int:
     if former is not None:
         result = resume_existing_run(job, former, console, args)
     else:
-        result = run_job(job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes)
-    raise_failure(result)
+        result = train_job_in_new_folder(
+            job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
+        )
+    raise_run_failure(result)
     return console.finish(result)
 
 
-def resume_existing_run(job: Job, former: RunFolder, console: Console, args: argparse.Namespace) -> Result:
+def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args: argparse.Namespace) -> Result:
     """Resume a run of this job, after waiting for its former driver, which may still be saving if its client was killed.
 
     Raises `ActiveError` if the run has a live client.

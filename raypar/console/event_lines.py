@@ -52,7 +52,7 @@ def started_line(event: Event) -> str | None:
 
 def lost_line(event: Event) -> str:
     """A worker is lost."""
-    return f"lost {worker_label(event)}: {short_reason(event.get('why') or 'it died')}"
+    return f"lost {worker_label(event)}: {short_loss_reason(event.get('why') or 'it died')}"
 
 
 def recovering_line(event: Event) -> str:
@@ -107,7 +107,7 @@ def replay_line(event: Event) -> str:
     return f"executing steps again: {event['step']} of {event['until']}"
 
 
-def text_line(event: Event) -> str | None:
+def own_text_line(event: Event) -> str | None:
     """The event's own text."""
     return str(event["text"]) if event.get("text") else None
 
@@ -137,17 +137,17 @@ LINE_OF_KIND: dict[str, Callable[[Event], str | None]] = {
     "draining": draining_line,
     "recovering": recovering_line,
     "generation": generation_line,
-    "waiting": text_line,
-    "hiring": text_line,
-    "left": text_line,
-    "node": text_line,
-    "note": text_line,
-    "straggler": text_line,
-    "driver": text_line,
+    "waiting": own_text_line,
+    "hiring": own_text_line,
+    "left": own_text_line,
+    "node": own_text_line,
+    "note": own_text_line,
+    "straggler": own_text_line,
+    "driver": own_text_line,
     "warning": warning_line,
     "checkpoint": checkpoint_line,
-    "stopping": text_line,
-    "resuming": text_line,
+    "stopping": own_text_line,
+    "resuming": own_text_line,
     "end": end_line,
 }
 
@@ -178,7 +178,7 @@ TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
 
 def worker_label(event: Event) -> str:
     """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, with what the event has."""
-    place = seat_of(event.get("coordinate") or "")
+    place = seat_without_rank(event.get("coordinate") or "")
     where = ", ".join(
         f"{name} {short_node_id(event[key]) if key == 'node' else event[key]}"
         for name, key in (("pid", "pid"), ("node", "node"))
@@ -188,12 +188,12 @@ def worker_label(event: Event) -> str:
     return f"worker {event['worker']}" + (f" ({known})" if known else "")
 
 
-def seat_of(coordinate: str) -> str:
+def seat_without_rank(coordinate: str) -> str:
     """`stage 1, replica 1` of `worker 3 (stage 1, replica 1)`: the rank before it changes with every plan."""
     return coordinate.partition("(")[2].rpartition(")")[0]
 
 
-def short_reason(why: str) -> str:
+def short_loss_reason(why: str) -> str:
     """The reason of a loss, without what `lost_line` says already and without Ray's details."""
     return strip_ray_details(why.rpartition(" was lost: ")[2])
 

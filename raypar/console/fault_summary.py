@@ -11,7 +11,7 @@ COUNTED = ("lost", "node", "driver", "draining", "joined", "generation")
 """Kinds of events that are counted."""
 
 
-def fault_summary(events: Sequence[Mapping[str, Any]]) -> str | None:
+def summarize_faults(events: Sequence[Mapping[str, Any]]) -> str | None:
     """`2 workers (1 whole node) and the driver lost, 1 node drained, 3 workers joined; 11.0 s of pauses in all, 0 steps
     executed again`. None of a run to which nothing has happened.
     """

@@ -18,7 +18,7 @@ WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resume
 """Kind of event that concerns the whole run -> its short and its long label."""
 
 
-def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
+def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     """The history in the lines of metrics.jsonl and events.jsonl. Time 0 is the start of the first step.
 
     The time between the end of a run and its resumption is left out.
@@ -26,7 +26,7 @@ def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     done = [line for line in metrics if "samples_per_s" in line and "time" in line]
     if not done:
         return RunHistory((), (), (), (), 0.0)
-    clock = uptime_clock(done, events)
+    clock = make_clock_without_pauses(done, events)
     done = [{**line, "at": clock(line["time"])} for line in done]
     origin = done[0]["at"] - done[0]["seconds"]
     told = [{**event, "at": clock(event["time"]) - origin} for event in events if "time" in event]
@@ -35,11 +35,11 @@ def run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     last = max(done[-1]["at"], *(event["at"] for event in shown if event["kind"] in MARK_KINDS), 0.0)
     pauses = [(max(0.0, e["at"] - e["pause_s"]), e["at"]) for e in shown if e.get("pause_s")]
     return RunHistory(
-        tuple(step_intervals(done)), worker_counts(done[0], told), history_marks(shown, last), tuple(pauses), last
+        tuple(step_intervals(done)), worker_count_history(done[0], told), make_history_marks(shown, last), tuple(pauses), last
     )
 
 
-def uptime_clock(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
+def make_clock_without_pauses(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
     """Converts Unix time to seconds in which the run was under way: from a last line to the next start it was not."""
     starts = [event["time"] for event in events if event["kind"] == "started" and "time" in event][1:]
     written = [line["time"] for line in (*done, *events) if "time" in line]
@@ -56,7 +56,7 @@ def step_intervals(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]
         free = max(free, line["at"])
 
 
-def worker_counts(first: Line, told: Sequence[Line]) -> tuple[tuple[float, int], ...]:
+def worker_count_history(first: Line, told: Sequence[Line]) -> tuple[tuple[float, int], ...]:
     """(since when, workers that train): those that a start or a generation names, without those of them that are lost."""
     seated = set(range(len(first.get("peak_rss_bytes", ()))))
     found = [(0.0, len(seated))]
@@ -74,7 +74,7 @@ def worker_counts(first: Line, told: Sequence[Line]) -> tuple[tuple[float, int],
     return tuple(found)
 
 
-def history_marks(told: Sequence[Line], extent: float) -> tuple[ChartMark, ...]:
+def make_history_marks(told: Sequence[Line], extent: float) -> tuple[ChartMark, ...]:
     """A mark for each loss, join, drain, driver loss and resumption; events of one kind at one moment share a mark."""
     groups: list[tuple[float, str, list[Line]]] = []
     for event in told:
@@ -87,12 +87,12 @@ def history_marks(told: Sequence[Line], extent: float) -> tuple[ChartMark, ...]:
             groups.append((event["at"], event["kind"], [event]))
     crowded = len(groups) > MANY
     return tuple(
-        ChartMark(at, kind, mark_label(kind, among), mark_label(kind, among, brief=True) if crowded else "")
+        ChartMark(at, kind, history_mark_label(kind, among), history_mark_label(kind, among, brief=True) if crowded else "")
         for at, kind, among in groups
     )
 
 
-def mark_label(kind: str, events: Sequence[Line], *, brief: bool = False) -> str:
+def history_mark_label(kind: str, events: Sequence[Line], *, brief: bool = False) -> str:
     """`workers 2, 3 lost`; briefly `2, 3`."""
     if kind in WHOLE:
         return WHOLE[kind][0 if brief else 1]

@@ -8,9 +8,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypar.console.event_lines import EventNarrator, count_noun, replay_line, seat_of, short_node_id, strip_ray_details
-from raypar.console.fault_summary import fault_summary
-from raypar.console.terminal import format_duration
+from raypar.console.event_lines import (
+    EventNarrator,
+    count_noun,
+    replay_line,
+    seat_without_rank,
+    short_node_id,
+    strip_ray_details,
+)
+from raypar.console.event_printer import format_duration
+from raypar.console.fault_summary import summarize_faults
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.run_folder import resume_argument
 
@@ -69,7 +76,7 @@ class RunStatus:
         return asdict(self)
 
 
-def run_status(
+def build_run_status(
     run: str,
     path: str,
     *,
@@ -88,8 +95,8 @@ def run_status(
     `gone`: nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint.
     """
     done = [line for line in metrics if "loss" in line and "step" in line]
-    samples_per_s, step_s = recent_speed(done, events, now)
-    ended = end_event(metrics, events, members or {})
+    samples_per_s, step_s = recent_training_speed(done, events, now)
+    ended = find_end_event(metrics, events, members or {})
     phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
     told = members or {}
     last = max((line["time"] for line in (*metrics, *events, told) if line.get("time")), default=None)
@@ -111,17 +118,17 @@ def run_status(
         why=strip_ray_details(why),
         end=(ended or {}).get("end"),
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
-        silent_s=seconds_silent(phase, last, step_s, now),
+        silent_s=overdue_silence_s(phase, last, step_s, now),
         resume=resume_argument(path) if resumable else None,
         driver_pid=told.get("driver_pid") if phase != "ended" else None,
         nodes=tuple(local_node_states(cluster or {}, gone, events)) if phase != "ended" else (),
         address=(cluster or {}).get("address") if not ended else None,
-        survived=fault_summary(events),
+        survived=summarize_faults(events),
         story=tuple(recent_event_lines(events)),
     )
 
 
-def recent_speed(
+def recent_training_speed(
     done: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float
 ) -> tuple[float | None, float | None]:
     """Samples per second and seconds per step of the last steps of the present generation; None where no step is done."""
@@ -132,7 +139,7 @@ def recent_speed(
     return speed, statistics.median(line["seconds"] for line in recent) if recent else None
 
 
-def seconds_silent(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
+def overdue_silence_s(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
     """Seconds since the `last` line, of a run under way that has been silent for too long; else None."""
     if phase not in UNDER_WAY or last is None:
         return None
@@ -140,7 +147,7 @@ def seconds_silent(phase: str, last: float | None, step_s: float | None, now: fl
     return now - last if now - last > allowed else None
 
 
-def end_event(
+def find_end_event(
     metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], members: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
     """The event of the run's end; None if there is none, or if the run has been resumed since."""
@@ -229,7 +236,7 @@ def format_status(status: RunStatus) -> str:
         earlier = len(status.story) - STORY_LINES
         if earlier > 0:
             parts.append(f"  ({count_noun(earlier, 'earlier line')}: events.jsonl)")
-        parts += [*(f"  {local_time(at)}  {indent_rest(line)}" for at, line in status.story[-STORY_LINES:])]
+        parts += [*(f"  {local_time(at)}  {indent_further_lines(line)}" for at, line in status.story[-STORY_LINES:])]
     return "\n".join(parts)
 
 
@@ -247,7 +254,7 @@ def format_worker_table(status: RunStatus) -> list[str]:
         rows += [
             (
                 str(one.get("worker", "?")),
-                seat_of(one.get("coordinate") or "") or place or "?",
+                seat_without_rank(one.get("coordinate") or "") or place or "?",
                 short_node_id(one.get("node") or "?"),
                 str(one.get("pid", "?")),
                 str(one.get("host") or "?"),
@@ -263,7 +270,7 @@ def local_time(at: float | None) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else " " * 8
 
 
-def indent_rest(line: str) -> str:
+def indent_further_lines(line: str) -> str:
     """The text with its further lines indented below the first."""
     return line.replace("\n", "\n" + " " * 12)
 

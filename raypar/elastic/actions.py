@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raypar.plan import ParallelPlan
-from raypar.plan.pieces import Move
+from raypar.plan.pieces import PieceMove
 
 EndKind = Literal["done", "stopped", "interrupted", "failed", "deposed"]
 """How a run ends. `deposed`: another driver has taken over and goes on; this one removes nothing."""
@@ -31,7 +31,7 @@ class WriteJournal:
 
 
 @dataclass(frozen=True, slots=True)
-class Emit:
+class EmitStep:
     """Write the metrics of a step and call the callbacks. Answer: `StepEmitted`."""
 
     step: int
@@ -55,10 +55,10 @@ class EmitValidation:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeSnapshot:
+class StartCheckpoint:
     """Call every worker to copy its state and write the copy in the background.
 
-    Answers: `SnapshotTaken`, later `CheckpointSaved` or `CheckpointFailed`; or `CheckpointFailed` alone.
+    Answers: `CheckpointStateCopied`, later `CheckpointSaved` or `CheckpointFailed`; or `CheckpointFailed` alone.
     """
 
     done: int
@@ -74,7 +74,7 @@ class AbortGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class RequestStacks:
     """Ask workers for their stacks. Answer: `StacksReported`."""
 
     ranks: tuple[int, ...]
@@ -82,7 +82,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Warn:
+class WarnUser:
     """Tell people of something that does not end the run. No answer."""
 
     text: str
@@ -90,7 +90,7 @@ class Warn:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class TellUser:
     """Tell people what was decided, where nothing is wrong. No answer."""
 
     text: str
@@ -141,7 +141,7 @@ class FenceWorkers:
 
 @dataclass(frozen=True, slots=True)
 class ApplyKeptGradients:
-    """Let workers apply a step late, from the gradients that they kept. Answer: `WorkerSettled` of each."""
+    """Let workers apply a step late, from the gradients that they kept. Answer: `KeptGradientsApplied` of each."""
 
     generation: int
     """The new generation."""
@@ -180,7 +180,7 @@ class AdoptPlan:
     """Workers without a seat that hand over what they hold."""
     done: int
     """All start from the state after so many steps."""
-    moves: tuple[Move, ...]
+    moves: tuple[PieceMove, ...]
     """The pieces of state that go from one worker to another, over the new transport."""
     cut: bool = False
     """Whether that state is the mirror's, not the one that the workers compute with."""
@@ -197,7 +197,7 @@ class StartWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstStepAfterRecovery:
+class ReportFirstStepAfterRecovery:
     """Tell that the first step after a disturbance is committed. No answer."""
 
     step: int
@@ -209,7 +209,7 @@ class FirstStepAfterRecovery:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckReplay:
+class CompareReplayedStep:
     """Compare a step that was executed again after a roll-back with the journal; emit nothing.
 
     Answer: `CallFailed` if it differs without a reason, else none.
@@ -248,14 +248,14 @@ class Teardown:
 Action = (
     RunStep
     | WriteJournal
-    | Emit
+    | EmitStep
     | Validate
     | EmitValidation
-    | TakeSnapshot
+    | StartCheckpoint
     | AbortGroups
-    | Probe
-    | Warn
-    | Notice
+    | RequestStacks
+    | WarnUser
+    | TellUser
     | ReportStraggler
     | ClaimGeneration
     | FenceWorkers
@@ -263,15 +263,15 @@ Action = (
     | ChoosePlan
     | AdoptPlan
     | StartWorker
-    | FirstStepAfterRecovery
-    | CheckReplay
+    | ReportFirstStepAfterRecovery
+    | CompareReplayedStep
     | KillWorker
     | Teardown
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ActionWithReason:
     """An action and its reason."""
 
     action: Action

@@ -9,8 +9,8 @@ from collections.abc import Hashable, Sequence
 def assign_buddies(nodes: Sequence[Hashable], state_keys: Sequence[Hashable] = ()) -> dict[int, int]:
     """Rank -> the rank that keeps the mirror's second copy of its state. Empty for a single rank.
 
-    `nodes[rank]`: the node that the rank lives on. `state_keys[rank]`: equal for ranks that hold the same state
-    (`Ownership.state_keys`). A rank that holds the same state is no good keeper: where the nodes allow it another one is
+    `nodes[rank]`: the node that the rank lives on. `same_state_keys[rank]`: equal for ranks that hold the same state
+    (`Ownership.same_state_keys`). A rank that holds the same state is no good keeper: where the nodes allow it another one is
     taken, so that the state outlives all ranks that hold it.
 
     Ranks sorted by node, largest node first, form a ring. A keeper is as many places further as the largest node has ranks:

@@ -10,8 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from raypar.elastic.actions import Warn
-from raypar.elastic.worker_names import name_workers
+from raypar.elastic.actions import WarnUser
+from raypar.elastic.message_wording import format_worker_numbers
 from raypar.errors import ModelError, WorkerLost
 from raypar.plan.pieces import Digest
 
@@ -65,17 +65,21 @@ def find_differing_workers(digests: Mapping[int, Digest]) -> tuple[set[int], set
     return wrong, unsure
 
 
-def check_digests(m: RunState, done: int, digests: Mapping[int, Digest]) -> bool:
+def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest]) -> bool:
     """Whether the replicas agreed after `done` steps. If not, nothing newer than the last that did is used any more."""
     wrong, unsure = find_differing_workers(digests)
     if not wrong | unsure:
         m.trust.agreed, m.trust.doubts = done, 0
         m.trust.bad_cuts.discard(done)
         return True
-    who = f"{name_workers(wrong)} differs from that of the replicas" if wrong else f"{name_workers(unsure)} differs"
+    who = (
+        f"{format_worker_numbers(wrong)} differs from that of the replicas"
+        if wrong
+        else f"{format_worker_numbers(unsure)} differs"
+    )
     what = f"silent corruption: the state of {who} after {done} steps"
     if m.stopping.interrupted:
-        m.decide(Warn(f"{what}; what is saved now may be wrong"), "the run is being interrupted")
+        m.decide(WarnUser(f"{what}; what is saved now may be wrong"), "the run is being interrupted")
         return True
     m.trust.bad_cuts.add(done)
     m.trust.tainted |= set(m.membership.members) | set(m.recovery.stands)
@@ -88,15 +92,17 @@ def check_digests(m: RunState, done: int, digests: Mapping[int, Digest]) -> bool
         cure = "one of these machines computes wrongly, or the job is not reproducible; `raypar resume` without them goes on"
         m.end_run("failed", what, WorkerLost(f"{what}, for the {m.trust.doubts}th time in a row", cure=cure))
     else:
-        m.decide(Warn(f"{what}; all go back to the last state that agreed, that after {m.trust.agreed} steps or before"), what)
+        m.decide(
+            WarnUser(f"{what}; all go back to the last state that agreed, that after {m.trust.agreed} steps or before"), what
+        )
     return False
 
 
-def check_digests_in_recovery(m: RunState) -> bool:
+def compare_digests_in_recovery(m: RunState) -> bool:
     """The same on the way to a new generation, where some have reported to nobody, or to another driver. False: it is over."""
     stands = m.recovery.stands
     done = {step for stand in stands.values() for step in stand.digests}
     for step in sorted(done - m.trust.bad_cuts):
         if step > m.trust.agreed and not m.trust.doubt:
-            check_digests(m, step, {w: s.digests[step] for w, s in stands.items() if step in s.digests})
+            compare_replica_digests(m, step, {w: s.digests[step] for w, s in stands.items() if step in s.digests})
     return m.trust.doubts <= MAX_DOUBTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypar.elastic.member import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Digest
 
@@ -95,7 +95,7 @@ class ValidationEmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotTaken:
+class CheckpointStateCopied:
     """All workers have copied their state and write the copy in the background. Training may go on."""
 
     done: int
@@ -170,7 +170,7 @@ class StacksReported:
 
 
 @dataclass(frozen=True, slots=True)
-class DriverTakenOver:
+class DriverFailover:
     """This driver follows one that is gone; the facts are from the run folder and from the workers that it found."""
 
     workers: tuple[int, ...]
@@ -216,7 +216,7 @@ class WorkerStatusReported:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSettled:
+class KeptGradientsApplied:
     """A worker has applied the step whose votes it had missed."""
 
     generation: int
@@ -278,7 +278,7 @@ class WorkerStartFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainRequested:
     """A worker has to leave (preemption, maintenance); until then it may hand over what it holds."""
 
     worker: int
@@ -307,7 +307,7 @@ RunEvent = (
     | StepEmitted
     | ValidationReported
     | ValidationEmitted
-    | SnapshotTaken
+    | CheckpointStateCopied
     | CheckpointSaved
     | CheckpointFailed
     | StopRequested
@@ -315,15 +315,15 @@ RunEvent = (
     | WorkerAnswered
     | GroupsAborted
     | StacksReported
-    | DriverTakenOver
+    | DriverFailover
     | GenerationClaimed
     | WorkerStatusReported
-    | WorkerSettled
+    | KeptGradientsApplied
     | PlanChosen
     | PlanAdopted
     | WorkerPlaced
     | WorkerJoined
     | WorkerStartFailed
-    | DrainAsked
+    | DrainRequested
     | Tick
 )

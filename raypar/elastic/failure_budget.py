@@ -7,7 +7,7 @@ import re
 from raypar.elastic.events import CallFailed
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
-from raypar.errors import OutOfMemory, WorkerLost, first_line
+from raypar.errors import OutOfMemory, WorkerLost, error_first_line
 
 
 def record_death(m: RunState, event: CallFailed) -> bool:
@@ -20,17 +20,17 @@ def record_death(m: RunState, event: CallFailed) -> bool:
     innocent = event.preempted or event.worker in who.leaving
     if event.worker in who.members and event.worker not in who.gone and not innocent:
         m.health.deaths.append(event)
-    mark_lost(m, event.worker)
+    mark_worker_lost(m, event.worker)
     return not innocent
 
 
-def mark_lost(m: RunState, worker: int) -> None:
+def mark_worker_lost(m: RunState, worker: int) -> None:
     """Mark the worker lost. It never comes back under this number."""
     m.membership.mark_lost(worker)
     m.hiring.forget(worker)
 
 
-def repeated_out_of_memory(m: RunState, event: CallFailed) -> bool:
+def end_run_on_repeated_out_of_memory(m: RunState, event: CallFailed) -> bool:
     """End the run if memory was short for the second time at the same position of the same plan. True if it has ended."""
     order = m.recovery.order if m.phase is Phase.ADOPTING else None
     plan, members = (m.membership.plan, m.membership.members) if order is None else (order.plan, order.members)
@@ -38,13 +38,13 @@ def repeated_out_of_memory(m: RunState, event: CallFailed) -> bool:
         return False
     place = plan, plan.seats[members.index(event.worker)].position
     if place in m.health.out_of_memory_at:
-        m.end_run("failed", first_line(event.error), event.error)
+        m.end_run("failed", error_first_line(event.error), event.error)
         return True
     m.health.out_of_memory_at.add(place)
     return False
 
 
-def step_failed_too_often(m: RunState) -> WorkerLost:
+def make_repeated_failure_error(m: RunState) -> WorkerLost:
     """The error of a run that has made as many attempts at a step as it may."""
     deaths, failures = m.health.deaths, m.health.failures
     step, most = max(m.progress.committed, m.progress.journalled) + 1, m.policy.max_attempts
@@ -53,7 +53,7 @@ def step_failed_too_often(m: RunState) -> WorkerLost:
         who = ", ".join(str(event.worker) for event in deaths[-most:])
         return WorkerLost(
             f"{len(deaths)} workers have died in step {step}, one after the other and all in the same way "
-            f"(the last were {who}): {first_line(deaths[-1].error)}",
+            f"(the last were {who}): {error_first_line(deaths[-1].error)}",
             cure=f"something in step {step} (its samples, a library) ends the process: look at the workers' logs, and run it "
             "in one process; `raypar resume` goes on from the last checkpoint",
         )
@@ -66,4 +66,4 @@ def step_failed_too_often(m: RunState) -> WorkerLost:
 
 def failure_signature(error: Exception) -> str:
     """How a worker died, without which worker it was: numbers, ids and addresses are left out."""
-    return re.sub(r"\b[0-9a-f]{6,}\b|\d+", "", first_line(error).rpartition(" was lost: ")[2])
+    return re.sub(r"\b[0-9a-f]{6,}\b|\d+", "", error_first_line(error).rpartition(" was lost: ")[2])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from raypar.elastic import capacity
-from raypar.elastic.actions import ChoosePlan, Notice, Warn
-from raypar.elastic.capacity import CapacityDecision
+from raypar.elastic import desired_capacity
+from raypar.elastic.actions import ChoosePlan, TellUser, WarnUser
 from raypar.elastic.deadlines import usual_step_s
+from raypar.elastic.desired_capacity import DesiredCapacity
 from raypar.elastic.events import PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
-from raypar.elastic.failure_budget import mark_lost
+from raypar.elastic.failure_budget import mark_worker_lost
+from raypar.elastic.message_wording import format_worker_numbers, verb_form
 from raypar.elastic.phases import Phase
 from raypar.elastic.recovery_start import begin_recovery
 from raypar.elastic.run_state import RunState
 from raypar.elastic.step_flow import issue_steps
-from raypar.elastic.worker_hiring import count_available, decide_capacity
-from raypar.elastic.worker_names import name_workers, verb_form
-from raypar.errors import first_line
+from raypar.elastic.worker_hiring import count_available_workers, desired_capacity_of_run
+from raypar.errors import error_first_line
 
 
 def note_placed_worker(m: RunState, event: WorkerPlaced) -> None:
@@ -23,17 +23,17 @@ def note_placed_worker(m: RunState, event: WorkerPlaced) -> None:
         m.hiring.placed.add(event.worker)
 
 
-def add_spare_recovering(m: RunState, event: WorkerJoined) -> None:
+def add_spare_while_recovering(m: RunState, event: WorkerJoined) -> None:
     """Let a new worker wait for a seat; where the run waits for workers, ask all anew."""
     add_spare(m, event)
     if m.phase is Phase.WAITING:
         begin_recovery(m, f"worker {event.worker} has joined", counts=False)
 
 
-def add_spare_running(m: RunState, event: WorkerJoined) -> None:
+def add_spare_while_running(m: RunState, event: WorkerJoined) -> None:
     """Let a new worker wait for a seat, which it may get between two steps."""
     add_spare(m, event)
-    ask_for_larger_plan(m, decide_capacity(m))
+    ask_for_larger_plan(m, desired_capacity_of_run(m))
 
 
 def add_spare(m: RunState, event: WorkerJoined) -> None:
@@ -49,20 +49,22 @@ def add_spare(m: RunState, event: WorkerJoined) -> None:
 
 def retry_start_later(m: RunState, event: WorkerStartFailed) -> None:
     """Try another worker after a pause; what goes wrong on one machine may go well on another."""
-    mark_lost(m, event.worker)
-    pause_s = capacity.retry_pause_s(m.policy.capacity, m.hiring.failures)
+    mark_worker_lost(m, event.worker)
+    pause_s = desired_capacity.retry_pause_s(m.policy.capacity, m.hiring.failures)
     m.hiring.retry_at_s = m.timer.now_s + pause_s
     m.hiring.failures += 1
     again = f"; the next is tried in {pause_s:.0f} s" if m.policy.hires else ""
-    m.decide(Warn(f"worker {event.worker} could not be started: {first_line(event.error)}{again}"), "the others go on")
+    m.decide(
+        WarnUser(f"worker {event.worker} could not be started: {error_first_line(event.error)}{again}"), "the others go on"
+    )
 
 
 def forget_failed_start(m: RunState, event: WorkerStartFailed) -> None:
     """Mark the worker lost; at the end of a run no other one is tried before it is needed."""
-    mark_lost(m, event.worker)
+    mark_worker_lost(m, event.worker)
 
 
-def ask_for_larger_plan(m: RunState, decision: CapacityDecision) -> None:
+def ask_for_larger_plan(m: RunState, decision: DesiredCapacity) -> None:
     """Ask the planner for a plan with seats for the spares, while training goes on, if that has been decided."""
     if decision.grow:
         m.planned.asking, m.planned.ask_at_s = True, None
@@ -88,11 +90,11 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
     if len(who.members) < m.policy.workers and left_s:
         gain_s = max(gain_s, left_s / 4)
     if event.now_s and gain_s <= m.policy.move_s:
-        stay = f"{name_workers(who.spares)} {verb_form(who.spares, 'stays', 'stay')} in reserve"
+        stay = f"{format_worker_numbers(who.spares)} {verb_form(who.spares, 'stays', 'stay')} in reserve"
         text = f"{stay}: {verb_form(who.spares, 'a seat', 'seats')} would save {max(gain_s, 0.0):.1f} s of {left} steps"
-        m.decide(Notice(text), f"moving costs about {m.policy.move_s:.1f} s")
+        m.decide(TellUser(text), f"moving costs about {m.policy.move_s:.1f} s")
         return
-    planned.reason, planned.plan = f"making room for {name_workers(who.spares)}", event.plan
-    planned.workers = count_available(m)
+    planned.reason, planned.plan = f"making room for {format_worker_numbers(who.spares)}", event.plan
+    planned.workers = count_available_workers(m)
     if m.phase in (Phase.RUNNING, Phase.FLUSHING):
         issue_steps(m)

@@ -9,21 +9,21 @@ emit nothing.
 from __future__ import annotations
 
 from raypar.elastic import state_sources
-from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, Warn
+from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, WarnUser
 from raypar.elastic.events import PlanAdopted, PlanChosen
-from raypar.elastic.failure_budget import mark_lost
+from raypar.elastic.failure_budget import mark_worker_lost
+from raypar.elastic.message_wording import format_worker_numbers
 from raypar.elastic.phases import Phase
 from raypar.elastic.recovery_start import begin_recovery
-from raypar.elastic.replay import shards_of
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
+from raypar.elastic.shard_count_history import count_shards_per_layer
 from raypar.elastic.step_flow import issue_steps
 from raypar.elastic.straggler_rules import begin_straggler_watch
-from raypar.elastic.worker_hiring import decide_capacity, start_missing_workers
-from raypar.elastic.worker_names import name_workers
+from raypar.elastic.worker_hiring import desired_capacity_of_run, start_missing_workers
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.pieces import Piece, missing_pieces, plan_moves
+from raypar.plan.pieces import Piece, pieces_nobody_holds, plan_moves
 
 SLOWEST_PER_S = 2e6
 """Elements, with what the optimizer keeps for them, that a worker takes over in a second, at the least."""
@@ -32,9 +32,9 @@ SLOWEST_PER_S = 2e6
 def find_plan(m: RunState) -> None:
     """Adopt the cheapest plan that the workers allow, ask the planner, or wait for workers."""
     usable = _usable_workers(m)
-    wanted = decide_capacity(m, len(usable))
+    wanted = desired_capacity_of_run(m, len(usable))
     if wanted.lacking:
-        lost = state_sources.lost_pieces(m)
+        lost = state_sources.find_lost_pieces(m)
         if lost:
             end_unrecoverable(m, lost)
         else:
@@ -62,7 +62,7 @@ def _usable_workers(m: RunState) -> list[int]:
 def request_plan(m: RunState, usable: list[int]) -> None:
     """Ask the planner for a plan of the workers that are left."""
     m.enter(Phase.PLANNING, deadline_s=m.policy.pass_deadline_s)
-    m.decide(ChoosePlan(m.membership.generation, decide_capacity(m, len(usable)).seats), f"{len(usable)} workers")
+    m.decide(ChoosePlan(m.membership.generation, desired_capacity_of_run(m, len(usable)).seats), f"{len(usable)} workers")
 
 
 def use_chosen_plan(m: RunState, event: PlanChosen) -> None:
@@ -83,9 +83,9 @@ def adopt_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> Non
     """Find the state, and tell the workers to take their parts of the plan."""
     r = m.recovery
     need = dict(zip(members, m.layout(plan), strict=True))
-    source = state_sources.find_state(m, need)
+    source = state_sources.find_state_source(m, need)
     if source is None:
-        end_unrecoverable(m, missing_pieces(state_sources.live_holders(m, r.done), need))
+        end_unrecoverable(m, pieces_nobody_holds(state_sources.find_live_holders(m, r.done), need))
         return
     ways = plan_moves(source.have, need)
     seatless = tuple(sorted({way.source for way in ways} - set(members)))
@@ -103,7 +103,7 @@ def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> None:
     """End the run: no memory and no checkpoint has these pieces of state."""
     names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
     gone = m.membership.gone & set(m.membership.members)
-    held_by = "the workers' copies differ" if m.trust.doubt else f"{name_workers(gone)} held it"
+    held_by = "the workers' copies differ" if m.trust.doubt else f"{format_worker_numbers(gone)} held it"
     if m.health.waited_s:
         held_by += f" and did not answer, in a wait of {m.health.waited_s:.0f} s (elastic.last_copy_wait_s)"
     m.end_run(
@@ -111,12 +111,12 @@ def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> None:
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
             f"state after {m.recovery.done} steps is lost: {names}; {held_by}, no mirror and no checkpoint has it",
-            cure=f"start again with {', or with '.join(what_would_help(m))}",
+            cure=f"start again with {', or with '.join(suggest_settings_to_keep_state(m))}",
         ),
     )
 
 
-def what_would_help(m: RunState) -> list[str]:
+def suggest_settings_to_keep_state(m: RunState) -> list[str]:
     """Settings that would have kept the state. Nothing in memory helps where all workers are gone."""
     helps = ["checkpoint.every set"]
     if m.health.waited_s:
@@ -146,7 +146,7 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     who, p, stopping = m.membership, m.progress, m.stopping
     trained = who.members
     who.plan, who.members = order.plan, order.members
-    tell_of_other_shards(m, order)
+    warn_of_changed_shard_counts(m, order)
     who.spares = (who.spares | set(m.recovery.stands)) - set(who.members) - who.leaving - who.gone
     p.issued = p.committed = order.done
     m.mirror.begin()
@@ -158,7 +158,7 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     if stopping.request is not None and (stopping.at is None or stopping.interrupted):
         stopping.at = max(p.committed, p.emitted)
     if stopping.abandon_at_s is not None and p.committed < p.emitted:
-        end_interrupted(m)  # what people have seen would have to be executed again first
+        end_interrupted_recovery(m)  # what people have seen would have to be executed again first
         return
     stopping.abandon_at_s = None
     begin_straggler_watch(m)
@@ -178,17 +178,17 @@ def _dismiss_leaving_workers(m: RunState, trained: tuple[int, ...]) -> None:
         else:
             why = "its state differs from that of its replicas" if worker in m.trust.wrong else "drained"
             m.decide(KillWorker(worker, why), "its work is with the others" if worker in trained else "it had no work")
-            mark_lost(m, worker)
+            mark_worker_lost(m, worker)
 
 
-def tell_of_other_shards(m: RunState, order: AdoptPlan) -> None:
+def warn_of_changed_shard_counts(m: RunState, order: AdoptPlan) -> None:
     """Warn about replayed steps whose shard count changed; their losses may differ from those that people have seen."""
-    others = m.replay.begin(order.done, shards_of(order.plan), m.progress.journalled)
+    others = m.replay.begin(order.done, count_shards_per_layer(order.plan), m.progress.journalled)
     if others:
         doubted = m.trust.doubted_steps
         m.trust.doubted_steps = range(min(doubted.start, others.start), others.stop) if doubted.stop > order.done else others
         text = f"steps {others.start + 1} to {others.stop} are executed again with other shards: losses may differ a little"
-        m.decide(Warn(text), "a sum's order depends on the number of shards")
+        m.decide(WarnUser(text), "a sum's order depends on the number of shards")
 
 
 def wait_for_workers(m: RunState, why: str, lacking: int | None = None) -> None:
@@ -215,10 +215,10 @@ def tell_what_is_awaited(m: RunState, more: str = "") -> None:
     assert m.timer.deadline_s is not None
     m.recovery.told_s = m.timer.now_s
     text = f"waiting for {m.recovery.awaited}; {m.timer.deadline_s - m.timer.now_s:.0f} s left"
-    m.decide(Warn(f"{text} {more}".rstrip()), "nothing can be done without them")
+    m.decide(WarnUser(f"{text} {more}".rstrip()), "nothing can be done without them")
 
 
-def end_interrupted(m: RunState) -> None:
+def end_interrupted_recovery(m: RunState) -> None:
     """End the run between two generations: the state is spread over the workers, so the last checkpoint is what is left."""
     saved = m.progress.saved
     left = f"the last checkpoint is of step {saved}" if saved else "nothing is saved"

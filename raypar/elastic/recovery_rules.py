@@ -13,43 +13,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from raypar.elastic import last_copy
-from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, Notice, Warn, WriteJournal
+from raypar.elastic import last_copy_holders
+from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, TellUser, WarnUser, WriteJournal
 from raypar.elastic.deadlines import answer_deadline_s
-from raypar.elastic.digest_check import check_digests_in_recovery
+from raypar.elastic.digest_check import compare_digests_in_recovery
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
-    DriverTakenOver,
+    DriverFailover,
     GenerationClaimed,
+    KeptGradientsApplied,
     StepEmitted,
     StopRequested,
     Tick,
     ValidationEmitted,
-    WorkerSettled,
     WorkerStatusReported,
 )
-from raypar.elastic.failure_budget import mark_lost, record_death, repeated_out_of_memory
+from raypar.elastic.failure_budget import end_run_on_repeated_out_of_memory, mark_worker_lost, record_death
+from raypar.elastic.message_wording import format_worker_numbers
 from raypar.elastic.phases import Phase
-from raypar.elastic.plan_rules import end_interrupted, find_plan, tell_what_is_awaited
-from raypar.elastic.recovery_start import begin_recovery, is_lost_share
-from raypar.elastic.replay import Replay, shards_of
+from raypar.elastic.plan_rules import end_interrupted_recovery, find_plan, tell_what_is_awaited
+from raypar.elastic.recovery_start import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.run_failure import fail_run
 from raypar.elastic.run_state import RunState
+from raypar.elastic.shard_count_history import ShardCountHistory, count_shards_per_layer
 from raypar.elastic.step_flow import record_emitted_step
 from raypar.elastic.worker_hiring import start_missing_workers
-from raypar.elastic.worker_names import name_workers
-from raypar.errors import ClusterError, first_line
+from raypar.errors import ClusterError, error_first_line
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
 
 
-def take_over_run(m: RunState, event: DriverTakenOver) -> None:
+def take_over_run(m: RunState, event: DriverFailover) -> None:
     """Go on in place of a driver that is gone: its workers keep the state, its journal says what people have seen."""
     p, who, hiring = m.progress, m.membership, m.hiring
-    known = (shards_of(plan) for plan in (who.plan, event.plan) if plan is not None)
+    known = (count_shards_per_layer(plan) for plan in (who.plan, event.plan) if plan is not None)
     unsharded = all(max(shards) == 1 for shards in known)  # else other numbers of shards may have been used before
-    m.replay = Replay(m.policy.first, shards_of(event.plan) if unsharded else None)
+    m.replay = ShardCountHistory(m.policy.first, count_shards_per_layer(event.plan) if unsharded else None)
     who.generation, who.plan, who.members = event.generation, event.plan, event.members
     p.issued = p.committed = p.emitted = p.journalled = event.seen
     p.served = event.seen - 1  # what is due there may not have been served
@@ -63,7 +63,7 @@ def take_over_run(m: RunState, event: DriverTakenOver) -> None:
     begin_recovery(m, "a new driver takes over")
 
 
-def answer_disturbance(m: RunState, event: CallFailed) -> None:
+def recover_from_failure(m: RunState, event: CallFailed) -> None:
     """Begin a recovery, because a worker is lost or a connection broke, unless that has been dealt with."""
     counts, symptom = True, event.kind == "aborted"
     if event.kind == "lost" and event.worker is not None:
@@ -73,10 +73,10 @@ def answer_disturbance(m: RunState, event: CallFailed) -> None:
             return
     elif event.generation is not None and event.generation < m.membership.generation:
         return  # the consequence of a failure that has been dealt with
-    if repeated_out_of_memory(m, event):
+    if end_run_on_repeated_out_of_memory(m, event):
         return
     m.health.failures.append(event)
-    begin_recovery(m, first_line(event.error), counts=counts)
+    begin_recovery(m, error_first_line(event.error), counts=counts)
     m.recovery.symptom = symptom
 
 
@@ -99,7 +99,7 @@ def fence_workers(m: RunState, event: GenerationClaimed) -> None:
     m.enter(Phase.STANDING, deadline_s=answer_deadline_s(m))
     if r.expected:
         m.decide(FenceWorkers(who.generation, tuple(sorted(r.expected))), r.why)
-    settle_if_all_answered(m)
+    settle_open_step_if_all_answered(m)
 
 
 def count_worker_status(m: RunState, event: WorkerStatusReported) -> None:
@@ -109,11 +109,11 @@ def count_worker_status(m: RunState, event: WorkerStatusReported) -> None:
     if event.generation == m.membership.generation and worker in r.expected:
         r.stands[worker] = event.stand
         if worker in r.holders:
-            note_return(m, worker)
-        settle_if_all_answered(m)
+            announce_returned_worker(m, worker)
+        settle_open_step_if_all_answered(m)
 
 
-def note_return(m: RunState, worker: int) -> None:
+def announce_returned_worker(m: RunState, worker: int) -> None:
     """Tell that a worker has answered for which the run waited. Its step may take as long again, and must not be broken off
     again."""
     r = m.recovery
@@ -121,14 +121,16 @@ def note_return(m: RunState, worker: int) -> None:
     began_s = r.waited_from_s if m.progress.last_commit_s is None else m.progress.last_commit_s
     m.health.patience_s = max(m.health.patience_s, 2 * (m.timer.now_s - began_s))
     waited_s = m.timer.now_s - r.waited_from_s
-    m.decide(Notice(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for")
+    m.decide(
+        TellUser(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for"
+    )
 
 
-def settle_if_all_answered(m: RunState) -> None:
+def settle_open_step_if_all_answered(m: RunState) -> None:
     """Commit or void the open step, once all have answered. It is committed if any worker has applied it: that worker held the
     whole vote."""
     r = m.recovery
-    if r.expected - set(r.stands) or not check_digests_in_recovery(m):
+    if r.expected - set(r.stands) or not compare_digests_in_recovery(m):
         return
     holders = {w: s.done for w, s in r.stands.items() if s.done is not None and w not in m.trust.tainted}
     r.done = max(holders.values(), default=m.progress.committed)
@@ -147,7 +149,7 @@ def settle_if_all_answered(m: RunState) -> None:
     )
 
 
-def count_settled_worker(m: RunState, event: WorkerSettled) -> None:
+def count_applied_kept_gradients(m: RunState, event: KeptGradientsApplied) -> None:
     """Note that a worker has applied the open step late and stands where the others do."""
     r = m.recovery
     worker = event.stand.worker
@@ -172,7 +174,7 @@ def commit_found_steps(m: RunState) -> None:
 # -- what may come in any of them ------------------------------------------------------------------------------------------
 
 
-def handle_failure_recovering(m: RunState, event: CallFailed) -> None:
+def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
     """Begin the next generation after a death or a failure of this one; consequences of older failures are expected."""
     r = m.recovery
     if event.kind == "lost" and event.worker is not None:
@@ -180,20 +182,20 @@ def handle_failure_recovering(m: RunState, event: CallFailed) -> None:
         counts = record_death(m, event)
         if not (counts or known) and r.symptom:
             m.health.attempts, r.symptom = m.health.attempts - 1, False
-        if known or m.phase is Phase.WAITING or repeated_out_of_memory(m, event):
+        if known or m.phase is Phase.WAITING or end_run_on_repeated_out_of_memory(m, event):
             return
         m.health.failures.append(event)
         if m.phase is Phase.STANDING:
             r.expected.discard(event.worker)
             r.stands.pop(event.worker, None)
-            settle_if_all_answered(m)
+            settle_open_step_if_all_answered(m)
         elif m.phase is not Phase.CLAIMING:
-            begin_recovery(m, first_line(event.error), counts=counts)
+            begin_recovery(m, error_first_line(event.error), counts=counts)
     elif event.kind in ("user", "error"):
         fail_run(m, event)
     elif event.generation == m.membership.generation and m.phase is not Phase.CLAIMING:
         m.health.failures.append(event)
-        begin_recovery(m, first_line(event.error))
+        begin_recovery(m, error_first_line(event.error))
 
 
 def stop_after_recovery(m: RunState, event: StopRequested) -> None:
@@ -201,20 +203,20 @@ def stop_after_recovery(m: RunState, event: StopRequested) -> None:
     for."""
     m.stopping.request = event
     if event.interrupt and m.phase is Phase.WAITING:
-        end_interrupted(m)
+        end_interrupted_recovery(m)
     elif event.interrupt:
         m.stopping.abandon_at_s = m.timer.now_s + m.policy.interrupt_s
 
 
-def check_recovery(m: RunState, event: Tick) -> None:
+def check_recovery_deadlines(m: RunState, event: Tick) -> None:
     """Give up the workers that do not answer in time; tell people, now and then, what is waited for."""
     r, timer = m.recovery, m.timer
     if m.stopping.abandon_at_s is not None and timer.now_s >= m.stopping.abandon_at_s:
-        end_interrupted(m)
+        end_interrupted_recovery(m)
         return
     if m.phase is Phase.WAITING:
         start_missing_workers(m)
-        if timer.now_s - r.told_s >= last_copy.TELL_EVERY_S and timer.deadline_s is not None and not timer.expired:
+        if timer.now_s - r.told_s >= last_copy_holders.TELL_EVERY_S and timer.deadline_s is not None and not timer.expired:
             tell_what_is_awaited(m)
     silent = sorted(r.expected - set(r.stands)) if m.phase is Phase.STANDING else sorted(r.expected)
     asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
@@ -229,15 +231,15 @@ def check_recovery(m: RunState, event: Tick) -> None:
         what = f"{m.phase.value} took more than {timer.elapsed_s:.0f} s"
         m.end_run("failed", what, ClusterError(what, cure="look at the head node: it does not answer"))
     elif m.phase is Phase.STANDING:
-        wait_or_give_up(m, event, silent)
+        wait_for_or_drop_silent_workers(m, event, silent)
     else:
         # Workers that answer pings wait for others, or are slow: the next generation asks them where they stand.
         mute = set(silent) & event.unheard
-        give_up_workers(m, mute - set(last_copy.find_only_holders(m, mute - event.ended)))
-        begin_recovery(m, f"{name_workers(silent)} did not answer while {m.phase.value}")
+        give_up_workers(m, mute - set(last_copy_holders.find_only_holders(m, mute - event.ended)))
+        begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}")
 
 
-def wait_or_give_up(m: RunState, event: Tick, silent: list[int]) -> None:
+def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int]) -> None:
     """Deal with workers that have not said in time where they stand.
 
     The run waits up to `last_copy_wait_s` while some of them hold the only copy of something and their processes live; else all
@@ -245,28 +247,28 @@ def wait_or_give_up(m: RunState, event: Tick, silent: list[int]) -> None:
     """
     r, timer = m.recovery, m.timer
     over = r.waited_from_s is not None and timer.expired
-    holders = last_copy.find_only_holders(m, set(silent) - event.ended)
+    holders = last_copy_holders.find_only_holders(m, set(silent) - event.ended)
     if holders and not over and m.policy.last_copy_wait_s:
         if r.waited_from_s is None:
             r.waited_from_s = r.told_s = timer.now_s
             timer.deadline_s = timer.now_s + m.policy.last_copy_wait_s
-        elif holders == r.holders and timer.now_s - r.told_s < last_copy.TELL_EVERY_S:
+        elif holders == r.holders and timer.now_s - r.told_s < last_copy_holders.TELL_EVERY_S:
             return
-        r.holders, r.awaited = holders, last_copy.describe_wait(m, holders, event.unheard)
-        tell_what_is_awaited(m, f"(elastic.last_copy_wait_s), {last_copy.describe_end_of_wait(m, holders)}")
+        r.holders, r.awaited = holders, last_copy_holders.describe_wait_for_last_copy(m, holders, event.unheard)
+        tell_what_is_awaited(m, f"(elastic.last_copy_wait_s), {last_copy_holders.describe_failed_wait(m, holders)}")
         return
     more = ""
     if holders and r.waited_from_s is not None:
         m.health.waited_s = timer.now_s - r.waited_from_s
         more = f", in a wait of {m.health.waited_s:.0f} s"
     give_up_workers(m, silent)
-    begin_recovery(m, f"{name_workers(silent)} did not answer while {m.phase.value}{more}")
+    begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}{more}")
 
 
 def give_up_workers(m: RunState, silent: Iterable[int]) -> None:
     """Count these workers as lost; they are killed once the next generation is claimed."""
     for worker in silent:
-        mark_lost(m, worker)
+        mark_worker_lost(m, worker)
         m.membership.hung.add(worker)
 
 
@@ -278,7 +280,7 @@ def note_emitted_step(m: RunState, event: StepEmitted) -> None:
     record_emitted_step(m, event)
 
 
-def note_validation(m: RunState, event: ValidationEmitted) -> None:
+def note_validation_stop_request(m: RunState, event: ValidationEmitted) -> None:
     """Stop if a callback of the validation asked for that. The validation is not due again."""
     if event.stop is not None and m.stopping.request is None:
         m.stopping.request = StopRequested(event.stop)
@@ -287,6 +289,9 @@ def note_validation(m: RunState, event: ValidationEmitted) -> None:
 def note_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
     """Tell that a checkpoint failed. If a share was lost with its worker, the next one will be complete."""
     m.progress.saving = None
-    if not is_lost_share(event.error):
+    if not is_caused_by_worker_loss(event.error):
         m.progress.save_error = event.error
-    m.decide(Warn(f"the checkpoint after {event.done} steps was not completed ({first_line(event.error)})"), "training goes on")
+    m.decide(
+        WarnUser(f"the checkpoint after {event.done} steps was not completed ({error_first_line(event.error)})"),
+        "training goes on",
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from raypar.elastic.actions import ClaimGeneration
-from raypar.elastic.failure_budget import step_failed_too_often
-from raypar.elastic.member import StaleGeneration
+from raypar.elastic.failure_budget import make_repeated_failure_error
+from raypar.elastic.generation_guard import StaleGeneration
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
-from raypar.elastic.state_records import Recovery
+from raypar.elastic.run_state_records import RecoveryState
 from raypar.errors import CommError, WorkerLost
 
 
@@ -29,14 +29,14 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
     if stopping.interrupted and stopping.abandon_at_s is None:
         stopping.abandon_at_s = m.timer.now_s + m.policy.interrupt_s
     if health.attempts > m.policy.max_attempts:
-        m.end_run("failed", f"{health.attempts} attempts without a step between them: {why}", step_failed_too_often(m))
+        m.end_run("failed", f"{health.attempts} attempts without a step between them: {why}", make_repeated_failure_error(m))
         return
-    m.recovery = Recovery(why, former=m.recovery.order or m.recovery.former)
+    m.recovery = RecoveryState(why, former=m.recovery.order or m.recovery.former)
     m.membership.generation += 1
     m.enter(Phase.CLAIMING, deadline_s=m.policy.claim_s)
     m.decide(ClaimGeneration(m.membership.generation), why)
 
 
-def is_lost_share(error: Exception) -> bool:
+def is_caused_by_worker_loss(error: Exception) -> bool:
     """Whether a checkpoint failed because a worker died or left, not because of the disk: it can be written again."""
     return isinstance(error, (WorkerLost, CommError, StaleGeneration))

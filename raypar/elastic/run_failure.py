@@ -19,10 +19,10 @@ def fail_run(m: RunState, event: CallFailed) -> None:
     m.health.silent_since_s.clear()  # no worker is waited for any more
     m.enter(Phase.FAILING, deadline_s=m.policy.root_cause_s if m.progress.saving is None else m.policy.save_grace_s)
     m.decide(AbortGroups(f"{type(event.error).__name__} elsewhere"), "no worker may wait for one that has failed")
-    conclude_failure(m)
+    end_run_once_cause_is_known(m)
 
 
-def conclude_failure(m: RunState) -> None:
+def end_run_once_cause_is_known(m: RunState) -> None:
     """End the run with the cause, once that is known and no checkpoint is being written."""
     cause = min(m.health.failures, key=lambda failure: BLAME[failure.kind])
     known = cause.kind != "aborted" or m.timer.deadline_s is None or m.timer.expired

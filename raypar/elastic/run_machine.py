@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from raypar.elastic.actions import Decision
+from raypar.elastic.actions import ActionWithReason
 from raypar.elastic.events import RunEvent, Tick
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_policy import RunPolicy
@@ -28,7 +28,7 @@ class RunMachine(RunState):
         self.story: deque[str] = deque(maxlen=KEPT_EVENTS)
         """The last events that changed something, in words."""
 
-    def handle(self, event: RunEvent, now_s: float) -> list[Decision]:
+    def handle(self, event: RunEvent, now_s: float) -> list[ActionWithReason]:
         """What to do about `event` at `now_s` (any monotonic clock). Every decision has its reason.
 
         Raises `UnexpectedEvent` where the table has no row for the event, or the rule leads to a phase that its row does not

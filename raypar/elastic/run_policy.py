@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raypar.elastic.capacity import CapacityLimits
+from raypar.elastic.desired_capacity import WorkerCountLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,6 @@ class RunPolicy:
         return self.max_workers or self.workers
 
     @property
-    def capacity(self) -> CapacityLimits:
+    def capacity(self) -> WorkerCountLimits:
         """What of the policy bounds the number of workers."""
-        return CapacityLimits(self.wanted, self.min_workers, self.standbys, self.hires, self.grow, self.retry_s)
+        return WorkerCountLimits(self.wanted, self.min_workers, self.standbys, self.hires, self.grow, self.retry_s)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raypar.elastic.actions import Action, Decision, EndKind, Teardown
+from raypar.elastic.actions import Action, ActionWithReason, EndKind, Teardown
 from raypar.elastic.events import RunEvent
 from raypar.elastic.mirror_schedule import MirrorSchedule
 from raypar.elastic.phases import Phase
-from raypar.elastic.replay import Replay, shards_of
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.state_records import (
-    Health,
-    Hiring,
+from raypar.elastic.run_state_records import (
     Membership,
-    PhaseTimer,
+    PendingStop,
+    PhaseTimeLimit,
     PlannedChange,
-    Progress,
-    Recovery,
+    RecoveryState,
+    RunProgress,
     StateTrust,
-    Stopping,
+    WorkerHealth,
+    WorkerStarts,
 )
+from raypar.elastic.shard_count_history import ShardCountHistory, count_shards_per_layer
 from raypar.elastic.step_times import StepTimes
 from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
@@ -42,38 +42,38 @@ class RunState:
         """What each rank of a plan has to hold of the state."""
         self.phase = Phase.STARTING
         """Where the run is."""
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimeLimit()
         """The time, and the phase's time limit."""
-        self.progress = Progress(first, first, first, first, first, saved=first or None)
+        self.progress = RunProgress(first, first, first, first, first, saved=first or None)
         """How far the run is."""
         self.membership = Membership(plan, tuple(range(policy.workers)))
         """The workers, their seats and their generation."""
-        self.hiring = Hiring(policy.workers)
+        self.hiring = WorkerStarts(policy.workers)
         """Workers that are being started."""
         self.planned = PlannedChange()
         """The change of plan or members that is wanted."""
-        self.stopping = Stopping()
+        self.stopping = PendingStop()
         """The request to end early."""
-        self.health = Health(StragglerWatch(policy.straggler_times, policy.straggler_steps))
+        self.health = WorkerHealth(StragglerWatch(policy.straggler_times, policy.straggler_steps))
         """Silence, slowness and failures."""
         self.trust = StateTrust(agreed=first)
         """Which state is known to be right."""
-        self.recovery = Recovery("")
+        self.recovery = RecoveryState("")
         """The recovery that is under way, or the last one."""
         self.mirror = MirrorSchedule(policy.mirror_every, policy.mirror_cost)
         """Which steps end with a snapshot for the mirror."""
-        self.replay = Replay(first, shards_of(plan) if plan is not None else None)
+        self.replay = ShardCountHistory(first, count_shards_per_layer(plan) if plan is not None else None)
         """Which steps were executed with how many shards."""
         self.step_times = StepTimes()
         """How long steps take."""
-        self.decisions: list[Decision] = []
+        self.decisions: list[ActionWithReason] = []
         """What the present event has led to so far."""
         self.next_event: RunEvent | None = None
         """An event that the present one amounts to; it is handled right after it."""
 
     def decide(self, action: Action, reason: str) -> None:
         """Add an action to those that the driver carries out."""
-        self.decisions.append(Decision(action, reason))
+        self.decisions.append(ActionWithReason(action, reason))
 
     def enter(self, phase: Phase, *, deadline_s: float | None = None) -> None:
         """Change the phase. After `deadline_s` seconds its time limit is over; None: it has none."""

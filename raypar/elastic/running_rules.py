@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 
-from raypar.elastic.actions import AbortGroups, Emit, EmitValidation, Probe, Warn
+from raypar.elastic.actions import AbortGroups, EmitStep, EmitValidation, RequestStacks, WarnUser
 from raypar.elastic.deadlines import find_mute_workers, find_overdue_workers, silent_deadline_s, step_deadline_s
-from raypar.elastic.digest_check import check_digests
+from raypar.elastic.digest_check import compare_replica_digests
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
+    CheckpointStateCopied,
     GroupsAborted,
     RunEvent,
-    SnapshotTaken,
     StacksReported,
     StepEmitted,
     StepJournalled,
@@ -25,23 +25,23 @@ from raypar.elastic.events import (
     WorkersReady,
 )
 from raypar.elastic.growth_rules import ask_for_larger_plan
+from raypar.elastic.inelastic_silent_worker_rules import check_silent_worker_wait
+from raypar.elastic.message_wording import format_worker_numbers, verb_form
 from raypar.elastic.phases import Phase, UnexpectedEvent
-from raypar.elastic.recovery_rules import answer_disturbance
+from raypar.elastic.recovery_rules import recover_from_failure
 from raypar.elastic.recovery_start import begin_recovery
-from raypar.elastic.run_failure import conclude_failure, fail_run
+from raypar.elastic.run_failure import end_run_once_cause_is_known, fail_run
 from raypar.elastic.run_state import RunState
-from raypar.elastic.silent_worker_rules import check_silent_workers
 from raypar.elastic.step_flow import (
     begin_checkpoint,
+    begin_next_save_or_validation,
     commit_step,
     end_if_saved,
     issue_steps,
     record_emitted_step,
-    serve_next,
 )
 from raypar.elastic.straggler_rules import begin_straggler_watch, check_stragglers
-from raypar.elastic.worker_hiring import decide_capacity, start_workers
-from raypar.elastic.worker_names import name_workers, verb_form
+from raypar.elastic.worker_hiring import desired_capacity_of_run, start_workers
 from raypar.errors import CommTimeout
 
 
@@ -61,7 +61,7 @@ def start_training(m: RunState, event: WorkersReady) -> None:
     issue_steps(m)
 
 
-def count_report(m: RunState, event: StepReported) -> None:
+def count_step_report(m: RunState, event: StepReported) -> None:
     """Count a worker's report; the last one of a step commits it."""
     p, members = m.progress, m.membership.members
     if event.generation < m.membership.generation:
@@ -75,7 +75,7 @@ def count_report(m: RunState, event: StepReported) -> None:
     if event.busy_s is not None:
         p.busy_s.setdefault(event.step, {})[event.worker] = event.busy_s
     while len(p.reports.get(p.committed, ())) == len(members):
-        if p.committed == m.mirror.last and not check_digests(m, p.committed + 1, p.digests.pop(p.committed, {})):
+        if p.committed == m.mirror.last and not compare_replica_digests(m, p.committed + 1, p.digests.pop(p.committed, {})):
             if m.phase is not Phase.OVER:
                 begin_recovery(m, m.trust.doubt)
             return
@@ -91,7 +91,7 @@ def count_report(m: RunState, event: StepReported) -> None:
 
 def emit_step(m: RunState, event: StepJournalled) -> None:
     """Let people see a step, which they may only after it is in the journal."""
-    m.decide(Emit(event.step), f"step {event.step} is in the journal")
+    m.decide(EmitStep(event.step), f"step {event.step} is in the journal")
 
 
 def count_emitted_step(m: RunState, event: StepEmitted) -> None:
@@ -100,15 +100,15 @@ def count_emitted_step(m: RunState, event: StepEmitted) -> None:
     issue_steps(m)
 
 
-def check_steps(m: RunState, event: Tick) -> None:
+def check_step_deadlines(m: RunState, event: Tick) -> None:
     """Look for steps that take too long, and for the end of Ctrl-C's grace; start workers that are missing."""
     if m.timer.expired:
         abort_open_work(m, "the steps in flight did not end within the grace; aborted, they never happened")
         return
-    if check_silent_workers(m, event):
+    if check_silent_worker_wait(m, event):
         return
     if m.policy.elastic and m.health.disturbed_at_s is None:
-        wanted = decide_capacity(m)
+        wanted = desired_capacity_of_run(m)
         start_workers(m, wanted)
         ask_for_larger_plan(m, wanted)
     late = find_overdue_workers(m, step_deadline_s(m))
@@ -116,20 +116,20 @@ def check_steps(m: RunState, event: Tick) -> None:
         late = tuple(sorted(event.unheard & set(find_overdue_workers(m, silent_deadline_s(m)))))
     if late and m.policy.elastic:
         pings = f" and {verb_form(late, 'answers', 'answer')} no pings" * (set(late) <= event.unheard)
-        who = f"{name_workers(late)} {verb_form(late, 'has', 'have')}"
+        who = f"{format_worker_numbers(late)} {verb_form(late, 'has', 'have')}"
         what = f"step {m.progress.committed + 1}: {who} not reported for {m.timer.elapsed_s:.1f} s{pings}"
-        answer_disturbance(m, CallFailed("aborted", CommTimeout(what), generation=m.membership.generation))
+        recover_from_failure(m, CallFailed("aborted", CommTimeout(what), generation=m.membership.generation))
     elif late and not m.health.probing:
         m.health.probing = True
-        m.decide(Probe(late), f"step {m.progress.committed} is over its deadline of {step_deadline_s(m):.0f} s")
+        m.decide(RequestStacks(late), f"step {m.progress.committed} is over its deadline of {step_deadline_s(m):.0f} s")
 
 
-def fail_hung_workers(m: RunState, event: StacksReported) -> None:
+def fail_run_on_hung_workers(m: RunState, event: StacksReported) -> None:
     """End the run if workers are still overdue; the error shows their stacks."""
     m.health.probing = False
     late = find_overdue_workers(m, step_deadline_s(m))
     if late and not m.health.silent_since_s:
-        who = f"{name_workers(late)} {verb_form(late, 'has', 'have')}"
+        who = f"{format_worker_numbers(late)} {verb_form(late, 'has', 'have')}"
         error = CommTimeout(
             f"step {m.progress.committed}: {who} not reported within {step_deadline_s(m):.0f} s\n{event.text}",
             cure="look at the stacks above for what they wait for; `raypar resume` goes on from the last checkpoint",
@@ -155,18 +155,18 @@ def finish_validation(m: RunState, event: ValidationEmitted) -> None:
     """Begin the next thing that is due; a callback may have asked to stop."""
     if event.stop is not None and m.stopping.request is None:
         m.stopping.request = StopRequested(event.stop)
-    serve_next(m)
+    begin_next_save_or_validation(m)
 
 
-def finish_validation_late(m: RunState, event: ValidationEmitted) -> None:
+def apply_late_validation_stop(m: RunState, event: ValidationEmitted) -> None:
     """Stop if a callback of a validation asked for that whose callbacks outlasted a recovery; training goes on already."""
     if event.stop is not None:
         stop_after_open_steps(m, StopRequested(event.stop))
 
 
-def continue_after_snapshot(m: RunState, event: SnapshotTaken) -> None:
+def continue_after_snapshot(m: RunState, event: CheckpointStateCopied) -> None:
     """Begin the next thing that is due, while the files are written."""
-    serve_next(m)
+    begin_next_save_or_validation(m)
 
 
 def record_checkpoint(m: RunState, event: CheckpointSaved) -> None:
@@ -181,9 +181,11 @@ def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
     waited_for = m.phase is Phase.SAVING and event.done == p.emitted
     p.saving, p.save_error = None, event.error
     kept = f"the one after {p.saved} steps stays" if p.saved else "there is none yet"
-    m.decide(Warn(f"the checkpoint after {event.done} steps could not be written ({event.error}); {kept}"), "training goes on")
+    m.decide(
+        WarnUser(f"the checkpoint after {event.done} steps could not be written ({event.error}); {kept}"), "training goes on"
+    )
     if waited_for:
-        serve_next(m)
+        begin_next_save_or_validation(m)
     else:
         continue_after_save(m)
 
@@ -195,18 +197,18 @@ def continue_after_save(m: RunState) -> None:
     elif m.phase is Phase.ENDING:
         end_if_saved(m)
     elif m.phase is Phase.FAILING:
-        conclude_failure(m)
+        end_run_once_cause_is_known(m)
 
 
-def check_pass(m: RunState, event: Tick) -> None:
+def check_save_or_validation_deadline(m: RunState, event: Tick) -> None:
     """Look for a validation, a snapshot or a last checkpoint that takes too long, and for workers that hang in it."""
-    if check_silent_workers(m, event):
+    if check_silent_worker_wait(m, event):
         return
     generation = m.membership.generation
     mute = find_mute_workers(m) if m.policy.elastic else ()
     if mute:
-        what = f"no pings are answered by {name_workers(mute)} while {m.phase.value}"
-        answer_disturbance(m, CallFailed("aborted", CommTimeout(what), generation=generation))
+        what = f"no pings are answered by {format_worker_numbers(mute)} while {m.phase.value}"
+        recover_from_failure(m, CallFailed("aborted", CommTimeout(what), generation=generation))
         return
     if not m.timer.expired:
         return
@@ -220,18 +222,18 @@ def check_pass(m: RunState, event: Tick) -> None:
         return
     missing = set(m.membership.members) - m.progress.answers
     error = CommTimeout(
-        f"{m.phase.value} did not end within {m.timer.elapsed_s:.0f} s; no answer from {name_workers(missing)}",
+        f"{m.phase.value} did not end within {m.timer.elapsed_s:.0f} s; no answer from {format_worker_numbers(missing)}",
         cure="look at the workers' logs; `raypar resume` goes on from the last checkpoint",
     )
     if m.policy.elastic and m.phase is not Phase.ENDING:
-        answer_disturbance(m, CallFailed("aborted", error, generation=generation))
+        recover_from_failure(m, CallFailed("aborted", error, generation=generation))
     else:
         fail_run(m, CallFailed("error", error))
 
 
-def check_start(m: RunState, event: Tick) -> None:
+def check_silent_workers_at_start(m: RunState, event: Tick) -> None:
     """Look for silent workers. The start has time limits of its own, in the driver."""
-    check_silent_workers(m, event)
+    check_silent_worker_wait(m, event)
 
 
 # -- requests to stop --------------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def stop_after_open_steps(m: RunState, event: StopRequested) -> None:
         issue_steps(m)
 
 
-def stop_when_served(m: RunState, event: StopRequested) -> None:
+def stop_after_save_or_validation(m: RunState, event: StopRequested) -> None:
     """End the run after what is being served now; a validation has Ctrl-C's grace for that."""
     stopping = m.stopping
     if stopping.request is None or (event.interrupt and not stopping.interrupted):
@@ -268,7 +270,7 @@ def stop_when_served(m: RunState, event: StopRequested) -> None:
 def handle_failure(m: RunState, event: CallFailed) -> None:
     """Go on without the worker in an elastic run, if only to save after Ctrl-C; user code and our own mistakes end the run."""
     if can_recover(m, event):
-        answer_disturbance(m, event)
+        recover_from_failure(m, event)
     else:
         fail_run(m, event)
 
@@ -278,7 +280,7 @@ def can_recover(m: RunState, event: CallFailed) -> bool:
     return m.policy.elastic and (event.kind == "lost" or (event.kind == "aborted" and not m.health.aborted_by_us))
 
 
-def fail_for_good(m: RunState, event: CallFailed) -> None:
+def fail_run_while_aborting(m: RunState, event: CallFailed) -> None:
     """End the run: it is being interrupted, so there is no other way."""
     fail_run(m, event)
 
@@ -287,24 +289,24 @@ def handle_failure_at_end(m: RunState, event: CallFailed) -> None:
     """Deal with a failure after the last step. A worker that dies has nothing left to lose but its share of the checkpoint;
     where others hold that state, they write it again."""
     if can_recover(m, event):
-        answer_disturbance(m, event)
+        recover_from_failure(m, event)
     elif m.progress.saving is None or event.kind == "user":
         fail_run(m, event)
     else:
         m.health.failures.append(event)
         m.enter(Phase.FAILING, deadline_s=m.policy.save_grace_s)
-        conclude_failure(m)
+        end_run_once_cause_is_known(m)
 
 
-def add_failure(m: RunState, event: CallFailed) -> None:
+def note_further_failure(m: RunState, event: CallFailed) -> None:
     """Note another failure: a further consequence, or the cause itself."""
     m.health.failures.append(event)
-    conclude_failure(m)
+    end_run_once_cause_is_known(m)
 
 
-def check_failure(m: RunState, event: Tick) -> None:
+def check_failure_deadline(m: RunState, event: Tick) -> None:
     """Report the consequence if the cause has not shown up in time."""
-    conclude_failure(m)
+    end_run_once_cause_is_known(m)
 
 
 # -- aborted steps -----------------------------------------------------------------------------------------------------------
@@ -321,26 +323,26 @@ def abort_open_work(m: RunState, reason: str) -> None:
 def note_aborted(m: RunState, event: GroupsAborted) -> None:
     """Remember where the workers stand. A step that all of them had just applied is still committed and seen."""
     m.health.applied_after_abort = event.done
-    save_if_all_agree(m)
+    save_if_all_at_same_step(m)
 
 
-def count_emitted_aborting(m: RunState, event: StepEmitted) -> None:
+def count_emitted_step_while_aborting(m: RunState, event: StepEmitted) -> None:
     """Count the last committed step as seen."""
     m.progress.emitted = event.step + 1
-    save_if_all_agree(m)
+    save_if_all_at_same_step(m)
 
 
-def save_if_all_agree(m: RunState) -> None:
+def save_if_all_at_same_step(m: RunState) -> None:
     """Save once every worker stands at the step that people have seen; until then wait, up to the abort's time limit."""
     p, applied = m.progress, m.health.applied_after_abort
     if applied is not None and set(applied) == {p.emitted}:
         p.issued = p.committed = p.served = m.stopping.at = p.emitted
         p.reports.clear()
         p.due = deque(["end"] if p.emitted in (p.saved, p.saving) else ["save", "end"])
-        serve_next(m)
+        begin_next_save_or_validation(m)
 
 
-def check_abort(m: RunState, event: Tick) -> None:
+def check_abort_deadline(m: RunState, event: Tick) -> None:
     """End the wait for workers after an abort: one hangs, is deep in a computation, or has applied a step that another has not.
 
     In an elastic run a new generation, once, finds out which workers are well, and saves; else there is no new checkpoint.

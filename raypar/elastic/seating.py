@@ -8,16 +8,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from raypar.elastic.state_sources import live_holders
+from raypar.elastic.state_sources import find_live_holders
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
-from raypar.plan.pieces import Holdings, Piece, count_overlap, merge_pieces
+from raypar.plan.pieces import Holdings, Piece, count_shared_elements, merge_pieces
 
 if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
 
 
-def spread_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
+def spread_replicas_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
     """members[rank]: the replicas of a position on different nodes where there are several, so that a node that dies does not
     take every copy of a stage with it; among equals the lowest numbers.
 
@@ -51,7 +51,7 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
             at[place].append(worker)
     while idle and any(len(at[place]) < full[place] for place in at):
         neediest = max(at, key=lambda place: (full[place] - len(at[place])) / full[place])
-        worker = choose_replacements(m, plan, neediest, at, idle)
+        worker = choose_replacement_worker(m, plan, neediest, at, idle)
         idle.remove(worker)
         at[neediest].append(worker)
     if not all(at.values()):
@@ -63,19 +63,19 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
     return ParallelPlan(stages), tuple(w for here in replicas for replica in here for w in replica)
 
 
-def choose_replacements(
+def choose_replacement_worker(
     m: RunState, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
 ) -> int:
     """Which of the idle workers joins those `at` a place (`ParallelPlan.compute_keys`): who lacks least of what they hold; of
     these one on a node where other shards lack it; of these one where there are fewest copies; of these the lowest number."""
-    need, have = m.layout(plan)[plan.compute_keys.index(place)], live_holders(m, m.recovery.done)
+    need, have = m.layout(plan)[plan.compute_keys.index(place)], find_live_holders(m, m.recovery.done)
     copies = Counter(m.membership.nodes.get(worker) for worker in at[place])
     others = [Counter(m.membership.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
 
     def key(worker: int) -> tuple[int, int, int, int]:
         node = m.membership.nodes.get(worker)
         lacking = max((count[node] for count in others), default=0) - copies[node]
-        return -count_overlap(need, have.get(worker, ())), -max(0, lacking), copies[node], worker
+        return -count_shared_elements(need, have.get(worker, ())), -max(0, lacking), copies[node], worker
 
     return min(idle, key=key)
 
@@ -97,7 +97,7 @@ def assign_seats(m: RunState, plan: ParallelPlan, usable: list[int]) -> tuple[in
     """Who takes which seat of a new plan: as little as possible moves, the shards of a replica sit on one node, and copies of a
     stage on different ones."""
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
-    have = live_holders(m, m.recovery.done)
+    have = find_live_holders(m, m.recovery.done)
     return match_workers_to_seats(m.layout(plan), have, usable, m.membership.nodes, plan.compute_keys, replicas)
 
 
@@ -120,7 +120,7 @@ def match_workers_to_seats(
         raise PlanError(f"{len(need)} seats but {len(workers)} workers", cure="choose a plan for the workers there are")
     sizes = [sum(p.size for p in merge_pieces(pieces)) for pieces in need]
     pairs = sorted(
-        (sizes[rank] - count_overlap(pieces, have.get(worker, ())), rank, worker)
+        (sizes[rank] - count_shared_elements(pieces, have.get(worker, ())), rank, worker)
         for rank, pieces in enumerate(need)
         for worker in workers
     )

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raypar.plan.pieces import Holdings, Piece, missing_pieces
+from raypar.plan.pieces import Holdings, Piece, pieces_nobody_holds
 
 if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
@@ -23,24 +23,28 @@ class StateSource:
     load: bool = False
 
 
-def find_state(m: RunState, need: Holdings) -> StateSource | None:
+def find_state_source(m: RunState, need: Holdings) -> StateSource | None:
     """The best source of all of `need`; None when it is lost."""
     done = m.recovery.done
-    have = live_holders(m, done)
-    if not missing_pieces(have, need):
+    have = find_live_holders(m, done)
+    if not pieces_nobody_holds(have, need):
         return StateSource(done, have)
-    found = newest_mirror_cut(m, need)
+    found = find_newest_mirror_snapshot(m, need)
     if found is not None:
         return StateSource(*found, cut=True)
-    return StateSource(last_checkpoint_step(m) or m.policy.first, need, load=True) if has_durable_copy(m) else None
+    return (
+        StateSource(get_trusted_checkpoint_step(m) or m.policy.first, need, load=True)
+        if can_restore_from_disk_or_start(m)
+        else None
+    )
 
 
-def live_holders(m: RunState, done: int) -> dict[int, tuple[Piece, ...]]:
+def find_live_holders(m: RunState, done: int) -> dict[int, tuple[Piece, ...]]:
     """Who holds what of the state after `done` steps, in memory."""
     return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done and w not in m.trust.tainted}
 
 
-def newest_mirror_cut(
+def find_newest_mirror_snapshot(
     m: RunState, need: Holdings, without: Collection[int] = ()
 ) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
     """The last step whose cut of the mirror has all of `need`, and who has what of it; `without`: workers that do not count."""
@@ -50,29 +54,29 @@ def newest_mirror_cut(
         m.trust.bad_cuts |= {step for step in steps if step > m.trust.agreed}
     for step in sorted(steps - m.trust.bad_cuts, reverse=True):
         copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts and w not in m.trust.wrong}
-        if not missing_pieces(copies, need):
+        if not pieces_nobody_holds(copies, need):
             return step, copies
     return None
 
 
-def has_durable_copy(m: RunState, done: int | None = None) -> bool:
+def can_restore_from_disk_or_start(m: RunState, done: int | None = None) -> bool:
     """Whether there is a checkpoint, or the beginning is near: nothing is done, or the first cut, taken there, is under way.
 
     `done`: steps of the state; by default those that the recovery has found.
     """
     near = m.mirror.first == m.policy.first and not m.mirror.complete
-    return last_checkpoint_step(m) is not None or (m.recovery.done if done is None else done) <= m.policy.first or near
+    return get_trusted_checkpoint_step(m) is not None or (m.recovery.done if done is None else done) <= m.policy.first or near
 
 
-def last_checkpoint_step(m: RunState) -> int | None:
+def get_trusted_checkpoint_step(m: RunState) -> int | None:
     """Steps of the last checkpoint, if it can be trusted."""
     return None if m.progress.saved is not None and m.trust.doubt and m.progress.saved > m.trust.agreed else m.progress.saved
 
 
-def lost_pieces(m: RunState) -> tuple[Piece, ...]:
+def find_lost_pieces(m: RunState) -> tuple[Piece, ...]:
     """What is lost for good: in no memory, no cut and no checkpoint. Waiting for workers would not bring it back."""
-    if m.membership.plan is None or has_durable_copy(m):
+    if m.membership.plan is None or can_restore_from_disk_or_start(m):
         return ()
     need = dict(enumerate(m.layout(m.membership.plan)))
-    lost = missing_pieces(live_holders(m, m.recovery.done), need)
-    return lost if lost and newest_mirror_cut(m, need) is None else ()
+    lost = pieces_nobody_holds(find_live_holders(m, m.recovery.done), need)
+    return lost if lost and find_newest_mirror_snapshot(m, need) is None else ()

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 
-from raypar.elastic.actions import CheckReplay, FirstStepAfterRecovery, RunStep, TakeSnapshot, Validate, WriteJournal
+from raypar.elastic.actions import (
+    CompareReplayedStep,
+    ReportFirstStepAfterRecovery,
+    RunStep,
+    StartCheckpoint,
+    Validate,
+    WriteJournal,
+)
 from raypar.elastic.events import StepEmitted, StopRequested
 from raypar.elastic.phases import Phase, UnexpectedEvent
-from raypar.elastic.recovery_start import begin_recovery, is_lost_share
+from raypar.elastic.recovery_start import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.run_state import RunState
-from raypar.elastic.state_records import Due
+from raypar.elastic.run_state_records import Due
 from raypar.elastic.worker_hiring import start_missing_workers
 
 MAX_OPEN_STEPS = 2
@@ -27,7 +34,7 @@ def issue_steps(m: RunState) -> None:
         if p.committed == p.issued:
             begin_recovery(m, m.planned.reason, counts=False)
         return
-    barrier = max(next_flush_point(m), p.committed)
+    barrier = max(find_next_save_or_validation(m), p.committed)
     while p.issued < min(barrier, min(p.emitted, p.committed) + MAX_OPEN_STEPS):
         saved_next = p.issued + 1 in next_saved_steps(m)
         if saved_next and m.mirror.waits:
@@ -39,33 +46,33 @@ def issue_steps(m: RunState) -> None:
         m.decide(RunStep(p.issued, cut), f"step {p.issued} is within {MAX_OPEN_STEPS} of the last one seen by all")
         p.issued += 1
     if p.emitted == p.committed == p.issued == barrier:
-        p.due = find_due(m, barrier)
+        p.due = list_due_saves_and_validations(m, barrier)
         p.served = barrier
-        serve_next(m)
+        begin_next_save_or_validation(m)
     elif p.issued == barrier and m.phase is Phase.RUNNING:
         request = m.stopping.request
         m.enter(Phase.FLUSHING, deadline_s=request.grace_s if request is not None and request.interrupt else None)
 
 
-def end_step(m: RunState) -> int:
+def get_final_step_count(m: RunState) -> int:
     """The number of steps after which the run ends, as far as that is known now."""
     return m.policy.end if m.stopping.at is None else m.stopping.at
 
 
-def next_flush_point(m: RunState) -> int:
+def find_next_save_or_validation(m: RunState) -> int:
     """The number of steps beyond which none is issued before saving and validation have been served there."""
     periods = (m.policy.validate_every if m.policy.validates else 0, m.policy.save_every)
     served = max(m.progress.served, m.progress.emitted - 1)  # no step beyond a flush point is issued before it was served
-    return min([end_step(m), *((served // every + 1) * every for every in periods if every)])
+    return min([get_final_step_count(m), *((served // every + 1) * every for every in periods if every)])
 
 
 def next_saved_steps(m: RunState) -> tuple[int, ...]:
     """The numbers of steps after which the state is saved next: there the replicas are compared before."""
-    end, every = end_step(m), m.policy.save_every
+    end, every = get_final_step_count(m), m.policy.save_every
     return (end, (m.progress.issued // every + 1) * every) if every else (end,)
 
 
-def find_due(m: RunState, done: int) -> deque[Due]:
+def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
     """What is due after `done` steps. Saving comes first: what fails in a validation, or in a callback after it, must not take
     the training with it."""
     policy, due, stop_at = m.policy, deque[Due](), m.stopping.at
@@ -85,7 +92,7 @@ def find_due(m: RunState, done: int) -> deque[Due]:
     return due
 
 
-def serve_next(m: RunState) -> None:
+def begin_next_save_or_validation(m: RunState) -> None:
     """Begin the next thing that is due at this flush point; after the last one training goes on. No step is in flight."""
     p = m.progress
     done = p.emitted
@@ -113,7 +120,7 @@ def serve_next(m: RunState) -> None:
 def begin_checkpoint(m: RunState) -> None:
     """Begin a checkpoint. Only one is written at a time."""
     m.progress.saving = m.progress.emitted
-    m.decide(TakeSnapshot(m.progress.emitted), f"a checkpoint is due after {m.progress.emitted} steps")
+    m.decide(StartCheckpoint(m.progress.emitted), f"a checkpoint is due after {m.progress.emitted} steps")
 
 
 def end_if_saved(m: RunState) -> None:
@@ -123,7 +130,7 @@ def end_if_saved(m: RunState) -> None:
         return
     done = p.emitted
     if p.save_error is not None and p.saved != done:
-        if m.policy.elastic and is_lost_share(p.save_error):
+        if m.policy.elastic and is_caused_by_worker_loss(p.save_error):
             p.save_error = None
             begin_recovery(m, "a worker was lost with its share of the last checkpoint; the others hold the state")
             return
@@ -148,13 +155,13 @@ def commit_step(m: RunState, step: int) -> None:
     m.timer.since_s = now_s
     if health.disturbed_at_s is not None:
         since_s = health.disturbed_at_s if p.last_commit_s is None else p.last_commit_s
-        m.decide(FirstStepAfterRecovery(step, now_s - since_s, max(0, p.journalled - step)), "training goes on")
+        m.decide(ReportFirstStepAfterRecovery(step, now_s - since_s, max(0, p.journalled - step)), "training goes on")
         health.disturbed_at_s = None
         health.failures.clear()
     p.last_commit_s = now_s
     start_missing_workers(m)
     if step < p.journalled:
-        m.decide(CheckReplay(step, step in m.trust.doubted_steps), f"step {step} was seen before the roll-back")
+        m.decide(CompareReplayedStep(step, step in m.trust.doubted_steps), f"step {step} was seen before the roll-back")
     else:
         p.journalled = step + 1
         m.decide(WriteJournal(step), f"all {len(m.membership.members)} workers hold step {step}")
@@ -168,4 +175,4 @@ def record_emitted_step(m: RunState, event: StepEmitted) -> None:
     p.emitted = max(p.emitted, event.step + 1)
     if event.stop is not None and stopping.request is None:
         stopping.request = StopRequested(event.stop)
-        stopping.at = max(min(next_flush_point(m), event.step + MAX_OPEN_STEPS), p.committed, p.emitted)
+        stopping.at = max(min(find_next_save_or_validation(m), event.step + MAX_OPEN_STEPS), p.committed, p.emitted)

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from raypar.elastic import capacity
+from raypar.elastic import desired_capacity
 from raypar.elastic.actions import StartWorker
-from raypar.elastic.capacity import CapacityDecision, CapacityView
+from raypar.elastic.desired_capacity import CapacityInputs, DesiredCapacity
 from raypar.elastic.run_state import RunState
 
 
-def decide_capacity(m: RunState, available: int | None = None) -> CapacityDecision:
+def desired_capacity_of_run(m: RunState, available: int | None = None) -> DesiredCapacity:
     """What the run wants of its workers now, if a new plan could use `available` of them; by default all that are there."""
     who, planned = m.membership, m.planned
-    view = CapacityView(
+    view = CapacityInputs(
         members=set(who.members) - who.gone - who.leaving,
         spares=who.spares,
         starting=m.hiring.starting,
         placed=m.hiring.placed,
-        available=count_available(m) if available is None else available,
+        available=count_available_workers(m) if available is None else available,
         seats=len(who.members),
         start_after_s=m.hiring.retry_at_s,
         grow_at_s=planned.ask_at_s,
         settled=not planned.asking and planned.reason is None and m.step_times.known,
         stopping=m.stopping.request is not None,
     )
-    return capacity.desired(view, m.policy.capacity, m.timer.now_s)
+    return desired_capacity.compute_desired_capacity(view, m.policy.capacity, m.timer.now_s)
 
 
-def count_available(m: RunState) -> int:
+def count_available_workers(m: RunState) -> int:
     """Workers that a new plan could use while training goes on."""
     return len(m.membership.members) + len(m.membership.spares)
 
 
 def start_missing_workers(m: RunState) -> None:
     """Start the workers that are wanted. Not before the others train again: starting a process costs them time."""
-    start_workers(m, decide_capacity(m))
+    start_workers(m, desired_capacity_of_run(m))
 
 
-def start_workers(m: RunState, decision: CapacityDecision) -> None:
+def start_workers(m: RunState, decision: DesiredCapacity) -> None:
     """Start as many workers as have been decided."""
     for _ in range(decision.start):
         number = m.hiring.next_number

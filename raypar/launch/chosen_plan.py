@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.plan import ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def choose_plan(
     plan: Callable[[int], ParallelPlan] | None,
     schedule: str,
     workers: int,
-    orders: Callable[[Routing], Schedule] | None = None,
+    orders: Callable[[MicrobatchRouting], Schedule] | None = None,
 ) -> ChosenPlan:
     """The given plan with its predicted step; without `plan`, the planner's choice for `workers` with its reasons.
 
@@ -57,12 +57,12 @@ def choose_plan(
     from raypar.planner.plan_report import plan_report
     from raypar.planner.plan_search import predict_step, search_plans
     from raypar.schedule import registry
-    from raypar.worker.preflight import check_shards
-    from raypar.worker.profiler import profile_job
+    from raypar.worker.measure_profile import profile_job
+    from raypar.worker.preflight import check_model_can_shard
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
     if fixed is not None:
-        check_shards(spec, checked, fixed)
+        check_model_can_shard(spec, checked, fixed)
     profile = profile_job(
         spec,
         workers=fixed.world if fixed is not None else workers,
@@ -72,34 +72,36 @@ def choose_plan(
     if fixed is None:
         choice = search_plans(profile, workers, spec.cut)
         timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.cut)
-        made = registry.build_schedule(choice.schedule, Routing(choice.plan, spec.cut))
+        made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.cut))
         return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
-    routing = Routing(fixed, spec.cut)
+    routing = MicrobatchRouting(fixed, spec.cut)
     made = registry.build_schedule(schedule, routing) if orders is None else orders(routing)
     timeline, _ = predict_step(profile, fixed, made, spec.cut)
     return ChosenPlan(fixed, schedule, made, timeline, profile)
 
 
-def plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
+def make_plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
     """Chooses the plan that a job file asks for."""
     from raypar.config import PlanConfig
 
     config = job.plan
     if not isinstance(config, PlanConfig):
         return lambda checked: choose_plan(spec, checked, None, "", job.workers)
-    name, orders = config.schedule_file or config.schedule, schedule_builder(config)
+    name, orders = config.schedule_file or config.schedule, make_schedule_builder(config)
     return lambda checked: choose_plan(spec, checked, config.to_plan, name, job.workers, orders)
 
 
-def schedule_builder(config: PlanConfig) -> Callable[[Routing], Schedule]:
+def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], Schedule]:
     """Makes the schedule that a plan section asks for: a file, or a name with an optional warmup. The file is read at once."""
-    from raypar.input_files import SCHEDULE_BYTES, read_text
     from raypar.schedule import registry
-    from raypar.schedule.schedule_csv import read_csv
+    from raypar.schedule.schedule_csv import parse_schedule_csv
+    from raypar.untrusted_files import SCHEDULE_BYTES, read_limited_text
 
     if config.schedule_file is not None:
         cure = "name a schedule file; `raypar simulate --csv F` writes one"
-        schedule = read_csv(read_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure))
+        schedule = parse_schedule_csv(
+            read_limited_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure)
+        )
         return lambda routing: schedule
     return lambda routing: registry.build_schedule(config.schedule, routing, warmup=config.warmup)
 

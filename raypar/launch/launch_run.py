@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.errors import InputError, UserCodeError
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
-from raypar.launch.generated_sample import generate_sample
-from raypar.launch.request import prepare_request
+from raypar.launch.generated_text import generate_text_with_checkpoint
+from raypar.launch.prepare_request import prepare_run_request
 from raypar.launch.result import Result
-from raypar.launch.run_options import EventHandler, RunOptions
-from raypar.run_folder import RunFolder, write_whole
+from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
+from raypar.run_folder import RunFolder, write_text_atomically
 from raypar.user_code import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
 
 
-def launch_run(spec: JobSpec, choose: PlanChooser, options: RunOptions, tell: EventHandler) -> Result:
+def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler) -> Result:
     """The result of a whole run, also of one that fails or is interrupted. Raises `RayparError` if nothing was started.
 
     `tell` gets every event; the first ones are the numbered stages of the start-up.
@@ -35,32 +35,32 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: RunOptions, tell: Ev
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
     result = _connect_and_follow(spec, chosen, make_request, options, tell)
     if result.end in ("done", "stopped") and result.checkpoint_path is not None:
-        from raypar.worker.checkpoint import checkpoint_weights_hash
+        from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
 
         result.weights_sha256 = checkpoint_weights_hash(Path(result.checkpoint_path))
         with recording_ctrl_c():
-            result.sample = generate_sample(spec, Path(result.checkpoint_path))
+            result.sample = generate_text_with_checkpoint(spec, Path(result.checkpoint_path))
     return result
 
 
 def _check_and_plan(
-    spec: JobSpec, choose: PlanChooser, options: RunOptions, tell: EventHandler
+    spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler
 ) -> tuple[JobSpec, ChosenPlan, MakeRequest]:
     """The job with its weights file pinned, its plan, and what makes its request. Calls the user's code for the first time."""
     from raypar.worker.preflight import preflight
-    from raypar.worker.weights_initial import with_fingerprint
+    from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
     with recording_ctrl_c():
         try:
             # A resumed run has its values in the checkpoint; the file may be gone by now.
-            spec = with_fingerprint(spec) if options.resume is None else replace(spec, init_from=None)
+            spec = with_weights_fingerprint(spec) if options.resume is None else replace(spec, init_from=None)
             checked = preflight(spec)
             text = f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples"
             _tell_stage(tell, "checked", text)
             for line in checked.notes:
                 tell({"kind": "warning", "text": line})
             chosen = choose(checked)
-            return spec, chosen, prepare_request(spec, checked, chosen, options)
+            return spec, chosen, prepare_run_request(spec, checked, chosen, options)
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
         except (SystemExit, KeyboardInterrupt) as error:
@@ -71,19 +71,19 @@ def _check_and_plan(
             ) from error
 
 
-def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: RunOptions) -> list[str]:
+def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions) -> list[str]:
     """What to know about a plan beside its description."""
-    from raypar.planner.plan_report import fewer_shards
+    from raypar.planner.plan_report import fewer_shards_warnings
     from raypar.worker.backend import make_backend
 
     notes = list(make_backend(spec.device).plan_notes)
     if options.elastic is not None:
-        notes += fewer_shards(chosen.plan, options.elastic.min_workers)
+        notes += fewer_shards_warnings(chosen.plan, options.elastic.min_workers)
     return notes
 
 
 def _connect_and_follow(
-    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: RunOptions, tell: EventHandler
+    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: ResultNeutralOptions, tell: EventHandler
 ) -> Result:
     """Connect to Ray, make the run folder, run. The folder is removed again if the run ends before its first step."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
@@ -98,7 +98,7 @@ def _connect_and_follow(
         folder = options.folder(chosen)
         begun = options.resume is not None
         try:
-            write_whole(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
+            write_text_atomically(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
             text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}"
             _tell_stage(tell, "connected", text)
             request = make_request(folder, connection.host)
@@ -116,7 +116,7 @@ def _connect_and_follow(
                 shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _most_workers(chosen: ChosenPlan, options: RunOptions) -> int:
+def _most_workers(chosen: ChosenPlan, options: ResultNeutralOptions) -> int:
     """How many workers the run may have at once, standbys included: the processors that a local Ray cluster offers."""
     most, elastic = chosen.plan.world, options.elastic
     return most if elastic is None else max(most, elastic.max_workers or 0) + elastic.standbys
@@ -124,7 +124,7 @@ def _most_workers(chosen: ChosenPlan, options: RunOptions) -> int:
 
 def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler) -> Result:
     """Run the request to its end; the result is gathered from the events."""
-    from raypar.actors.client import follow_run
+    from raypar.actors.driver_client import follow_run
 
     result = Result({}, str(folder.path), "failed", request.policy.first, checkpoint_path=request.resume)
 

@@ -58,7 +58,7 @@ class Result:
         return pandas.DataFrame(self.history)
 
 
-def raise_failure(result: Result) -> None:
+def raise_run_failure(result: Result) -> None:
     """Raise what a failed run failed with, or `Interrupted`; nothing for a run that is done or was stopped."""
     if result.end == "failed":
         if isinstance(result.error, RayparError):

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import CheckpointError, ConfigError
-from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, plan_chooser, plan_json
+from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
-from raypar.launch.run_options import EventHandler, RunOptions, options_from_job
+from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions, result_neutral_options_from_job
 from raypar.run_folder import (
     RunFolder,
+    check_local_path,
     explain_read_errors,
     explain_write_errors,
-    has_content,
-    local_path,
-    replace_whole,
-    write_whole,
+    file_has_content,
+    replace_file_atomically,
+    write_text_atomically,
 )
 from raypar.user_code import make_importable
 from raypar.worker.job_spec import JobSpec
@@ -47,39 +47,44 @@ def resume_job(
     spec = job.to_spec()
 
     def rewind_folder(chosen: ChosenPlan) -> RunFolder:
-        from raypar.actors.client import refuse_active_run
+        from raypar.actors.driver_client import refuse_active_run
 
         refuse_active_run(folder.name)  # its client may be gone, and its driver not
         kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.first]
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
-        if not has_content(folder.metrics, text):
+        if not file_has_content(folder.metrics, text):
             with explain_write_errors(folder.metrics):
-                replace_whole(folder.metrics, text)
-        write_whole(folder.plan, plan_json(chosen))
+                replace_file_atomically(folder.metrics, text)
+        write_text_atomically(folder.plan, plan_json(chosen))
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
         return folder
 
     with folder.held():
         try:
-            path = last_checkpoint(folder, tell)
+            path = find_last_whole_checkpoint(folder, tell)
         except CheckpointError:
             end_orphaned_driver(folder, address)
             raise
         for _ in folder.read(folder.metrics):  # what is wrong with them is said before anything is started
             pass
-        options = options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
-        options, choose = resume_from(path, options, spec, plan_chooser(job, spec), tell)
+        options = result_neutral_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
+        options, choose = prepare_resumed_run(path, options, spec, make_plan_chooser(job, spec), tell)
         return launch_run(spec, choose, options, tell)
 
 
-def resume_from(
-    path: Path, options: RunOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
-) -> tuple[RunOptions, PlanChooser]:
+def prepare_resumed_run(
+    path: Path, options: ResultNeutralOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
+) -> tuple[ResultNeutralOptions, PlanChooser]:
     """Options and plan chooser of a run that resumes from the checkpoint at `path`; tells so.
 
     Raises `CheckpointError` if the checkpoint is another job's or has done all the steps.
     """
-    from raypar.worker.checkpoint import changes_of_shards, check_contract, check_model, load_manifest
+    from raypar.worker.checkpoint.checkpoint_files import (
+        check_checkpoint_fits_model,
+        check_contract,
+        list_changed_shard_settings,
+        load_manifest,
+    )
 
     manifest = load_manifest(path)
     check_contract(manifest, spec)
@@ -91,21 +96,21 @@ def resume_from(
         )
 
     def check_and_choose(checked: PreflightResult) -> ChosenPlan:
-        from raypar.model.build import parameter_shapes
+        from raypar.model.layer_skeletons import parameter_shapes
 
-        check_model(manifest, parameter_shapes(checked.graph))
+        check_checkpoint_fits_model(manifest, parameter_shapes(checked.graph))
         return choose(checked)
 
     text = f"from {path.name}: {manifest.steps_done} steps are done"
-    if changed := changes_of_shards(manifest, spec):
+    if changed := list_changed_shard_settings(manifest, spec):
         text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
     tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
     return replace(options, resume=path, first=manifest.steps_done), check_and_choose
 
 
-def last_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:
+def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:
     """The run's last checkpoint that is whole; tells which were skipped. Raises `CheckpointError` if there is none."""
-    from raypar.worker.checkpoint import latest_usable_checkpoint
+    from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint
 
     path, skipped = latest_usable_checkpoint(folder.checkpoints)
     for line in skipped:
@@ -120,7 +125,7 @@ def find_checkpoint(given: Any, tell: EventHandler) -> Path:
 
     Raises `CheckpointError` if there is none or it is not whole, `ConfigError` if it lies on other storage than a folder.
     """
-    from raypar.worker.checkpoint import MANIFEST, verify_checkpoint
+    from raypar.worker.checkpoint.checkpoint_files import MANIFEST, verify_checkpoint
 
     elsewhere = getattr(given, "filesystem", None)
     if elsewhere is not None and elsewhere.type_name != "local":
@@ -133,11 +138,11 @@ def find_checkpoint(given: Any, tell: EventHandler) -> Path:
         raise ConfigError(
             f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
         )
-    path = local_path(given, "resume_from_checkpoint")
+    path = check_local_path(given, "resume_from_checkpoint")
     with explain_read_errors(path):
         is_run, is_checkpoint = (path / "checkpoints").is_dir(), (path / MANIFEST).is_file()
     if is_run:
-        return last_checkpoint(RunFolder(path), tell)
+        return find_last_whole_checkpoint(RunFolder(path), tell)
     if not is_checkpoint:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_...")
     return verify_checkpoint(path).path
@@ -148,7 +153,7 @@ def end_orphaned_driver(folder: RunFolder, address: str | None) -> None:
 
     Raises `OutlivedError` once it has ended, because the run can be resumed now, and `ActiveError` if it has not.
     """
-    from raypar.actors.client import refuse_active_run
+    from raypar.actors.driver_client import refuse_active_run
     from raypar.actors.ray_connection import connect_ray, uses_existing_ray
 
     if uses_existing_ray(address):

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.run_folder import RunFolder, local_path
+from raypar.run_folder import RunFolder, check_local_path
 
 if TYPE_CHECKING:
     from raypar.config import Job
@@ -23,10 +23,10 @@ def is_submitted_job() -> bool:
     return SUBMITTED_VARIABLE in os.environ
 
 
-def lasting_run_dir(run_dir: str | os.PathLike[str]) -> Path:
+def choose_lasting_run_dir(run_dir: str | os.PathLike[str]) -> Path:
     """`run_dir`, moved below `~/raypar` if it is relative and this is a submitted job: Ray removes the folder such a job
     runs in. Raises `ConfigError` for a URI."""
-    path = local_path(run_dir, "run_dir")
+    path = check_local_path(run_dir, "run_dir")
     return Path.home() / RUNS_FOLDER / path if is_submitted_job() else path
 
 
@@ -36,7 +36,7 @@ def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
     It is the run of the job's name that was started or resumed last. It must have a whole checkpoint of the same job with
     steps left. The reason is empty if there has been no run, or if the run has done all its steps.
     """
-    from raypar.worker.checkpoint import contract_differences, latest_usable_checkpoint, load_manifest
+    from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, list_contract_differences, load_manifest
 
     numbered = re.compile(rf"{re.escape(job.name)}(-\d+)?")
     runs = [path for path in Path(job.run_dir).glob("*/job.yaml") if numbered.fullmatch(path.parent.name)]
@@ -49,7 +49,7 @@ def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
         lacks = f"has no checkpoint that is whole ({'; '.join(skipped)})" if skipped else "has no checkpoint"
         return None, f"run {folder.name} in {folder.path} {lacks}: a new run begins"
     manifest, spec = load_manifest(path), job.to_spec()
-    differences = contract_differences(manifest, spec)
+    differences = list_contract_differences(manifest, spec)
     if differences:
         return None, f"run {folder.name} in {folder.path} was another job ({'; '.join(differences)}): a new run begins"
     return (folder, "") if manifest.steps_done < spec.steps else (None, "")

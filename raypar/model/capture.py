@@ -10,32 +10,39 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import SkeletonCopies, build_on_meta, named_state, refuse_lazy, refuse_unsupported, skeletons
-from raypar.model.deferred_init import Recording, settle_attributes, settle_elsewhere
+from raypar.model.deferred_init import OperationRecording, materialise_hidden_tensors, materialise_tensor_attributes
 from raypar.model.graph import Graph
-from raypar.model.initial_values import ByNameValues, CallGuard, DeferredValues, LayerBuildValues, WholeModelValues
+from raypar.model.initial_values import CallGuard, DeferredValues, LayerBuildValues, SeededByNameValues, WholeModelValues
+from raypar.model.layer_skeletons import (
+    SkeletonCopier,
+    build_on_meta,
+    make_skeletons,
+    named_state,
+    refuse_lazy,
+    refuse_unsupported,
+)
 from raypar.model.parameter_aliasing import Replaced, refuse_parameter_aliasing, refuse_undeclared_ties, tensors_in_functions
 from raypar.model.random_state import RandomState
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"
 
 
-def capture(
+def capture_layer_graph(
     made: object,
     *,
     input: str,
     again: Callable[[], Mapping[str, Tensor]] | None = None,
-    recording: Recording | None = None,
+    recording: OperationRecording | None = None,
     notes: tuple[str, ...] = (),
     replaced: Replaced = "nothing",
 ) -> Graph:
     """The graph of the layers of `made`; a hand-written `Graph` is returned as it is.
 
-    Layers are built from skeletons (`model.build`); their values are in `Graph.initial_values`. Parameters that layers share
-    become ties. `input`: the batch field that the first layer reads. `again`: makes the values again after they were released.
-    `recording`: of the values, if the model function ran with deferred initialisation. `notes`: see `InitialValues`.
-    `replaced`: what the job gives other values than these. Raises `ModelError` for anything that is not layers, `Undeferrable`
-    where a recording does not do.
+    Layers are built from skeletons (`model.layer_skeletons`); their values are in `Graph.initial_values`. Parameters that
+    layers share become ties. `input`: the batch field that the first layer reads. `again`: makes the values again after they
+    were released. `recording`: of the values, if the model function ran with deferred initialisation. `notes`: see
+    `InitialValues`. `replaced`: what the job gives other values than these. Raises `ModelError` for anything that is not
+    layers, `Undeferrable` where a recording does not do.
     """
     if isinstance(made, Graph):
         _check_ties(made)
@@ -53,11 +60,11 @@ def capture(
     state = dict(named_state(pairs))
     if recording is not None:
         for _, module in pairs:
-            settle_attributes(module, list(state.values()), recording)
+            materialise_tensor_attributes(module, list(state.values()), recording)
         used = {id(tensor) for tensor in tensors_in_functions(pairs)}
-        settle_elsewhere([tensor for tensor in state.values() if id(tensor) not in used], recording)
+        materialise_hidden_tensors([tensor for tensor in state.values() if id(tensor) not in used], recording)
     initial = WholeModelValues(state, again, notes) if recording is None else DeferredValues(state, recording, notes)
-    graph = Graph.sequential([(name, SkeletonCopies(bare)) for name, bare in skeletons(pairs)], input=input, ties=ties)
+    graph = Graph.sequential([(name, SkeletonCopier(bare)) for name, bare in make_skeletons(pairs)], input=input, ties=ties)
     return replace(graph, initial_values=initial)
 
 
@@ -105,7 +112,7 @@ def _own_calls(chain: nn.Sequential) -> str | None:
     return "a compiled form (torch.compile)" if chain._compiled_call_impl is not None else None
 
 
-def without_values(
+def replace_builds_by_skeletons(
     graph: Graph, *, seed: int, state: RandomState, guard: CallGuard = contextlib.nullcontext, replaced: Replaced = "nothing"
 ) -> Graph:
     """A hand-written graph whose builds return copies of skeletons; its `initial_values` has the values.
@@ -121,11 +128,11 @@ def without_values(
         refuse_unsupported(name, module)
         refuse_parameter_aliasing([(name, module)], replaced if graph.init is None or replaced == "all" else "parameters")
         refuse_undeclared_ties(name, module, seen, graph.ties)
-        ((_, bare),) = skeletons([(name, module)])
-        layers.append(replace(layer, build=SkeletonCopies(bare)))
+        ((_, bare),) = make_skeletons([(name, module)])
+        layers.append(replace(layer, build=SkeletonCopier(bare)))
     made = replace(graph, layers=tuple(layers))
     _check_ties(made)
-    return replace(made, initial_values=built if graph.init is None else ByNameValues(made, seed, built, guard))
+    return replace(made, initial_values=built if graph.init is None else SeededByNameValues(made, seed, built, guard))
 
 
 def _check_ties(graph: Graph) -> None:

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raypar.errors import ModelError
-from raypar.model.build import replace_tensors
-from raypar.model.model_call import filler
+from raypar.model.layer_skeletons import replace_tensors
+from raypar.model.model_function_allocations import uninitialised_fill_value
 from raypar.model.without_dynamo import without_dynamo
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Undeferrable(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class RecordedView:
-    """A large tensor in a recorded operation: key of its `RecordedMemory`, and the geometry of the view."""
+    """A large tensor in a recorded operation: key of its `RecordedStorage`, and the geometry of the view."""
 
     memory: int
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class RecordedOperation:
 
 
 @dataclass(slots=True)
-class RecordedMemory:
+class RecordedStorage:
     """The storage of one or more large tensors. Its key is the address of its meta storage."""
 
     anchor: torch.UntypedStorage
@@ -108,7 +108,7 @@ class RecordedMemory:
     """Its values, once it has become real; from then on nothing is recorded."""
 
 
-class Recording:
+class OperationRecording:
     """The operations on large tensors; `values(tensor)` computes the values of one of them."""
 
     def __init__(self, small_bytes: int | None = None) -> None:
@@ -116,7 +116,7 @@ class Recording:
         """Tensors below this are real from the start."""
         self._operations: list[RecordedOperation] = []
         """All recorded operations, in the order in which they ran."""
-        self._memories: dict[int, RecordedMemory] = {}
+        self._memories: dict[int, RecordedStorage] = {}
         """Key -> memory of large tensors."""
 
     # -- recording -------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Recording:
     def begin(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> RecordedView:
         """Track the memory of a new meta tensor, whose values are `real` if they are known already."""
         storage = tensor.untyped_storage()
-        self._memories[storage._cdata] = RecordedMemory(storage, real=real)
+        self._memories[storage._cdata] = RecordedStorage(storage, real=real)
         return self.view(tensor)
 
     def stand_in(self, value: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class Recording:
 class _Operations(TorchDispatchMode):
     """Records ATen operations."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: OperationRecording) -> None:
         super().__init__()
         self.recording = recording
         self._scratch: Tensor | None = None
@@ -314,7 +314,7 @@ class _Operations(TorchDispatchMode):
 
     def _without_garbage(self, func: Any, made: Any) -> Any:
         """`made` by an operation on untracked tensors; if it is uninitialised (`to_empty`), what `_factory` makes instead."""
-        if not isinstance(made, Tensor) or made.is_meta or (value := filler(func, made)) is None:
+        if not isinstance(made, Tensor) or made.is_meta or (value := uninitialised_fill_value(func, made)) is None:
             return made
         if made.untyped_storage().nbytes() < max(1, self.recording.small_bytes):
             return made.fill_(value)
@@ -341,7 +341,7 @@ class _Operations(TorchDispatchMode):
             random = _generator_of(leaves).get_state()
             func(*args, **kwargs)  # for the generator, which it advances
         view = self.recording.begin(made)
-        fill = filler(func, made)
+        fill = uninitialised_fill_value(func, made)
         self.recording.add(RecordedOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
         if fill is not None:
             whole = torch.ops.aten.fill_.Scalar
@@ -401,7 +401,8 @@ class _Operations(TorchDispatchMode):
     def _scratch_like(self, target: Tensor) -> Tensor:
         """A scratch tensor of this geometry; all share one buffer.
 
-        The buffer comes from mmap: blocks that malloc frees one by one leave holes in the heap (`worker.allocator`).
+        The buffer comes from mmap: blocks that malloc frees one by one leave holes in the heap
+        (`worker.process.malloc_and_gc`).
         """
         extent = 1 + sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
         nbytes = max(1, extent) * target.element_size()
@@ -439,7 +440,7 @@ class _Operations(TorchDispatchMode):
 class _Attributes(TorchFunctionMode):
     """Answers what code asks a large tensor without an ATen operation: its device, and its values in other forms."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: OperationRecording) -> None:
         super().__init__()
         self.recording = recording
 
@@ -484,15 +485,15 @@ _GIVE_SHARED_MEMORY = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.
 _GIVE_VALUES = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__}
 
 
-def run_deferred(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, Recording]:
+def run_with_deferred_init(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, OperationRecording]:
     """(what `call()` returns, with large tensors on the meta device; the recording of their values). Raises `Undeferrable`."""
-    recording = Recording(small_bytes)
+    recording = OperationRecording(small_bytes)
     with recording.on():
         made = call()
     return made, recording
 
 
-def settle_attributes(module: nn.Module, registered: Collection[Tensor], recording: Recording) -> None:
+def materialise_tensor_attributes(module: nn.Module, registered: Collection[Tensor], recording: OperationRecording) -> None:
     """Replace large tensors that are plain attributes of modules, and not `registered` too, by real ones, in place."""
     known = set(map(id, registered))
 
@@ -507,7 +508,7 @@ def settle_attributes(module: nn.Module, registered: Collection[Tensor], recordi
                 vars(part)[key] = replace_tensors(value, settled)
 
 
-def settle_elsewhere(registered: Collection[Tensor], recording: Recording) -> None:
+def materialise_hidden_tensors(registered: Collection[Tensor], recording: OperationRecording) -> None:
     """Give large tensors that are not `registered` their values, in place: those in closures, globals, unregistered modules.
 
     Raises `Undeferrable` for one that PyTorch cannot exchange.

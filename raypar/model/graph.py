@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from raypar.errors import ModelError
-from raypar.model.value_source import InitialValues
-from raypar.plan.crossing import Crossing, Outline
+from raypar.model.initial_values_protocol import InitialValues
 from raypar.plan.parallel_plan import ParallelPlan
+from raypar.plan.stage_connections import ModelOutline, StageConnections
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ class Graph:
         """Indices of the layers that read `value`, ascending."""
         return tuple(i for i, layer in enumerate(self.layers) if value in layer.inputs)
 
-    def crossing(self, plan: ParallelPlan) -> Crossing:
+    def crossing(self, plan: ParallelPlan) -> StageConnections:
         """What crosses between the plan's stages: values by edge, and ties."""
         for name in (name for names in self.ties for name in names):
             self.layer_of(name)  # a tie of something that is no parameter is refused
-        return Outline(tuple((x.name, x.inputs, x.outputs) for x in self.layers), self.ties).crossing(plan)
+        return ModelOutline(tuple((x.name, x.inputs, x.outputs) for x in self.layers), self.ties).crossing(plan)
 
     def layer_of(self, parameter: str) -> str:
         """The layer that a qualified parameter name belongs to (layer names may contain dots)."""

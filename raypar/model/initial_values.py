@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import build_on_meta, canonical_names, named_state, put_buffers, refuse_lazy, state_shapes
-from raypar.model.deferred_init import Recording
+from raypar.model.deferred_init import OperationRecording
 from raypar.model.graph import Graph
-from raypar.model.model_call import call_watched
-from raypar.model.random_state import RandomState, generators_preserved, seed_all
-from raypar.model.value_source import DimRanges, InitialValues
+from raypar.model.initial_values_protocol import DimRanges, InitialValues
+from raypar.model.layer_skeletons import build_on_meta, canonical_names, named_state, put_buffers, refuse_lazy, state_shapes
+from raypar.model.model_function_allocations import call_counting_allocations
+from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.plan.seeds import seed_of
 
 CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 """guard(caller): a context for one call of the user's code; on exit it restores process state that the call left changed.
 
-`caller` describes the call in messages. `StateGuard.watching` of `worker.compute_state` is one."""
+`caller` describes the call in messages. `TorchStateGuard.watching` of `worker.process.torch_state_guard` is one."""
 
 
-class MadeWhole:
+class WholeTensorValues:
     """Base of initial values that come out of code that makes whole tensors."""
 
     def stream_slices(self, slices: Mapping[str, DimRanges], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -43,10 +43,10 @@ def initial_values_of(graph: Graph, seed: int) -> InitialValues:
     if graph.initial_values is not None:
         return graph.initial_values
     built = LayerBuildValues(graph, seed)
-    return built if graph.init is None else ByNameValues(graph, seed, built)
+    return built if graph.init is None else SeededByNameValues(graph, seed, built)
 
 
-def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, is_parameter: bool, own: bool = False) -> Tensor:
+def prepare_initial_value(name: str, tensor: Tensor, dtype: torch.dtype, *, is_parameter: bool, own: bool = False) -> Tensor:
     """A tensor as workers hold it: on the CPU, contiguous, floating point in `dtype`.
 
     The result is a copy, unless `own` says that nobody else uses the tensor's memory. Raises `ModelError` for a tensor on the
@@ -68,7 +68,7 @@ def as_initial(name: str, tensor: Tensor, dtype: torch.dtype, *, is_parameter: b
     return tensor.detach().to(device="cpu", dtype=kind, copy=copies, memory_format=torch.contiguous_format).contiguous()
 
 
-class WholeModelValues(MadeWhole):
+class WholeModelValues(WholeTensorValues):
     """Values of a model that was built whole. `make`: builds it again after `release`; without it, `release` keeps them."""
 
     def __init__(
@@ -89,7 +89,7 @@ class WholeModelValues(MadeWhole):
             self._tensors = self._make()
         for name in names:
             tensor = self._tensors[name]
-            yield name, as_initial(name, tensor, dtype, is_parameter=isinstance(tensor, nn.Parameter))
+            yield name, prepare_initial_value(name, tensor, dtype, is_parameter=isinstance(tensor, nn.Parameter))
 
     def release(self) -> None:
         """See `InitialValues`."""
@@ -98,14 +98,14 @@ class WholeModelValues(MadeWhole):
 
 
 @dataclass
-class DeferredValues(MadeWhole):
+class DeferredValues(WholeTensorValues):
     """Values of a model run with deferred initialisation: each large tensor is computed when `stream` reaches it.
 
     `tensors`: as the model function made them, real or on the meta device. `recording`: how to compute the latter.
     """
 
     tensors: Mapping[str, Tensor]
-    recording: Recording
+    recording: OperationRecording
     notes: tuple[str, ...] = ()
 
     def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -115,13 +115,13 @@ class DeferredValues(MadeWhole):
             is_parameter, deferred = isinstance(tensor, nn.Parameter), self.recording.tracks(tensor)
             own = deferred and not self.recording.known(tensor)
             value = self.recording.values(tensor) if deferred else tensor
-            yield name, as_initial(name, value, dtype, is_parameter=is_parameter, own=own)
+            yield name, prepare_initial_value(name, value, dtype, is_parameter=is_parameter, own=own)
 
     def release(self) -> None:
         """Nothing to free: the recording is small."""
 
 
-def values_by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+def initial_values_by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """Each layer's initial values by name, in layer order. Between layers only tied parameters stay in memory."""
     names = [list(state_shapes(graph, index, index + 1)) for index in range(len(graph.layers))]
     tied = {name for several in graph.ties for name in several}
@@ -136,7 +136,7 @@ def values_by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dic
 
 
 @dataclass
-class LayerBuildValues(MadeWhole):
+class LayerBuildValues(WholeTensorValues):
     """Values of a hand-written `Graph`: its builds run in layer order in one random stream; one layer is held at a time.
 
     The stream starts from `state` (the generators as the model function left them), or from `seed` if there is none. `guard`
@@ -158,20 +158,20 @@ class LayerBuildValues(MadeWhole):
             for path, tensor in named_state([(name, module)]):
                 if path in wanted and canonical.get(path, path) == path:
                     wanted.discard(path)
-                    yield path, as_initial(path, tensor, dtype, is_parameter=isinstance(tensor, nn.Parameter))
+                    yield path, prepare_initial_value(path, tensor, dtype, is_parameter=isinstance(tensor, nn.Parameter))
         assert not wanted, f"the graph has no {sorted(wanted)}"
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(layer name, module with its values) in layer order. What the caller draws between layers does not affect them."""
         random = self.state
         for layer in self.graph.layers:
-            with generators_preserved():
+            with preserve_random_state():
                 if random is None:
                     seed_all(self.seed)
                 else:
                     random.restore()
                 with self.guard(f"the constructor of layer {layer.name!r}"):
-                    module, _ = call_watched(layer.build)
+                    module, _ = call_counting_allocations(layer.build)
                 random = RandomState.now()
             refuse_lazy([(layer.name, module)])
             yield layer.name, module
@@ -181,7 +181,7 @@ class LayerBuildValues(MadeWhole):
 
 
 @dataclass
-class ByNameValues(MadeWhole):
+class SeededByNameValues(WholeTensorValues):
     """Values under `init: by-name`: every module's `reset_parameters()` runs under a seed made from the module's name.
 
     With `Graph.init` that function fills each parameter, under a seed made from the parameter's name. What constructors give
@@ -206,7 +206,7 @@ class ByNameValues(MadeWhole):
             if wanted & owned:
                 _fill_with_nan(skeleton, dtype)
                 put_buffers(layer.name, skeleton, kept)
-                with generators_preserved():
+                with preserve_random_state():
                     _initialise(self.graph, layer.name, skeleton, self.seed, self.guard)
                 _refuse_unfilled(self.graph, layer.name, skeleton)
                 for path, parameter in skeleton.named_parameters():
@@ -263,7 +263,7 @@ def _refuse_unfilled(graph: Graph, layer: str, module: nn.Module) -> None:
 
 
 def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int, guard: CallGuard) -> None:
-    """Give a layer's parameters their values under `init: by-name`, in place. `guard`: see `ByNameValues`."""
+    """Give a layer's parameters their values under `init: by-name`, in place. `guard`: see `SeededByNameValues`."""
     if graph.init is not None:
         canonical = canonical_names(graph)
         for path, parameter in module.named_parameters():

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from raypar.model.build import build_on_meta, put_values, state_shapes
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_of
+from raypar.model.layer_skeletons import build_on_meta, put_values, state_shapes
 
 
 def materialise(

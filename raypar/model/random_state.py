@@ -41,7 +41,7 @@ def seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def generators_preserved() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restore the generators on exit."""
     before = RandomState.now()
     try:

@@ -1,7 +1,17 @@
 """WHO holds WHAT: stages, replicas, routing, blocks, the addition tree. Pure: standard library only, no clock, no random."""
 
-from raypar.plan.crossing import Crossing, Edge, Outline, Tie
 from raypar.plan.microbatches import Microbatches
-from raypar.plan.parallel_plan import ParallelPlan, Routing, Seat, StagePlan
+from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Seat, StagePlan
+from raypar.plan.stage_connections import ModelOutline, StageConnections, StageEdge, TiedParameter
 
-__all__ = ["Crossing", "Edge", "Microbatches", "Outline", "ParallelPlan", "Routing", "Seat", "StagePlan", "Tie"]
+__all__ = [
+    "MicrobatchRouting",
+    "Microbatches",
+    "ModelOutline",
+    "ParallelPlan",
+    "Seat",
+    "StageConnections",
+    "StageEdge",
+    "StagePlan",
+    "TiedParameter",
+]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypar.plan.pieces import Move
+from raypar.plan.pieces import PieceMove
 
 
 @dataclass(frozen=True)
@@ -14,12 +14,12 @@ class AdoptOrder:
     """What one worker adopts, and the state that it sends and receives for that."""
 
     assignment: Any
-    """A `schedule.assignment.Assignment`; None for a worker without a seat, which only hands state over."""
+    """A `schedule.program_assignment.ProgramAssignment`; None for a worker without a seat, which only hands state over."""
     ranks: Mapping[int, int]
     """Worker -> rank of the new transport."""
     done: int
     """Steps applied to the state from which all workers start."""
-    moves: tuple[Move, ...] = ()
+    moves: tuple[PieceMove, ...] = ()
     """All moves of the generation, those of other workers too."""
     load: str | None = None
     """Folder of the checkpoint from which the state is read; None: from memory, or initial values."""

@@ -19,7 +19,7 @@ def contiguous_part(index: int, parts: int, total: int) -> range:
     return range(index * total // parts, (index + 1) * total // parts)
 
 
-def part_index(item: int, parts: int, total: int) -> int:
+def contiguous_part_index(item: int, parts: int, total: int) -> int:
     """The part that holds `item`: the inverse of `contiguous_part`."""
     return ((item + 1) * parts - 1) // total
 
@@ -59,4 +59,4 @@ class Microbatches:
 
     def block(self, microbatch: int) -> int:
         """The block of a microbatch."""
-        return part_index(microbatch, self.blocks, self.count)
+        return contiguous_part_index(microbatch, self.blocks, self.count)

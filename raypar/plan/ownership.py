@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import Literal
 
 from raypar.errors import PlanError
-from raypar.plan.balanced_shares import BalancedShares, consecutive_share
-from raypar.plan.crossing import Outline
+from raypar.plan.balanced_tensor_shares import BalancedTensorShares, consecutive_tensor_share
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.pieces import Piece
-from raypar.plan.shard_ranges import Cut, IndexRanges, count_indices, intersect_ranges, ranges_at
+from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, indices_at_positions, intersect_ranges
+from raypar.plan.stage_connections import ModelOutline
 
 StateKind = Literal["parameter", "gradient", "master", "optimizer", "buffer", "average"]
 """`parameter`: what layers compute with. `gradient`: its gradient, reduced. `master`: the parameter in full precision, where
@@ -39,13 +39,13 @@ class Ownership:
     """Who keeps what under a plan. Elements are numbered as `Piece` says: alike under every plan of a model."""
 
     plan: ParallelPlan
-    outline: Outline
+    outline: ModelOutline
     """The model's parameters and buffers, which of them are frozen, and how they are cut over shards."""
     zero: int = 0
     """The ZeRO stage, 0 to 3: which kinds the replicas of a stage share out (`SHARED_OUT_FROM`). Runs of today use 0."""
     _answers: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What has been answered; ranks that keep the same share one tuple."""
-    _shares: dict[tuple[object, ...], BalancedShares] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shares: dict[tuple[object, ...], BalancedTensorShares] = field(default_factory=dict, init=False, repr=False, compare=False)
     """(position, shard, whether frozen) -> how the replicas share these parameters out."""
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Ownership:
         """Name -> elements when whole, of each parameter and buffer of a rank's stages that is not empty, in layer order."""
         return self._sizes[self.plan.seats[rank].position]
 
-    def cut_of(self, rank: int, name: str) -> Cut | None:
+    def cut_of(self, rank: int, name: str) -> TensorCut | None:
         """How a tensor is cut over the shards of a rank's stages; None: it is whole on each of them."""
         shards = self.plan.stages[self.plan.stages_of(rank)[0]].shards
         if shards > 1 and shards not in self.outline.cuts:
@@ -103,7 +103,7 @@ class Ownership:
     @cached_property
     def state_keys(self) -> tuple[int, ...]:
         """By rank; ranks with the same key hold the same state."""
-        return state_keys(self.held)
+        return same_state_keys(self.held)
 
     def has_copies(self, rank: int) -> bool:
         """Whether another rank holds the same state."""
@@ -136,7 +136,7 @@ class Ownership:
             here = [name for name in self._tensors_of_stage(stage) if self._first_stage[name] == stage]
             names = [name for name in here if self._is_trained(name)]
             sizes = [self._owned_elements(rank, name) for name in names]
-            found[stage] = tuple(names[consecutive_share(sizes, seat.replica, self.plan.stages[stage].replicas)])
+            found[stage] = tuple(names[consecutive_tensor_share(sizes, seat.replica, self.plan.stages[stage].replicas)])
         return found
 
     def written(self, rank: int) -> dict[int, dict[str, tuple[Piece, ...]]]:
@@ -229,15 +229,15 @@ class Ownership:
         key = (seat.position, seat.shard, frozen)
         if key not in self._shares:
             replicas = self.plan.stages[self.plan.stages_of(rank)[0]].replicas
-            self._shares[key] = BalancedShares(tuple(count_indices(spans) for spans in here), replicas)
+            self._shares[key] = BalancedTensorShares(tuple(count_indices(spans) for spans in here), replicas)
         return tuple(
             piece
             for index, start, stop in self._shares[key].of(seat.replica)
-            for piece in _pieces(names[index], ranges_at(here[index], start, stop))
+            for piece in _pieces(names[index], indices_at_positions(here[index], start, stop))
         )
 
 
-def state_keys(held: Sequence[tuple[Piece, ...]]) -> tuple[int, ...]:
+def same_state_keys(held: Sequence[tuple[Piece, ...]]) -> tuple[int, ...]:
     """By rank, from what each rank holds: the first rank that holds the same pieces. So equal keys are equal state."""
     first: dict[tuple[Piece, ...], int] = {}
     compared: dict[int, int] = {}  # by identity: replicas share one long tuple

@@ -39,7 +39,7 @@ class Seat:
         return f"position {self.position} replica {self.replica}{shard}"
 
 
-def position_of(stage: int, pp: int, placement: Placement) -> int:
+def position_of_stage(stage: int, pp: int, placement: Placement) -> int:
     """The position that hosts a stage: `loop` goes round (interleaved 1F1B), `v` turns at the end (ZB-V)."""
     lap, offset = divmod(stage, pp)
     return pp - 1 - offset if placement == "v" and lap % 2 else offset
@@ -121,7 +121,7 @@ class ParallelPlan:
         bounds = [0, *cuts, total] if cuts is not None else [s * total // count for s in range(count + 1)]
         if len(bounds) != count + 1:
             raise PlanError(f"{len(bounds) - 2} cuts for {count} stages", cure=f"give {count - 1} cuts")
-        at = [position_of(s, pp, placement) for s in range(count)]
+        at = [position_of_stage(s, pp, placement) for s in range(count)]
         return ParallelPlan(
             tuple(StagePlan(bounds[s], bounds[s + 1], at[s], replicas[at[s]], shards[at[s]]) for s in range(count))
         )
@@ -162,7 +162,7 @@ class ParallelPlan:
     def compute_keys(self) -> tuple[tuple[int, int], ...]:
         """By rank: (position, shard). Ranks with the same key do the same work, on other microbatches.
 
-        Whether they also hold the same state is another question: see `plan.ownership.state_keys`.
+        Whether they also hold the same state is another question: see `plan.ownership.same_state_keys`.
         """
         return tuple((seat.position, seat.shard) for seat in self.seats)
 
@@ -194,7 +194,7 @@ def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Routing:
+class MicrobatchRouting:
     """Which replica of a stage runs a microbatch: replicas hold contiguous runs of blocks (rule 6 of the numerics contract)."""
 
     plan: ParallelPlan

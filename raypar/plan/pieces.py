@@ -18,7 +18,8 @@ from raypar.errors import PlanError
 class Piece:
     """Elements `[start, stop)` of the flattened, unsharded tensor called `name`, and what the optimizer keeps for them.
 
-    A parameter that is cut over shards is flattened with the cut dim as the slowest, under every plan (`shard_ranges.Cut`).
+    A parameter that is cut over shards is flattened with the cut dim as the slowest, under every plan
+    (`shard_ranges.TensorCut`).
     """
 
     name: str
@@ -46,7 +47,7 @@ Holdings = Mapping[int, Iterable[Piece]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Move:
+class PieceMove:
     """Worker `source` sends `piece` to worker `dest`."""
 
     source: int
@@ -85,23 +86,23 @@ def subtract_pieces(pieces: Iterable[Piece], held: Iterable[Piece]) -> tuple[Pie
     return tuple(left)
 
 
-def count_overlap(first: Iterable[Piece], second: Iterable[Piece]) -> int:
+def count_shared_elements(first: Iterable[Piece], second: Iterable[Piece]) -> int:
     """Number of elements that lie in both."""
     first = merge_pieces(first)
     return sum(p.size for p in first) - sum(p.size for p in subtract_pieces(first, second))
 
 
-def missing_pieces(have: Holdings, need: Holdings) -> tuple[Piece, ...]:
+def pieces_nobody_holds(have: Holdings, need: Holdings) -> tuple[Piece, ...]:
     """The pieces that some worker needs and no worker holds."""
     return subtract_pieces([p for pieces in need.values() for p in pieces], [p for pieces in have.values() for p in pieces])
 
 
-def plan_moves(have: Holdings, need: Holdings) -> tuple[Move, ...]:
+def plan_moves(have: Holdings, need: Holdings) -> tuple[PieceMove, ...]:
     """The moves after which every worker has what it needs: exactly the elements it lacks. Holders send about equally much.
 
-    Raises `PlanError` where some piece is missing. Callers look at `missing_pieces` first, and know other sources.
+    Raises `PlanError` where some piece is missing. Callers look at `pieces_nobody_holds` first, and know other sources.
     """
-    lost = missing_pieces(have, need)
+    lost = pieces_nobody_holds(have, need)
     if lost:
         raise PlanError(f"nobody holds {', '.join(map(str, lost[:4]))}", cure="take the state from a mirror or a checkpoint")
     there: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
@@ -109,14 +110,14 @@ def plan_moves(have: Holdings, need: Holdings) -> tuple[Move, ...]:
         for piece in have[worker]:
             there[piece.name].append((worker, piece))
     sent: dict[int, int] = defaultdict(int)
-    found: list[Move] = []
+    found: list[PieceMove] = []
     for dest in sorted(need):
         for wanted in subtract_pieces(need[dest], have.get(dest, ())):
             for piece in _split(wanted, (held for _, held in there[wanted.name])):
                 holders = [w for w, held in there[wanted.name] if w != dest and _holds(held, piece)]
                 source = min(holders, key=lambda w: (sent[w], w))
                 sent[source] += piece.size
-                found.append(Move(source, dest, piece))
+                found.append(PieceMove(source, dest, piece))
     return _merged(found)
 
 
@@ -131,9 +132,9 @@ def _holds(held: Piece, piece: Piece) -> bool:
     return held.start <= piece.start and piece.stop <= held.stop
 
 
-def _merged(found: Iterable[Move]) -> tuple[Move, ...]:
+def _merged(found: Iterable[PieceMove]) -> tuple[PieceMove, ...]:
     """The same moves; neighbouring pieces from one worker to another travel as one."""
     ways: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for move in found:
         ways[move.source, move.dest].append(move.piece)
-    return tuple(Move(*way, piece) for way in sorted(ways) for piece in merge_pieces(ways[way]))
+    return tuple(PieceMove(*way, piece) for way in sorted(ways) for piece in merge_pieces(ways[way]))

@@ -32,7 +32,7 @@ def count_indices(spans: IndexRanges) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def even_range(total: int, shards: int) -> tuple[IndexRanges, ...]:
+def even_ranges_by_shard(total: int, shards: int) -> tuple[IndexRanges, ...]:
     """By shard: its run of `total` indices; sizes differ by one at most (7 over 2: 3 and 4)."""
     return tuple(merge_ranges([(p.start, p.stop)]) for p in (contiguous_part(i, shards, total) for i in range(shards)))
 
@@ -76,7 +76,7 @@ def subtract_ranges(first: IndexRanges, second: IndexRanges) -> IndexRanges:
 
 
 @lru_cache(maxsize=1024)
-def positions_of(held: IndexRanges, wanted: IndexRanges) -> IndexRanges:
+def positions_of_indices(held: IndexRanges, wanted: IndexRanges) -> IndexRanges:
     """Positions of the `wanted` indices among the `held` ones, which must contain them."""
     found, before = [], 0
     for start, stop in held:
@@ -86,8 +86,8 @@ def positions_of(held: IndexRanges, wanted: IndexRanges) -> IndexRanges:
     return merge_ranges(found)
 
 
-def ranges_at(held: IndexRanges, start: int, stop: int) -> IndexRanges:
-    """The indices at the positions `[start, stop)` among the `held` ones: what `positions_of` undoes."""
+def indices_at_positions(held: IndexRanges, start: int, stop: int) -> IndexRanges:
+    """The indices at the positions `[start, stop)` among the `held` ones: what `positions_of_indices` undoes."""
     found, before = [], 0
     for first, last in held:
         found.append((first + max(start - before, 0), min(last, first + stop - before)))
@@ -95,7 +95,7 @@ def ranges_at(held: IndexRanges, start: int, stop: int) -> IndexRanges:
     return merge_ranges(found)
 
 
-def common_factor(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexRanges] | None:
+def view_ranges_as_dims(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexRanges] | None:
     """(which dim, its indices) when a dim with these indices is viewed as several dims of `sizes`.
 
     The indices must be those of all other dims times some of this one; else None.
@@ -114,7 +114,7 @@ def common_factor(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexR
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorCut:
     """How one parameter is cut: along `dim`, which is `size` long when whole; shard t holds the indices `held[t]`.
 
     Several shards may hold the same indices (fewer key heads than shards); the first of them *owns* those.

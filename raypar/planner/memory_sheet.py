@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.planner.layer_partition import balanced_cuts
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import format_mib, predict_step, state_bytes
@@ -41,7 +41,7 @@ def memory_sheet(
     profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int
 ) -> MemorySheet:
     """What one rank of a plan is predicted to hold."""
-    state = state_bytes(profile, Routing(plan, microbatches), rank)
+    state = state_bytes(profile, MicrobatchRouting(plan, microbatches), rank)
     total = predict_step(profile, plan, schedule, microbatches)[1][rank]
     return MemorySheet(*state, total - sum(state))
 
@@ -77,7 +77,7 @@ def _smaller(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatc
         if most is not None and most < limit:
             yield f"plan.stages={stages} under 1f1b ({format_mib(most)} a worker)"
             break
-    if schedule != "1f1b" and registry.can_run("1f1b", plan):
+    if schedule != "1f1b" and registry.schedule_fits_plan("1f1b", plan):
         most = _most(profile, plan, "1f1b", microbatches)
         if most is not None and most < limit:
             yield f"schedule 1f1b instead of {schedule} ({format_mib(most)})"

@@ -1,4 +1,4 @@
-"""Measured times and bytes of a model on a machine, as data for the planner. `worker/profiler.py` measures them."""
+"""Measured times and bytes of a model on a machine, as data for the planner. `worker/measure_profile.py` measures them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from raypar.errors import PlanError
-from raypar.plan import Crossing, Edge, ParallelPlan, StagePlan
+from raypar.plan import ParallelPlan, StageConnections, StageEdge, StagePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class ModelProfile:
         """The profile of one shard of each stage of a plan."""
         return tuple(self.stage(place) for place in plan.stages)
 
-    def crossing(self, plan: ParallelPlan) -> Crossing:
+    def crossing(self, plan: ParallelPlan) -> StageConnections:
         """What crosses between the plan's stages, with bytes of one microbatch."""
         pairs: Sequence[tuple[int, int, int]]
         if self.outputs is not None:
@@ -128,4 +128,4 @@ class ModelProfile:
         for (producer, dst), nbytes in sizes.items():
             if stage_of[producer] != dst:
                 edges[stage_of[producer], dst] = edges.get((stage_of[producer], dst), 0) + nbytes
-        return Crossing(tuple(Edge(src, dst, nbytes=n) for (src, dst), n in sorted(edges.items())))
+        return StageConnections(tuple(StageEdge(src, dst, nbytes=n) for (src, dst), n in sorted(edges.items())))

@@ -22,7 +22,7 @@ def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
     return "\n".join(text)
 
 
-def fewer_shards(plan: ParallelPlan, min_workers: int) -> list[str]:
+def fewer_shards_warnings(plan: ParallelPlan, min_workers: int) -> list[str]:
     """Sentences for the start of an elastic run that may come to have fewer shards, on which the bits depend."""
     counts = {stage.shards for stage in plan.stages}
     most = max(counts)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, ParallelPlan, Routing
-from raypar.planner.candidates import Candidate, candidates
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
 from raypar.schedule.instructions import Schedule, splits_backward
-from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.timeline import Timeline
 
 
@@ -25,7 +25,7 @@ class EvaluatedCandidate:
     Figures are None where it was not simulated. `bubble` is a share of the whole time.
     """
 
-    candidate: Candidate
+    candidate: PlanCandidate
     reason: str
     predicted_ms: float | None = None
     bubble: float | None = None
@@ -66,7 +66,7 @@ def search_plans(profile: ModelProfile, workers: int, microbatches: Microbatches
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
-    for candidate in sorted(candidates(profile, workers, microbatches, shards), key=lambda c: c.bound_ms):
+    for candidate in sorted(enumerate_candidates(profile, workers, microbatches, shards), key=lambda c: c.bound_ms):
         if candidate.bound_ms > best_ms:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
             ruled_out.append(EvaluatedCandidate(candidate, reason))
@@ -97,14 +97,14 @@ def search_plans(profile: ModelProfile, workers: int, microbatches: Microbatches
     return PlanChoice((*told, *ruled_out), workers, microbatches)
 
 
-def possible_shards(plan: ParallelPlan) -> tuple[int, ...]:
+def possible_shard_counts(plan: ParallelPlan) -> tuple[int, ...]:
     """Numbers of shards that a run of this plan may come to have, most first: those of its stages, and divisors of the most."""
     own = {stage.shards for stage in plan.stages}
     most = max(own)
     return tuple(sorted(own | {count for count in range(1, most + 1) if most % count == 0}, reverse=True))
 
 
-def evaluate_candidate(profile: ModelProfile, candidate: Candidate, microbatches: Microbatches) -> EvaluatedCandidate:
+def evaluate_candidate(profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches) -> EvaluatedCandidate:
     """A candidate with its simulated step."""
     timeline, memory = predict_step(profile, candidate.plan, candidate.schedule, microbatches)
     return EvaluatedCandidate(candidate, "simulated", timeline.makespan_ms, timeline.bubble_of_total, max(memory))
@@ -114,30 +114,30 @@ def predict_step(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
 ) -> tuple[Timeline, tuple[int, ...]]:
     """The predicted step of a plan under a schedule (a name, or orders): its timeline, and bytes of memory by worker."""
-    routing = Routing(plan, microbatches)
+    routing = MicrobatchRouting(plan, microbatches)
     orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
     split = any(map(splits_backward, orders))
     crossing = profile.crossing(plan)
-    timeline = simulate(orders, routing, crossing, simulation_costs(profile, plan, split=split))
+    timeline = simulate_schedule(orders, routing, crossing, simulation_costs(profile, plan, split=split))
     if profile.processors is not None:
         needed_ms = sum(timeline.busy_ms) / profile.processors
         if needed_ms > timeline.makespan_ms:
             # Workers take turns on the processors: everything is slower by the same factor.
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
-            timeline = simulate(orders, routing, crossing, slower)
+            timeline = simulate_schedule(orders, routing, crossing, slower)
     activations = timeline.peak_bytes or (0,) * plan.world
     memory = tuple(activations[rank] + sum(state_bytes(profile, routing, rank)) for rank in range(plan.world))
     return timeline, memory
 
 
-def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, factor: float = 1.0) -> Costs:
+def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, factor: float = 1.0) -> SimulationCosts:
     """What a plan's step costs on this profile, all times multiplied by `factor`.
 
     `split`: whether the schedule splits backward passes; whole ones cost what was measured of them whole.
     """
     stages = profile.stages(plan)
     optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
-    return Costs(
+    return SimulationCosts(
         forward_ms=tuple(factor * s.forward_ms for s in stages),
         input_ms=tuple(factor * (s.input_ms if split else s.backward_ms) for s in stages),
         weight_ms=tuple(factor * s.weight_ms if split else 0.0 for s in stages),
@@ -159,7 +159,7 @@ def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float
     return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
 
 
-def state_bytes(profile: ModelProfile, routing: Routing, rank: int) -> tuple[int, int, int]:
+def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, rank: int) -> tuple[int, int, int]:
     """Bytes of a rank's (parameters, gradients, optimizer state).
 
     Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raypar.plan import Crossing, Edge
-from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Bundle, Compute, MessageKind, maker_letter
+from raypar.plan import StageConnections, StageEdge
+from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Bundle, Compute, MessageKind, letter_of_maker
 
 StageResult = tuple[str, int, int]
 """(what was made or is kept, stage, microbatch)."""
@@ -12,27 +12,27 @@ MESSAGE_KIND: dict[str, MessageKind] = {VALUES: "activation", INPUT_GRADIENTS: "
 """What edges carry -> how its messages are called."""
 
 
-def describe_result(result: StageResult) -> str:
+def name_maker_of_result(result: StageResult) -> str:
     """The instruction that gives a result, such as `1F0`; B where it may also be I."""
     what, stage, microbatch = result
-    return f"{stage}{maker_letter(what)}{microbatch}"
+    return f"{stage}{letter_of_maker(what)}{microbatch}"
 
 
 class DataFlow:
     """The edges of a crossing by stage, and what instructions need and give along them."""
 
-    into: tuple[tuple[Edge, ...], ...]
+    into: tuple[tuple[StageEdge, ...], ...]
     """Stage -> edges whose values it uses."""
-    out_of: tuple[tuple[Edge, ...], ...]
+    out_of: tuple[tuple[StageEdge, ...], ...]
     """Stage -> edges whose values it makes."""
 
-    def __init__(self, crossing: Crossing, stages: int) -> None:
+    def __init__(self, crossing: StageConnections, stages: int) -> None:
         self.into = tuple(crossing.into(s) for s in range(stages))
         self.out_of = tuple(crossing.out_of(s) for s in range(stages))
         self._arrivals: dict[tuple[type[Compute], int], list[tuple[str, int, MessageKind, int, int]]] = {}
         self._gives: dict[tuple[type[Compute], int], list[tuple[int, MessageKind, int, int]]] = {}
 
-    def arriving(self, what: str, stage: int) -> list[tuple[int, Edge]]:
+    def arriving(self, what: str, stage: int) -> list[tuple[int, StageEdge]]:
         """(stage it comes from, edge) of something that a stage needs; empty for what edges do not carry."""
         if what == VALUES:
             return [(e.src, e) for e in self.into[stage]]
@@ -40,7 +40,7 @@ class DataFlow:
             return [(e.dst, e) for e in self.out_of[stage] if e.differentiable]
         return []
 
-    def leaving(self, what: str, stage: int) -> list[tuple[int, Edge]]:
+    def leaving(self, what: str, stage: int) -> list[tuple[int, StageEdge]]:
         """(stage it goes to, edge) of something that a stage makes; empty for what edges do not carry."""
         if what == VALUES:
             return [(e.dst, e) for e in self.out_of[stage]]
@@ -78,6 +78,6 @@ class DataFlow:
         return [(other, (kind, src, dst, m)) for other, kind, src, dst in gives]
 
 
-def own_needs(kind: type[Compute]) -> tuple[str, ...]:
+def needs_of_own_stage(kind: type[Compute]) -> tuple[str, ...]:
     """What instructions of a class need of their own stage: all that edges do not carry."""
     return tuple(what for what in kind.needs if what not in MESSAGE_KIND)

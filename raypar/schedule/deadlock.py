@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from raypar.schedule.data_flow import MESSAGE_KIND, StageResult, describe_result
+from raypar.schedule.data_flow import MESSAGE_KIND, StageResult, name_maker_of_result
 from raypar.schedule.instructions import Bundle, Communication, Compute
-from raypar.schedule.program_rules import Problem, RuleCase, describe_bundle
+from raypar.schedule.program_rules import RuleCheckInput, ScheduleProblem, describe_message
 
 Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
@@ -21,31 +21,31 @@ Awaited = tuple[int, Bundle] | tuple[int, StageResult]
 """(receiver, bundle) in a program, (worker, result) in a bare schedule."""
 
 
-def deadlock_free(case: RuleCase, communicators: Communicators) -> list[Problem]:
+def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[ScheduleProblem]:
     """Problems of workers that wait for each other for ever: all are run as far as they go, and some have not finished."""
     run = _Run(case, communicators)
     run.to_the_end()
-    found: list[Problem] = []
+    found: list[ScheduleProblem] = []
     for rank, place in enumerate(run.place):
         if place < len(case.lists[rank]):
             text = f"waits for ever at {case.lists[rank][place]}"
             awaited = run.awaited(rank)
             if awaited is not None:
                 text += f" for {_words(awaited)}"
-            found.append(Problem("deadlock-free", rank, text))
+            found.append(ScheduleProblem("deadlock-free", rank, text))
     if not found:
         for (rank, _), queue in run.queues.items():
             if queue:
-                text = f"the step cannot end: {describe_bundle(queue[0][0])} never moves"
-                found.append(Problem("deadlock-free", rank, text))
+                text = f"the step cannot end: {describe_message(queue[0][0])} never moves"
+                found.append(ScheduleProblem("deadlock-free", rank, text))
     return found
 
 
 def _words(awaited: Awaited) -> str:
     worker, what = awaited
     if len(what) == 4:
-        return describe_bundle(what)
-    return f"{describe_result(what)} of worker {worker}"
+        return describe_message(what)
+    return f"{name_maker_of_result(what)} of worker {worker}"
 
 
 class _Run:
@@ -62,7 +62,7 @@ class _Run:
     runnable: deque[int]
     """Ranks that may go on."""
 
-    def __init__(self, case: RuleCase, communicators: Communicators) -> None:
+    def __init__(self, case: RuleCheckInput, communicators: Communicators) -> None:
         self.case = case
         self.paired = communicators == "pair"
         self.place = [0] * len(case.lists)

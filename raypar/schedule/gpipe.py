@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypar.plan import Routing
+from raypar.plan import MicrobatchRouting
 from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 
 
-def gpipe(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+def gpipe(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
     """GPipe orders: makespan (m + p - 1)(F + B); the activations of all microbatches are alive at once.
 
     Backwards come in index order (rule 6 of the contract), not in reverse.

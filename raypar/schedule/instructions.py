@@ -6,7 +6,7 @@ short (`1F0`).
 
 Each class declares its letter, its role, its cost, what it needs, makes, allocates and frees, and how it is drawn. Lowering,
 validator, simulator, pictures and planner read these declarations. The interpreter adds one rule per class. To add an
-instruction: a class in this file, its name in `INSTRUCTIONS`, and a rule in `worker/interpreter.py`
+instruction: a class in this file, its name in `INSTRUCTIONS`, and a rule in `worker/step/interpreter.py`
 (`tests/unit/test_instructions.py` adds two).
 """
 
@@ -23,7 +23,8 @@ Bundle = tuple[MessageKind, int, int, int]
 Role = Literal["compute", "communication", "release", "reduction", "step"]
 """Compute of one microbatch; one end of a message; memory given back; once a stage and step; once at the end of a step."""
 Cost = Literal["forward", "input", "weight", "reduce", "step"]
-"""Which of the simulator's `Costs` an instruction takes. Of a stage and microbatch; `reduce` of a stage, `step` of the step."""
+"""Which of the simulator's `SimulationCosts` an instruction takes. Of a stage and microbatch; `reduce` of a stage, `step` of
+the step."""
 
 # What instructions make. Edges carry values to the stages behind, and gradients of a stage's inputs to the stages before.
 VALUES: Final = "values"
@@ -53,7 +54,7 @@ class Instruction:
     """What every class of instructions declares.
 
     `allocates` and `frees` are the only statement of what a step keeps in memory. Simulator, validator, memory sheet and traces
-    count by them, and `lower` places each `Free`, which the interpreter executes, by them.
+    count by them, and `lower` places each `FreeActivations`, which the interpreter executes, by them.
     """
 
     __slots__ = ()
@@ -235,7 +236,7 @@ class Recv(Communication):
 
 
 @dataclass(frozen=True, slots=True)
-class Free(Instruction):
+class FreeActivations(Instruction):
     """Give back the memory of a microbatch of which the stage keeps nothing any longer."""
 
     stage: int
@@ -249,7 +250,7 @@ class Free(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce(Instruction):
+class ReduceGradients(Instruction):
     """Canonical (or fast) reduction of the stage's gradients over its replicas, bucket by bucket.
 
     Placed right after the stage's last weight-gradient instruction; buckets are posted from inside that instruction
@@ -268,7 +269,7 @@ class Reduce(Instruction):
         return f"{self.stage}{self.letter}"
 
 
-class WholeStep(Instruction):
+class OncePerStep(Instruction):
     """Once a step and worker, after all compute and reductions."""
 
     __slots__ = ()
@@ -280,7 +281,7 @@ class WholeStep(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeTies(WholeStep):
+class ExchangeTies(OncePerStep):
     """Add the reduced gradients of parameters used by several layers, in layer order, and give the sum to every holder."""
 
     letter = "T"
@@ -288,7 +289,7 @@ class ExchangeTies(WholeStep):
 
 
 @dataclass(frozen=True, slots=True)
-class Vote(WholeStep):
+class ExchangeVotes(OncePerStep):
     """The step's last exchange: ready flags, losses, counts and norm pieces of all workers, gathered by all.
 
     Predictions count all of the step's end here.
@@ -300,7 +301,7 @@ class Vote(WholeStep):
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerStep(WholeStep):
+class OptimizerStep(OncePerStep):
     """Scale once, clip, apply; only after the whole vote."""
 
     letter = "O"
@@ -316,10 +317,10 @@ INSTRUCTIONS: dict[str, type[Instruction]] = {
         BackwardWeight,
         Send,
         Recv,
-        Free,
-        Reduce,
+        FreeActivations,
+        ReduceGradients,
         ExchangeTies,
-        Vote,
+        ExchangeVotes,
         OptimizerStep,
     )
 }
@@ -333,12 +334,12 @@ Program = tuple[Instruction, ...]
 """One worker's lowered instructions for one step."""
 
 
-def compute_kinds() -> tuple[type[Compute], ...]:
+def compute_classes() -> tuple[type[Compute], ...]:
     """All classes of compute instructions."""
     return tuple(kind for kind in INSTRUCTIONS.values() if issubclass(kind, Compute))
 
 
-def computations(order: Iterable[Instruction]) -> list[Compute]:
+def compute_instructions(order: Iterable[Instruction]) -> list[Compute]:
     """The compute instructions of a list, in order."""
     return [i for i in order if isinstance(i, Compute)]
 
@@ -355,6 +356,6 @@ def drawing_style(kind: type[Instruction]) -> DrawingStyle:
     return kind.drawing
 
 
-def maker_letter(what: str) -> str:
+def letter_of_maker(what: str) -> str:
     """Letter of the instruction that makes or allocates something; of the first class, where several do."""
     return next(letter for letter, kind in INSTRUCTIONS.items() if what in kind.results)

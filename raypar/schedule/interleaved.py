@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypar.plan import Routing
+from raypar.plan import MicrobatchRouting
 from raypar.plan.microbatches import contiguous_part
 from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
-from raypar.schedule.list_scheduling import OpenLimits, limits_per_replica, list_schedule
-from raypar.schedule.one_f_one_b import replica_counts, warmups
+from raypar.schedule.list_scheduling import OpenMicrobatchLimits, build_list_schedule, open_limits_per_replica
+from raypar.schedule.one_f_one_b import replicas_by_position, resolve_warmups
 
 
-def interleaved(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+def interleaved_1f1b(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
     """Interleaved orders: bubble (p-1)/(v m) of the ideal time; at most 2(p-s-1) + (v-1)p + 1 chunk activations alive.
 
     Microbatches go round in groups of p; where m is no multiple of p the groups are larger, as even as can be (a smaller
@@ -20,12 +20,12 @@ def interleaved(routing: Routing, warmup: Sequence[int] | None = None) -> Schedu
     list-scheduled.
     """
     plan = routing.plan
-    pp, replicas = plan.positions, replica_counts(plan)
+    pp, replicas = plan.positions, replicas_by_position(plan)
     chunks = len(plan.stages) // pp
-    ahead = warmups(plan, warmup) if warmup is not None else None
+    ahead = resolve_warmups(plan, warmup) if warmup is not None else None
     if len(set(replicas)) > 1:
-        depth = ahead or limits_per_replica(replicas, [2 * (pp - s - 1) + (chunks - 1) * pp + 1 for s in range(pp)])
-        return list_schedule(routing, OpenLimits(depth, depth, group=pp * max(replicas)), split=False)
+        depth = ahead or open_limits_per_replica(replicas, [2 * (pp - s - 1) + (chunks - 1) * pp + 1 for s in range(pp)])
+        return build_list_schedule(routing, OpenMicrobatchLimits(depth, depth, group=pp * max(replicas)), split=False)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         stages = plan.stages_of(rank)

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raypar.plan import Routing
+from raypar.plan import MicrobatchRouting
 from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
     VALUES,
@@ -27,7 +27,7 @@ from raypar.schedule.instructions import (
 
 
 @dataclass(frozen=True, slots=True)
-class OpenLimits:
+class OpenMicrobatchLimits:
     """How many microbatches a worker may have open, per pipeline position; each counts once per chunk.
 
     `ahead`: forwards whose input gradient is not computed yet. `alive`: forwards whose weight gradient is not computed yet. A
@@ -69,7 +69,7 @@ class _Player:
     events: list[tuple[int, int]]
     """Heap of (time, rank): when the rank's instruction will be over."""
 
-    def __init__(self, routing: Routing, limits: OpenLimits, split: bool) -> None:
+    def __init__(self, routing: MicrobatchRouting, limits: OpenMicrobatchLimits, split: bool) -> None:
         plan, count = routing.plan, routing.microbatches.count
         self.routing, self.limits, self.split = routing, limits, split
         self.last = len(plan.stages) - 1
@@ -175,12 +175,12 @@ class _Player:
         return ()
 
 
-def list_schedule(routing: Routing, limits: OpenLimits, *, split: bool) -> Schedule:
+def build_list_schedule(routing: MicrobatchRouting, limits: OpenMicrobatchLimits, *, split: bool) -> Schedule:
     """Orders under `limits`; `split`: I and W apart. Every stage keeps the order of entry, so gradients stay canonical."""
     return _Player(routing, limits, split).play()
 
 
-def limits_per_replica(plan_replicas: Sequence[int], uniform: Sequence[int]) -> tuple[int, ...]:
+def open_limits_per_replica(plan_replicas: Sequence[int], uniform: Sequence[int]) -> tuple[int, ...]:
     """Limits of one replica of each stage, where stages have different replica counts.
 
     What all replicas of a stage would need if every stage had as many as the most replicated one is shared among those it has.

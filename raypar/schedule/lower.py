@@ -13,28 +13,28 @@ from collections import Counter
 from typing import NamedTuple
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, Routing
-from raypar.schedule.data_flow import DataFlow, StageResult, describe_result, own_needs
+from raypar.plan import MicrobatchRouting, StageConnections
+from raypar.schedule.data_flow import DataFlow, StageResult, name_maker_of_result, needs_of_own_stage
 from raypar.schedule.instructions import (
     VALUES,
     WEIGHT_GRADIENTS,
     Compute,
     ExchangeTies,
+    ExchangeVotes,
     Forward,
-    Free,
+    FreeActivations,
     Instruction,
     MessageKind,
     OptimizerStep,
     Program,
     Recv,
-    Reduce,
+    ReduceGradients,
     Schedule,
     Send,
-    Vote,
 )
 
 
-def lower(schedule: Schedule, routing: Routing, crossing: Crossing) -> tuple[Program, ...]:
+def lower_schedule(schedule: Schedule, routing: MicrobatchRouting, crossing: StageConnections) -> tuple[Program, ...]:
     """Programs of a training step, one per rank. Raises `ScheduleError` when the orders cannot be executed."""
     programs = _Replay(schedule, routing, crossing, training=True).run()
     # A worker without microbatches takes part in reductions in the order of those replicas that have some.
@@ -47,11 +47,11 @@ def lower(schedule: Schedule, routing: Routing, crossing: Crossing) -> tuple[Pro
         if not program:
             program += in_turn.get(seat.position, [])
         program += [ExchangeTies()] if crossing.ties else []
-        program += [Vote(), OptimizerStep()]
+        program += [ExchangeVotes(), OptimizerStep()]
     return tuple(tuple(program) for program in programs)
 
 
-def lower_forward(routing: Routing, crossing: Crossing) -> tuple[Program, ...]:
+def lower_validation_pass(routing: MicrobatchRouting, crossing: StageConnections) -> tuple[Program, ...]:
     """Programs of a validation pass: forwards only.
 
     Groups of 2p microbatches a pipeline go through one chunk after the other: enough that no chunk waits for the way round
@@ -96,7 +96,7 @@ class _Rules:
     of_shard: list[dict[type[Compute], list[_Rule]]]
     """Shard -> class -> stage -> rule."""
 
-    def __init__(self, schedule: Schedule, routing: Routing, crossing: Crossing, *, training: bool) -> None:
+    def __init__(self, schedule: Schedule, routing: MicrobatchRouting, crossing: StageConnections, *, training: bool) -> None:
         self._plan, self._count, self._training = routing.plan, routing.microbatches.count, training
         self._flow = DataFlow(crossing, len(routing.plan.stages))
         self._shards = max(stage.shards for stage in routing.plan.stages)
@@ -112,7 +112,7 @@ class _Rules:
     def needs(self, instruction: Compute, shard: int) -> list[tuple[int, StageResult]]:
         """(number, result) of all that an instruction needs, its own stage's first."""
         stage, m = instruction.stage, instruction.microbatch
-        needs = [(what, stage, m) for what in own_needs(type(instruction))]
+        needs = [(what, stage, m) for what in needs_of_own_stage(type(instruction))]
         needs += [need for need, _ in self._flow.awaits(instruction)]
         return [(self._first(what, at, shard) + m, (what, at, m)) for what, at, _ in needs]
 
@@ -154,7 +154,7 @@ class _Replay:
     events: list[tuple[int, int]]
     """Heap of (time, rank): when the instruction that a rank executes will be over."""
 
-    def __init__(self, schedule: Schedule, routing: Routing, crossing: Crossing, *, training: bool) -> None:
+    def __init__(self, schedule: Schedule, routing: MicrobatchRouting, crossing: StageConnections, *, training: bool) -> None:
         self.schedule, self.plan = schedule, routing.plan
         self.rules = _Rules(schedule, routing, crossing, training=training)
         self.rule_of = [self.rules.of_shard[seat.shard] for seat in self.plan.seats]
@@ -209,12 +209,12 @@ class _Replay:
         for other, kind in rule.gives:
             self._hand_on(rank, stage, microbatch, other, kind)
         if rule.frees:
-            program.append(Free(stage, microbatch))
+            program.append(FreeActivations(stage, microbatch))
         if rule.makes_gradients:
             left = self.gradients_left[rank]
             left[stage] -= 1
             if not left[stage]:
-                program.append(Reduce(stage))
+                program.append(ReduceGradients(stage))
 
     def _hand_on(self, rank: int, stage: int, microbatch: int, other: int, kind: MessageKind) -> None:
         """Add sends and receives of one bundle, from a rank of `stage` to those shards of `other` that it serves."""
@@ -232,7 +232,7 @@ class _Replay:
         rank = stuck[0]
         instruction = self.schedule[rank][self.place[rank]]
         needs = self.rules.needs(instruction, self.shard[rank])
-        missing = ", ".join(describe_result(need) for number, need in needs if not self.done[number])
+        missing = ", ".join(name_maker_of_result(need) for number, need in needs if not self.done[number])
         raise ScheduleError(
             f"{len(stuck)} of {len(self.schedule)} workers cannot finish: {self.plan.coordinate(rank)} stands at "
             f"{instruction}, which needs {missing}",

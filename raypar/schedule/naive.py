@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypar.plan import Routing
+from raypar.plan import MicrobatchRouting
 from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 
 
-def naive(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+def naive_schedule(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
     """Orders in which F and B of a microbatch end before the next starts: makespan m (p F + p B); one activation alive.
 
     Several stages of one worker follow each other up in the forward and down in the backward pass.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.errors import ScheduleError
-from raypar.plan import ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 
 
-def replica_counts(plan: ParallelPlan) -> tuple[int, ...]:
+def replicas_by_position(plan: ParallelPlan) -> tuple[int, ...]:
     """The number of replicas of each position."""
     counts = [1] * plan.positions
     for stage in plan.stages:
@@ -17,22 +17,22 @@ def replica_counts(plan: ParallelPlan) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def in_flight(plan: ParallelPlan) -> tuple[int, ...]:
+def default_warmups(plan: ParallelPlan) -> tuple[int, ...]:
     """Forwards before the first backward, by position, for one replica: enough to keep every later stage busy.
 
     w of the last stage is 1; w_s = 1 + ceil(w_(s+1) R_(s+1) / R_s), which is p - s when all stages have as many replicas.
     """
-    replicas = replica_counts(plan)
+    replicas = replicas_by_position(plan)
     counts = [1]
     for own, after in zip(replicas[-2::-1], replicas[:0:-1], strict=True):
         counts.append(1 - -counts[-1] * after // own)
     return tuple(reversed(counts))
 
 
-def warmups(plan: ParallelPlan, given: Sequence[int] | None) -> tuple[int, ...]:
-    """Forwards before the first backward, by position: `given`, checked, or the default of `in_flight`."""
+def resolve_warmups(plan: ParallelPlan, given: Sequence[int] | None) -> tuple[int, ...]:
+    """Forwards before the first backward, by position: `given`, checked, or the default of `default_warmups`."""
     if given is None:
-        return in_flight(plan)
+        return default_warmups(plan)
     if len(given) != plan.positions or min(given) < 1:
         raise ScheduleError(
             f"warmup {list(given)} for {plan.positions} stages",
@@ -41,10 +41,10 @@ def warmups(plan: ParallelPlan, given: Sequence[int] | None) -> tuple[int, ...]:
     return tuple(given)
 
 
-def one_f_one_b(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+def one_f_one_b(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
     """1F1B orders: at most `warmup` activations alive (p - s by default); bubble (p-1)/m of the ideal time."""
     plan = routing.plan
-    depths = warmups(plan, warmup)
+    depths = resolve_warmups(plan, warmup)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         (stage,) = plan.stages_of(rank)

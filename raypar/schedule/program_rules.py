@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from raypar.plan import Crossing, Routing
-from raypar.schedule.data_flow import DataFlow, describe_result, own_needs
+from raypar.plan import MicrobatchRouting, StageConnections
+from raypar.schedule.data_flow import DataFlow, name_maker_of_result, needs_of_own_stage
 from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
     KEPT_SIZE,
@@ -25,21 +25,21 @@ from raypar.schedule.instructions import (
     Communication,
     Compute,
     ExchangeTies,
-    Free,
+    ExchangeVotes,
+    FreeActivations,
     Instruction,
     MessageKind,
     OptimizerStep,
     Recv,
-    Reduce,
+    ReduceGradients,
     Send,
-    Vote,
-    computations,
-    compute_kinds,
+    compute_classes,
+    compute_instructions,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ScheduleProblem:
     """One broken rule. `rank`: the worker where it shows."""
 
     rule: str
@@ -48,7 +48,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class RuleCase:
+class RuleCheckInput:
     """The lists to be checked, with all that the rules look at.
 
     `lowered`: whether they are programs; else they are orders of compute instructions only. `training`: False for a
@@ -56,15 +56,15 @@ class RuleCase:
     """
 
     lists: Sequence[Sequence[Instruction]]
-    routing: Routing
-    crossing: Crossing
+    routing: MicrobatchRouting
+    crossing: StageConnections
     flow: DataFlow
     lowered: bool
     training: bool = True
 
     @cached_property
     def _computations(self) -> list[list[Compute]]:
-        return [computations(order) for order in self.lists]
+        return [compute_instructions(order) for order in self.lists]
 
     def compute(self, rank: int) -> list[Compute]:
         """The compute instructions of a worker."""
@@ -95,19 +95,19 @@ class RuleCase:
         return self._first_shards[stage][microbatch] + self._serving_shard[like][stage]
 
 
-def describe_bundle(carried: Bundle) -> str:
+def describe_message(carried: Bundle) -> str:
     """A bundle in words."""
     kind, src, dst, microbatch = carried
     way = f"from stage {src} to stage {dst}" if kind == "activation" else f"from stage {dst} back to stage {src}"
     return f"the {kind} of microbatch {microbatch} {way}"
 
 
-def check_complete(case: RuleCase) -> list[Problem]:
+def check_computed_once(case: RuleCheckInput) -> list[ScheduleProblem]:
     """Rule `complete`: every (stage, microbatch) is computed exactly once, where it is routed, and nothing else is.
 
     Its values, its input gradients and its weight gradients are each made once: by F, and by B or by I and W.
     """
-    found: list[Problem] = []
+    found: list[ScheduleProblem] = []
     forward, backward = (VALUES,), (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
     groups = [(_makers(forward), forward), (_makers(backward), backward if case.training else ())]
     rules = [(makers, _combinations(makers, wanted)) for makers, wanted in groups]
@@ -118,17 +118,17 @@ def check_complete(case: RuleCase) -> list[Problem]:
             for makers, right in rules:
                 times = tuple([count.get((kind, stage, m), 0) for kind in makers])
                 if times not in right:
-                    found.append(Problem("complete", rank, _times_text(makers, times, stage, m)))
+                    found.append(ScheduleProblem("complete", rank, _times_text(makers, times, stage, m)))
         for kind, stage, m in count:
             if (stage, m) not in due:
                 text = f"{kind(stage, m)}: microbatch {m} of stage {stage} is not routed to this worker"
-                found.append(Problem("complete", rank, text))
+                found.append(ScheduleProblem("complete", rank, text))
     return found
 
 
 def _makers(products: tuple[str, ...]) -> tuple[type[Compute], ...]:
     """Classes of instructions that make any of these."""
-    return tuple(kind for kind in compute_kinds() if not set(products).isdisjoint(kind.makes))
+    return tuple(kind for kind in compute_classes() if not set(products).isdisjoint(kind.makes))
 
 
 def _combinations(makers: tuple[type[Compute], ...], products: tuple[str, ...]) -> set[tuple[int, ...]]:
@@ -146,7 +146,7 @@ def _times_text(makers: tuple[type[Compute], ...], times: tuple[int, ...], stage
     return ", ".join(f"{kind(stage, microbatch)} {n} times" for kind, n in zip(makers, times, strict=True))
 
 
-def check_causal(case: RuleCase) -> list[Problem]:
+def check_needs_come_first(case: RuleCheckInput) -> list[ScheduleProblem]:
     """Rule `causal`: what an instruction needs or receives stands before it, on each worker; nothing is kept too long."""
     return [problem for rank in range(len(case.lists)) for problem in _check_causal_on(case, rank)]
 
@@ -181,7 +181,7 @@ class _Holdings:
         found = self._touched.get(key)
         if found is None:
             found = self._touched[key] = _Touched(
-                own=[(what, self.of[what, stage]) for what in own_needs(kind)],
+                own=[(what, self.of[what, stage]) for what in needs_of_own_stage(kind)],
                 others=[(w, at, self.of[w, at], sort, src, dst) for w, at, sort, src, dst in self._flow.arrivals(kind, stage)],
                 frees=[self.of[what, stage] for what in kind.frees],
                 results=[self.of[what, stage] for what in kind.results],
@@ -189,8 +189,8 @@ class _Holdings:
         return found
 
 
-def _check_causal_on(case: RuleCase, rank: int) -> list[Problem]:
-    found: list[Problem] = []
+def _check_causal_on(case: RuleCheckInput, rank: int) -> list[ScheduleProblem]:
+    found: list[ScheduleProblem] = []
     holdings = _Holdings(case.flow)
     posted: set[Bundle] = set()
     made: set[Bundle] = set()
@@ -200,14 +200,20 @@ def _check_causal_on(case: RuleCase, rank: int) -> list[Problem]:
             own, others, frees, results = holdings.touched_by(instruction)
             for what, there in own:
                 if m not in there:
-                    found.append(Problem("causal", rank, f"{instruction} stands before {describe_result((what, stage, m))}"))
+                    found.append(
+                        ScheduleProblem("causal", rank, f"{instruction} stands before {name_maker_of_result((what, stage, m))}")
+                    )
             for what, at, there, kind, src, dst in others:
                 if case.source(at, m, rank) == rank:
                     if m not in there:
-                        found.append(Problem("causal", rank, f"{instruction} stands before {describe_result((what, at, m))}"))
+                        found.append(
+                            ScheduleProblem(
+                                "causal", rank, f"{instruction} stands before {name_maker_of_result((what, at, m))}"
+                            )
+                        )
                 elif case.lowered and (kind, src, dst, m) not in posted:
-                    text = f"{instruction} uses {describe_bundle((kind, src, dst, m))}, which is not received before it"
-                    found.append(Problem("causal", rank, text))
+                    text = f"{instruction} uses {describe_message((kind, src, dst, m))}, which is not received before it"
+                    found.append(ScheduleProblem("causal", rank, text))
             for there in frees:
                 there.discard(m)
             for there in results:
@@ -218,21 +224,23 @@ def _check_causal_on(case: RuleCase, rank: int) -> list[Problem]:
             if not instruction.sends:
                 posted.add(instruction.bundle)
             elif instruction.bundle not in made:
-                found.append(Problem("causal", rank, f"{instruction} stands before what it sends"))
+                found.append(ScheduleProblem("causal", rank, f"{instruction} stands before what it sends"))
     if case.training and not found:
         kept = [(what, s, m) for (what, s), there in holdings.of.items() if what in KEPT_SIZE for m in sorted(there)]
-        found += [Problem("causal", rank, f"the {what} of {s}F{m} are kept after their last use") for what, s, m in kept]
+        found += [
+            ScheduleProblem("causal", rank, f"the {what} of {s}F{m} are kept after their last use") for what, s, m in kept
+        ]
     return found
 
 
-def check_canonical(case: RuleCase) -> list[Problem]:
+def check_gradient_order(case: RuleCheckInput) -> list[ScheduleProblem]:
     """Rule `canonical`: in each block of a stage, gradients are made in order of microbatches (rule 6 of the contract).
 
     Weight gradients are added in this order. Input gradients count, too: a layer whose backward cannot be split makes both at
     once.
     """
-    found: list[Problem] = []
-    made_by = {kind: [what for what in kind.makes if what != VALUES] for kind in compute_kinds()}
+    found: list[ScheduleProblem] = []
+    made_by = {kind: [what for what in kind.makes if what != VALUES] for kind in compute_classes()}
     for rank in range(len(case.lists)):
         last: dict[tuple[str, int, int], int] = {}
         for instruction in case.compute(rank):
@@ -244,15 +252,15 @@ def check_canonical(case: RuleCase) -> list[Problem]:
                 before = last.get((what, instruction.stage, block), -1)
                 if m < before:
                     text = f"{instruction} stands after microbatch {before} of the same block"
-                    found.append(Problem("canonical", rank, text))
+                    found.append(ScheduleProblem("canonical", rank, text))
                     break
                 last[what, instruction.stage, block] = m
     return found
 
 
-def check_shards_agree(case: RuleCase) -> list[Problem]:
+def check_shards_agree(case: RuleCheckInput) -> list[ScheduleProblem]:
     """Rule `together`: the shards of a stage's replica have one order, because they compute every instruction together."""
-    found: list[Problem] = []
+    found: list[ScheduleProblem] = []
     plan = case.routing.plan
     for rank, seat in enumerate(plan.seats):
         if seat.shard == 0:
@@ -262,7 +270,7 @@ def check_shards_agree(case: RuleCase) -> list[Problem]:
         if mine != first:
             at = next(n for n, (a, b) in enumerate(zip(mine, first, strict=True)) if a != b)
             text = f"{mine[at]} is instruction {at} here, {first[at]} on shard 0"
-            found.append(Problem("together", rank, text))
+            found.append(ScheduleProblem("together", rank, text))
     return found
 
 
@@ -279,9 +287,9 @@ def _post(end: _End) -> Send | Recv:
     return Recv(receiver, microbatch, sender, peer, kind)
 
 
-def check_paired(case: RuleCase) -> list[Problem]:
+def check_sends_match_receives(case: RuleCheckInput) -> list[ScheduleProblem]:
     """Rule `paired`: each bundle between workers has one send and one receive, in one order per pair of workers."""
-    found: list[Problem] = []
+    found: list[ScheduleProblem] = []
     due: dict[_End, int] = {}
     for rank in range(len(case.lists)):
         for i in case.compute(rank):
@@ -302,44 +310,46 @@ def check_paired(case: RuleCase) -> list[Problem]:
         for end in [*due, *(end for end in have if end not in due)]:
             times, needed = have.get(end, 0), due.get(end, 0)
             if times != needed:
-                text = f"{_post(end)} stands {times} times, needed {needed} ({describe_bundle(end[3])})"
-                found.append(Problem("paired", end[0], text))
+                text = f"{_post(end)} stands {times} times, needed {needed} ({describe_message(end[3])})"
+                found.append(ScheduleProblem("paired", end[0], text))
         return found
     for (rank, peer), queue in queues.items():
         other = queues[peer, rank]
         if rank < peer and queue != other:
             at = next(n for n, (a, b) in enumerate(zip(queue, other, strict=True)) if a != b)
-            here, there = describe_bundle(queue[at]), describe_bundle(other[at])
+            here, there = describe_message(queue[at]), describe_message(other[at])
             text = f"message {at} with {case.routing.plan.coordinate(peer)} is {here} here, {there} there"
-            found.append(Problem("paired", rank, text))
+            found.append(ScheduleProblem("paired", rank, text))
     return found
 
 
-def check_freed(case: RuleCase) -> list[Problem]:
+def check_activation_frees(case: RuleCheckInput) -> list[ScheduleProblem]:
     """Rule `freed`: activations are freed once, after their last use, which in a validation pass is the forward."""
-    found: list[Problem] = []
+    found: list[ScheduleProblem] = []
     for rank, order in enumerate(case.lists):
         used: set[tuple[int, int]] = set()
         gone: set[tuple[int, int]] = set()
         for instruction in order:
-            if type(instruction) is Free:
+            if type(instruction) is FreeActivations:
                 key = (instruction.stage, instruction.microbatch)
                 if key in gone:
-                    found.append(Problem("freed", rank, f"{instruction} stands twice"))
+                    found.append(ScheduleProblem("freed", rank, f"{instruction} stands twice"))
                 elif key not in used:
-                    found.append(Problem("freed", rank, f"{instruction} stands before the last use of these activations"))
+                    found.append(
+                        ScheduleProblem("freed", rank, f"{instruction} stands before the last use of these activations")
+                    )
                 gone.add(key)
             elif isinstance(instruction, Compute) and (instruction.last_use if case.training else VALUES in instruction.makes):
                 used.add((instruction.stage, instruction.microbatch))
-        found += [Problem("freed", rank, f"{Free(*key)} is missing") for key in sorted(used - gone)]
+        found += [ScheduleProblem("freed", rank, f"{FreeActivations(*key)} is missing") for key in sorted(used - gone)]
     return found
 
 
-def check_ended(case: RuleCase) -> list[Problem]:
+def check_step_end(case: RuleCheckInput) -> list[ScheduleProblem]:
     """Rule `ended`: after all work come one reduction of each stage, tied parameters if any, the vote, the optimizer step."""
     if not case.training:
         return []
-    found: list[Problem] = []
+    found: list[ScheduleProblem] = []
     for rank, order in enumerate(case.lists):
         stages = case.routing.plan.stages_of(rank)
         last = dict.fromkeys(stages, -1)
@@ -350,39 +360,39 @@ def check_ended(case: RuleCase) -> list[Problem]:
                     last[i.stage] = place
             elif i.role in ("reduction", "step"):
                 places.setdefault(i, []).append(place)
-        wanted: list[Instruction] = [Reduce(s) for s in stages]
+        wanted: list[Instruction] = [ReduceGradients(s) for s in stages]
         wanted += [ExchangeTies()] if case.crossing.ties else []
-        wanted += [Vote(), OptimizerStep()]
+        wanted += [ExchangeVotes(), OptimizerStep()]
         for i in dict.fromkeys([*wanted, *places]):
             times, due = len(places.get(i, [])), int(i in wanted)
             if times != due:
-                found.append(Problem("ended", rank, f"{i} ({type(i).__name__}) stands {times} times, needed {due}"))
+                found.append(ScheduleProblem("ended", rank, f"{i} ({type(i).__name__}) stands {times} times, needed {due}"))
         if any(len(places.get(i, [])) != 1 for i in wanted):
             continue
         for stage in stages:
-            if places[Reduce(stage)][0] < last[stage]:
-                text = f"{Reduce(stage)} stands before {order[last[stage]]}, the stage's last weight gradient"
-                found.append(Problem("ended", rank, text))
+            if places[ReduceGradients(stage)][0] < last[stage]:
+                text = f"{ReduceGradients(stage)} stands before {order[last[stage]]}, the stage's last weight gradient"
+                found.append(ScheduleProblem("ended", rank, text))
         # What follows the reductions must be the program's very end, in this order.
         end = wanted[len(stages) :]
         if list(order[len(order) - len(end) :]) != end:
             text = f"the last instructions are {' '.join(map(str, order[-len(end) :]))}, not {' '.join(map(str, end))}"
-            found.append(Problem("ended", rank, text))
+            found.append(ScheduleProblem("ended", rank, text))
     return found
 
 
-def check_memory(case: RuleCase, memory: Sequence[float]) -> list[Problem]:
+def check_activation_limit(case: RuleCheckInput, memory: Sequence[float]) -> list[ScheduleProblem]:
     """Rule `within memory`: no worker keeps more activations than `memory[rank]`, in microbatches through all its chunks.
 
     A microbatch in one of its chunks counts 1 / chunks.
     """
-    found: list[Problem] = []
+    found: list[ScheduleProblem] = []
     for rank, allowed in enumerate(memory):
         chunks, live = len(case.routing.plan.stages_of(rank)), 0
         for instruction in case.compute(rank):
             live += instruction.held_change
             if instruction.held_change > 0 and live > allowed * chunks + 1e-9:
                 text = f"{instruction} makes {live / chunks:g} microbatches of activations, {allowed:g} fit"
-                found.append(Problem("within memory", rank, text))
+                found.append(ScheduleProblem("within memory", rank, text))
                 break
     return found

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypar.errors import ScheduleError
-from raypar.plan import ParallelPlan, Routing
-from raypar.plan.parallel_plan import Placement, position_of
+from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.parallel_plan import Placement, position_of_stage
 from raypar.schedule.gpipe import gpipe
 from raypar.schedule.instructions import Schedule
-from raypar.schedule.interleaved import interleaved
-from raypar.schedule.naive import naive
+from raypar.schedule.interleaved import interleaved_1f1b
+from raypar.schedule.naive import naive_schedule
 from raypar.schedule.one_f_one_b import one_f_one_b
 from raypar.schedule.zero_bubble import zb_h1, zb_v
 
-Builder = Callable[[Routing, Sequence[int] | None], Schedule]
+Builder = Callable[[MicrobatchRouting, Sequence[int] | None], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class ScheduleEntry:
 
 
 _ENTRIES: dict[str, ScheduleEntry] = {
-    "naive": ScheduleEntry(naive, fixed=False),
+    "naive": ScheduleEntry(naive_schedule, fixed=False),
     "gpipe": ScheduleEntry(gpipe, fixed=False),
     "1f1b": ScheduleEntry(one_f_one_b, takes_warmup=True),
-    "interleaved": ScheduleEntry(interleaved, chunks=2, fixed=False, takes_warmup=True),
+    "interleaved": ScheduleEntry(interleaved_1f1b, chunks=2, fixed=False, takes_warmup=True),
     "zb-h1": ScheduleEntry(zb_h1, takes_warmup=True),
     "zb-v": ScheduleEntry(zb_v, placement="v", chunks=2, takes_warmup=True),
 }
@@ -57,12 +57,12 @@ def find_schedule(name: str) -> ScheduleEntry:
     return found
 
 
-def placement_of(name: str) -> Placement:
+def placement_of_schedule(name: str) -> Placement:
     """The placement of stages that the schedule needs."""
     return find_schedule(name).placement
 
 
-def default_chunks(name: str, chunks: int | None = None) -> int:
+def resolve_chunks_per_worker(name: str, chunks: int | None = None) -> int:
     """Stages per worker: `chunks` if the schedule can have that many, its default for None."""
     known = find_schedule(name)
     if chunks is None:
@@ -75,30 +75,30 @@ def default_chunks(name: str, chunks: int | None = None) -> int:
     return chunks
 
 
-def can_run(name: str, plan: ParallelPlan) -> bool:
+def schedule_fits_plan(name: str, plan: ParallelPlan) -> bool:
     """Whether the schedule can run the plan; False for a name that the registry does not have (that of a schedule file)."""
     if _ALIASES.get(name, name) not in _ENTRIES:
         return False
     known = find_schedule(name)
     chunks = len(plan.stages) // plan.positions
-    at = [position_of(i, plan.positions, known.placement) for i in range(len(plan.stages))]
+    at = [position_of_stage(i, plan.positions, known.placement) for i in range(len(plan.stages))]
     return (chunks == known.chunks or not known.fixed) and [stage.position for stage in plan.stages] == at
 
 
-def build_schedule(name: str, routing: Routing, *, warmup: Sequence[int] | None = None) -> Schedule:
+def build_schedule(name: str, routing: MicrobatchRouting, *, warmup: Sequence[int] | None = None) -> Schedule:
     """The compute-only orders of every worker of the routing's plan."""
     known = find_schedule(name)
     plan = routing.plan
     if known.fixed and len(plan.stages) != plan.positions * known.chunks:
         raise ScheduleError(
             f"schedule {name} needs {known.chunks} stage(s) per worker; the plan has {len(plan.stages)} on {plan.positions}",
-            cure="build the plan with registry.default_chunks and registry.placement",
+            cure="build the plan with registry.resolve_chunks_per_worker and registry.placement_of_schedule",
         )
-    if any(stage.position != position_of(i, plan.positions, known.placement) for i, stage in enumerate(plan.stages)):
+    if any(stage.position != position_of_stage(i, plan.positions, known.placement) for i, stage in enumerate(plan.stages)):
         raise ScheduleError(
             f"schedule {name} wants its stages on positions in {known.placement!r} order; the plan has them on "
             f"{[stage.position for stage in plan.stages]}",
-            cure=f"build the plan with placement={known.placement!r} (registry.placement)",
+            cure=f"build the plan with placement={known.placement!r} (registry.placement_of_schedule)",
         )
     if warmup is not None and not known.takes_warmup:
         takers = " or ".join(n for n, e in _ENTRIES.items() if e.takes_warmup)

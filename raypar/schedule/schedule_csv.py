@@ -11,39 +11,39 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from raypar.errors import ScheduleError
-from raypar.schedule.instructions import Compute, Order, Schedule, compute_kinds
+from raypar.schedule.instructions import Compute, Order, Schedule, compute_classes
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z])([0-9]{1,9})")
 _SKIPPED = re.compile(r"|-|None|\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F\d+|RECV_F\d+|SEND_B\d+|RECV_B\d+)")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
-def write_csv(schedule: Schedule) -> str:
-    """The schedule as text, one line per worker; `read_csv` gives the same schedule back."""
+def format_schedule_csv(schedule: Schedule) -> str:
+    """The schedule as text, one line per worker; `parse_schedule_csv` gives the same schedule back."""
     return "".join((",".join(map(str, order)) or "-") + "\n" for order in schedule)
 
 
-def read_csv(text: str) -> Schedule:
+def parse_schedule_csv(text: str) -> Schedule:
     """The schedule in a text, one order per row. Raises `ScheduleError` with row (line), column (cell), text of a bad cell."""
     lines = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), start=1)]
     return _read((number, line.split(",")) for number, line in lines if line.strip())
 
 
-def from_torch_actions(rows: str | Iterable[str | Sequence[object]]) -> Schedule:
+def schedule_from_torch_actions(rows: str | Iterable[str | Sequence[object]]) -> Schedule:
     """A schedule from torch's lists: CSV text, or one row per rank, each CSV text or a list of actions (None is idle time).
 
     Two actions that torch runs as one (`(0F1;0B0)OVERLAP_F_B`) come one after the other. The result may well be wrong;
     `validate` says so. Raises `ScheduleError` for what is no action.
     """
     if isinstance(rows, str):
-        return read_csv(rows)
+        return parse_schedule_csv(rows)
     cells = [row.split(",") if isinstance(row, str) else list(map(str, row)) for row in rows]
     return _read(enumerate(cells, start=1))
 
 
 def _read(rows: Iterable[tuple[int, Sequence[str]]]) -> Schedule:
     orders: list[Order] = []
-    kinds = {kind.letter: kind for kind in compute_kinds()}
+    kinds = {kind.letter: kind for kind in compute_classes()}
     for number, cells in rows:
         order: list[Compute] = []
         for column, cell in enumerate(cells, start=1):

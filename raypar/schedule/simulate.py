@@ -14,16 +14,25 @@ from math import inf
 from typing import Any
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, Edge, ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
 from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow
-from raypar.schedule.instructions import WEIGHT_GRADIENTS, Communication, Compute, Cost, Instruction, MessageKind, Reduce, Vote
-from raypar.schedule.timeline import Timeline, TimelineSpan, peak_activations, peak_bytes
+from raypar.schedule.instructions import (
+    WEIGHT_GRADIENTS,
+    Communication,
+    Compute,
+    Cost,
+    ExchangeVotes,
+    Instruction,
+    MessageKind,
+    ReduceGradients,
+)
+from raypar.schedule.timeline import Timeline, TimelineSpan, peak_activation_memory, peak_activations
 
-__all__ = ["Costs", "Timeline", "TimelineSpan", "simulate"]
+__all__ = ["SimulationCosts", "Timeline", "TimelineSpan", "simulate_schedule"]
 
 
 @dataclass(frozen=True)
-class Costs:
+class SimulationCosts:
     """What a step's parts cost; lists are per stage (chunk), times in ms and of one microbatch.
 
     Instructions declare which of these they take: a `Backward` takes `input_ms + weight_ms`. A message takes
@@ -44,10 +53,10 @@ class Costs:
     activation_bytes: tuple[int, ...] = ()
 
     @staticmethod
-    def uniform(stages: int, forward_ms: float = 1, backward_ms: float = 2, weight_ms: float | None = None) -> Costs:
+    def uniform(stages: int, forward_ms: float = 1, backward_ms: float = 2, weight_ms: float | None = None) -> SimulationCosts:
         """Costs of stages that are all alike; `weight_ms` is by default half of the backward."""
         weight = backward_ms / 2 if weight_ms is None else weight_ms
-        return Costs((forward_ms,) * stages, (backward_ms - weight,) * stages, (weight,) * stages)
+        return SimulationCosts((forward_ms,) * stages, (backward_ms - weight,) * stages, (weight,) * stages)
 
     def compute_ms(self, kind: type[Compute]) -> list[float]:
         """What a class of compute instructions takes, by stage."""
@@ -55,7 +64,9 @@ class Costs:
         return [sum(parts[part][stage] for part in kind.cost) for stage in range(len(self.forward_ms))]
 
 
-def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossing: Crossing, costs: Costs) -> Timeline:
+def simulate_schedule(
+    schedule: Sequence[Sequence[Instruction]], routing: MicrobatchRouting, crossing: StageConnections, costs: SimulationCosts
+) -> Timeline:
     """The timeline of one step of a schedule, or of the programs it was lowered to.
 
     The bundles of a schedule leave as soon as they are made, those of a program at their `Send`; neither blocks compute.
@@ -77,7 +88,7 @@ def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossi
             rows[rank].append(span)
     if costs.step_ms:
         for row in rows.values():
-            row.append(TimelineSpan(Vote(), max((s.end_ms for s in row), default=0), end + costs.step_ms))
+            row.append(TimelineSpan(ExchangeVotes(), max((s.end_ms for s in row), default=0), end + costs.step_ms))
     spans = {rank: tuple(row) for rank, row in rows.items()}
     return Timeline(
         spans=tuple(spans[rank] for rank in speaker),
@@ -85,7 +96,9 @@ def simulate(schedule: Sequence[Sequence[Instruction]], routing: Routing, crossi
         makespan_ms=end + costs.step_ms,
         busy_ms=tuple(busy[rank] for rank in speaker),
         peak_activations=tuple(peak_activations(o, chunks=len(plan.stages_of(r))) for r, o in enumerate(schedule)),
-        peak_bytes=tuple(peak_bytes(o, costs.activation_bytes) for o in schedule) if costs.activation_bytes else None,
+        peak_bytes=tuple(peak_activation_memory(o, costs.activation_bytes) for o in schedule)
+        if costs.activation_bytes
+        else None,
     )
 
 
@@ -96,7 +109,7 @@ _Made = list[tuple[int, list[int], int]]
 class _Slots:
     """Where bundles arrive, as numbers: (2 * edge + (1 for a gradient)) * microbatches + microbatch."""
 
-    def __init__(self, routing: Routing, crossing: Crossing) -> None:
+    def __init__(self, routing: MicrobatchRouting, crossing: StageConnections) -> None:
         plan, self.count, stages = routing.plan, routing.microbatches.count, range(len(routing.plan.stages))
         self.total = 2 * len(crossing.edges) * self.count
         self.flow = DataFlow(crossing, len(stages))
@@ -121,7 +134,7 @@ class _Slots:
             for other, edge in self.flow.leaving(what, stage)
         ]
 
-    def _slot(self, what: str, edge: Edge) -> tuple[int, int]:
+    def _slot(self, what: str, edge: StageEdge) -> tuple[int, int]:
         return self.first[MESSAGE_KIND[what], edge.src, edge.dst]
 
 
@@ -155,9 +168,9 @@ class _Simulation:
         self,
         schedule: Sequence[Sequence[Instruction]],
         ranks: Sequence[int],
-        routing: Routing,
-        crossing: Crossing,
-        costs: Costs,
+        routing: MicrobatchRouting,
+        crossing: StageConnections,
+        costs: SimulationCosts,
     ) -> None:
         self.schedule, self.ranks, self.plan, self.costs = schedule, ranks, routing.plan, costs
         self.free_links = not costs.latency_ms and costs.bandwidth_bytes_per_ms == inf
@@ -251,7 +264,7 @@ class _Simulation:
 
 
 def _reductions(
-    rows: dict[int, list[TimelineSpan]], plan: ParallelPlan, costs: Costs
+    rows: dict[int, list[TimelineSpan]], plan: ParallelPlan, costs: SimulationCosts
 ) -> list[tuple[TimelineSpan, tuple[int, ...]]]:
     """(span, ranks that take part) of each stage's reduction; those of one position share links, so they follow each other."""
     if not any(costs.reduce_ms):
@@ -267,5 +280,5 @@ def _reductions(
         place = plan.stages[stage].position
         start = max(ready[stage], link_free.get(place, 0))
         link_free[place] = start + costs.reduce_ms[stage]
-        found.append((TimelineSpan(Reduce(stage), start, link_free[place]), plan.replica_ranks(stage)))
+        found.append((TimelineSpan(ReduceGradients(stage), start, link_free[place]), plan.replica_ranks(stage)))
     return found

@@ -8,7 +8,7 @@ CHARACTER_WIDTH = 0.56
 """Mean width of a character over the font size."""
 
 
-def text_width(text: str, size: float) -> float:
+def estimate_text_width(text: str, size: float) -> float:
     """The width of a text in pixels, estimated, at a font size."""
     return CHARACTER_WIDTH * size * len(text)
 
@@ -17,12 +17,12 @@ def _channels(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-def tint(colour: str, white: float) -> str:
+def mix_with_white(colour: str, white: float) -> str:
     """The colour mixed with this share of white."""
     return "#" + "".join(f"{round(c + (255 - c) * white):02X}" for c in _channels(colour))
 
 
-def ink_on(colour: str) -> str:
+def readable_text_colour(colour: str) -> str:
     """White or dark text, whichever stands out (relative luminance, WCAG 2.2)."""
     red, green, blue = (((c / 255) + 0.055) ** 2.4 / 1.055**2.4 for c in _channels(colour))
     return "#FFFFFF" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.27 else INK

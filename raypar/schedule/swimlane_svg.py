@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from html import escape
 
 from raypar.schedule.instructions import INPUT_GRADIENTS, INSTRUCTIONS, VALUES, Compute, Instruction, drawing_style
-from raypar.schedule.svg_style import CHARACTER_WIDTH, INK, LINE, QUIET, ink_on, text_width, tint
-from raypar.schedule.text_grid import milliseconds, nice_step
+from raypar.schedule.svg_style import (
+    CHARACTER_WIDTH,
+    INK,
+    LINE,
+    QUIET,
+    estimate_text_width,
+    mix_with_white,
+    readable_text_colour,
+)
+from raypar.schedule.text_grid import format_milliseconds, round_tick_step
 from raypar.schedule.timeline import Timeline, TimelineSpan
 
 _SMALLEST_NUMBER = 7.0
@@ -37,7 +45,7 @@ def swimlanes_svg(
     """
     drawn = [_Panel.of(heading, timeline) for heading, timeline in panels]
     extent = max((p.timeline.makespan_ms for p in drawn), default=0.0) or 1.0
-    left = 28 + max((text_width(name, p.font) for p in drawn for name in p.names), default=0.0)
+    left = 28 + max((estimate_text_width(name, p.font) for p in drawn for name in p.names), default=0.0)
     right = 132.0
     width = width or _width(drawn, extent, left + right)
     sheet = _Sheet(left, (width - left - right) / extent, width, extent)
@@ -181,7 +189,7 @@ class _Panel:
             if text:
                 out.append(
                     f'<text x="{x + w / 2:.2f}" y="{y + self.lane / 2 + size * 0.36:.2f}" font-size="{size:.3g}" '
-                    f'text-anchor="middle" pointer-events="none" fill="{ink_on(colour)}">{text}</text>'
+                    f'text-anchor="middle" pointer-events="none" fill="{readable_text_colour(colour)}">{text}</text>'
                 )
         for colour, boxes in small.items():
             path = "".join(
@@ -201,7 +209,7 @@ class _Panel:
         if not isinstance(instruction, Compute):
             return colour
         chunks = max(self.timeline.chunk_of.values(), default=0) + 1
-        return tint(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
+        return mix_with_white(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
 
     def _arrows(self, sheet: _Sheet, ys: dict[int, float], edges: Sequence[tuple[int, int]]) -> Iterable[str]:
         """From the end of what made a bundle to the start of what used it, where both lanes are drawn."""
@@ -239,7 +247,7 @@ def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:
     timeline, world = panel.timeline, len(panel.timeline.spans)
     peak = max(timeline.peak_activations, default=0)
     facts = [
-        f"makespan {milliseconds(timeline.makespan_ms)}",
+        f"makespan {format_milliseconds(timeline.makespan_ms)}",
         f"bubble {timeline.bubble_of_total:.1%} of total ({timeline.bubble_of_ideal:.1%} of ideal)",
         f"peak activations {peak:g} microbatches",
     ]
@@ -253,7 +261,7 @@ def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:
 
 
 def _axis(sheet: _Sheet, makespan_ms: float, top: float, bottom: float) -> list[str]:
-    step = nice_step(sheet.extent, max(2, int((sheet.width - sheet.left) / 90)))
+    step = round_tick_step(sheet.extent, max(2, int((sheet.width - sheet.left) / 90)))
     out = []
     for tick in range(int(makespan_ms / step + 1e-9) + 1):
         x = sheet.x(tick * step)
@@ -274,7 +282,9 @@ def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
     chunks = max((max(p.timeline.chunk_of.values(), default=0) + 1 for p in panels), default=1)
     ordered = [kind for kind in INSTRUCTIONS.values() if kind in kinds]
     items = [(drawing_style(kind).colour, drawing_style(kind).legend) for kind in ordered]
-    items += [(tint("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1][1:]
+    items += [
+        (mix_with_white("#2B7BBA", 0.55 * c / (chunks - 1)), f"chunk {c} (lighter)") for c in range(chunks) if chunks > 1
+    ][1:]
     items.append(("url(#idle)", "idle"))
     out, x = [f'<g font-size="13" fill="{QUIET}">'], 24.0
     for colour, text in items:
@@ -282,6 +292,6 @@ def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
             f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{colour}" stroke="{LINE}"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
-        x += 22 + text_width(text, 13) + 26
+        x += 22 + estimate_text_width(text, 13) + 26
     out.append("</g>")
     return out

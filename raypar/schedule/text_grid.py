@@ -7,7 +7,7 @@ from functools import reduce
 from itertools import pairwise
 from math import gcd, isclose
 
-from raypar.schedule.instructions import Compute, Instruction, computations
+from raypar.schedule.instructions import Compute, Instruction, compute_instructions
 from raypar.schedule.timeline import Timeline
 
 _FINEST = 4
@@ -16,7 +16,7 @@ _FINEST = 4
 
 def order_grid(schedule: Sequence[Sequence[Instruction]]) -> str:
     """The compute instructions of each worker in order, without time: `F0 F1 B0 B1`, or `0F0 4F0` where workers have chunks."""
-    orders = [computations(order) for order in schedule]
+    orders = [compute_instructions(order) for order in schedule]
     chunked = any(len({i.stage for i in order}) > 1 for order in orders)
     return "\n".join(" ".join(str(i) if chunked else _without_stage(i) for i in order) for order in orders)
 
@@ -119,7 +119,7 @@ def _cells(row: Sequence[_Timed], label: Callable[[Compute], str], per_ms: float
 
 def _axis(makespan_ms: float, per_ms: float, total: int) -> str:
     """Round numbers under their columns, about one every twelve columns, the last one with its unit."""
-    step = nice_step(makespan_ms, max(2, total // 12))
+    step = round_tick_step(makespan_ms, max(2, total // 12))
     line = ""
     count = int(makespan_ms / step + 1e-9)
     for tick in range(count + 1):
@@ -128,13 +128,13 @@ def _axis(makespan_ms: float, per_ms: float, total: int) -> str:
     return line
 
 
-def milliseconds(time_ms: float) -> str:
+def format_milliseconds(time_ms: float) -> str:
     """`33 ms`, `101.25 ms`, `0.123 ms`: at most two decimals, three below 1 ms."""
     text = f"{time_ms:,.{2 if time_ms >= 1 else 3}f}"
     return (text.rstrip("0").rstrip(".") or "0") + " ms"
 
 
-def nice_step(extent: float, ticks: int) -> float:
+def round_tick_step(extent: float, ticks: int) -> float:
     """The smallest of 1, 2, 5 x 10^k that cuts `extent` into at most `ticks` parts; 1 when there is no extent."""
     if extent <= 0:
         return 1.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, pairwise
 
-from raypar.schedule.svg_style import INK, LINE, QUIET, text_width, tint
-from raypar.schedule.text_grid import nice_step
+from raypar.schedule.svg_style import INK, LINE, QUIET, estimate_text_width, mix_with_white
+from raypar.schedule.text_grid import round_tick_step
 
 MARK_KINDS = {
     "lost": ("#C8372D", "worker lost"),
@@ -67,7 +67,7 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
     close to each other stand in several rows; those for which there is no room are left out (their tooltips are not).
     """
     extent = history.end_s or 1.0
-    late = [text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
+    late = [estimate_text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
     sheet = _Sheet(extent, width, left=76.0, right=28.0 + max(late, default=0.0))
     rows = _rows(history.marks, sheet)
     top = 92.0 + _ROW_HEIGHT * (1 + max((row for row in rows if row is not None), default=0))
@@ -138,7 +138,7 @@ def _rows(marks: Sequence[ChartMark], sheet: _Sheet) -> list[int | None]:
     placed: list[tuple[float, int]] = []
     for index in sorted(range(len(marks)), key=lambda i: -marks[i].at_s):
         x = sheet.x(marks[index].at_s)
-        end = x + 12 + text_width(marks[index].shown, _LABEL)
+        end = x + 12 + estimate_text_width(marks[index].shown, _LABEL)
         row = 1 + max((row for at, row in placed if at <= end), default=-1)
         if row < _MOST_ROWS:
             rows[index] = row
@@ -166,7 +166,7 @@ def _draw_pauses(pauses: Sequence[tuple[float, float]], sheet: _Sheet, top: floa
 
 
 def _draw_time_axis(sheet: _Sheet, top: float, bottom: float) -> list[str]:
-    step = nice_step(sheet.extent, max(2, int((sheet.end - sheet.left) / 90)))
+    step = round_tick_step(sheet.extent, max(2, int((sheet.end - sheet.left) / 90)))
     out = []
     for tick in range(int(sheet.extent / step + 1e-9) + 1):
         x = sheet.x(tick * step)
@@ -189,7 +189,7 @@ def _draw_rates(steps: Sequence[tuple[float, float, float]], sheet: _Sheet, top:
         y = _scale(most, top, bottom)
         line = "".join(f"{'L' if i else 'M'}{sheet.x(a):.2f} {y(r):.2f}H{sheet.x(b):.2f}" for i, (a, b, r) in enumerate(bins))
         area = f"M{sheet.x(0):.2f} {bottom:g}L{line[1:]}V{bottom:g}z"
-        out.append(f'<path d="{area}" fill="{tint(_RATE_COLOUR, 0.75)}" fill-opacity="0.7"/>')
+        out.append(f'<path d="{area}" fill="{mix_with_white(_RATE_COLOUR, 0.75)}" fill-opacity="0.7"/>')
         out.append(f'<path d="{line}" fill="none" stroke="{_RATE_COLOUR}" stroke-width="1.6" stroke-linejoin="round"/>')
     return out
 
@@ -213,7 +213,7 @@ def _scale(most: float, top: float, bottom: float) -> Callable[[float], float]:
 def _draw_value_axis(
     name: str, most: float, ticks: int, sheet: _Sheet, top: float, bottom: float, least: float = 0.0
 ) -> list[str]:
-    step = max(nice_step(most, ticks), least)
+    step = max(round_tick_step(most, ticks), least)
     y = _scale(most, top, bottom)
     out = [
         f'<text transform="translate(20 {(top + bottom) / 2:g}) rotate(-90)" font-size="12" text-anchor="middle" '
@@ -237,7 +237,7 @@ def _draw_legend(history: RunHistory, y: float) -> list[str]:
             f'<path d="M{x:.0f} {y - 5:g}h16" stroke="{colour}" stroke-width="2" stroke-dasharray="5 3"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
-        x += 22 + text_width(text, 13) + 26
+        x += 22 + estimate_text_width(text, 13) + 26
     if history.pauses:
         total = sum(end - start for start, end in history.pauses)
         number = len(history.pauses)
@@ -246,7 +246,7 @@ def _draw_legend(history: RunHistory, y: float) -> list[str]:
             f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{_PAUSE_COLOUR}" stroke="{LINE}"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
-        x += 22 + text_width(text, 13) + 26
+        x += 22 + estimate_text_width(text, 13) + 26
     if any(mark.brief for mark in history.marks):
         nodes = "; beside a drain: beginnings of nodes' ids" * ("draining" in there)
         out.append(f'<text x="{x:.0f}" y="{y:g}">numbers: workers{nodes}</text>')

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from raypar.errors import ScheduleError
-from raypar.schedule.instructions import INSTRUCTIONS, Instruction, computations
+from raypar.schedule.instructions import INSTRUCTIONS, Instruction, compute_instructions
 
 _LABEL = re.compile(r"(\d*)([A-Z])(\d*)")
 
@@ -27,8 +27,8 @@ class Timeline:
     """The spans of all workers, by rank, those of a worker in order of start.
 
     `names[rank]` is the worker in words. `peak_activations` are in microbatches through all of a worker's chunks (a chunk
-    counts 1/v): a microbatch counts from its forward until its `Backward` or `BackwardWeight` is over. `peak_bytes` is None
-    where activation sizes are unknown.
+    counts 1/v): a microbatch counts from its forward until its `Backward` or `BackwardWeight` is over. `peak_activation_memory`
+    is None where activation sizes are unknown.
     """
 
     spans: tuple[tuple[TimelineSpan, ...], ...]
@@ -94,25 +94,25 @@ class Timeline:
         """Stage -> which chunk of its worker it is, 0 the first."""
         found: dict[int, int] = {}
         for row in self.spans:
-            stages = sorted({i.stage for i in computations(span.instruction for span in row)})
+            stages = sorted({i.stage for i in compute_instructions(span.instruction for span in row)})
             found.update((stage, index) for index, stage in enumerate(stages))
         return found
 
 
 def peak_activations(order: Sequence[Instruction], chunks: int = 0) -> float:
     """The most microbatches alive at once in one worker's order; a chunk counts 1/chunks (0: as many as the order names)."""
-    stages = {i.stage for i in computations(order)}
+    stages = {i.stage for i in compute_instructions(order)}
     return _peak(order, [1] * (max(stages, default=0) + 1)) / (chunks or len(stages) or 1)
 
 
-def peak_bytes(order: Sequence[Instruction], activation_bytes: Sequence[int]) -> int:
+def peak_activation_memory(order: Sequence[Instruction], activation_bytes: Sequence[int]) -> int:
     """The most bytes of activations alive at once in one worker's order; `activation_bytes` [stages], of one microbatch."""
     return _peak(order, activation_bytes)
 
 
 def _peak(order: Sequence[Instruction], size: Sequence[int]) -> int:
     alive = peak = 0
-    for instruction in computations(order):
+    for instruction in compute_instructions(order):
         change = instruction.held_change
         if change:
             alive += change * size[instruction.stage]
@@ -122,7 +122,8 @@ def _peak(order: Sequence[Instruction], size: Sequence[int]) -> int:
 
 
 def parse_instruction(label: str) -> Instruction:
-    """The instruction that prints as `label`: one that takes time, so no message and no `Free`. Raises `ScheduleError`."""
+    """The instruction that prints as `label`: one that takes time, so no message and no `FreeActivations`. Raises
+    `ScheduleError`."""
     match = _LABEL.fullmatch(label)
     kind = INSTRUCTIONS.get(match[2]) if match is not None else None
     if match is not None and kind is not None and kind.drawing is not None:

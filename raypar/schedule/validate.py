@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, Routing
+from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.schedule.data_flow import DataFlow
-from raypar.schedule.deadlock import Communicators, deadlock_free
+from raypar.schedule.deadlock import Communicators, check_deadlock
 from raypar.schedule.instructions import Program, Schedule
 from raypar.schedule.program_rules import (
-    Problem,
-    RuleCase,
-    check_canonical,
-    check_causal,
-    check_complete,
-    check_ended,
-    check_freed,
-    check_memory,
-    check_paired,
+    RuleCheckInput,
+    ScheduleProblem,
+    check_activation_frees,
+    check_activation_limit,
+    check_computed_once,
+    check_gradient_order,
+    check_needs_come_first,
+    check_sends_match_receives,
     check_shards_agree,
+    check_step_end,
 )
 
-__all__ = ["Problem", "find_problems", "validate"]
+__all__ = ["ScheduleProblem", "find_schedule_problems", "validate_schedule"]
 
 Lists = Schedule | tuple[Program, ...]
 
@@ -39,17 +39,17 @@ _CURES = {
 }
 
 
-def validate(
+def validate_schedule(
     lists: Lists,
-    routing: Routing,
-    crossing: Crossing,
+    routing: MicrobatchRouting,
+    crossing: StageConnections,
     *,
     memory: Sequence[float] | None = None,
     communicators: Communicators = "pair",
     training: bool = True,
 ) -> None:
-    """Raise `ScheduleError` naming the first problem (and how many there are). Arguments as of `find_problems`."""
-    found = find_problems(lists, routing, crossing, memory=memory, communicators=communicators, training=training)
+    """Raise `ScheduleError` naming the first problem (and how many there are). Arguments as of `find_schedule_problems`."""
+    found = find_schedule_problems(lists, routing, crossing, memory=memory, communicators=communicators, training=training)
     if found:
         first = found[0]
         where = f"{routing.plan.coordinate(first.rank)}: " if first.rank < routing.plan.world else ""
@@ -57,33 +57,33 @@ def validate(
         raise ScheduleError(f"{first.rule}: {where}{first.text}{more}", cure=_CURES[first.rule])
 
 
-def find_problems(
+def find_schedule_problems(
     lists: Lists,
-    routing: Routing,
-    crossing: Crossing,
+    routing: MicrobatchRouting,
+    crossing: StageConnections,
     *,
     memory: Sequence[float] | None = None,
     communicators: Communicators = "pair",
     training: bool = True,
-) -> list[Problem]:
+) -> list[ScheduleProblem]:
     """All broken rules of orders or of lowered programs. A rule that presupposes another is checked only if that one holds.
 
     `memory`: most live activations per rank, in microbatches through all of a worker's chunks. `communicators`: whose
-    in-order queues messages go through. `training=False`: the lists are those of a validation pass (`lower_forward`).
+    in-order queues messages go through. `training=False`: the lists are those of a validation pass (`lower_validation_pass`).
     """
     world = routing.plan.world
     if len(lists) != world:
-        return [Problem("complete", min(len(lists), world), f"{len(lists)} lists for a plan of {world} workers")]
+        return [ScheduleProblem("complete", min(len(lists), world), f"{len(lists)} lists for a plan of {world} workers")]
     lowered = not training or any(i.role != "compute" for order in lists for i in order)
-    case = RuleCase(lists, routing, crossing, DataFlow(crossing, len(routing.plan.stages)), lowered, training)
-    found = check_complete(case)
+    case = RuleCheckInput(lists, routing, crossing, DataFlow(crossing, len(routing.plan.stages)), lowered, training)
+    found = check_computed_once(case)
     if found:
         return found
-    found = check_causal(case) + check_canonical(case) + check_shards_agree(case)
+    found = check_needs_come_first(case) + check_gradient_order(case) + check_shards_agree(case)
     if lowered:
-        found += check_paired(case) + check_freed(case) + check_ended(case)
+        found += check_sends_match_receives(case) + check_activation_frees(case) + check_step_end(case)
     if not found:
-        found += deadlock_free(case, communicators)
+        found += check_deadlock(case, communicators)
     if memory is not None:
-        found += check_memory(case, memory)
+        found += check_activation_limit(case, memory)
     return found

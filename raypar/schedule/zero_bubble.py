@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from raypar.plan import Routing
+from raypar.plan import MicrobatchRouting
 from raypar.schedule.instructions import BackwardInput, BackwardWeight, Compute, Forward, Schedule
-from raypar.schedule.list_scheduling import OpenLimits, limits_per_replica, list_schedule
-from raypar.schedule.one_f_one_b import replica_counts, warmups
+from raypar.schedule.list_scheduling import OpenMicrobatchLimits, build_list_schedule, open_limits_per_replica
+from raypar.schedule.one_f_one_b import replicas_by_position, resolve_warmups
 
 
-def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+def zb_h1(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
     """ZB-H1 orders: bubble (p-1)(F + I - W) while W <= min(F, I), a third of that of 1F1B when all are equal.
 
     For larger W the bubble is (p-1) max(F, I). Every worker keeps as many activations as the first worker of 1F1B: min(p, m).
     Positions with different replica counts are list-scheduled.
     """
     plan = routing.plan
-    depth, replicas = warmups(plan, warmup), replica_counts(plan)
+    depth, replicas = resolve_warmups(plan, warmup), replicas_by_position(plan)
     if len(set(replicas)) > 1:
         alive = tuple(max(own, -(-depth[0] * replicas[0] // r)) for own, r in zip(depth, replicas, strict=True))
-        return list_schedule(routing, OpenLimits(depth, alive, group=1), split=True)
+        return build_list_schedule(routing, OpenMicrobatchLimits(depth, alive, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         (stage,) = plan.stages_of(rank)
@@ -42,18 +42,18 @@ def zb_h1(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
     return tuple(orders)
 
 
-def zb_v(routing: Routing, warmup: Sequence[int] | None = None) -> Schedule:
+def zb_v(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
     """ZB-V orders: two chunks a worker in a V, so that the first worker also computes the loss.
 
     With F = I = W and m >= 2p - 1 the bubble is (p-1) F / 2, F of both chunks together; min(p, m) activations on every worker.
     Positions with different replica counts, or with a given `warmup` (forwards of chunks), are list-scheduled.
     """
     plan = routing.plan
-    replicas = replica_counts(plan)
+    replicas = replicas_by_position(plan)
     if warmup is not None or len(set(replicas)) > 1:
-        given = warmups(plan, warmup) if warmup is not None else None
-        depth = given or limits_per_replica(replicas, [2 * plan.positions] * plan.positions)
-        return list_schedule(routing, OpenLimits(depth, depth, group=1), split=True)
+        given = resolve_warmups(plan, warmup) if warmup is not None else None
+        depth = given or open_limits_per_replica(replicas, [2 * plan.positions] * plan.positions)
+        return build_list_schedule(routing, OpenMicrobatchLimits(depth, depth, group=1), split=True)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         down, up = plan.stages_of(rank)

@@ -9,23 +9,23 @@ import torch
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.communicator_key import CommunicatorKey
-from raypar.comm.mesh import Mesh
 from raypar.comm.nccl import device as nccl_device
-from raypar.comm.nccl.mesh import NcclMesh
+from raypar.comm.nccl.endpoint import NcclEndpoint
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.mesh import TcpMesh
+from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.errors import ConfigError
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.plan.shard_layout import ShardLayout
-from raypar.worker.assignment import Assignment
-from raypar.worker.communicators import check_communicators, communicators_of
-from raypar.worker.gpu_process import ENVIRONMENT, configure_process
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.job_spec import JobSpec
+from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch
+from raypar.worker.required_communicators import check_communicator_limit, required_communicators
+from raypar.worker.worker_assignments import ProgramAssignment
 
 
-class Backend(ABC):
+class DeviceBackend(ABC):
     """One kind of device. The launcher asks for what a run needs before it starts; each worker opens its device and a mesh.
 
     The launcher uses the attributes and `check_plan`. A worker calls `open_device` once, then `listen` once, then
@@ -43,7 +43,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check_plan(
-        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool
+        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
         """Raise `PlanError` for a plan that workers of this kind cannot carry out. `parts`: assignments by rank."""
 
@@ -55,17 +55,18 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def listen(self, host: str, credential: RunCredential) -> Mesh:
+    def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
         """A mesh that listens on `host` and moves tensors of the device; after `open_device`."""
 
     @abstractmethod
     def communicators(
-        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], ShardLayout]
+        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
-        """What `Mesh.connect` has to make for this rank in the generation of `order`. `layout`: see `communicators_of`."""
+        """What `WorkerEndpoint.connect` has to make for this rank in the generation of `order`. `layout`: see
+        `required_communicators`."""
 
 
-class CpuBackend(Backend):
+class CpuBackend(DeviceBackend):
     """Workers compute on processors and talk over TCP."""
 
     gpus_per_worker = 0
@@ -74,32 +75,32 @@ class CpuBackend(Backend):
     plan_notes = ()
 
     def check_plan(
-        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool
+        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
-        """See `Backend.check_plan`: sockets carry any plan."""
+        """See `DeviceBackend.check_plan`: sockets carry any plan."""
 
     def open_device(self, *, exact: bool) -> torch.device:
-        """See `Backend.open_device`. Products on a CPU have the same bits at all times."""
+        """See `DeviceBackend.open_device`. Products on a CPU have the same bits at all times."""
         return CPU
 
-    def listen(self, host: str, credential: RunCredential) -> Mesh:
-        """See `Backend.listen`."""
-        return TcpMesh.listen(host, credential=credential)
+    def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
+        """See `DeviceBackend.listen`."""
+        return TcpEndpoint.listen(host, credential=credential)
 
     def communicators(
-        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], ShardLayout]
+        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
-        """See `Backend.communicators`: none."""
+        """See `DeviceBackend.communicators`: none."""
         return frozenset()
 
 
-class GpuBackend(Backend):
+class GpuBackend(DeviceBackend):
     """Every worker computes on a GPU of its own; device memory moves by NCCL, host memory over TCP."""
 
     gpus_per_worker = 1
-    environment: Mapping[str, str] = {**nccl_device.WORKER_ENVIRONMENT, **ENVIRONMENT}
+    environment: Mapping[str, str] = {**nccl_device.WORKER_ENVIRONMENT, **GPU_WORKER_ENVIRONMENT}
     deadlines: Mapping[str, float] = {"adopt_s": 90.0, "stand_s": 8.0, "abort_s": 8.0, "move_s": 10.0}
-    """A generation's communicators have to be made (`comm.nccl.mesh.MAKING_S`), and the last one's aborted
+    """A generation's communicators have to be made (`comm.nccl.endpoint.MAKING_S`), and the last one's aborted
     (`comm.nccl.transport.ABORT_S`). Nobody has measured how long that takes on a GPU."""
     plan_notes = ("times are of this machine's processors, not of GPUs",)
 
@@ -108,34 +109,34 @@ class GpuBackend(Backend):
         """This process's GPU, once it is open."""
 
     def check_plan(
-        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[Assignment], *, elastic: bool
+        self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
-        """See `Backend.check_plan`: a GPU works on a limited number of communicators at a time."""
-        check_communicators(spec, graph, plan, parts, elastic=elastic)
+        """See `DeviceBackend.check_plan`: a GPU works on a limited number of communicators at a time."""
+        check_communicator_limit(spec, graph, plan, parts, elastic=elastic)
 
     def open_device(self, *, exact: bool) -> torch.device:
-        """See `Backend.open_device`: the first GPU that this process sees; Ray shows it only its own."""
+        """See `DeviceBackend.open_device`: the first GPU that this process sees; Ray shows it only its own."""
         self._device = nccl_device.CudaDevice()
-        configure_process(self._device.device, exact=exact)
+        configure_torch(self._device.device, exact=exact)
         return self._device.device
 
-    def listen(self, host: str, credential: RunCredential) -> Mesh:
-        """See `Backend.listen`."""
+    def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
+        """See `DeviceBackend.listen`."""
         assert self._device is not None, "open_device comes first"
-        return NcclMesh.listen(host, self._device, credential=credential)
+        return NcclEndpoint.listen(host, self._device, credential=credential)
 
     def communicators(
-        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], ShardLayout]
+        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
-        """See `Backend.communicators`."""
-        return communicators_of(order, rank, spec, layout)
+        """See `DeviceBackend.communicators`."""
+        return required_communicators(order, rank, spec, layout)
 
 
-BACKENDS: Mapping[str, type[Backend]] = {"cpu": CpuBackend, "gpu": GpuBackend}
+BACKENDS: Mapping[str, type[DeviceBackend]] = {"cpu": CpuBackend, "gpu": GpuBackend}
 """A job's `device` -> its backend."""
 
 
-def make_backend(device: str) -> Backend:
+def make_backend(device: str) -> DeviceBackend:
     """A new backend for a job's `device`. Raises `ConfigError` for a name that is not in `BACKENDS`."""
     if device not in BACKENDS:
         raise ConfigError(f"device {device!r} is not known", cure=f"set device to one of {', '.join(BACKENDS)}")

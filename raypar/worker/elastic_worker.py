@@ -1,4 +1,4 @@
-"""A `WorkerCore` behind the interface of the elastic protocol (`elastic.member.MemberBackend`).
+"""A `WorkerCore` behind the interface of the elastic protocol (`elastic.generation_guard.WorkerTrainingBackend`).
 
 State travels as pieces: elements of a parameter and what the optimizer keeps for them. What a new plan needs just as this
 worker's old stages have it is not copied.
@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.comm.transport import Routine, Transport, Wait
+from raypar.comm.transport import Routine, RoutineWait, Transport
 from raypar.errors import RayparError
-from raypar.model.build import state_shapes
+from raypar.model.layer_skeletons import state_shapes
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.pieces import Digest, Piece, merge_pieces
-from raypar.plan.shard_ranges import Cut
+from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.vote_result import VoteResult
-from raypar.worker.checkpoint import PARAMETER
-from raypar.worker.communicators import direct_moves
-from raypar.worker.mirror import Mirror
-from raypar.worker.optimizer import load_optimizer_state, optimizer_state
-from raypar.worker.parameter_state import Kept, ParameterSlice, ParameterState, assemble_parameter, extract_run
-from raypar.worker.tags import state_tag
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.required_communicators import direct_state_transfers
+from raypar.worker.state.mirror import Mirror
+from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, assemble_parameter, extract_elements
+from raypar.worker.step.message_tags import state_tag
+from raypar.worker.step.optimizer import load_optimizer_state, optimizer_state
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 
 class ElasticWorker:
-    """See `elastic.member.MemberBackend`."""
+    """See `elastic.generation_guard.WorkerTrainingBackend`."""
 
     core: WorkerCore
     """Builds stages and runs their steps."""
@@ -58,7 +58,7 @@ class ElasticWorker:
         self.trace, self.described = False, None
         self._done, self._cut_due, self._old = 0, False, {}
 
-    # -- MemberBackend -------------------------------------------------------------------------------------------------------
+    # -- WorkerTrainingBackend ---------------------------------------------------------------------------------------------
 
     def step(self, step: int, cut: bool = False) -> Routine[StepReport]:
         """Run a step, vote, apply it; then, if `cut`, let the mirror take a cut."""
@@ -178,11 +178,11 @@ class ElasticWorker:
             found.setdefault(name, []).insert(0, ParameterState(kept, slices.get(name, ParameterSlice())))
         return found
 
-    def _assembled(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, Kept]:
+    def _assembled(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, StateByKey]:
         """Name -> the state that the new plan wants here, in tensors that may be written to."""
         plan = part.assignment.plan
         ownership = self.core.ownership_of(plan)
-        found: dict[str, Kept] = {}
+        found: dict[str, StateByKey] = {}
         for name, size in ownership.sizes(rank).items():
             cut = ownership.cut_of(rank, name)
             place = ParameterSlice() if cut is None else ParameterSlice(cut, plan.seats[rank].shard)
@@ -195,7 +195,7 @@ class ElasticWorker:
             found[name] = kept if writable else {**kept, PARAMETER: kept[PARAMETER].clone()}
         return found
 
-    def _whole(self, name: str) -> Cut | None:
+    def _whole(self, name: str) -> TensorCut | None:
         """How shards would cut a parameter that is whole here; its elements are numbered by that."""
         return self.core.layout(1).cuts.get(name)
 
@@ -207,9 +207,9 @@ class ElasticWorker:
     def _shapes(self) -> dict[str, torch.Size]:
         return state_shapes(self.core.graph)
 
-    def _held(self) -> dict[str, Kept]:
+    def _held(self) -> dict[str, StateByKey]:
         """Parameter or buffer of this worker's stages -> its state; not copies."""
-        found: dict[str, Kept] = {}
+        found: dict[str, StateByKey] = {}
         for index, stage in self.core.stages.items():
             optimizer = self.core.end.optimizers.get(index)
             state = optimizer_state(optimizer) if optimizer is not None else {}
@@ -234,7 +234,7 @@ class ElasticWorker:
             if move.dest == self.worker and move.source not in sources:
                 sources.append(move.source)
         headers = {w: transport.recv(None, source=part.ranks[w], tag=state_tag(0)) for w in sources}
-        sent, direct = [], direct_moves(part)
+        sent, direct = [], direct_state_transfers(part)
         for dest, pieces in outgoing.items():
             tensors: list[Tensor] = []
             lines: list[tuple[str, int | None, dict[str, Any]]] = []
@@ -251,31 +251,31 @@ class ElasticWorker:
                 sent.append(transport.send(tensor, to=part.ranks[dest], tag=state_tag(index)))
         found: dict[str, list[ParameterState]] = {}
         for source, handle in headers.items():
-            yield Wait(handle, f"the list of state from worker {source}")
+            yield RoutineWait(handle, f"the list of state from worker {source}")
             lines = pickle.loads(handle.tensor().numpy().tobytes())
             count = sum(value is None for _, _, numbers in lines for value in numbers.values())
             handles = iter([transport.recv(None, source=part.ranks[source], tag=state_tag(i + 1)) for i in range(count)])
             for name, start, numbers in lines:
-                kept: Kept = {}
+                kept: StateByKey = {}
                 for key, value in numbers.items():
                     if value is not None:
                         kept[key] = value[0]
                         continue
                     got = next(handles)
-                    yield Wait(got, f"{key} of {name} from worker {source}")
+                    yield RoutineWait(got, f"{key} of {name} from worker {source}")
                     kept[key] = got.tensor()
                 found.setdefault(name, []).append(ParameterState(kept, start=start))
         for handle in sent:
-            yield Wait(handle, "state to be taken")
+            yield RoutineWait(handle, "state to be taken")
         return found
 
-    def _moved(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, Kept]:
+    def _moved(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, StateByKey]:
         """(first element, state) of what is sent of a parameter; None for the first element: all of it, in its own shape."""
         for holding in holdings:
             if holding.place.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
                 return None, holding.kept
-        return piece.start, extract_run(holdings, piece.start, piece.stop, self._whole(piece.name))
+        return piece.start, extract_elements(holdings, piece.start, piece.stop, self._whole(piece.name))
 
 
-def _without_parameter(kept: Kept) -> Kept:
+def _without_parameter(kept: StateByKey) -> StateByKey:
     return {key: value for key, value in kept.items() if key != PARAMETER}

@@ -57,24 +57,25 @@ class Ref:
         """The function's name, in messages and in a checkpoint's contract; of a loss module its class with its options."""
         if isinstance(self.target, str):
             return self.target
-        return label_of(self.target)
+        return stable_callable_label(self.target)
 
 
-def label_of(target: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:
-    """A callable as text that is the same in every process: name, and for objects what they hold. `inside`: see `text_of`."""
+def stable_callable_label(target: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:
+    """A callable as text that is the same in every process: name, and for objects what they hold. `inside`: see
+    `stable_argument_text`."""
     if isinstance(target, functools.partial):
         inside = (*inside, id(target))
-        given = [text_of(value, inside) for value in target.args]
-        given += [f"{name}={text_of(value, inside)}" for name, value in sorted(target.keywords.items())]
-        return f"partial({', '.join([label_of(target.func, inside), *given])})"
+        given = [stable_argument_text(value, inside) for value in target.args]
+        given += [f"{name}={stable_argument_text(value, inside)}" for name, value in sorted(target.keywords.items())]
+        return f"partial({', '.join([stable_callable_label(target.func, inside), *given])})"
     if hasattr(target, "named_buffers") and not isinstance(target, type):  # a loss module
         options = [f"{k}={v!r}" for k, v in vars(target).items() if isinstance(v, (int, float, str)) and k[0] != "_"]
-        options += [f"{name}={text_of(buffer)}" for name, buffer in target.named_buffers()]
+        options += [f"{name}={stable_argument_text(buffer)}" for name, buffer in target.named_buffers()]
         return f"{type(target).__qualname__}({', '.join(o for o in options if not o.startswith('training='))})"
     return str(getattr(target, "__qualname__", "")) or without_addresses(repr(target))
 
 
-def text_of(value: Any, inside: tuple[int, ...] = ()) -> str:
+def stable_argument_text(value: Any, inside: tuple[int, ...] = ()) -> str:
     """An argument as text that is the same in every process; of a tensor or an array shape, type and a hash of its values.
 
     `inside`: ids of the containers that it is in; one of these again is `...`, as in Python's `repr`.
@@ -82,15 +83,24 @@ def text_of(value: Any, inside: tuple[int, ...] = ()) -> str:
     if id(value) in inside:
         return "..."
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = [text_of(item, (*inside, id(value))) for item in value]
+        parts = [stable_argument_text(item, (*inside, id(value))) for item in value]
         return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, (set, frozenset)) else parts)})"
     if isinstance(value, Mapping):
         inside = (*inside, id(value))
-        return "{" + ", ".join(f"{text_of(k, inside)}: {text_of(v, inside)}" for k, v in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{stable_argument_text(k, inside)}: {stable_argument_text(v, inside)}" for k, v in value.items())
+            + "}"
+        )
     if hasattr(value, "named_parameters") and not isinstance(value, type):
-        return " ".join([label_of(value), *(f"{name}={text_of(tensor)}" for name, tensor in value.named_parameters())])
+        return " ".join(
+            [
+                stable_callable_label(value),
+                *(f"{name}={stable_argument_text(tensor)}" for name, tensor in value.named_parameters()),
+            ]
+        )
     if callable(value):
-        return label_of(value, inside)
+        return stable_callable_label(value, inside)
     if all(hasattr(value, name) for name in ("dtype", "shape", "tolist")):
         try:
             values = value.tolist()
@@ -101,9 +111,9 @@ def text_of(value: Any, inside: tuple[int, ...] = ()) -> str:
     return without_addresses(repr(value))
 
 
-def without_stable_text(target: Any, inside: tuple[int, ...] = ()) -> str | None:
+def find_unstable_argument(target: Any, inside: tuple[int, ...] = ()) -> str | None:
     """The text of an argument bound by a `functools.partial` that names an address only, so that a resumed run could not tell
-    it from another; None if there is none. `inside`: see `text_of`."""
+    it from another; None if there is none. `inside`: see `stable_argument_text`."""
     if id(target) in inside:
         return None
     if isinstance(target, functools.partial):
@@ -118,7 +128,7 @@ def without_stable_text(target: Any, inside: tuple[int, ...] = ()) -> str | None
         text = re.sub(rf"(<function [^ ]+){_ADDRESS}>", r"\1>", repr(target))  # in a dataclass, say: its name tells it
         return None if without_addresses(text) == text else repr(target)
     inside = (*inside, id(target))
-    return next((text for value in given if (text := without_stable_text(value, inside)) is not None), None)
+    return next((text for value in given if (text := find_unstable_argument(value, inside)) is not None), None)
 
 
 def without_addresses(text: str) -> str:

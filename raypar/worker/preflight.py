@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError
-from raypar.model.build import build_on_meta, convert_dtype, parameter_shapes
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_by_shape
 from raypar.plan import ParallelPlan
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.assignment import make_graph
-from raypar.worker.compute_state import StateGuard
-from raypar.worker.data import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.job_spec import JobSpec, Ref
-from raypar.worker.layer_call import inputs_unwritten
-from raypar.worker.loss import loss_function
-from raypar.worker.optimizer import check_elementwise, check_groups
-from raypar.worker.profiler import first_batch
+from raypar.worker.measure_profile import read_first_microbatch
+from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.layer_call import refuse_input_writes
+from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
+from raypar.worker.worker_assignments import make_layer_graph
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ def preflight(spec: JobSpec) -> PreflightResult:
 
     Raises the `RayparError` that says what is wrong and how to cure it.
     """
-    guard = StateGuard(spec.threads)  # its lines are not shown: workers run the same code, and show theirs
+    guard = TorchStateGuard(spec.threads)  # its lines are not shown: workers run the same code, and show theirs
     guard.establish()
     with guard.watching("the job's code"):
-        loss_function(spec.loss)
+        make_loss_function(spec.loss)
         spec.optimizer.optimizer.resolve()
         if spec.lr_schedule is not None:
             _check_lr_schedule(spec.lr_schedule)
-        graph = make_graph(spec, guard.watching)
-    check_groups(spec.optimizer, parameter_shapes(graph))
+        graph = make_layer_graph(spec, guard.watching)
+    check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
     with guard.watching("the job's data"):
         samples = len(make_dataset(spec.data))
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
-    batch = first_batch(spec, graph)
+    batch = read_first_microbatch(spec, graph)
     with guard.watching("the job's layers"):
-        check_shapes(spec, graph, batch)
+        check_layer_shapes(spec, graph, batch)
     validation = 0
     if spec.validation is not None:
         with guard.watching("the job's data"):
@@ -71,7 +71,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
     )
 
 
-def check_shards(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:
+def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:
     """Whether the model can be cut over the plan's shards as `spec.styles` say, and run so; also that the optimizer can.
 
     Raises `PlanError` for styles and numbers that do not fit, `ModelError` for layers that need other shards' parts,
@@ -79,10 +79,10 @@ def check_shards(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) ->
     """
     counts = {stage.shards for stage in plan.stages}
     if max(counts) > 1:
-        check_elementwise(spec.optimizer)
+        check_optimizer_is_elementwise(spec.optimizer)
     for shards in sorted(counts):
         if shards > 1 or spec.styles:
-            layout = layout_of(checked.graph, shards, dict(spec.styles))
+            layout = compute_shard_layout(checked.graph, shards, dict(spec.styles))
         if shards > 1:
             if not layout.cuts:
                 raise PlanError(
@@ -90,24 +90,24 @@ def check_shards(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) ->
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
                 )
             target, sequence = spec.data.target or "y", spec.sequence_parallel
-            loss = loss_function(spec.loss)
+            loss = make_loss_function(spec.loss)
             check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
 
 
-def check_fewer_shards(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:
+def check_other_shard_counts(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:
     """Whether the model can be run on the other numbers of shards too (`possible`) that an elastic run may come to have.
 
-    Raises as `check_shards` does.
+    Raises as `check_model_can_shard` does.
     """
     for shards in set(possible) - {stage.shards for stage in plan.stages} - {1}:
         try:
-            check_shards(spec, checked, ParallelPlan.mesh(tp=shards, layers=len(checked.graph.layers)))
+            check_model_can_shard(spec, checked, ParallelPlan.mesh(tp=shards, layers=len(checked.graph.layers)))
         except InputError as error:
             what = f"with {shards} shards, to which an elastic run comes when workers are lost: {error.what}"
             raise type(error)(what, error.cure) from error
 
 
-def check_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
+def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
     """Send a microbatch through all layers and the loss on the meta device: shapes and dtypes without numbers.
 
     Code that reads numbers (`.item()`, branches on data) cannot be checked this way and is left to the first step.
@@ -122,8 +122,8 @@ def check_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> No
             )
         try:
             inputs = [values[name] for name in layer.inputs]
-            with torch.no_grad(), inputs_unwritten(layer, inputs):
-                out = convert_dtype(build_on_meta(layer), _dtype(spec))(*inputs)
+            with torch.no_grad(), refuse_input_writes(layer, inputs):
+                out = convert_module_dtype(build_on_meta(layer), _dtype(spec))(*inputs)
         except NotImplementedError:
             return
         except RayparError:
@@ -157,7 +157,7 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
         )
     try:
         with torch.no_grad():
-            found = loss_function(spec.loss)(values[graph.output], values[target])
+            found = make_loss_function(spec.loss)(values[graph.output], values[target])
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         # A loss may read numbers; if it is wrong, the first step says so with its own traceback.
@@ -194,7 +194,7 @@ def _dtype(spec: JobSpec) -> torch.dtype:
     return torch.float64 if spec.dtype == "float64" else torch.float32
 
 
-def sibling_function(ref: Ref, name: str) -> Any:
+def find_sibling_function(ref: Ref, name: str) -> Any:
     """The function `name` of the module that `ref` comes from, or None: `generate` beside the model's function."""
     module = sys.modules.get(getattr(ref.resolve(), "__module__", ""))
     found = getattr(module, name, None)

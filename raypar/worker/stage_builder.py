@@ -19,32 +19,32 @@ from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph, Layer
 from raypar.model.materialise import materialise
-from raypar.model.split_linear import split_linears
+from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.gradient_reuse import GradientBuffers
+from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.linear import ShardedLinear, split_sharded_linears
-from raypar.plan import ParallelPlan, Routing
+from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_weight_gradients
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
-from raypar.plan.shard_layout import ShardLayout
-from raypar.worker.assignment import Assignment
-from raypar.worker.backward_hooks import BackwardHooks
-from raypar.worker.compute_state import StateGuard
-from raypar.worker.deferred_gradients import DeferredGradients
-from raypar.worker.gpu_process import make_seeder
-from raypar.worker.gradient_accumulator import GradientAccumulator
-from raypar.worker.initial_state import initial_state, unfilled_state
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.layer_call import LayerCall
-from raypar.worker.layer_inputs import LayerInputs
-from raypar.worker.loss import loss_function
-from raypar.worker.loss_call import LossCall
-from raypar.worker.optimizer import build_optimizer
-from raypar.worker.stage import Stage, StageLayer, StageValues, gradient_counts
-from raypar.worker.stage_coordinate import StageCoordinate
-from raypar.worker.stage_shard import StageShard
-from raypar.worker.step_commit import AnyReduction, StepCommit
-from raypar.worker.weights import StageWeights
+from raypar.worker.process.gpu_setup import make_seeder
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.deferred_weight_gradients import DeferredGradients
+from raypar.worker.stage.gradient_accumulator import GradientAccumulator
+from raypar.worker.stage.initial_state import make_initial_stage_state, make_unfilled_stage_state
+from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
+from raypar.worker.stage.layer_call import LayerCall
+from raypar.worker.stage.layer_inputs import LayerInputs
+from raypar.worker.stage.loss_call import LossCall
+from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.stage import Stage, StageLayer, StageValues, count_returned_gradients
+from raypar.worker.stage.stage_coordinate import StageCoordinate
+from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.weights import StageWeights
+from raypar.worker.step.optimizer import build_optimizer
+from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
+from raypar.worker.worker_assignments import ProgramAssignment
 
 # -- one stage ---------------------------------------------------------------------------------------------------------------
 
@@ -55,14 +55,14 @@ def build_stage(
     index: int,
     *,
     spec: JobSpec,
-    routing: Routing,
+    routing: MicrobatchRouting,
     replica: int,
     loss_fn: Callable[..., Any],
     split: bool = False,
     values: Mapping[str, Tensor] | None = None,
     shard: StageShard | None = None,
     device: torch.device = CPU,
-    guard: StateGuard | None = None,
+    guard: TorchStateGuard | None = None,
 ) -> Stage:
     """Stage `index` of the plan on one replica, ready for its first step.
 
@@ -70,7 +70,7 @@ def build_stage(
     on `device`, which the stage takes over without a copy; by default the initial ones. `shard`: which shard of the stage this
     is, if the stage is cut; `values` are slices then. `guard`: of the worker's process; by default a new one.
     """
-    guard = guard if guard is not None else StateGuard(spec.threads)
+    guard = guard if guard is not None else TorchStateGuard(spec.threads)
     layers = graph.layers[plan.stages[index].first : plan.stages[index].last]
     coordinate = StageCoordinate(index, replica, None if shard is None else shard.group.shard, layers[0].name)
 
@@ -79,11 +79,11 @@ def build_stage(
         for module in modules.values():
             module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
     weights = StageWeights(graph, layers, modules)
-    deferred = split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
-    gradients = build_accumulator(weights, routing, index, replica)
-    completed = completed_by_autograd(weights, deferred)
-    hooks = BackwardHooks(weights.layer_names, gradients, completed, guard, on_cpu=device == CPU)
-    calls = build_layers(graph, layers, hooks, coordinate, make_seeder(device), guard)
+    deferred = prepare_split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
+    gradients = build_gradient_accumulator(weights, routing, index, replica)
+    completed = uses_completed_by_autograd(weights, deferred)
+    hooks = LayerBackwardHooks(weights.layer_names, gradients, completed, guard, on_cpu=device == CPU)
+    calls = build_stage_layers(graph, layers, hooks, coordinate, make_seeder(device), guard)
     return Stage(
         graph=graph,
         index=index,
@@ -94,12 +94,12 @@ def build_stage(
         guard=guard,
         weights=weights,
         layers=calls,
-        loss=build_loss(graph, plan, index, spec, loss_fn, shard, hooks, coordinate, guard),
+        loss=build_stage_loss(graph, plan, index, spec, loss_fn, shard, hooks, coordinate, guard),
         values=stage_values(graph, plan, index, spec),
         gradients=gradients,
         hooks=hooks,
         deferred=deferred,
-        gradient_buffers=GradientBuffers([part for part in parts_of(modules) if isinstance(part, ShardedLinear)]),
+        gradient_buffers=GradientReusePolicy([part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]),
     )
 
 
@@ -116,17 +116,19 @@ def materialise_modules(
     )
 
 
-def split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -> DeferredGradients:
+def prepare_split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -> DeferredGradients:
     """Make the Linears, where that can be, put off their weight gradients."""
     deferred = DeferredGradients()
     for module in modules.values():
-        for find in (split_linears, split_sharded_linears) if sharded else (split_linears,):
+        for find in (defer_weight_gradients, defer_sharded_weight_gradients) if sharded else (defer_weight_gradients,):
             for linear in find(module, deferred.current):
                 deferred.parameters |= {id(p) for p in linear.parameters(recurse=False)}
     return deferred
 
 
-def build_accumulator(weights: StageWeights, routing: Routing, index: int, replica: int) -> GradientAccumulator:
+def build_gradient_accumulator(
+    weights: StageWeights, routing: MicrobatchRouting, index: int, replica: int
+) -> GradientAccumulator:
     """Adds up gradients over the microbatches and blocks that this replica runs."""
     run = routing.run(index, replica)
     sizes = {block: len(routing.microbatches.of_block(block)) for block in run}
@@ -134,7 +136,7 @@ def build_accumulator(weights: StageWeights, routing: Routing, index: int, repli
     return GradientAccumulator(weights.leaves, names, run, routing.microbatches.blocks, sizes)
 
 
-def completed_by_autograd(weights: StageWeights, deferred: DeferredGradients) -> list[list[int]]:
+def uses_completed_by_autograd(weights: StageWeights, deferred: DeferredGradients) -> list[list[int]]:
     """By position of the layer: its uses whose gradients a whole backward pass completes, last first."""
     return [
         [use for use in reversed(weights.of_layer(i).uses) if id(weights.leaves[use]) not in deferred.parameters]
@@ -142,13 +144,13 @@ def completed_by_autograd(weights: StageWeights, deferred: DeferredGradients) ->
     ]
 
 
-def build_layers(
+def build_stage_layers(
     graph: Graph,
     layers: Sequence[Layer],
-    hooks: BackwardHooks,
+    hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
     seed_generators: Callable[[int], Any],
-    guard: StateGuard,
+    guard: TorchStateGuard,
 ) -> list[StageLayer]:
     """How each layer reads its values and is called, in order."""
     written: set[str] = set()
@@ -162,28 +164,28 @@ def build_layers(
     return made
 
 
-def target_of(spec: JobSpec) -> str:
+def loss_target_name(spec: JobSpec) -> str:
     """Name of the value with which the loss compares the model's output."""
     return spec.data.target or "y"
 
 
-def build_loss(
+def build_stage_loss(
     graph: Graph,
     plan: ParallelPlan,
     index: int,
     spec: JobSpec,
     loss_fn: Callable[..., Any],
     shard: StageShard | None,
-    hooks: BackwardHooks,
+    hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
-    guard: StateGuard,
+    guard: TorchStateGuard,
 ) -> LossCall | None:
     """The loss, where the stage has the last layer."""
     if plan.stages[index].last < len(graph.layers):
         return None
     function = loss_fn if shard is None else sharded_loss(loss_fn, shard.group)
     return LossCall(
-        function, output=graph.output, target=target_of(spec), hooks=hooks.of_loss, coordinate=coordinate, guard=guard
+        function, output=graph.output, target=loss_target_name(spec), hooks=hooks.of_loss, coordinate=coordinate, guard=guard
     )
 
 
@@ -194,19 +196,19 @@ def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec) ->
     written = {v for layer in layers for v in layer.outputs}
     fields = set(graph.batch_fields)
     read = [v for layer in layers for v in layer.inputs if v in fields]
-    target = [target_of(spec)] if here.last == len(graph.layers) else []
+    target = [loss_target_name(spec)] if here.last == len(graph.layers) else []
     return StageValues(
         batch_fields=tuple(dict.fromkeys([*read, *target])),
         outgoing=tuple(v for v in graph.values if v in written and any(c >= here.last for c in graph.consumers(v))),
         gradient_counts={
-            v: gradient_counts(graph, plan, v, index)
+            v: count_returned_gradients(graph, plan, v, index)
             for v in graph.values
             if v not in written and v not in fields and any(here.first <= c < here.last for c in graph.consumers(v))
         },
     )
 
 
-def parts_of(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+def list_all_modules(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     """Every module of every layer."""
     return [part for module in modules.values() for part in module.modules()]
 
@@ -222,19 +224,19 @@ class StageBuilder:
     """The job."""
     graph: Graph
     """The whole model, its builds watched by `guard`."""
-    assignment: Assignment
+    assignment: ProgramAssignment
     """The plan, and what each worker does in it."""
-    routing: Routing
+    routing: MicrobatchRouting
     """Which replica runs a microbatch."""
     transport: Transport
     """Connects the plan's workers."""
-    layout: Callable[[int], ShardLayout]
+    layout: Callable[[int], TensorParallelLayout]
     """How the job's styles cut the model over so many shards."""
     ownership: Ownership
     """Which rank of the plan keeps which piece of state."""
     device: torch.device
     """Where the worker computes."""
-    guard: StateGuard
+    guard: TorchStateGuard
     """Restores process state that users' code leaves changed."""
     shard_timeout_s: float
     """How long a layer waits for other shards."""
@@ -247,7 +249,7 @@ class StageBuilder:
         """
         plan, rank, spec = self.assignment.plan, self.transport.rank, self.spec
         with self.guard.watching(f"the module of the loss {spec.loss.label}"):
-            loss = loss_function(spec.loss, self.device)
+            loss = make_loss_function(spec.loss, self.device)
         if values is not None:
             values = {name: value.to(self.device) for name, value in values.items()}
         stages: dict[int, Stage] = {}
@@ -288,9 +290,9 @@ class StageBuilder:
         updates a tensor of its own."""
         here = self.assignment.plan.stages[index]
         if unfilled:
-            return unfilled_state(self.graph, here.first, here.last, self.spec, shard), {}
+            return make_unfilled_stage_state(self.graph, here.first, here.last, self.spec, shard), {}
         if values is None:
-            initial = initial_state(self.graph, here.first, here.last, self.spec, shard)
+            initial = make_initial_stage_state(self.graph, here.first, here.last, self.spec, shard)
             return initial.values, initial.digests
         return {name: value.clone() if name in taken else value for name, value in values.items()}, {}
 
@@ -325,7 +327,7 @@ class StageBuilder:
                 if any(p.requires_grad for p in stage.parameters.values())
             }
 
-    def build_reductions(self, stages: Mapping[int, Stage]) -> dict[int, AnyReduction]:
+    def build_reductions(self, stages: Mapping[int, Stage]) -> dict[int, AnyGradientReduction]:
         """Stage -> reduction of gradients over the replicas."""
         plan, shard = self.assignment.plan, self.assignment.plan.seats[self.transport.rank].shard
         kind = CanonicalReduction if self.spec.reduction == "canonical" else FastReduction

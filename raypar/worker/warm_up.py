@@ -7,11 +7,11 @@ import contextlib
 import torch
 from torch import nn
 
-from raypar.worker.optimizer import build_optimizer
+from raypar.worker.step.optimizer import build_optimizer
 from raypar.worker.worker_core import WorkerCore
 
 
-def warm_up(core: WorkerCore, *, data: bool) -> None:
+def warm_up_process(core: WorkerCore, *, data: bool) -> None:
     """Make an optimizer and a backward pass and drop them: torch.optim loads half of torch with its first object (2 s).
 
     `data`: make the data sets too, for a worker that joins others in the middle of a run and may get any seat.

@@ -39,7 +39,7 @@ class WeightsSource:
         if self.strip_prefix and not any(name.startswith(self.strip_prefix) for name in names):
             raise ConfigError(
                 f"init_from.strip_prefix {self.strip_prefix!r} is at the beginning of none of the {len(names)} names in "
-                f"{self.path} ({list_names(names)})",
+                f"{self.path} ({format_name_list(names)})",
                 cure="leave it out, or set the prefix that they have",
             )
         new = {name: name.removeprefix(self.strip_prefix) for name in names}
@@ -53,7 +53,7 @@ class WeightsSource:
                 ) from error
             if after == new and not any(re.search(pattern, now) for now in new.values()):
                 raise ConfigError(
-                    f"init_from.rename {pattern!r} matches none of the file's names ({list_names(list(new.values()))})",
+                    f"init_from.rename {pattern!r} matches none of the file's names ({format_name_list(list(new.values()))})",
                     cure="leave it out, or correct it",
                 )
             new = after
@@ -68,7 +68,7 @@ class WeightsSource:
         return found
 
 
-def list_names(names: Sequence[str]) -> str:
+def format_name_list(names: Sequence[str]) -> str:
     """The first names, and how many more there are: `a, b, c, d, e and 7 more`."""
     more = len(names) - MAX_SHOWN_NAMES
     return ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

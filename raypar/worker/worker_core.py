@@ -17,27 +17,27 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.transport import Routine, Transport, run_routine
 from raypar.errors import WorkerLost
-from raypar.model.build import SkeletonCopies, outline_of
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
-from raypar.model.tensor_parallel.layout import layout_of
-from raypar.plan import Outline, ParallelPlan, Routing
+from raypar.model.layer_skeletons import SkeletonCopier, outline_graph
+from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Digest
-from raypar.plan.shard_layout import ShardLayout
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Instruction
-from raypar.worker.assignment import Assignment, make_graph
-from raypar.worker.checkpoint import ShardRecord
-from raypar.worker.compute_state import StateGuard
-from raypar.worker.data import Loader, SampleOrder, make_dataset
-from raypar.worker.gpu_process import DeviceBatchSource
-from raypar.worker.interpreter import BatchSource, Interpreter, StageLinks
+from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.job_spec import DataSpec, JobSpec
-from raypar.worker.process_state import Warnings
-from raypar.worker.stage import Stage
+from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
+from raypar.worker.process.environment_guard import Warnings
+from raypar.worker.process.gpu_setup import DeviceBatchSource
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder
-from raypar.worker.state_snapshot import CheckpointWriter, restore_state, take_snapshot
-from raypar.worker.step_commit import InstructionSpan, StepCommit
+from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
+from raypar.worker.step.interpreter import BatchSource, Interpreter, StageLinks
+from raypar.worker.step.step_commit import InstructionSpan, StepCommit
+from raypar.worker.worker_assignments import ProgramAssignment, make_layer_graph
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class StepReport:
     digest: Digest | None = None
     """Digest of the state after the step, if the mirror copied it and other workers should hold the same."""
     warnings: Warnings = ()
-    """Process state that users' code has left changed since the last report (`StateGuard.lines`)."""
+    """Process state that users' code has left changed since the last report (`TorchStateGuard.lines`)."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class WorkerCore:
     """The whole model; its builds are watched by `guard`."""
     device: torch.device
     """Where this worker computes."""
-    guard: StateGuard
+    guard: TorchStateGuard
     """Restores process state that users' code leaves changed; of the worker's process."""
     step_timeout_s: float
     """Bounds every wait of a step."""
@@ -109,7 +109,7 @@ class WorkerCore:
     """Connects the workers of the present plan; None before the first plan and after `close`."""
     stages: dict[int, Stage]
     """Index -> stage, of this worker's stages in the present plan."""
-    assignment: Assignment
+    assignment: ProgramAssignment
     """The present plan and this worker's program. Set by `adopt`, as all attributes below."""
     rank: int
     """This worker's rank in the present plan."""
@@ -119,21 +119,21 @@ class WorkerCore:
     """Ends the steps: reductions, vote, optimizers."""
     interpreter: Interpreter
     """Runs training steps."""
-    loader: Loader | None
+    loader: MicrobatchLoader | None
     """Reads training samples; None if no stage here reads any."""
     validator: Interpreter | None
     """Runs validation passes; None if the job has none."""
-    validation_loader: Loader | None
+    validation_loader: MicrobatchLoader | None
     """Reads validation samples; None if no stage here reads any."""
     _mine: list[int]
     """Microbatches of a step that this worker runs, ascending."""
     _validation_mine: list[int]
     """Microbatches of a validation pass that this worker runs, ascending."""
-    _loaders: list[Loader]
+    _loaders: list[MicrobatchLoader]
     """The loaders of the present plan, to be closed."""
     _datasets: dict[tuple[str | tuple[str, str], ...], Any]
     """The user's data sets by specification; they outlive plans."""
-    _layouts: dict[int, ShardLayout]
+    _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; asked for repeatedly."""
     _writer: CheckpointWriter
     """Writes this worker's share of a checkpoint in the background."""
@@ -145,16 +145,16 @@ class WorkerCore:
         graph: Graph | None = None,
         step_timeout_s: float = 300.0,
         device: torch.device = CPU,
-        guard: StateGuard | None = None,
+        guard: TorchStateGuard | None = None,
     ) -> None:
         self.spec = spec
-        self.guard = guard if guard is not None else StateGuard(spec.threads)
+        self.guard = guard if guard is not None else TorchStateGuard(spec.threads)
         self.guard.establish("the process that made this worker")
         self.step_timeout_s = step_timeout_s
         self.device = device
         if graph is None:
-            graph = make_graph(spec, self.guard.watching)
-        self.graph = graph_watched(graph, self.guard)
+            graph = make_layer_graph(spec, self.guard.watching)
+        self.graph = guard_graph_builds(graph, self.guard)
         self.stages = {}
         self.transport = None
         self._loaders, self._datasets, self._layouts = [], {}, {}
@@ -164,7 +164,7 @@ class WorkerCore:
 
     def adopt(
         self,
-        assignment: Assignment,
+        assignment: ProgramAssignment,
         transport: Transport,
         *,
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
@@ -190,7 +190,7 @@ class WorkerCore:
             spec=self.spec,
             graph=self.graph,
             assignment=assignment,
-            routing=Routing(assignment.plan, self.spec.cut),
+            routing=MicrobatchRouting(assignment.plan, self.spec.cut),
             transport=transport,
             layout=self.layout,
             ownership=self.ownership,
@@ -217,7 +217,7 @@ class WorkerCore:
 
     def _build_interpreters(
         self,
-        routing: Routing,
+        routing: MicrobatchRouting,
         transport: Transport,
         cost_ms: Callable[[Instruction], float],
         before: Callable[[int, Instruction], None] | None,
@@ -232,12 +232,12 @@ class WorkerCore:
         self.interpreter = build(routing=routing, feeds=self._feeds(self.loader), cost_ms=cost_ms, before=before)
         self.validator = None
         if self.assignment.validation_cut is not None and self.spec.validation is not None:
-            validation = Routing(plan, self.assignment.validation_cut)
+            validation = MicrobatchRouting(plan, self.assignment.validation_cut)
             self.validation_loader = self._feed(self.spec.validation.data, validation.microbatches, training=False)
             self._validation_mine = self._microbatches(validation)
             self.validator = build(routing=validation, feeds=self._feeds(self.validation_loader))
 
-    def _microbatches(self, routing: Routing) -> list[int]:
+    def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
         """The microbatches that this worker runs, ascending."""
         replica = routing.plan.seats[self.rank].replica
         return sorted({m for index in self.stages for m in routing.of_replica(index, replica)})
@@ -247,15 +247,15 @@ class WorkerCore:
         if self.graph.initial_values is not None:
             self.graph.initial_values.release()
 
-    def learn_layouts(self, assignment: Assignment | None) -> None:
+    def learn_layouts(self, assignment: ProgramAssignment | None) -> None:
         """Take over, from what the driver has sent, how the model is cut over shards: it was computed once, by the client."""
         if assignment is not None:
             self._layouts.update(assignment.layouts)
 
-    def layout(self, shards: int) -> ShardLayout:
+    def layout(self, shards: int) -> TensorParallelLayout:
         """How the job's styles cut the model over so many shards; computed where no assignment has brought it."""
         if shards not in self._layouts:
-            self._layouts[shards] = layout_of(self.graph, shards, dict(self.spec.styles))
+            self._layouts[shards] = compute_shard_layout(self.graph, shards, dict(self.spec.styles))
         return self._layouts[shards]
 
     def ownership_of(self, plan: ParallelPlan) -> Ownership:
@@ -264,8 +264,8 @@ class WorkerCore:
         return Ownership(plan, replace(self._outline, cuts={count: self.layout(count).cuts for count in shards}))
 
     @cached_property
-    def _outline(self) -> Outline:
-        return outline_of(self.graph)
+    def _outline(self) -> ModelOutline:
+        return outline_graph(self.graph)
 
     @property
     def blocks(self) -> bool:
@@ -281,7 +281,7 @@ class WorkerCore:
                 self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
-    def _feed(self, data: DataSpec, cut: Any, *, training: bool) -> Loader | None:
+    def _feed(self, data: DataSpec, cut: Any, *, training: bool) -> MicrobatchLoader | None:
         """A loader of the batch fields that the stages here read; None if they read none. `cut`: samples -> microbatches."""
         fields = tuple(dict.fromkeys(f for stage in self.stages.values() for f in stage.batch_fields))
         if not fields:
@@ -289,7 +289,9 @@ class WorkerCore:
         dataset = self.dataset(data)
         order = SampleOrder(self.spec.seed, len(dataset), shuffle=training)
         readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
-        loader = Loader(dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard)
+        loader = MicrobatchLoader(
+            dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard
+        )
         self._loaders.append(loader)
         return loader
 
@@ -298,7 +300,7 @@ class WorkerCore:
         if self.loader is not None and step < self.spec.steps:
             self.loader.read_ahead(step, self._mine)
 
-    def _feeds(self, loader: Loader | None) -> dict[int, BatchSource | None]:
+    def _feeds(self, loader: MicrobatchLoader | None) -> dict[int, BatchSource | None]:
         """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
         source = DeviceBatchSource(loader, self.device) if loader is not None and self.device != CPU else loader
         return {index: source if stage.batch_fields else None for index, stage in self.stages.items()}
@@ -368,7 +370,7 @@ class WorkerCore:
 
     def load(self, path: Path) -> None:
         """Put a checkpoint's state into the stages. Raises `CheckpointError`."""
-        restore_state(path, self.stages, self.end.optimizers, initial_values_of(self.graph, self.spec.seed))
+        restore_from_checkpoint(path, self.stages, self.end.optimizers, initial_values_of(self.graph, self.spec.seed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -401,7 +403,7 @@ def _identity(value: Any) -> str:
         return f"object {id(value)}"
 
 
-def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
+def guard_graph_builds(graph: Graph, guard: TorchStateGuard) -> Graph:
     """The graph with its builds and its `init` watched by `guard`, which restores process state that they leave changed.
 
     Builds that copy skeletons are not watched: they run no users' code, and a recovery waits for each of them.
@@ -416,13 +418,13 @@ def graph_watched(graph: Graph, guard: StateGuard) -> Graph:
             init(name, parameter)
 
     layers = tuple(
-        layer if isinstance(layer.build, SkeletonCopies) else replace(layer, build=partial(build, layer))
+        layer if isinstance(layer.build, SkeletonCopier) else replace(layer, build=partial(build, layer))
         for layer in graph.layers
     )
     return replace(graph, layers=layers, init=graph.init and partial(fill, graph.init))
 
 
-def whole_loss(reports: list[ValidationReport]) -> float:
+def merge_validation_losses(reports: list[ValidationReport]) -> float:
     """The validation loss, from all workers' reports: the sums added in microbatch order, divided by the count."""
     losses = {m: pair for report in reports for m, pair in report.losses.items()}
     if not losses:

@@ -178,10 +178,10 @@ def test_seeded_histories_with_real_tensors(model: str, whole: bool):
     """The same protocol with real stages, optimizers and reductions: parameters, optimizer state and losses, bit for bit."""
     from helpers import torch_flesh, ugly_models
 
-    from raypar.worker.assignment import make_graph
+    from raypar.worker.worker_assignments import make_layer_graph
 
     spec = ugly_models.job(model, microbatches=4, steps=4)
-    work = torch_flesh.TorchJob(spec, make_graph(spec))
+    work = torch_flesh.TorchJob(spec, make_layer_graph(spec))
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=work.layers)
     quiet = QUICK | {"validates": False}
     plain, reference = torch_flesh.simulate(work, plan, **quiet)
@@ -202,13 +202,13 @@ def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, wh
     is complete everybody begins anew."""
     from helpers import torch_flesh, ugly_models
 
-    from raypar.worker.assignment import make_graph
+    from raypar.worker.worker_assignments import make_layer_graph
 
     spec = ugly_models.job(model, microbatches=4, steps=6)
     quiet = QUICK | {"validates": False}
     cured = 0
     for every in (1, 3):
-        work = torch_flesh.TorchJob(spec, make_graph(spec), mirror_every=every)
+        work = torch_flesh.TorchJob(spec, make_layer_graph(spec), mirror_every=every)
         plan = ParallelPlan.mesh(pp=4, layers=work.layers)
         plain, reference = torch_flesh.simulate(work, plan, **quiet)
         assert reference == torch_flesh.simulate(replace(work, mirror_every=0), plan, **quiet)[1]
@@ -289,10 +289,10 @@ def test_a_new_driver_finds_silent_corruption_too(whole: bool):
 def test_a_bit_of_a_real_weight_that_flips_is_found_and_executed_again():
     from helpers import torch_flesh, ugly_models
 
-    from raypar.worker.assignment import make_graph
+    from raypar.worker.worker_assignments import make_layer_graph
 
     spec = ugly_models.job("tangled", microbatches=4, steps=6)
-    work = torch_flesh.TorchJob(spec, make_graph(spec), mirror_every=2)
+    work = torch_flesh.TorchJob(spec, make_layer_graph(spec), mirror_every=2)
     quiet = QUICK | {"validates": False}
     for plan in (ParallelPlan.mesh(dp=2, pp=2, layers=work.layers), ParallelPlan.mesh(dp=3, layers=work.layers)):
         plain, reference = torch_flesh.simulate(work, plan, **quiet)

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from raypar.comm import blocking_routines
+from raypar.comm import blocking_code_as_routine
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.comm.transport import Wait, Work, run_routine
+from raypar.comm.transport import RoutineWait, RoutineWork, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
@@ -18,7 +18,7 @@ def summing(transport, rounds=3):
         found = []
         for i in range(rounds):
             value = torch.full((4,), float(transport.rank + i))
-            blocking_routines.wait_for(transport.all_reduce(value, group=range(transport.size)), "a sum")
+            blocking_code_as_routine.wait_for(transport.all_reduce(value, group=range(transport.size)), "a sum")
             found.append(value[0].item())
         return found
 
@@ -28,7 +28,7 @@ def summing(transport, rounds=3):
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_ranks_of_one_thread_meet_in_a_collective(seed):
     mesh = LocalMesh(3)
-    found = CooperativeScheduler(seed).run([blocking_routines.as_routine(summing(t)) for t in mesh.transports], mesh)
+    found = CooperativeScheduler(seed).run([blocking_code_as_routine.as_routine(summing(t)) for t in mesh.transports], mesh)
     assert found == [[3.0, 6.0, 9.0]] * 3
 
 
@@ -49,12 +49,12 @@ def test_random_numbers_are_those_of_a_process_of_its_own():
         def work():
             torch.manual_seed(transport.rank)
             first = torch.rand(3)
-            blocking_routines.wait_for(transport.barrier(group=(0, 1)), "the other")
+            blocking_code_as_routine.wait_for(transport.barrier(group=(0, 1)), "the other")
             return torch.cat([first, torch.rand(3)])
 
         return work
 
-    found = CooperativeScheduler().run([blocking_routines.as_routine(drawing(t)) for t in mesh.transports], mesh)
+    found = CooperativeScheduler().run([blocking_code_as_routine.as_routine(drawing(t)) for t in mesh.transports], mesh)
     for rank, drawn in enumerate(found):
         torch.manual_seed(rank)
         assert torch.equal(drawn, torch.rand(6))
@@ -67,7 +67,7 @@ def test_sums_have_the_bits_of_the_callers_number_of_threads():
     def work():
         return torch.stack([piece.dot(piece) for piece in pieces])
 
-    assert torch.equal(run_routine(blocking_routines.as_routine(work)), work())
+    assert torch.equal(run_routine(blocking_code_as_routine.as_routine(work)), work())
 
 
 def test_an_error_inside_comes_out_and_ends_the_others():
@@ -78,13 +78,15 @@ def test_an_error_inside_comes_out_and_ends_the_others():
 
     def waiting():
         try:
-            blocking_routines.wait_for(mesh.transports[1].barrier(group=(0, 1)), "the other")
+            blocking_code_as_routine.wait_for(mesh.transports[1].barrier(group=(0, 1)), "the other")
         except GroupAborted as error:
             ended.append(error.what)
             raise
 
     with pytest.raises(ValueError, match="mine"):
-        CooperativeScheduler().run([blocking_routines.as_routine(waiting), blocking_routines.as_routine(failing)], mesh)
+        CooperativeScheduler().run(
+            [blocking_code_as_routine.as_routine(waiting), blocking_code_as_routine.as_routine(failing)], mesh
+        )
     assert len(ended) == 1
     assert not [t for t in threading.enumerate() if t.name == "raypar-routine"]
 
@@ -93,21 +95,21 @@ def test_one_that_waits_for_nobody_is_reported_by_what_it_waits_for():
     mesh = LocalMesh(2)
 
     def waiting():
-        blocking_routines.wait_for(mesh.transports[1].barrier(group=(0, 1)), "the other shard")
+        blocking_code_as_routine.wait_for(mesh.transports[1].barrier(group=(0, 1)), "the other shard")
 
     with pytest.raises(CommError, match="waits for the other shard"):
-        CooperativeScheduler().run([blocking_routines.as_routine(waiting)], mesh)
+        CooperativeScheduler().run([blocking_code_as_routine.as_routine(waiting)], mesh)
 
 
 def test_a_deadline_names_what_was_waited_for():
     mesh = LocalMesh(2)
     with pytest.raises(CommTimeout, match="the other shard: barrier"):
-        blocking_routines.wait_for(mesh.transports[0].barrier(group=(0, 1)), "the other shard", 0.01)
+        blocking_code_as_routine.wait_for(mesh.transports[0].barrier(group=(0, 1)), "the other shard", 0.01)
 
 
 def test_a_routine_that_is_closed_ends_its_thread():
     mesh = LocalMesh(2)
-    routine = blocking_routines.as_routine(summing(mesh.transports[0]))
+    routine = blocking_code_as_routine.as_routine(summing(mesh.transports[0]))
     next(routine)
     routine.close()
     assert not [t for t in threading.enumerate() if t.name == "raypar-routine"]
@@ -117,14 +119,16 @@ def test_a_routine_runs_inside_code_that_blocks_on_the_same_clock():
     mesh = LocalMesh(2)
 
     def step(transport):
-        yield Work("forward", 3.0 + transport.rank)
+        yield RoutineWork("forward", 3.0 + transport.rank)
         summing(transport, rounds=1)()  # a layer
         handle = transport.barrier(group=(0, 1))
-        yield Wait(handle, "the other")
+        yield RoutineWait(handle, "the other")
         return transport.rank
 
     scheduler = CooperativeScheduler()
-    routines = [blocking_routines.as_routine(lambda t=t: blocking_routines.run_or_yield(step(t))) for t in mesh.transports]
+    routines = [
+        blocking_code_as_routine.as_routine(lambda t=t: blocking_code_as_routine.run_or_yield(step(t))) for t in mesh.transports
+    ]
     assert scheduler.run(routines, mesh) == [0, 1] and scheduler.makespan_ms == 4.0
 
 
@@ -133,7 +137,7 @@ def test_what_a_wait_fails_with_is_thrown_into_the_routine_where_it_stands():
 
     def step(transport):
         try:
-            yield Wait(transport.barrier(group=(0, 1)), "the other")
+            yield RoutineWait(transport.barrier(group=(0, 1)), "the other")
         except GroupAborted as error:
             seen.append(error.what)
             raise
@@ -142,12 +146,12 @@ def test_what_a_wait_fails_with_is_thrown_into_the_routine_where_it_stands():
         mesh.transports[1].abort("gone")
 
     with pytest.raises(CommError):
-        routines = [lambda: blocking_routines.run_or_yield(step(mesh.transports[0])), leave]
-        CooperativeScheduler().run([blocking_routines.as_routine(work) for work in routines], mesh)
+        routines = [lambda: blocking_code_as_routine.run_or_yield(step(mesh.transports[0])), leave]
+        CooperativeScheduler().run([blocking_code_as_routine.as_routine(work) for work in routines], mesh)
     with pytest.raises(GroupAborted):
-        blocking_routines.run_or_yield(step(mesh.transports[1]), 1.0)
+        blocking_code_as_routine.run_or_yield(step(mesh.transports[1]), 1.0)
     assert len(seen) == 1
 
 
 def test_nothing_to_wait_for_is_a_routine_too():
-    assert run_routine(blocking_routines.as_routine(lambda: 7)) == 7
+    assert run_routine(blocking_code_as_routine.as_routine(lambda: 7)) == 7

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh, RoutineSpan
-from raypar.comm.transport import Wait, Work, run_routine
+from raypar.comm.transport import RoutineWait, RoutineWork, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
@@ -12,8 +12,8 @@ def pipeline(t, costs, microbatches):
     """Stage `t.rank` works `costs[rank]` ms on each microbatch and hands it on."""
     for m in range(microbatches):
         if t.rank > 0:
-            yield Wait(t.recv(None, source=t.rank - 1, tag=m), f"microbatch {m}")
-        yield Work(f"{t.rank}F{m}", costs[t.rank])
+            yield RoutineWait(t.recv(None, source=t.rank - 1, tag=m), f"microbatch {m}")
+        yield RoutineWork(f"{t.rank}F{m}", costs[t.rank])
         if t.rank < t.size - 1:
             t.send(torch.tensor([m]), to=t.rank + 1, tag=m)
 
@@ -39,7 +39,7 @@ def test_a_seed_gives_the_same_interleaving_and_seeds_differ():
         def routine(index):
             for step in range(4):
                 seen.append((index, step))
-                yield Work("x", 1.0)
+                yield RoutineWork("x", 1.0)
 
         CooperativeScheduler(seed).run([routine(i) for i in range(4)])
         return seen
@@ -53,11 +53,11 @@ def test_a_deadlock_says_who_waits_for_what():
     mesh = LocalMesh(3)
 
     def routine(t):
-        yield Work("first", float(t.rank))
+        yield RoutineWork("first", float(t.rank))
         if t.rank == 2:
             return
         handle = t.recv(None, source=1 - t.rank, tag=0)
-        yield Wait(handle, f"the gradient of worker {1 - t.rank}")
+        yield RoutineWait(handle, f"the gradient of worker {1 - t.rank}")
         t.send(torch.ones(1), to=1 - t.rank, tag=0)
 
     with pytest.raises(CommError) as caught:
@@ -73,13 +73,13 @@ def test_the_first_error_stops_all_and_is_raised_itself():
 
     def good(t):
         try:
-            yield Wait(t.recv(None, source=1, tag=0), "something")
+            yield RoutineWait(t.recv(None, source=1, tag=0), "something")
         except CommError as error:
             seen.append(error)
             raise
 
     def bad(t):
-        yield Work("1F0", 2.0)
+        yield RoutineWork("1F0", 2.0)
         raise ZeroDivisionError("user code")
 
     with pytest.raises(ZeroDivisionError, match="user code"):
@@ -92,13 +92,13 @@ def test_the_first_error_stops_all_and_is_raised_itself():
 def test_a_routine_may_handle_the_failure_of_a_wait():
     def routine(t):
         if t.rank == 1:
-            yield Work("leave", 1.0)
+            yield RoutineWork("leave", 1.0)
             t.abort("leaving")
             return "left"
         try:
-            yield Wait(t.recv(None, source=1, tag=0), "something")
+            yield RoutineWait(t.recv(None, source=1, tag=0), "something")
         except CommError:
-            yield Work("clean up", 5.0)
+            yield RoutineWork("clean up", 5.0)
             return "cleaned up"
 
     scheduler = CooperativeScheduler()
@@ -111,14 +111,14 @@ def test_drive_throws_what_a_wait_failed_with_into_the_routine_and_names_timeout
 
     def routine(t):
         try:
-            yield Wait(t.recv(None, source=1, tag=4), "activation of microbatch 3")
+            yield RoutineWait(t.recv(None, source=1, tag=4), "activation of microbatch 3")
         except CommTimeout as error:
             text = str(error)
         mesh.transports[1].send(torch.tensor([7]), to=0, tag=4)
-        yield Work("1F0")
+        yield RoutineWork("1F0")
         second = t.recv(None, source=1, tag=5)
         mesh.transports[1].send(torch.tensor([8]), to=0, tag=5)
-        yield Wait(second, "another")
+        yield RoutineWait(second, "another")
         return text, second.tensor().item()
 
     text, value = run_routine(routine(mesh.transports[0]), 0.02)

@@ -14,8 +14,8 @@ from helpers.transport_cases import CREDENTIAL, over_nccl
 from raypar.comm import gradient_reduction, shared_memory
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.comm.tcp.mesh import TcpMesh
-from raypar.comm.transport import Work, run_routine
+from raypar.comm.tcp.endpoint import TcpEndpoint
+from raypar.comm.transport import RoutineWork, run_routine
 from raypar.errors import CommError
 from raypar.plan.addition_tree import covering_nodes, fold_tree
 from raypar.plan.microbatches import contiguous_part
@@ -61,7 +61,7 @@ def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
         made.start()
         order = sorted(range(len(SHAPES)), key=lambda i: (i * 5 + transport.rank + step) % len(SHAPES))
         for index in order if len(run) else ():
-            yield Work("backward", 1 + transport.rank)
+            yield RoutineWork("backward", 1 + transport.rank)
             leaves = {(b, b + 1): gradients[b][index] for b in run}
             made.ready([index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(run, blocks)})
         results = yield from made.finish()
@@ -138,7 +138,7 @@ def test_threads_have_the_bits_of_one_process(kind, replicas):
     runs = [contiguous_part(r, replicas, 8) for r in range(replicas)]
     results = [None] * replicas
     local = LocalMesh(replicas)
-    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(replicas)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(replicas)]
     addresses = [mesh.address for mesh in meshes]
 
     def body(rank):
@@ -236,7 +236,7 @@ def test_two_stages_of_one_group_do_not_mix_though_their_buckets_are_posted_in_d
             one.start()
         for chunk in (0, 1) if t.rank else (1, 0):
             for index in range(3):
-                yield Work("backward", 1.0)
+                yield RoutineWork("backward", 1.0)
                 made[chunk].ready([index], {(t.rank, t.rank + 1): {index: torch.full((64,), 10.0 * chunk + index)}})
         first = yield from made[0].finish()
         second = yield from made[1].finish()
@@ -292,7 +292,7 @@ def pair(transport, steps, undefined_in=(), numel=500):
     for step in range(steps):
         made.start()
         for index in (2, 1, 0):
-            yield Work("backward", 1.0)
+            yield RoutineWork("backward", 1.0)
             gradient = None if step in undefined_in else torch.full((numel,), 100.0 * step + 10 * index + transport.rank)
             made.ready([index], {(transport.rank, transport.rank + 1): {index: gradient}})
         results = yield from made.finish()

@@ -24,11 +24,11 @@ from helpers.transport_cases import CREDENTIAL, LIMIT_S, in_order, noise
 from raypar.comm.communicator_key import COLLECTIVES, CommunicatorKey
 from raypar.comm.nccl import bindings, communicator_stream, transport
 from raypar.comm.nccl import device as nccl_device
-from raypar.comm.nccl import messages as nccl_messages
-from raypar.comm.nccl.connect import check_compatible, connect_nccl, receive_from_all
+from raypar.comm.nccl import tagged_messages as nccl_messages
+from raypar.comm.nccl.connect import check_ranks_compatible, connect_nccl, wait_for_all_messages
 from raypar.comm.nccl.device import CudaDevice
-from raypar.comm.nccl.messages import ARRIVED
-from raypar.comm.tcp.mesh import TcpMesh
+from raypar.comm.nccl.tagged_messages import ARRIVED
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.errors import ClusterError, CommError, CommTimeout, GroupAborted
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
@@ -65,7 +65,7 @@ class Group:
     """`size` ends in this process; `ends` holds what each rank's `connect` returned or raised."""
 
     def __init__(self, size, keys, deadline_s=LIMIT_S, device=lambda rank: HostDevice(f"device {rank}")):
-        self.meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(size)]
+        self.meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(size)]
         addresses = [mesh.address for mesh in self.meshes]
 
         def end(rank):
@@ -775,7 +775,7 @@ class Full(HostDevice):
 
 def test_who_gives_up_tells_the_others_at_once_and_what_they_cannot_end_is_known(monkeypatch):
     monkeypatch.setattr(transport, "ABORT_S", 0.2)
-    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(2)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     stuck, start = [], time.monotonic()
 
@@ -813,14 +813,14 @@ def test_whoever_waits_for_several_ranks_hears_what_another_one_says_meanwhile()
             raise CommError("rank 2 gave up", cure="none")
 
     with pytest.raises(CommError, match="rank 2 gave up"):
-        receive_from_all({1: Never()}, start + LIMIT_S, LIMIT_S, "said a word", look)
+        wait_for_all_messages({1: Never()}, start + LIMIT_S, LIMIT_S, "said a word", look)
     assert time.monotonic() - start < LIMIT_S / 2
     with pytest.raises(CommTimeout, match=r"ranks \[1\] have not said a word within 0\.1 s"):
-        receive_from_all({1: Never()}, time.monotonic() + 0.1, 0.1, "said a word")
+        wait_for_all_messages({1: Never()}, time.monotonic() + 0.1, 0.1, "said a word")
 
 
 def test_a_rank_that_is_lost_while_communicators_are_made_is_named_before_the_deadline():
-    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(2)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     start = time.monotonic()
 
@@ -885,7 +885,7 @@ def test_more_communicators_than_a_device_can_serve_at_once_are_refused():
 def test_ranks_with_different_versions_of_nccl_are_refused():
     hello = {"version": 22907, "device": "a", "shares": False, "communicators": [], "ids": {}}
     with pytest.raises(ClusterError, match=r"2\.28\.9: ranks \[1\]; 2\.29\.7: ranks \[0\]"):
-        check_compatible([hello, {**hello, "version": 22809, "device": "b"}], [], 0)
+        check_ranks_compatible([hello, {**hello, "version": 22809, "device": "b"}], [], 0)
 
 
 # -- what is here
@@ -893,23 +893,23 @@ def test_ranks_with_different_versions_of_nccl_are_refused():
 
 def test_the_library_is_found_logged_and_judged(caplog):
     with caplog.at_level("INFO", logger="raypar"):
-        found = bindings.nccl_library()
+        found = bindings.find_nccl_installation()
     assert found.version == 22907 and any(path.endswith("libnccl.so.2") for path in found.paths)
     assert "NCCL 2.29.7 from /" in caplog.text and f"CuPy {found.cupy} for CUDA {found.cupy_cuda}" in caplog.text
-    bindings.check_library(found, {})
+    bindings.check_nccl_installation(found, {})
     with (
         set_to(Setting.VERSION, 21703, after=22907),
         pytest.raises(ClusterError, match=r"NCCL 2\.17\.3 .* is too old, 2\.18\.0"),
     ):
-        bindings.check_library(bindings.nccl_library(), {})
+        bindings.check_nccl_installation(bindings.find_nccl_installation(), {})
     with pytest.raises(ClusterError, match="NCCL_COMM_BLOCKING=0"):
-        bindings.check_library(found, {"NCCL_COMM_BLOCKING": "0"})
+        bindings.check_nccl_installation(found, {"NCCL_COMM_BLOCKING": "0"})
     with pytest.raises(ClusterError, match=r"(?s)CUDA_LAUNCH_BLOCKING makes a worker stand still.*unset CUDA_LAUNCH_BLOCKING"):
-        bindings.check_library(found, {"CUDA_LAUNCH_BLOCKING": "1"})
-    bindings.check_library(found, {"CUDA_LAUNCH_BLOCKING": "0"})
-    old = bindings.NcclLibrary("13.4.1", 13, 13, 22707, 22907, ())
+        bindings.check_nccl_installation(found, {"CUDA_LAUNCH_BLOCKING": "1"})
+    bindings.check_nccl_installation(found, {"CUDA_LAUNCH_BLOCKING": "0"})
+    old = bindings.NcclInstallation("13.4.1", 13, 13, 22707, 22907, ())
     with pytest.raises(ClusterError, match=r"(?s)CuPy 13\.4\.1 is too old, 14.*pip install 'raypar\[cuda13\]'"):
-        bindings.check_library(old, {})
+        bindings.check_nccl_installation(old, {})
 
 
 @pytest.mark.parametrize(
@@ -921,9 +921,9 @@ def test_the_library_is_found_logged_and_judged(caplog):
     ],
 )
 def test_cupy_for_another_cuda_than_pytorch_is_explained_with_its_cure(torch_cuda, cupy_cuda, said):
-    found = bindings.NcclLibrary("14.2.0", cupy_cuda, torch_cuda, 22707, 22907, ())
+    found = bindings.NcclInstallation("14.2.0", cupy_cuda, torch_cuda, 22707, 22907, ())
     with pytest.raises(ClusterError, match=said):
-        bindings.check_cuda(found)
+        bindings.check_cuda_versions(found)
 
 
 def test_two_packages_of_cupy_are_refused(monkeypatch):
@@ -933,16 +933,16 @@ def test_two_packages_of_cupy_are_refused(monkeypatch):
 
     monkeypatch.setattr(bindings, "distributions", lambda: map(Package, ("cupy-cuda12x", "numpy", "cupy-cuda13x")))
     with pytest.raises(ClusterError, match=r"cupy-cuda12x and cupy-cuda13x are installed side by side"):
-        bindings.check_library(bindings.nccl_library(), {})
+        bindings.check_nccl_installation(bindings.find_nccl_installation(), {})
     monkeypatch.setattr(bindings, "distributions", lambda: map(Package, ("cupy-cuda13x", "numpy", "cupy_cuda13x")))
-    bindings.check_library(bindings.nccl_library(), {})  # a folder that is twice on the path
+    bindings.check_nccl_installation(bindings.find_nccl_installation(), {})  # a folder that is twice on the path
     monkeypatch.setattr(bindings, "distributions", lambda: map(Package, ("cupy-cuda12x",)))
     monkeypatch.setattr(bindings, "cuda_of_torch", lambda: 13)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(
         ClusterError, match=r"(?s)cannot be imported.*pip uninstall -y cupy-cuda12x && pip install 'raypar\[cuda13\]'"
     ):
-        bindings.load_bindings()
+        bindings.load_nccl_bindings()
 
 
 def test_a_missing_library_of_cupys_cuda_is_not_asked_for_where_pytorch_has_another(monkeypatch):
@@ -957,7 +957,7 @@ def test_a_missing_library_of_cupys_cuda_is_not_asked_for_where_pytorch_has_anot
     ):
         monkeypatch.setattr(bindings, "cuda_of_torch", lambda torch_cuda=torch_cuda: torch_cuda)
         with pytest.raises(ClusterError, match=said):
-            bindings.load_bindings()
+            bindings.load_nccl_bindings()
 
 
 @pytest.mark.parametrize("processors, alone, as_worker", [(132, 4, 31), (108, 3, 26), (40, 1, 9), (20, 0, 4)])

@@ -33,9 +33,10 @@ from helpers.strangers import (
 from helpers.transport_cases import CREDENTIAL, LIMIT_S
 
 from raypar.comm import shared_memory
-from raypar.comm.nccl import connect, messages
+from raypar.comm.nccl import connect, tagged_messages
 from raypar.comm.tcp import acceptor as tcp_accept
 from raypar.comm.tcp import message_header, rendezvous
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import (
     ACCEPTOR,
     ANSWER,
@@ -52,7 +53,6 @@ from raypar.comm.tcp.handshake import (
     RunCredential,
     pack_answer,
 )
-from raypar.comm.tcp.mesh import TcpMesh
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.errors import CommError, CommTimeout
 
@@ -92,7 +92,7 @@ class Peers:
     """Two real workers, and the doors of the first: its TCP port and its Unix name."""
 
     def __init__(self) -> None:
-        self.meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(2)]
+        self.meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(2)]
         self.addresses = [mesh.address for mesh in self.meshes]
         host, _, port = self.addresses[0].rpartition(":")
         self.doors = [(host, int(port)), rendezvous.unix_socket_name(self.addresses[0], CREDENTIAL)]
@@ -184,7 +184,7 @@ def test_noise_is_closed(peers):
 
 def dialed(play, hangs_up, deadline_s):
     """What `connect` of rank 1 raises when rank 0 plays so, or the first receive."""
-    false, mesh = FalseAcceptor(play, hangs_up), TcpMesh.listen(credential=CREDENTIAL)
+    false, mesh = FalseAcceptor(play, hangs_up), TcpEndpoint.listen(credential=CREDENTIAL)
     try:
         end = mesh.connect(rank=1, size=2, addresses=[false.address, mesh.address], generation=1, deadline_s=deadline_s)
         try:
@@ -312,7 +312,7 @@ def test_an_answer_has_a_longest_reason_whatever_is_refused():
 def test_a_stranger_on_the_port_of_a_dead_worker_is_named_at_once():
     false, mesh = (
         FalseAcceptor(lambda sock, hello: sock.sendall(os.urandom(1000)), False),
-        TcpMesh.listen(credential=CREDENTIAL),
+        TcpEndpoint.listen(credential=CREDENTIAL),
     )
     start = time.monotonic()
     with pytest.raises(CommError, match=f"rank 1 cannot reach rank 0 at {false.address}: it does not prove that it belongs"):
@@ -612,17 +612,17 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     ],
 )
 def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_message(frame):
-    packed = messages.ANNOUNCEMENT.pack(*frame, *[0] * (5 + messages.MAX_ANNOUNCED_DIMS - len(frame)))
+    packed = tagged_messages.ANNOUNCEMENT.pack(*frame, *[0] * (5 + tagged_messages.MAX_ANNOUNCED_DIMS - len(frame)))
     with pytest.raises(CommError, match=r"damaged|more than this machine has memory"):
-        messages.unpack_announcement(packed)
+        tagged_messages.unpack_announcement(packed)
 
 
 def test_an_announcement_over_nccl_says_what_was_sent():
-    frame = messages.pack_announcement(messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
-    assert messages.unpack_announcement(bytes(frame)) == (messages.ON_HOST, torch.int32, (2, 3), 0, 9)
+    frame = tagged_messages.pack_announcement(tagged_messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
+    assert tagged_messages.unpack_announcement(bytes(frame)) == (tagged_messages.ON_HOST, torch.int32, (2, 3), 0, 9)
     for text in (b"", b"[1]", b'{"a communicator": "many"}', b'{"a communicator": true}', b"\xff"):
         with pytest.raises(CommError, match="a goodbye is damaged"):
-            messages.unpack_goodbye(text)
+            tagged_messages.unpack_goodbye(text)
 
 
 class Said:

@@ -18,15 +18,15 @@ from helpers.transport_cases import CASES, CREDENTIAL, LIMIT_S
 
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
 from raypar.comm.tcp import rendezvous
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.mesh import TcpMesh
 from raypar.comm.transport import Transport, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
 def connected(size, generation=1, near=True):
     """`size` ends in this process, over TCP or Unix sockets, and their listeners."""
-    meshes = [TcpMesh.listen(credential=CREDENTIAL, near=near) for _ in range(size)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL, near=near) for _ in range(size)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):
@@ -319,7 +319,7 @@ def test_buffers_are_used_again_without_the_help_of_the_garbage_collector():
 
 
 def test_another_run_is_refused():
-    meshes = [TcpMesh.listen(credential=RunCredential.fresh(f"run {rank}"), near=False) for rank in range(2)]
+    meshes = [TcpEndpoint.listen(credential=RunCredential.fresh(f"run {rank}"), near=False) for rank in range(2)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):
@@ -335,7 +335,7 @@ def test_another_run_is_refused():
 
 
 def test_an_old_generation_is_refused_and_a_newer_one_waits():
-    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(3)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(3)]
     addresses = [mesh.address for mesh in meshes]
     seen = {}
 
@@ -359,7 +359,7 @@ def test_an_old_generation_is_refused_and_a_newer_one_waits():
 
 
 def test_connecting_can_be_aborted_and_has_a_deadline():
-    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(2)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     timer = threading.Timer(0.05, meshes[0].abort_connect, ("a newer plan",))
     timer.start()
@@ -390,7 +390,7 @@ def test_workers_of_one_machine_meet_over_unix_sockets_or_tcp_where_the_name_is_
 
 
 def test_garbage_on_the_port_is_ignored():
-    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(2)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
     noise = []
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x00" * 10):

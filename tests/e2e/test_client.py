@@ -12,13 +12,13 @@ import pytest
 import ray
 from helpers.tiny_job import write_job
 
-from raypar.actors import client, ray_connection
-from raypar.actors.client import collect_signals
+from raypar.actors import driver_client, ray_connection
 from raypar.actors.cluster_info import ClusterCapacity
+from raypar.actors.driver_client import collecting_signals
 from raypar.actors.ray_connection import RayConnection
 from raypar.cli import main
 from raypar.errors import ClusterError, DataError
-from raypar.launch import Result, raise_failure
+from raypar.launch import Result, raise_run_failure
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -28,7 +28,7 @@ def test_a_signal_that_ends_a_run_is_collected_so_that_the_run_can_save(number):
         signal.signal(number, signal.SIG_DFL)
     asked_of = signal.getsignal(number)
     try:
-        with collect_signals() as asked:
+        with collecting_signals() as asked:
             os.kill(os.getpid(), number)
             assert len(asked) == 1
         assert signal.getsignal(number) == asked_of
@@ -39,7 +39,7 @@ def test_a_signal_that_ends_a_run_is_collected_so_that_the_run_can_save(number):
 def test_ctrl_c_is_heard_by_a_background_job_of_a_shell_script():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with collect_signals() as asked:
+        with collecting_signals() as asked:
             os.kill(os.getpid(), signal.SIGINT)
             assert asked == ["Ctrl-C"]
     finally:
@@ -49,7 +49,7 @@ def test_ctrl_c_is_heard_by_a_background_job_of_a_shell_script():
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with collect_signals() as asked:
+        with collecting_signals() as asked:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not asked
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -66,10 +66,10 @@ def test_a_client_that_was_stopped_itself_does_not_take_the_driver_for_hung(monk
         waits.append(now_s[0])
         return (refs, []) if len(waits) == 2 else ([], refs)
 
-    monkeypatch.setattr(client, "ray", SimpleNamespace(wait=wait))
-    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    assert client.wait_for_driver("a call", [], 30.0)
-    assert not client.wait_for_driver("another", [], 30.0)
+    monkeypatch.setattr(driver_client, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(driver_client, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    assert driver_client.wait_for_driver_answer("a call", [], 30.0)
+    assert not driver_client.wait_for_driver_answer("another", [], 30.0)
     assert waits[-1] - waits[1] >= 30.0
 
 
@@ -95,10 +95,10 @@ def test_a_driver_may_take_long_to_start_and_no_time_at_all_to_answer_afterwards
         return SimpleNamespace(remote=lambda *given: name)
 
     fake = SimpleNamespace(wait=wait, get=get, kill=lambda driver, no_restart: ended.append(sum(waits)))
-    monkeypatch.setattr(client, "ray", fake)
+    monkeypatch.setattr(driver_client, "ray", fake)
     driver = SimpleNamespace(start=ask("start"), events=ask("events"), stop=ask("stop"))
     request = SimpleNamespace(policy=SimpleNamespace(first=0, elastic=True))
-    end = client._follow(driver, request, told.append, [])
+    end = driver_client._follow(driver, request, told.append, [])
     assert end.end == "done"
     (at_s,) = ended
     assert 120.0 < at_s < 140.0, "not while it started, and half a minute after it had last answered"
@@ -114,7 +114,7 @@ def test_clients_that_have_seeded_python_alike_do_not_take_each_other_for_one(mo
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379", runtime_env={}))
-    monkeypatch.setattr(ray_connection, "check_address", lambda address: None)
+    monkeypatch.setattr(ray_connection, "check_address_answers", lambda address: None)
     following = []
     for _ in range(2):
         random.seed(7)
@@ -127,7 +127,7 @@ def test_clients_that_have_seeded_python_alike_do_not_take_each_other_for_one(mo
 def test_bad_input_found_during_a_run_is_a_failed_run():
     failed = Result({}, "runs/x", "failed", 3, error=DataError("sample 3 is short", cure="pad it"))
     with pytest.raises(DataError) as caught:
-        raise_failure(failed)
+        raise_run_failure(failed)
     assert caught.value.exit_code == 1 and DataError.exit_code == 2
 
 
@@ -143,7 +143,7 @@ def test_a_run_that_cannot_begin_leaves_no_run_folder(tmp_path, monkeypatch, cap
     monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
     monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
-    monkeypatch.setattr("raypar.actors.client.follow_run", taken)
+    monkeypatch.setattr("raypar.actors.driver_client.follow_run", taken)
     assert main(["train", str(write_job(tmp_path))]) == 1
     assert "is active" in capfd.readouterr().err
     assert not (tmp_path / "runs/tiny").exists()

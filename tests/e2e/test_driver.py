@@ -12,7 +12,7 @@ from raypar.actors import driver_actor as module
 from raypar.actors import driver_shutdown
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.event_feed import EventFeed
-from raypar.elastic.cpu_contention import CpuContention
+from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
 from raypar.elastic.events import StopRequested
 
 
@@ -85,7 +85,7 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
     driver.feed, driver.queue = EventFeed(), asyncio.Queue()
     driver.request = SimpleNamespace(max_time_s=3600.0)
     driver.recorder = SimpleNamespace(age_s=age_s)
-    driver.registry = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=CpuContention())
+    driver.registry = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=CpuWaitDeadlineExtension())
     driver.machine = SimpleNamespace(phase=module.Phase.RUNNING)
 
     async def scene():

@@ -20,9 +20,9 @@ from helpers.tiny_job import write_job
 from helpers.trainee import Trainee, Undisturbed, as_soon_as, kill
 
 import raypar
-from raypar.actors.client import ALONE_S
+from raypar.actors.driver_client import ALONE_S
 from raypar.actors.ray_connection import connect_ray
-from raypar.actors.worker_pool import list_worker_numbers, run_namespace
+from raypar.actors.worker_pool import find_existing_worker_numbers, run_namespace
 from raypar.config import load_job
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.launch import resume_job
@@ -271,7 +271,7 @@ def asked(number: int, method: str) -> Any:
 
 def builds_slowly(number: int) -> bool:
     """Whether that worker is connected with the others, and makes the layer that takes long."""
-    return number in list_worker_numbers("tiny") and "self.build_s" in asked(number, "stacks")
+    return number in find_existing_worker_numbers("tiny") and "self.build_s" in asked(number, "stacks")
 
 
 @pytest.mark.chaos
@@ -279,7 +279,7 @@ def builds_slowly(number: int) -> bool:
     "moment",
     [
         pytest.param(lambda: True, id="workers are placed"),
-        pytest.param(lambda: list_worker_numbers("tiny"), id="workers start"),
+        pytest.param(lambda: find_existing_worker_numbers("tiny"), id="workers start"),
         pytest.param(lambda: builds_slowly(3), id="stages are built"),
     ],
 )
@@ -365,7 +365,7 @@ def test_a_worker_that_has_built_its_stages_may_die_while_another_builds(undistu
 
 @pytest.mark.chaos
 def test_a_driver_that_hangs_is_ended_and_started_again(long_undisturbed, tmp_path, monkeypatch):
-    monkeypatch.setattr("raypar.actors.client.DRIVER_SILENT_S", 3.0)
+    monkeypatch.setattr("raypar.actors.driver_client.DRIVER_SILENT_S", 3.0)
     trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
     result = trainee.run(lambda pids: os.kill(trainee.members["driver_pid"], signal.SIGSTOP))
     assert result.weights_sha256 == long_undisturbed.weights_sha256
@@ -375,7 +375,7 @@ def test_a_driver_that_hangs_is_ended_and_started_again(long_undisturbed, tmp_pa
 @pytest.mark.chaos
 def test_a_driver_whose_callbacks_take_long_to_begin_is_not_taken_for_hung(undisturbed, tmp_path, monkeypatch):
     """It was ended and started again, and began with the same callbacks, for ever."""
-    monkeypatch.setattr("raypar.actors.client.DRIVER_SILENT_S", 3.0)
+    monkeypatch.setattr("raypar.actors.driver_client.DRIVER_SILENT_S", 3.0)
     diary = f"callbacks=[{{function: helpers.tiny_job:Diary, args: {{path: {tmp_path / 'diary'}, start_s: 6.0}}}}]"
     trainee = Trainee(tmp_path, "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2", diary)
     result = trainee.run()

@@ -17,10 +17,10 @@ from raypar.elastic import actions as do
 from raypar.errors import ModelError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
-from raypar.planner.plan_report import fewer_shards
-from raypar.planner.plan_search import possible_shards
+from raypar.planner.plan_report import fewer_shards_warnings
+from raypar.planner.plan_search import possible_shard_counts
 from raypar.worker.job_spec import Ref
-from raypar.worker.preflight import check_fewer_shards, preflight
+from raypar.worker.preflight import check_other_shard_counts, preflight
 
 FOUR = ParallelPlan.mesh(pp=2, tp=2, layers=4)
 PROFILE = ModelProfile(tuple(LayerProfile(f"block{i}", 1.0, 2.0, 1.0, 1.0) for i in range(4)), LinkProfile(0.0))
@@ -41,7 +41,7 @@ def told(now: ParallelPlan, then: ParallelPlan) -> dict:
     made.recorder = SimpleNamespace(plan_changed=None)
     made.tasks = SimpleNamespace(spawn=lambda routine: routine.close())
     made.order = do.AdoptPlan(2, then, tuple(range(then.world)), (), 7, ())
-    made.resumed(do.FirstStepAfterRecovery(7, 0.5, 0))
+    made.resumed(do.ReportFirstStepAfterRecovery(7, 0.5, 0))
     assert made.plan == then
     return events[0]
 
@@ -65,10 +65,10 @@ def test_other_shards_than_before_are_told_with_the_generation():
 
 
 def test_before_it_begins_a_run_says_how_many_workers_keep_its_bits():
-    assert fewer_shards(ParallelPlan.mesh(dp=4, layers=4), 1) == fewer_shards(FOUR, 2) == []
-    (line,) = fewer_shards(FOUR, 1)
+    assert fewer_shards_warnings(ParallelPlan.mesh(dp=4, layers=4), 1) == fewer_shards_warnings(FOUR, 2) == []
+    (line,) = fewer_shards_warnings(FOUR, 1)
     assert "fewer than 2 workers" in line and "changes the bits" in line and "elastic.min_workers=2" in line
-    (line,) = fewer_shards(ParallelPlan.of((1, 1), (2, 1), layers=4), 2)
+    (line,) = fewer_shards_warnings(ParallelPlan.of((1, 1), (2, 1), layers=4), 2)
     assert "over 2 shards or fewer" in line
 
 
@@ -79,16 +79,16 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
     spec = replace(spec, model=Ref(gpt.layers, size))
     checked = preflight(spec)
     plan = ParallelPlan.mesh(tp=4, layers=4)
-    check_fewer_shards(spec, checked, plan, possible_shards(plan))
+    check_other_shard_counts(spec, checked, plan, possible_shard_counts(plan))
     seen = []
 
     def refuse(spec, checked, plan):
         seen.append(plan.stages[0].shards)
         raise ModelError("softmax needs the parts of other shards", cure="the style gathered")
 
-    monkeypatch.setattr("raypar.worker.preflight.check_shards", refuse)
+    monkeypatch.setattr("raypar.worker.preflight.check_model_can_shard", refuse)
     with pytest.raises(ModelError, match="with 2 shards, to which an elastic run comes when workers are lost: softmax needs"):
-        check_fewer_shards(spec, checked, plan, possible_shards(plan))
+        check_other_shard_counts(spec, checked, plan, possible_shard_counts(plan))
     assert seen == [2]
 
 

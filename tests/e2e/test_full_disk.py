@@ -12,18 +12,18 @@ import torch
 from helpers.full_disk import room
 from helpers.tiny_job import write_job
 
-from raypar.actors import step_charts
+from raypar.actors import step_timeline_files
 from raypar.actors.cluster_info import ClusterCapacity
 from raypar.actors.ray_connection import RayConnection
 from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
-from raypar.console.terminal import Console
+from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
-from raypar.launch import Result, new_run, resume
-from raypar.run_folder import RunFolder, write_whole
-from raypar.worker import checkpoint
+from raypar.launch import Result, resume, train_job
+from raypar.run_folder import RunFolder, write_text_atomically
+from raypar.worker.checkpoint import checkpoint_files
 
 LINE = {"step": 1, "loss": 0.5, "norm": 1.0, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "time": 1.0}
 
@@ -42,9 +42,11 @@ def run(tmp_path) -> Path:
     folder.job.write_text("steps: 200\n")
     folder.plan.write_text('{"schedule": "1f1b", "stages": [{"replicas": 1}]}\n')
     folder.append(folder.metrics, LINE)
-    aside = checkpoint.create_checkpoint(folder.checkpoints, 1)
-    record = checkpoint.write_shard(aside, "worker_0000.safetensors", {("weight", checkpoint.PARAMETER): torch.zeros(500)})
-    checkpoint.commit_checkpoint(aside, [record], steps_done=1, contract={})
+    aside = checkpoint_files.create_checkpoint(folder.checkpoints, 1)
+    record = checkpoint_files.write_shard(
+        aside, "worker_0000.safetensors", {("weight", checkpoint_files.PARAMETER): torch.zeros(500)}
+    )
+    checkpoint_files.commit_checkpoint(aside, [record], steps_done=1, contract={})
     return folder.path
 
 
@@ -90,7 +92,7 @@ def test_a_device_is_written_to_and_not_replaced(option, capsys):
 
 def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    write_whole(tmp_path / "link", "text")
+    write_text_atomically(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "text"
 
 
@@ -112,7 +114,7 @@ def test_a_job_that_cannot_be_kept_is_not_started_and_leaves_no_run_folder(tmp_p
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
     monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
     job = str(write_job(tmp_path))
-    monkeypatch.setattr(new_run, "plan_json", lambda chosen: "p" * 5000)
+    monkeypatch.setattr(train_job, "plan_json", lambda chosen: "p" * 5000)
     for nbytes in (0, 32, 3000):  # job.yaml, the same, plan.json
         with room(nbytes):
             status = main(["train", job])
@@ -125,12 +127,14 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     folder = RunFolder(run)
     folder.append(folder.metrics, {**LINE, "step": 2})
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
-    monkeypatch.setattr("raypar.actors.client.refuse_active_run", lambda name: None)
-    monkeypatch.setattr(resume, "resume_from", lambda path, options, spec, choose, tell: (options, choose))
-    monkeypatch.setattr(resume, "options_from_job", lambda job, found, *given: SimpleNamespace(folder=found, first=1))
+    monkeypatch.setattr("raypar.actors.driver_client.refuse_active_run", lambda name: None)
+    monkeypatch.setattr(resume, "prepare_resumed_run", lambda path, options, spec, choose, tell: (options, choose))
+    monkeypatch.setattr(
+        resume, "result_neutral_options_from_job", lambda job, found, *given: SimpleNamespace(folder=found, first=1)
+    )
     monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.folder(None))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
-    monkeypatch.setattr(resume, "plan_chooser", lambda job, spec: None)
+    monkeypatch.setattr(resume, "make_plan_chooser", lambda job, spec: None)
     job = SimpleNamespace(source_dir=Path(), to_spec=lambda: None, to_yaml=lambda: "y" * 5000)
     with room(50), pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl: File too large"):
         resume.resume_job(job, folder, print)
@@ -157,7 +161,7 @@ def test_a_run_folder_without_metrics_is_not_removed_when_steps_were_seen(tmp_pa
     monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
     monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
-    monkeypatch.setattr("raypar.actors.client.follow_run", follow)
+    monkeypatch.setattr("raypar.actors.driver_client.follow_run", follow)
     assert main(["train", str(write_job(tmp_path))]) == 1
     assert (tmp_path / "runs/tiny/job.yaml").is_file()
 
@@ -177,7 +181,7 @@ def test_a_line_that_cannot_be_printed_does_not_end_the_run():
         def flush(self):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    console = Console(steps=10, out=Full())
+    console = EventPrinter(steps=10, out=Full())
     console({"kind": "note", "text": "something"})
     console.finish(Result({}, "runs/x", "done", 10, "all steps are done"))
 
@@ -199,10 +203,10 @@ def test_output_that_does_not_fit_is_told_on_stderr(monkeypatch, capsys):
 
 def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path, monkeypatch):
     (tmp_path / "swimlane.svg").write_text("of an earlier part of the run")
-    monkeypatch.setattr(step_charts, "swimlanes_svg", lambda *given, **more: "x" * 5000)
-    monkeypatch.setattr(step_charts, "chrome_trace", lambda *given, **more: {})
-    monkeypatch.setattr(step_charts, "Timeline", SimpleNamespace(from_spans=lambda *given: None))
-    monkeypatch.setattr(step_charts, "replace", lambda *given, **more: None)
+    monkeypatch.setattr(step_timeline_files, "swimlanes_svg", lambda *given, **more: "x" * 5000)
+    monkeypatch.setattr(step_timeline_files, "chrome_trace", lambda *given, **more: {})
+    monkeypatch.setattr(step_timeline_files, "Timeline", SimpleNamespace(from_spans=lambda *given: None))
+    monkeypatch.setattr(step_timeline_files, "replace", lambda *given, **more: None)
     plan = SimpleNamespace(world=1, coordinate=str, describe=lambda: "1 worker")
     more = SimpleNamespace(edges=(), count=4, batch_size=8)
     request = SimpleNamespace(
@@ -222,11 +226,13 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
 def test_a_checkpoint_that_does_not_fit_is_an_error_with_a_cure_and_the_last_one_stays(run):
     root = run / "checkpoints"
     with room(1000), pytest.raises(CheckpointError, match="File too large") as caught:
-        aside = checkpoint.create_checkpoint(root, 2)
-        checkpoint.write_shard(aside, "worker_0000.safetensors", {("weight", checkpoint.PARAMETER): torch.zeros(500)})
+        aside = checkpoint_files.create_checkpoint(root, 2)
+        checkpoint_files.write_shard(
+            aside, "worker_0000.safetensors", {("weight", checkpoint_files.PARAMETER): torch.zeros(500)}
+        )
     assert "free disk space" in caught.value.cure
-    checkpoint.discard_checkpoint(aside)
-    assert checkpoint.latest_usable_checkpoint(root) == (root / "step_00000001", [])
+    checkpoint_files.discard_checkpoint(aside)
+    assert checkpoint_files.latest_usable_checkpoint(root) == (root / "step_00000001", [])
 
 
 def test_a_checkpoint_that_cannot_be_read_is_skipped_and_said(run, monkeypatch):
@@ -238,8 +244,8 @@ def test_a_checkpoint_that_cannot_be_read_is_skipped_and_said(run, monkeypatch):
         with open(path, "rb") as file:
             yield SimpleNamespace(fileno=file.fileno, read=fails)
 
-    monkeypatch.setattr(checkpoint, "open_regular", broken)
-    path, skipped = checkpoint.latest_usable_checkpoint(run / "checkpoints")
+    monkeypatch.setattr(checkpoint_files, "open_regular_file", broken)
+    path, skipped = checkpoint_files.latest_usable_checkpoint(run / "checkpoints")
     assert path is None and len(skipped) == 1 and "Input/output error" in skipped[0]
 
 

@@ -13,7 +13,7 @@ from helpers.tiny_job import write_job
 
 from raypar.actors import worker_pool as pool_module
 from raypar.actors.cluster_info import ClusterCapacity
-from raypar.actors.fingerprint import fingerprint, fingerprint_differences
+from raypar.actors.numerics_fingerprint import describe_fingerprint_differences, fingerprint_worker_numerics
 from raypar.actors.ray_connection import RayConnection, connect_ray
 from raypar.actors.worker_pool import WorkerPool
 from raypar.cli import main
@@ -21,7 +21,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.plan import ParallelPlan
 from raypar.worker.backend import GpuBackend
-from raypar.worker.checkpoint import Manifest, check_contract, contract_of
+from raypar.worker.checkpoint.checkpoint_files import Manifest, check_contract, contract_of_job
 
 
 def joined(monkeypatch, cluster):
@@ -85,7 +85,7 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
         seen.append(request)
         raise ClusterError("enough")
 
-    monkeypatch.setattr("raypar.actors.client.follow_run", follow)
+    monkeypatch.setattr("raypar.actors.driver_client.follow_run", follow)
     for device, gpus in (("gpu", 2), ("cpu", 0)):
         joined(monkeypatch, ClusterCapacity(1, 8, 8, None, gpus=gpus))
         sets = [f"device={device}", "plan.replicas=1", "elastic=true"]
@@ -116,7 +116,7 @@ def placed(monkeypatch):
     made = SimpleNamespace(options=lambda **options: asked.append(options) or SimpleNamespace(remote=lambda *args: "worker"))
     context = SimpleNamespace(runtime_env={"env_vars": {"NCCL_MAX_CTAS": "16"}})
     monkeypatch.setattr(pool_module, "placement_group", group)
-    monkeypatch.setattr(pool_module, "worker_actor_class", lambda: made)
+    monkeypatch.setattr(pool_module, "make_worker_actor_class", lambda: made)
     monkeypatch.setattr(pool_module, "max_workers_per_node", lambda gpus: 8)
     monkeypatch.setattr(pool_module, "PlacementGroupSchedulingStrategy", lambda *args, **more: "there")
     monkeypatch.setattr(pool_module, "placement_group_table", lambda: {str(n): {"state": "CREATED"} for n in range(99)})
@@ -143,7 +143,7 @@ def test_a_worker_on_a_cpu_asks_for_nothing_more(placed):
 
 def test_a_checkpoint_of_another_kind_of_device_is_refused():
     job = ugly_models.job()
-    plain = contract_of(job)
+    plain = contract_of_job(job)
     old = {key: value for key, value in plain.items() if key != "device"}
     for contract in (plain, old):
         manifest = Manifest(Path("step_1"), 1, contract, (), {}, {})
@@ -153,7 +153,9 @@ def test_a_checkpoint_of_another_kind_of_device_is_refused():
 
 
 def test_a_gpu_is_part_of_what_a_worker_computes_with():
-    here = fingerprint(1, torch.device("cpu"))
-    assert "gpu" not in here and not fingerprint_differences([here, here])
+    here = fingerprint_worker_numerics(1, torch.device("cpu"))
+    assert "gpu" not in here and not describe_fingerprint_differences([here, here])
     there = here | {"gpu": "NVIDIA A", "kernels": "1"}
-    assert fingerprint_differences([there, there | {"gpu": "NVIDIA B"}]) == ["gpu: worker 0 NVIDIA A, worker 1 NVIDIA B"]
+    assert describe_fingerprint_differences([there, there | {"gpu": "NVIDIA B"}]) == [
+        "gpu: worker 0 NVIDIA A, worker 1 NVIDIA B"
+    ]

@@ -17,8 +17,8 @@ from helpers.tiny_job import write_job
 from ray._private import worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypar.actors.cluster_info import draining_nodes
-from raypar.actors.ray_connection import connect_ray, without_death_notices
+from raypar.actors.cluster_info import list_draining_nodes
+from raypar.actors.ray_connection import connect_ray, without_ray_death_notices
 from raypar.cli import main
 from raypar.run_folder import RunFolder
 
@@ -115,17 +115,17 @@ def test_a_node_is_drained_by_its_id_or_its_pid_and_the_driver_sees_it(tmp_path,
         assert "no node is called 'feedbeef'" in err and other.node[:8] in err
         assert main(["drain", head.node[:8], *run]) == 2
         assert "drain one of the other nodes" in capsys.readouterr().err
-        assert not draining_nodes()
+        assert not list_draining_nodes()
         busy = ray.remote(Busy).options(scheduling_strategy=NodeAffinitySchedulingStrategy(one.node, soft=False)).remote()
         ray.get(busy.ping.remote())
         before = time.time()
         assert main(["drain", one.node[:8], *run, "--deadline-s", "60"]) == 0
-        assert 55 < draining_nodes()[one.node] - before < 65
+        assert 55 < list_draining_nodes()[one.node] - before < 65
         ray.get(busy.ping.remote())  # Ray leaves it alone
         capsys.readouterr()
         assert main(["drain", one.node[:8], *run, "--deadline-s", "5"]) == 0
         assert "is being drained already" in capsys.readouterr().out
-        assert 55 < draining_nodes()[one.node] - before < 65
+        assert 55 < list_draining_nodes()[one.node] - before < 65
         assert main(["drain", str(other.pid)]) == 0
         assert f"node {other.node[:8]}" in capsys.readouterr().out
         deadline = time.monotonic() + 20
@@ -152,7 +152,7 @@ def test_rays_notices_of_dead_nodes_are_not_printed_and_what_workers_print_is(mo
     seen = []
     monkeypatch.setattr(worker, "print_to_stdstream", lambda data, ignore_prefix: seen.extend(data["lines"]))
     log = "[2026-11-21 17:05:12,680 E 456 456] (gcs_server) scheduler.cc:273: Failed to remove 1 bundle(s)"
-    with without_death_notices():
+    with without_ray_death_notices():
         for pid, line in [
             ("raylet", "Raylet is terminated. Termination is unexpected. Last 20 lines:\n    ..."),
             ("gcs_server", log),

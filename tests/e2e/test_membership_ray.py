@@ -13,7 +13,7 @@ from helpers.tiny_job import write_job
 
 from cluster.fleet import Fleet, works
 from raypar.config import load_job
-from raypar.launch import Result, run_job
+from raypar.launch import Result, train_job_in_new_folder
 
 STEPS = 60
 LAYOUTS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (3, 1), (1, 3)]
@@ -64,7 +64,7 @@ class History:
             while waiting and event["kind"] == "step" and event["step"] >= waiting[0][0]:
                 self.act(waiting.pop(0)[1])
 
-        result = run_job(load_job(write_job(self.folder), words), tell, address=self.fleet.address)
+        result = train_job_in_new_folder(load_job(write_job(self.folder), words), tell, address=self.fleet.address)
         assert result.end == "done", f"{self}: {result.why} {result.error}"
         assert not waiting, f"{self}; the run ended before {waiting}"
         return result

@@ -9,7 +9,7 @@ import pytest
 import ray
 from helpers.trainee import Trainee, Undisturbed
 
-from raypar.actors.cluster_info import drain_node, nodes_at
+from raypar.actors.cluster_info import drain_node, list_live_nodes
 from raypar.actors.ray_connection import connect_ray
 
 LONG = ("steps=250", "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
@@ -83,7 +83,7 @@ def test_a_drained_node_is_left_without_a_step_done_again(cluster, undisturbed, 
     def act(pids):
         node, workers = victim(trainee, cluster)
         trainee.hit = {m["worker"] for m in workers}
-        named = next(n for n in nodes_at(cluster.address) if n.node == node.node)
+        named = next(n for n in list_live_nodes(cluster.address) if n.node == node.node)
         drain_node(cluster.address, named, 60.0, "maintenance")
 
     trainee.result = trainee.run(act, at=20)

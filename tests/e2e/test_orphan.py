@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.actors import worker_actor as module
-from raypar.actors.driver_start import DriverStart
+from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.worker_actor import WorkerActor
-from raypar.actors.working_dir import WorkingDir
+from raypar.actors.working_dir_guard import WorkingDirGuard
 
 
 @pytest.mark.parametrize("store", ["raises", "does not answer"])
@@ -41,7 +41,7 @@ def test_a_worker_that_loads_its_code_for_long_is_no_orphan(monkeypatch):
     monkeypatch.setattr(module, "LOADING_S", 1.0)
     monkeypatch.setattr(os, "_exit", ended.append)
     worker = WorkerActor.__new__(WorkerActor)
-    worker.working_dir, worker.guard = WorkingDir(), None
+    worker.working_dir, worker.guard = WorkingDirGuard(), None
     worker.heard_s = start_s = time.monotonic()
     worker.orphan_timeout_s, worker.doing = 0.2, module.LOADING
     worker._leave_when_orphaned()
@@ -81,7 +81,7 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
     async def ask(number, ref):
         return await ref
 
-    begins = DriverStart.__new__(DriverStart)
+    begins = DriverStartup.__new__(DriverStartup)
     begins.request = SimpleNamespace(policy=SimpleNamespace(elastic=True), start_deadline_s=10.0)
     begins.pool = SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)})
     begins.calls = SimpleNamespace(ask=ask)

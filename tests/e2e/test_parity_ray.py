@@ -10,9 +10,9 @@ from helpers.parity import STEPS, Layout, expected
 from raypar.actors.ray_connection import connect_ray
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_run import launch_run
-from raypar.launch.run_options import RunOptions
+from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint import PARAMETER, read_tensors
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_state
 
 LAYOUTS = [
     Layout("tangled", "1f1b", (2, 2), 4),
@@ -34,7 +34,7 @@ def check(layout, tmp_path):
     result = launch_run(
         job,
         lambda checked: choose_plan(job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world),
-        RunOptions(folder=lambda planned: RunFolder.create(tmp_path, "parity")),
+        ResultNeutralOptions(folder=lambda planned: RunFolder.create(tmp_path, "parity")),
         lambda event: None,
     )
     assert result.error is None
@@ -43,7 +43,7 @@ def check(layout, tmp_path):
     assert [m["loss"] for m in metrics] == want.losses
     assert [m["norm"] for m in metrics] == want.norms
     assert len(metrics) == STEPS
-    found = read_tensors(Path(result.checkpoint_path))
+    found = read_checkpoint_state(Path(result.checkpoint_path))
     assert found.keys() == want.parameters.keys()
     bad = [name for name, p in want.parameters.items() if not torch.equal(found[name][PARAMETER], p)]
     for name, kinds in want.state.items():

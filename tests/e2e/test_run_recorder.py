@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.tiny_job import Diary
 
-from raypar.actors import line_file
+from raypar.actors import jsonl_file
 from raypar.actors import run_recorder as module
 from raypar.actors.run_recorder import RunRecorder
 from raypar.callbacks import Callbacks, Tracker
@@ -33,7 +33,7 @@ class Full:
 
 def test_on_a_full_disk_metrics_wait_in_memory_with_one_warning_and_no_line_is_torn_or_lost(tmp_path, monkeypatch):
     disk = Full()
-    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
+    monkeypatch.setattr(jsonl_file, "open", disk.open, raising=False)
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path))
     for step, room in enumerate((True, False, False, True, False)):
         disk.room = room
@@ -50,7 +50,7 @@ def test_a_checkpoint_that_cannot_be_committed_gives_its_room_back(tmp_path, mon
     def full(folder, records, **facts):
         raise CheckpointError("No space left on device")
 
-    monkeypatch.setattr(module.checkpoint, "commit_checkpoint", full)
+    monkeypatch.setattr(module.checkpoint_files, "commit_checkpoint", full)
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path, contract={}))
     folder = recorder.checkpoint_begin(4)
     with pytest.raises(CheckpointError):
@@ -65,7 +65,7 @@ def test_a_new_driver_knows_which_of_the_present_workers_were_told_to_be_lost():
         {"kind": "joined", "worker": 4},
         {"kind": "lost", "worker": 2},
     ]
-    assert module.lost_workers(events) == {2}, "worker 1 was one of an earlier start"
+    assert module.lost_workers_since_last_start(events) == {2}, "worker 1 was one of an earlier start"
 
 
 def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbacks_hear_of_it(tmp_path):

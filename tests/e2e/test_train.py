@@ -14,7 +14,7 @@ from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
 from raypar.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, OutOfMemory, UserCodeError, WorkerLost
-from raypar.worker.checkpoint import CheckpointTensors
+from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_skipped_and_one_that_cannot_be_written_does_not
 def test_a_run_that_is_active_cannot_be_started_twice(tmp_path):
     import ray
 
-    from raypar.actors.client import follow_run
+    from raypar.actors.driver_client import follow_run
     from raypar.actors.worker_pool import run_namespace
 
     @ray.remote(num_cpus=0)

@@ -23,9 +23,9 @@ from raypar.cli import main
 from raypar.errors import UserCodeError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.user_code import recording_ctrl_c
-from raypar.worker.data import Loader, SampleOrder
 from raypar.worker.job_spec import DataSpec, Ref
-from raypar.worker.local_run import LocalJob
+from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
+from raypar.worker.run_in_one_process import OneProcessRun
 
 HOW = {"exit": "SystemExit: 3 .*sys.exit", "ctrl-c": "KeyboardInterrupt .*nobody has pressed Ctrl-C"}
 
@@ -49,7 +49,9 @@ def bad(how: str) -> Bad:
 @pytest.mark.parametrize("processes", [0, 1], ids=["here", "in a data process"])
 def test_a_data_set_that_ends_is_an_error_that_names_the_sample(how, processes):
     spec = DataSpec(Ref(bad, {"how": how}), processes=processes)
-    loader = Loader(Bad(how), spec, SampleOrder(0, 8, shuffle=False), Microbatches(1, batch_size=8), seed=0, fields=("x",))
+    loader = MicrobatchLoader(
+        Bad(how), spec, SampleOrder(0, 8, shuffle=False), Microbatches(1, batch_size=8), seed=0, fields=("x",)
+    )
     try:
         with recording_ctrl_c(), pytest.raises(UserCodeError, match=f"(?s)sample 5 .epoch 0.: the data set raised {HOW[how]}"):
             loader.get(0, 0)
@@ -97,7 +99,7 @@ def test_what_ends_in_a_step_is_an_error_that_names_its_place(place, how):
     spec = raypar.Trainer(**(job | given(how))).spec
     with (
         recording_ctrl_c(),  # before the job: whose handlers are to be in place when it begins
-        LocalJob(spec, ParallelPlan.mesh(layers=4), "1f1b") as local,
+        OneProcessRun(spec, ParallelPlan.mesh(layers=4), "1f1b") as local,
         pytest.raises(UserCodeError, match="(?s)" + says.format(HOW[how])) as found,
     ):
         local.step(0)

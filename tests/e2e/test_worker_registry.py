@@ -38,7 +38,7 @@ class Worker:
 
 def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):
     """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
-    for asked in ("draining_nodes", "dead_nodes"):
+    for asked in ("list_draining_nodes", "list_dead_nodes"):
         monkeypatch.setattr(f"raypar.actors.worker_registry.{asked}", lambda: set())
     workers, told = {number: Worker() for number in range(3)}, []
 

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypar.plan import Crossing, Routing
+from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.schedule.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
     ExchangeTies,
+    ExchangeVotes,
     Forward,
-    Free,
+    FreeActivations,
     Instruction,
     OptimizerStep,
     Recv,
-    Reduce,
+    ReduceGradients,
     Send,
-    Vote,
 )
 
 Programs = Sequence[Sequence[Instruction]]
@@ -32,7 +32,7 @@ Message = tuple[str, int, int, int]
 """(kind, producer's stage, consumer's stage, microbatch)."""
 
 
-def good(programs: Programs, routing: Routing, crossing: Crossing) -> bool:
+def good(programs: Programs, routing: MicrobatchRouting, crossing: StageConnections) -> bool:
     """Whether the programs compute exactly the right things in a legal order and can never get stuck."""
     assert all(stage.shards == 1 for stage in routing.plan.stages), "shards follow their first one"
     return (
@@ -51,7 +51,7 @@ def _require(condition: bool) -> None:
         raise _Wrong
 
 
-def _does_its_work(rank: int, program: Sequence[Instruction], routing: Routing, crossing: Crossing) -> bool:
+def _does_its_work(rank: int, program: Sequence[Instruction], routing: MicrobatchRouting, crossing: StageConnections) -> bool:
     try:
         _Worker(rank, routing, crossing).run(program)
     except _Wrong:
@@ -62,7 +62,7 @@ def _does_its_work(rank: int, program: Sequence[Instruction], routing: Routing, 
 class _Worker:
     """One worker and everything in its memory; every message it has posted a receive for counts as arrived."""
 
-    def __init__(self, rank: int, routing: Routing, crossing: Crossing) -> None:
+    def __init__(self, rank: int, routing: MicrobatchRouting, crossing: StageConnections) -> None:
         self.rank, self.routing, self.crossing = rank, routing, crossing
         stages = [s for s, plan in enumerate(routing.plan.stages) if rank in routing.plan.replica_ranks(s)]
         self.phase = {
@@ -76,7 +76,7 @@ class _Worker:
 
     def run(self, program: Sequence[Instruction]) -> None:
         for instruction in program:
-            if isinstance(instruction, Vote):
+            if isinstance(instruction, ExchangeVotes):
                 _require(self.ended == (["ties"] if self.crossing.ties else []) and not self.unreduced)
                 self.ended.append("vote")
             elif isinstance(instruction, OptimizerStep):
@@ -114,12 +114,12 @@ class _Worker:
         elif isinstance(i, BackwardWeight):
             self.change(i, "I", "W")
             self.in_order("weights", i)
-        elif isinstance(i, Free):
+        elif isinstance(i, FreeActivations):
             key = (i.stage, i.microbatch)
             _require(self.phase.get(key) in ("B", "W"))
             self.phase[key] = "freed"
         else:
-            assert isinstance(i, Reduce)
+            assert isinstance(i, ReduceGradients)
             _require(i.stage in self.unreduced)
             _require(all(phase in ("B", "W", "freed") for (stage, _), phase in self.phase.items() if stage == i.stage))
             self.unreduced.remove(i.stage)
@@ -148,7 +148,7 @@ class _Worker:
         self.last[key] = i.microbatch
 
 
-def _never_stuck(programs: Programs, crossing: Crossing) -> bool:
+def _never_stuck(programs: Programs, crossing: StageConnections) -> bool:
     """Presupposes `_does_its_work` of all workers."""
     size = len(programs)
     pairs = [(a, b) for a in range(size) for b in range(a + 1, size)]
@@ -209,7 +209,7 @@ def _never_stuck(programs: Programs, crossing: Crossing) -> bool:
     return True
 
 
-def _used(i: Instruction, crossing: Crossing) -> list[Message]:
+def _used(i: Instruction, crossing: StageConnections) -> list[Message]:
     """The messages an instruction uses, if they come from another worker."""
     if isinstance(i, Forward):
         return [("activation", e.src, e.dst, i.microbatch) for e in crossing.edges if e.dst == i.stage]

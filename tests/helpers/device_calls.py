@@ -18,14 +18,14 @@ from helpers.shard_grid import run as run_cell
 
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.plan.pieces import Move
-from raypar.worker import checkpoint
-from raypar.worker.assignment import make_graph
+from raypar.plan.pieces import PieceMove
+from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec
-from raypar.worker.local_run import LocalJob
-from raypar.worker.numerics import weights_hash
-from raypar.worker.optimizer import build_optimizer, load_optimizer_state, optimizer_state
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.step.optimizer import build_optimizer, load_optimizer_state, optimizer_state
+from raypar.worker.worker_assignments import make_layer_graph
 
 State = dict[str, Any]
 KINDS = ("kill", "zombie", "late_answer", "join", "drain")
@@ -66,7 +66,7 @@ def trains(state: State, layout: Layout) -> None:
     """Five steps and a validation on the device: losses, norms, parameters and optimizer state as in one plain process."""
     want = expected(layout.model, layout.microbatches, layout.blocks)
     job = replace(layout.job, validation=ValidationSpec(layout.job.data, samples=11))
-    with LocalJob(job, layout.plan, layout.schedule, device=pretend.device()) as run:
+    with OneProcessRun(job, layout.plan, layout.schedule, device=pretend.device()) as run:
         for step in range(STEPS):
             reports = run.step(step)
             assert {r.loss for r in reports} == {want.losses[step]}, step
@@ -78,7 +78,7 @@ def trains(state: State, layout: Layout) -> None:
             for kept in found:
                 assert on_device(kept["exp_avg"]) and not on_device(kept["step"])
                 assert all(torch.equal(value.cpu(), want.state[name][key]) for key, value in kept.items()), name
-    with LocalJob(job, layout.plan, layout.schedule) as plain:
+    with OneProcessRun(job, layout.plan, layout.schedule) as plain:
         for step in range(STEPS):
             plain.step(step)
         assert plain.validate(STEPS) == validated
@@ -87,19 +87,21 @@ def trains(state: State, layout: Layout) -> None:
 def resumes(state: State, folder: str) -> None:
     """What is saved on either device is gone on with on the other one."""
     spec = ugly_models.job("tangled", steps=4)
-    plan = ParallelPlan.mesh(pp=2, dp=2, layers=len(make_graph(spec).layers))
+    plan = ParallelPlan.mesh(pp=2, dp=2, layers=len(make_layer_graph(spec).layers))
     places = (torch.device("cpu"), pretend.device())
     ends = set()
     for first in places:
         for second in places:
-            with LocalJob(spec, plan, "1f1b", device=first) as run:
+            with OneProcessRun(spec, plan, "1f1b", device=first) as run:
                 run.step(0), run.step(1)
-                part = checkpoint.create_checkpoint(Path(folder), 2)
+                part = checkpoint_files.create_checkpoint(Path(folder), 2)
                 for core in run.cores:
                     core.save(part)
                 records = [core.save_result() for core in run.cores]
-                path = checkpoint.commit_checkpoint(part, records, steps_done=2, contract=checkpoint.contract_of(spec))
-            with LocalJob(spec, plan, "zb-h1", device=second) as run:
+                path = checkpoint_files.commit_checkpoint(
+                    part, records, steps_done=2, contract=checkpoint_files.contract_of_job(spec)
+                )
+            with OneProcessRun(spec, plan, "zb-h1", device=second) as run:
                 for core in run.cores:
                     core.load(path)
                 run.step(2), run.step(3)
@@ -142,10 +144,12 @@ def hands_over(state: State, dests: int) -> set[str]:
             if tensor.dtype == torch.float32 and tensor.dim():
                 left.add(tensor.device.type)
 
-    with LocalJob(spec, ParallelPlan.mesh(layers=len(make_graph(spec).layers)), "1f1b", device=pretend.device()) as run:
+    with OneProcessRun(
+        spec, ParallelPlan.mesh(layers=len(make_layer_graph(spec).layers)), "1f1b", device=pretend.device()
+    ) as run:
         run.step(0)
         body = ElasticWorker(run.cores[0], 0)
-        ways = tuple(Move(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
+        ways = tuple(PieceMove(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
         part = AdoptOrder(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
         next(body._exchange(part, Post(), body._standing()), None)  # type: ignore[arg-type]
     return left
@@ -157,7 +161,7 @@ def survives(state: State, replicas: int, stages: int, whole: bool) -> set[str]:
     from helpers.protocol import Fault, random_faults
 
     spec = ugly_models.job("tangled", microbatches=4, steps=5)
-    work = torch_flesh.TorchJob(spec, make_graph(spec), mirror_every=0 if replicas > 1 else 1)
+    work = torch_flesh.TorchJob(spec, make_layer_graph(spec), mirror_every=0 if replicas > 1 else 1)
     plan = ParallelPlan.mesh(dp=replicas, pp=stages, layers=work.layers)
     quiet = LIMITS | {"capacity_s": 5.0, "save_every": 0 if replicas == 1 else 2}
     plain, reference = torch_flesh.simulate(work, plan, **quiet)
@@ -198,26 +202,28 @@ def changes_shards(state: State, model: str, path: list[tuple[int, int, int]], f
             run.adopt(plan, list(range(first, first + plan.world)), done)
             run.step(done), run.step(done + 1)
             for body in run.bodies.values():
-                assert all(on_device(kept[checkpoint.PARAMETER]) == (kind == pretend.NAME) for kept in body._held().values())
+                assert all(
+                    on_device(kept[checkpoint_files.PARAMETER]) == (kind == pretend.NAME) for kept in body._held().values()
+                )
             saved.append(run.save(Path(folder) / kind, done + 2))
         same_tensors(*saved)
     last = []
     for device, path_saved in zip((torch.device("cpu"), pretend.device()), saved, strict=True):
-        with LocalJob(spec, mesh(model, 1, 2, 2), "1f1b", graph=graph(model), device=device) as local:
+        with OneProcessRun(spec, mesh(model, 1, 2, 2), "1f1b", graph=graph(model), device=device) as local:
             for core in local.cores:
                 core.load(path_saved)
             local.step(2 * len(path))
-            part = checkpoint.create_checkpoint(Path(folder) / f"last-{device.type}", 1)
+            part = checkpoint_files.create_checkpoint(Path(folder) / f"last-{device.type}", 1)
             for core in local.cores:
                 core.save(part)
             records = [core.save_result() for core in local.cores]
-            last.append(checkpoint.commit_checkpoint(part, records, steps_done=1, contract={}))
+            last.append(checkpoint_files.commit_checkpoint(part, records, steps_done=1, contract={}))
     same_tensors(*last)
 
 
 def same_tensors(one: Path, other: Path) -> None:
     """Two checkpoints."""
-    found, want = checkpoint.read_tensors(one), checkpoint.read_tensors(other)
+    found, want = checkpoint_files.read_checkpoint_state(one), checkpoint_files.read_checkpoint_state(other)
     assert found.keys() == want.keys()
     for name, kinds in want.items():
         for kind, value in kinds.items():

@@ -9,16 +9,16 @@ from helpers import torch_flesh
 from helpers.kernel_calls import parameters_lie_as_new_ones
 from helpers.shard_grid import graph
 
-from raypar.comm import blocking_routines
-from raypar.comm.blocking_routines import as_routine
+from raypar.comm import blocking_code_as_routine
+from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.plan import ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.pieces import plan_moves, subtract_pieces
 from raypar.schedule import registry
-from raypar.worker import checkpoint
-from raypar.worker.assignment import assignments
+from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 SHARDS = (2, 3, 4)
@@ -50,7 +50,9 @@ class Generations:
         workers = [*members, *sources]
         mesh, ranks = LocalMesh(len(workers), self.number), {w: rank for rank, w in enumerate(workers)}
         self.number += 1
-        parts = assignments(self.job.spec, self.job.graph, plan, registry.build_schedule("1f1b", Routing(plan, self.job.cut)))
+        parts = make_worker_assignments(
+            self.job.spec, self.job.graph, plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, self.job.cut))
+        )
         orders = [
             (
                 AdoptOrder(parts[i] if i < len(members) else None, ranks, done, moved, fresh=not done),
@@ -69,12 +71,12 @@ class Generations:
         return sum(move.piece.size for move in moved)
 
     def step(self, step: int) -> None:
-        routines = [as_routine(partial(blocking_routines.run_or_yield, self.bodies[w].step(step))) for w in self.members]
+        routines = [as_routine(partial(blocking_code_as_routine.run_or_yield, self.bodies[w].step(step))) for w in self.members]
         CooperativeScheduler().run(routines, self.mesh)
 
     def save(self, root: Path, done: int) -> Path:
-        folder = checkpoint.create_checkpoint(root, done)
+        folder = checkpoint_files.create_checkpoint(root, done)
         for worker in self.members:
             self.bodies[worker].core.save(folder)
         records = [self.bodies[worker].core.save_result() for worker in self.members]
-        return checkpoint.commit_checkpoint(folder, records, steps_done=done, contract={})
+        return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract={})

@@ -15,12 +15,12 @@ from typing import Any
 
 from raypar.elastic.actions import AdoptPlan
 from raypar.errors import CommError, GroupAborted
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.addition_tree import covering_nodes, fold_tree
 from raypar.plan.microbatches import contiguous_part
 from raypar.plan.pieces import Piece, merge_pieces
-from raypar.schedule.instructions import Backward, Forward, OptimizerStep, Program, Recv, Reduce, Send, Vote
-from raypar.schedule.lower import lower
+from raypar.schedule.instructions import Backward, ExchangeVotes, Forward, OptimizerStep, Program, Recv, ReduceGradients, Send
+from raypar.schedule.lower import lower_schedule
 from raypar.schedule.registry import build_schedule
 
 ELEMENTS = 4
@@ -75,10 +75,11 @@ def elements(pieces: tuple[Piece, ...]) -> Iterator[Element]:
 
 @cache
 def programs(plan: ParallelPlan, cut: Microbatches) -> tuple[Program, ...]:
-    routing = Routing(plan, cut)
-    made = lower(build_schedule("1f1b", routing), routing, Crossing.chain(len(plan.stages)))
+    routing = MicrobatchRouting(plan, cut)
+    made = lower_schedule(build_schedule("1f1b", routing), routing, StageConnections.chain(len(plan.stages)))
     return tuple(
-        tuple(i for i in p if isinstance(i, (Forward, Backward, Send, Recv, Reduce, Vote, OptimizerStep))) for p in made
+        tuple(i for i in p if isinstance(i, (Forward, Backward, Send, Recv, ReduceGradients, ExchangeVotes, OptimizerStep)))
+        for p in made
     )
 
 
@@ -195,7 +196,7 @@ class Mesh:
 
 @dataclass
 class HashBody:
-    """See `raypar.elastic.member.MemberBackend`."""
+    """See `raypar.elastic.generation_guard.WorkerTrainingBackend`."""
 
     job: Job
     worker: int
@@ -276,7 +277,7 @@ class HashBody:
         self.state = base
         self.mine = tuple(elements(self.job.layout(self.plan)[self.rank]))
         assert all(e in base for e in self.mine), f"worker {self.worker} lacks state"
-        self.routing = Routing(self.plan, self.job.cut)
+        self.routing = MicrobatchRouting(self.plan, self.job.cut)
         self.program = programs(self.plan, self.job.cut)[self.rank]
         self.pending = None
 
@@ -364,7 +365,7 @@ class HashBody:
                     g = h(3, n, g, x, weights[n])
                 if stage_index:
                     outgoing["gradient", m] = g
-            elif kind is Reduce:
+            elif kind is ReduceGradients:
                 nodes = covering_nodes(self.routing.run(stage_index, seat.replica), job.cut.blocks)
                 rows = {
                     n: {node: fold_tree({(b, b + 1): s for b, s in sums[n].items()}, node, add) for node in nodes}
@@ -373,7 +374,7 @@ class HashBody:
                 for peer in peers:
                     mesh.send(rank, peer, ("g", step), rows)
                     others.append((peer, mesh.recv(rank, peer, ("g", step))))
-            elif kind is Vote:
+            elif kind is ExchangeVotes:
                 for _, handle in others:
                     yield Wait(handle, "gradients")
                     for n, row in handle.value.items():

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from raypar.elastic.actions import Emit, WriteJournal
+from raypar.elastic.actions import EmitStep, WriteJournal
 from raypar.elastic.events import StepEmitted, StepJournalled, StepReported
 from raypar.elastic.run_machine import RunMachine
 
@@ -18,5 +18,5 @@ def commit(machine: RunMachine, step: int, workers: int = 2, stop: str | None = 
     for rank in range(workers):
         actions = do(machine, StepReported(rank, step, 0.1))
     assert actions == [WriteJournal(step)]
-    assert do(machine, StepJournalled(step)) == [Emit(step)]
+    assert do(machine, StepJournalled(step)) == [EmitStep(step)]
     return do(machine, StepEmitted(step, stop))

@@ -17,8 +17,8 @@ from helpers.watched import Record, WatchedFlesh
 
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.assignment import make_graph
 from raypar.worker.job_spec import OptimizerSpec, Ref
+from raypar.worker.worker_assignments import make_layer_graph
 
 STEPS = 12
 TICK_MS = 5.0
@@ -47,7 +47,7 @@ SPECS: tuple[dict[str, Any], ...] = (
 def job(index: int, steps: int = STEPS) -> TorchJob:
     """Of `SPECS`; one for all histories."""
     spec = ugly_models.job(**SPECS[index], steps=steps)
-    return TorchJob(spec, make_graph(spec), registry.NAMES)
+    return TorchJob(spec, make_layer_graph(spec), registry.NAMES)
 
 
 @cache

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.comm.blocking_routines import as_routine
+from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.model.build import canonical_names
-from raypar.model.capture import capture
+from raypar.model.capture import capture_layer_graph
 from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import canonical_names
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
+from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
-from raypar.plan.shard_layout import ShardLayout
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 TOLERANCE = 1e-12
 """max error / max value of a tensor, float64."""
@@ -33,7 +33,7 @@ SEED = 11
 def graph_of(make: Callable[[], Any], *, ties: tuple[tuple[str, ...], ...] = ()) -> Graph:
     """The model function's layers, with the values it gives them under one seed."""
     torch.manual_seed(SEED)
-    graph = capture(make(), input="x")
+    graph = capture_layer_graph(make(), input="x")
     return replace(graph, ties=ties or graph.ties)
 
 
@@ -103,7 +103,7 @@ def whole(graph: Graph, loss: Callable[..., Any], x: Tensor, y: Tensor, *, dtype
 
 def sharded(
     graph: Graph,
-    layout: ShardLayout,
+    layout: TensorParallelLayout,
     loss: Callable[..., Any],
     x: Tensor,
     y: Tensor,
@@ -154,7 +154,7 @@ def summed_in_layers(gradients: Mapping[str, Tensor | None]) -> dict[str, float]
     return {name: layers[name.partition(".")[0]] for name in tops}
 
 
-def errors(runs: list[Run], want: Run, layout: ShardLayout) -> dict[str, float]:
+def errors(runs: list[Run], want: Run, layout: TensorParallelLayout) -> dict[str, float]:
     """The largest error of every tensor over shards; parameters must be slices of the whole ones, bit for bit."""
     worst: dict[str, float] = {}
     summed = summed_in_layers(want.gradients)
@@ -169,8 +169,8 @@ def errors(runs: list[Run], want: Run, layout: ShardLayout) -> dict[str, float]:
         note("inputs", run.inputs, want.inputs)
         assert list(run.gradients) == list(want.gradients)
         for name, gradient in want.gradients.items():
-            assert torch.equal(run.parameters[name], slice_of(layout, name, want.parameters[name], shard)), name
-            note(name, run.gradients[name], None if gradient is None else slice_of(layout, name, gradient, shard))
+            assert torch.equal(run.parameters[name], shard_slice_of(layout, name, want.parameters[name], shard)), name
+            note(name, run.gradients[name], None if gradient is None else shard_slice_of(layout, name, gradient, shard))
     return worst
 
 
@@ -187,7 +187,7 @@ def check(
 ) -> tuple[list[Run], list[CommunicationLedger]]:
     """Whole against sharded within `TOLERANCE`; all shards agree on what they hold together."""
     graph = graph_of(make, ties=ties)
-    layout = layout_of(graph, shards, styles)
+    layout = compute_shard_layout(graph, shards, styles)
     runs, ledgers = sharded(graph, layout, loss, x, y, sequence=sequence)
     found = errors(runs, whole(graph, loss, x, y), layout)
     wrong = {name: value for name, value in found.items() if not value <= TOLERANCE}

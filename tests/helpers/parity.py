@@ -13,9 +13,9 @@ from helpers import reference, ugly_models
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.assignment import make_graph
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
 
 STEPS = 5
 
@@ -44,7 +44,7 @@ class Layout:
     @property
     def graph(self) -> Graph:
         """The model."""
-        return make_graph(self.job)
+        return make_layer_graph(self.job)
 
     @property
     def plan(self) -> ParallelPlan:
@@ -52,8 +52,8 @@ class Layout:
         return ParallelPlan.of(
             self.replicas,
             layers=len(self.graph.layers),
-            chunks=registry.default_chunks(self.schedule, self.chunks),
-            placement=registry.placement_of(self.schedule),
+            chunks=registry.resolve_chunks_per_worker(self.schedule, self.chunks),
+            placement=registry.placement_of_schedule(self.schedule),
         )
 
 
@@ -85,7 +85,7 @@ def layouts() -> list[Layout]:
 def expected(model: str, microbatches: int, blocks: int) -> reference.Result:
     """The reference run, once per numerics contract: no layout has any part in it."""
     job = ugly_models.job(model, microbatches=microbatches, steps=STEPS, virtual_replicas=blocks)
-    return reference.train(make_graph(job), job)
+    return reference.train(make_layer_graph(job), job)
 
 
 def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: Any) -> list[str]:
@@ -103,7 +103,7 @@ def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: A
 def check_local(layout: Layout, order_seed: int = 0) -> None:
     """Run the layout in one process and compare everything with the reference."""
     job, want = layout.job, expected(layout.model, layout.microbatches, layout.blocks)
-    with LocalJob(job, layout.plan, layout.schedule, seed=order_seed) as run:
+    with OneProcessRun(job, layout.plan, layout.schedule, seed=order_seed) as run:
         for step in range(STEPS):
             reports = run.step(step)
             assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"

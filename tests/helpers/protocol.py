@@ -20,7 +20,7 @@ from helpers.hash_body import Handle, HashBody, Mesh, h
 
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.member import Member, StaleGeneration
+from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
@@ -110,7 +110,7 @@ class Process:
 
     def __post_init__(self) -> None:
         self.body = self.world.flesh.body(self.number)
-        self.member = Member(self.number, self.body)
+        self.member = GenerationGuard(self.number, self.body)
 
     def call(self, work: Callable[[], Any], reply: Callable[[Any], None]) -> None:
         self.queue.append((work, reply))
@@ -371,7 +371,7 @@ class World:
             case "corrupt":
                 self.flesh.corrupt(target.body)
             case "drain":
-                self.at(1.0, lambda: self.driver.post(on.DrainAsked(target.number, "preempted")))
+                self.at(1.0, lambda: self.driver.post(on.DrainRequested(target.number, "preempted")))
             case "ctrl_c":
                 asked = self.ctrl_c = on.StopRequested("Ctrl-C", interrupt=True, grace_s=fault.ms / 1000)
                 self.at(1.0, lambda: self.driver.post(asked))
@@ -575,7 +575,7 @@ class Driver:
         validated = world.validations[-1] if world.validations else None
         saved = max(world.flesh.checkpoints) or None
         hired = len(world.processes)
-        self.post(on.DriverTakenOver(alive, generation, len(world.seen), plan, members, validated, saved, starting, hired))
+        self.post(on.DriverFailover(alive, generation, len(world.seen), plan, members, validated, saved, starting, hired))
 
     def _tick(self) -> None:
         if self.alive and self.machine.phase is not Phase.OVER:
@@ -664,15 +664,15 @@ class Driver:
                     )
             case do.WriteJournal(step):
                 self.effect(lambda: self.journal(step))
-            case do.Emit(step):
+            case do.EmitStep(step):
                 self.effect(lambda: self.emit(step))
-            case do.CheckReplay(step, doubted):
+            case do.CompareReplayedStep(step, doubted):
                 if doubted:
                     world.journal[step] = self.outcomes[step]
                 if self.outcomes[step] != world.journal[step]:
                     self.post(on.CallFailed("error", RayparError(f"step {step} was executed again and gave something else")))
                 world.replayed += 1
-            case do.TakeSnapshot(done):
+            case do.StartCheckpoint(done):
                 self.snapshot(done)
             case do.Validate(done):
                 for worker in machine.membership.members:
@@ -693,7 +693,7 @@ class Driver:
                     self.ask(
                         worker,
                         lambda p: p.member.settle(number, step, outcome),
-                        lambda a, w=worker: self.answered(a, number, w, on.WorkerSettled(number, a)),
+                        lambda a, w=worker: self.answered(a, number, w, on.KeptGradientsApplied(number, a)),
                     )
             case do.ChoosePlan(number, workers):
                 self.effect(lambda: on.PlanChosen(number, world.chosen(number, workers)))
@@ -714,14 +714,14 @@ class Driver:
                     self.alive = False
                 else:
                     world.over, world.driver = action, self
-            case do.Probe(workers):
+            case do.RequestStacks(workers):
                 self.effect(lambda: on.StacksReported(f"workers {workers} do not answer"))
-            case do.Warn():
+            case do.WarnUser():
                 if machine.phase is Phase.WAITING and world.changed:
                     world.at(STARVED_MS, world.starve)
             case do.AbortGroups(why):
                 self.abort(why)
-            case do.Notice() | do.FirstStepAfterRecovery() | do.ReportStraggler():
+            case do.TellUser() | do.ReportFirstStepAfterRecovery() | do.ReportStraggler():
                 pass
             case _:
                 raise AssertionError(action)
@@ -831,7 +831,7 @@ class Driver:
             copies.update(answer)
             waiting.discard(worker)
             if not waiting:
-                self.post(on.SnapshotTaken(done))
+                self.post(on.CheckpointStateCopied(done))
                 self.effect(lambda: self.saved(done, place, copies))
 
         for worker in machine.membership.members:

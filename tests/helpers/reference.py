@@ -19,8 +19,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from raypar.model.build import convert_dtype
 from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import convert_module_dtype
 from raypar.model.materialise import materialise
 from raypar.worker.job_spec import JobSpec
 
@@ -86,7 +86,7 @@ def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Modul
         layers = [item if isinstance(item, tuple) else (str(place), item) for place, item in enumerate(made)]
     shared = Counter(id(p) for _, module in layers for p in module.parameters())
     apart = {name for name, module in layers if any(shared[id(p)] > 1 for p in module.parameters())}
-    return {name: convert_dtype(copy.deepcopy(module) if name in apart else module, dtype) for name, module in layers}
+    return {name: convert_module_dtype(copy.deepcopy(module) if name in apart else module, dtype) for name, module in layers}
 
 
 def train(graph: Graph, spec: JobSpec) -> Result:

@@ -18,13 +18,13 @@ from examples import gpt
 from raypar.comm.buffer_pool import CPU
 from raypar.model.graph import Graph
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build import slice_of
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.build import shard_slice_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
-from raypar.plan.shard_layout import ShardLayout
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule import registry
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 STEPS, BATCH, VOCAB, SEQ = 3, 10, 23, 7
 DEPTH, HEADS, WIDTH = 6, 5, 20
@@ -119,8 +119,8 @@ class Cell:
             self.replicas,
             self.shards,
             layers=len(self.graph.layers),
-            chunks=registry.default_chunks(self.schedule, None),
-            placement=registry.placement_of(self.schedule),
+            chunks=registry.resolve_chunks_per_worker(self.schedule, None),
+            placement=registry.placement_of_schedule(self.schedule),
         )
 
 
@@ -190,7 +190,7 @@ class Run:
     state: dict[Key, list[dict[str, Any]]]
 
 
-def held(local: LocalJob) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
+def held(local: OneProcessRun) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
     """Every holder's (what it is, parameter, optimizer state)."""
     for core in local.cores:
         seat = local.plan.seats[core.rank]
@@ -203,7 +203,7 @@ def held(local: LocalJob) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
 def run(cell: Cell, plan: ParallelPlan, order_seed: int = 0, device: torch.device = CPU) -> Run:
     """In one process, by the engine; what is found is on the CPU."""
     found = Run([], [], [], {}, {})
-    with LocalJob(cell.job, plan, cell.schedule, graph=graph(cell.model), seed=order_seed, device=device) as local:
+    with OneProcessRun(cell.job, plan, cell.schedule, graph=graph(cell.model), seed=order_seed, device=device) as local:
         for step in range(STEPS):
             reports = local.step(step)
             assert len({(r.loss, r.norm) for r in reports}) == 1
@@ -309,8 +309,8 @@ def different(got: Run, want: Run) -> Iterator[str]:
 
 
 @functools.cache
-def layout_for(model: str, shards: int) -> ShardLayout:
-    return layout_of(graph(model), shards)
+def layout_for(model: str, shards: int) -> TensorParallelLayout:
+    return compute_shard_layout(graph(model), shards)
 
 
 def errors(got: Run, want: reference.Result, model: str) -> dict[str, float]:
@@ -323,7 +323,7 @@ def errors(got: Run, want: reference.Result, model: str) -> dict[str, float]:
         if value is not None and whole is not None:
             layout = layout_for(model, shards)
             top = whole.abs().max().item() or 1.0
-            part = slice_of(layout, name, whole, shard)
+            part = shard_slice_of(layout, name, whole, shard)
             assert value.shape == part.shape
             found = (value - part).abs().max().item() / top if part.numel() else 0.0
             worst[f"{label} {name}"] = max(worst.get(f"{label} {name}", 0.0), found)

@@ -110,11 +110,11 @@ def load() -> ctypes.CDLL:
     from raypar.comm.nccl import bindings
 
     try:
-        found = bindings.nccl_library()
+        found = bindings.find_nccl_installation()
     except Exception as error:
         raise RuntimeError(f"the tests of the nccl transport need CuPy: pip install -e '.[test]' ({error})") from error
     library.standin_set(Setting.VERSION, 29901)
-    if bindings.nccl_library().version != 29901:
+    if bindings.find_nccl_installation().version != 29901:
         raise RuntimeError(f"CuPy uses another libnccl than the stand-in: {found}")
     library.standin_set(Setting.VERSION, found.version)
     return library

@@ -10,12 +10,12 @@ from helpers.parity import Layout
 from helpers.shard_grid import Cell
 from helpers.transport_cases import CREDENTIAL
 
-from raypar.comm.nccl.mesh import NcclMesh
-from raypar.comm.tcp.mesh import TcpMesh
+from raypar.comm.nccl.endpoint import NcclEndpoint
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.worker.assignment import assignments
-from raypar.worker.communicators import communicators_of
-from raypar.worker.optimizer import optimizer_state
+from raypar.worker.required_communicators import required_communicators
+from raypar.worker.step.optimizer import optimizer_state
+from raypar.worker.worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 
@@ -25,21 +25,23 @@ def listen(state: dict[str, Any], index: int, kind: str) -> str:
     if state["nccl"]:
         standin.load()
         device = standin.HostDevice(f"worker {index}", only=frozenset({torch.float32}))
-        state["mesh"] = NcclMesh.listen("127.0.0.1", device, credential=CREDENTIAL, near=False)
+        state["mesh"] = NcclEndpoint.listen("127.0.0.1", device, credential=CREDENTIAL, near=False)
     else:
-        state["mesh"] = TcpMesh.listen("127.0.0.1", credential=CREDENTIAL, near=False)
+        state["mesh"] = TcpEndpoint.listen("127.0.0.1", credential=CREDENTIAL, near=False)
     return state["mesh"].address
 
 
 def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: list[str]) -> dict[str, Any]:
     """All steps as one rank; returns losses, norms, and this rank's gradients, parameters and state as numpy arrays."""
-    from raypar.plan import Routing
+    from raypar.plan import MicrobatchRouting
     from raypar.schedule import registry
 
     job, plan, graph = layout.job, layout.plan, layout.graph
-    part = assignments(job, graph, plan, registry.build_schedule(layout.schedule, Routing(plan, job.cut)))[index]
+    part = make_worker_assignments(
+        job, graph, plan, registry.build_schedule(layout.schedule, MicrobatchRouting(plan, job.cut))
+    )[index]
     core = WorkerCore(job, graph=graph, step_timeout_s=30.0)
-    keys = communicators_of(AdoptOrder(part, {}, 0), index, job, core.layout) if state["nccl"] else frozenset()
+    keys = required_communicators(AdoptOrder(part, {}, 0), index, job, core.layout) if state["nccl"] else frozenset()
     transport = state["mesh"].connect(
         rank=index, size=plan.world, addresses=addresses, generation=0, deadline_s=20.0, communicators=keys
     )

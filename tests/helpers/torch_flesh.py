@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from helpers.kernel_calls import parameters_lie_as_new_ones
 
-from raypar.comm import blocking_routines
-from raypar.comm.blocking_routines import as_routine
+from raypar.comm import blocking_code_as_routine
+from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.local_transport import LocalMesh
 from raypar.elastic import actions as do
 from raypar.elastic.buddies import assign_buddies
-from raypar.model.build import parameter_shapes
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.layout import layout_of, outline_of_shards
-from raypar.plan import ParallelPlan, Routing
+from raypar.model.layer_skeletons import parameter_shapes
+from raypar.model.tensor_parallel.layout import compute_shard_layout, outline_graph_with_layouts
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Piece
 from raypar.schedule import registry
-from raypar.worker import checkpoint
-from raypar.worker.assignment import Assignment, assignments
-from raypar.worker.checkpoint import PARAMETER
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.parameter_state import Kept, ParameterSlice, ParameterState, extract_run
+from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, extract_elements
+from raypar.worker.worker_assignments import ProgramAssignment, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
 
@@ -44,7 +44,7 @@ class TorchJob:
     graph: Graph
     schedules: tuple[str, ...] = ("1f1b",)
     """Each generation takes one of those that fit its plan."""
-    lowered: dict[Any, tuple[Assignment, ...]] = field(default_factory=dict, compare=False, repr=False)
+    lowered: dict[Any, tuple[ProgramAssignment, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Of all simulations: lowering takes longer than a step."""
     mirror_every: int = 0
     shards: tuple[int, ...] = ()
@@ -53,7 +53,7 @@ class TorchJob:
 
     @property
     def layout(self) -> Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]:
-        outline = outline_of_shards(self.graph, self.shards, dict(self.spec.styles))
+        outline = outline_graph_with_layouts(self.graph, self.shards, dict(self.spec.styles))
         return lambda plan: Ownership(plan, outline).held
 
     @property
@@ -73,14 +73,14 @@ class InTurns(ElasticWorker):
     """Layers on shards wait in the middle: the body's steps run in a thread that takes turns with all others."""
 
     def step(self, step: int, cut: bool = False) -> Any:
-        return as_routine(partial(blocking_routines.run_or_yield, super().step(step, cut)))
+        return as_routine(partial(blocking_code_as_routine.run_or_yield, super().step(step, cut)))
 
     def adopt(self, order: Any) -> Any:
         yield from super().adopt(order)
         parameters_lie_as_new_ones(self.core.stages)
 
     def validate(self) -> Any:
-        return as_routine(partial(blocking_routines.run_or_yield, super().validate()))
+        return as_routine(partial(blocking_code_as_routine.run_or_yield, super().validate()))
 
 
 class TorchFlesh:
@@ -115,8 +115,8 @@ class TorchFlesh:
     def part(self, order: do.AdoptPlan, mesh: tuple[LocalMesh, tuple[int, ...]], worker: int) -> Any:
         key = (order.plan, self.schedule(order))
         if key not in self.job.lowered:
-            made = registry.build_schedule(key[1], Routing(order.plan, self.job.cut))
-            self.job.lowered[key] = assignments(self.job.spec, self.job.graph, order.plan, made)
+            made = registry.build_schedule(key[1], MicrobatchRouting(order.plan, self.job.cut))
+            self.job.lowered[key] = make_worker_assignments(self.job.spec, self.job.graph, order.plan, made)
         seat = order.members.index(worker) if worker in order.members else None
         ranks = {w: rank for rank, w in enumerate(mesh[1])}
         assignment = self.job.lowered[key][seat] if seat is not None else None
@@ -129,13 +129,13 @@ class TorchFlesh:
         return part, lambda: transport
 
     def schedule(self, order: do.AdoptPlan) -> str:
-        fitting = [name for name in self.job.schedules if registry.can_run(name, order.plan)]
+        fitting = [name for name in self.job.schedules if registry.schedule_fits_plan(name, order.plan)]
         if not fitting:  # the plan has been changed by a loss
-            fitting = [name for name in ("1f1b", "interleaved") if registry.can_run(name, order.plan)]
+            fitting = [name for name in ("1f1b", "interleaved") if registry.schedule_fits_plan(name, order.plan)]
         return fitting[order.generation % len(fitting)]
 
     def begin_save(self, done: int) -> Path:
-        return checkpoint.create_checkpoint(Path(self.folder.name), done)
+        return checkpoint_files.create_checkpoint(Path(self.folder.name), done)
 
     def copy(self, body: ElasticWorker, place: Path) -> dict[int, Any]:
         body.core.save(place)
@@ -143,8 +143,8 @@ class TorchFlesh:
 
     def save(self, done: int, place: Path, copies: dict[int, Any]) -> None:
         spec = self.job.spec
-        self.checkpoints[done] = checkpoint.commit_checkpoint(
-            place, list(copies.values()), steps_done=done, contract=checkpoint.contract_of(spec)
+        self.checkpoints[done] = checkpoint_files.commit_checkpoint(
+            place, list(copies.values()), steps_done=done, contract=checkpoint_files.contract_of_job(spec)
         )
 
     def outcome(self, answer: Any) -> Any:
@@ -175,10 +175,10 @@ class TorchFlesh:
                 assert PARAMETER in kept
                 assert _digest(same.kept) == _digest(kept), self.world.tell(f"holders of {name} differ")
         found: dict[str, bytes] = {}
-        cuts = layout_of(self.job.graph, 1, dict(self.job.spec.styles)).cuts if self.job.shards else {}
+        cuts = compute_shard_layout(self.job.graph, 1, dict(self.job.spec.styles)).cuts if self.job.shards else {}
         for name, shape in parameter_shapes(self.job.graph).items():
             parts = list(slices[name].values())
-            whole = extract_run(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].kept
+            whole = extract_elements(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].kept
             found[name] = _digest(whole)
         total = hashlib.sha256(b"".join(name.encode() + found[name] for name in sorted(found))).digest()
         return int.from_bytes(total[:8], "little") >> 1
@@ -189,7 +189,7 @@ class TorchFlesh:
         self.folder.cleanup()
 
 
-def _digest(kept: Kept) -> bytes:
+def _digest(kept: StateByKey) -> bytes:
     digest = hashlib.sha256()
     for key in sorted(kept):
         value = kept[key]

@@ -19,9 +19,9 @@ from helpers import reference
 from helpers.tiny_job import write_job
 
 from raypar.config import load_job
-from raypar.launch import Result, run_job
-from raypar.worker.assignment import make_graph
-from raypar.worker.numerics import weights_hash
+from raypar.launch import Result, train_job_in_new_folder
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.worker_assignments import make_layer_graph
 
 
 class Trainee:
@@ -47,7 +47,7 @@ class Trainee:
                 self.acted_s = time.monotonic()
                 acts.pop(event["step"])()
 
-        return run_job(load_job(self.path, self.words), tell)
+        return train_job_in_new_folder(load_job(self.path, self.words), tell)
 
     def run_with_a_stop(self, rank: int, seconds: float, then: int = signal.SIGCONT) -> None:
         """Run it; a worker is stopped, and gets the signal `then` so many seconds later."""
@@ -88,7 +88,7 @@ class Undisturbed:
     def of(folder: Path, *words: str) -> Undisturbed:
         """Train by `helpers.reference`, without Ray; sleeping changes no number and is left out."""
         spec = load_job(write_job(folder), ["steps=30", *words]).to_spec()
-        result = reference.train(make_graph(spec), spec)
+        result = reference.train(make_layer_graph(spec), spec)
         return Undisturbed(list(enumerate(result.losses, 1)), weights_hash(result.parameters))
 
 

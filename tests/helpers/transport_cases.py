@@ -14,9 +14,9 @@ import torch
 from helpers import standin
 
 from raypar.comm.nccl.connect import connect_nccl as connect_nccl
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.mesh import TcpMesh
-from raypar.comm.transport import Routine, Transport, Wait, Work, run_routine
+from raypar.comm.transport import Routine, RoutineWait, RoutineWork, Transport, run_routine
 from raypar.errors import CommError, GroupAborted
 
 BIG = 3 << 20
@@ -67,7 +67,7 @@ def dtypes_and_shapes(t: Transport) -> Routine[None]:
             sends = [t.send(mine, to=right, tag=tag), t.send(mine, to=right, tag=tag + 1)]
             tag += 2
             for handle in (fresh, given, *sends):
-                yield Wait(handle, f"{dtype} {shape}")
+                yield RoutineWait(handle, f"{dtype} {shape}")
             got = fresh.tensor()
             assert got.dtype == dtype and got.shape == torch.Size(shape) and got.is_contiguous()
             assert torch.equal(got, want) and torch.equal(out, want)
@@ -83,19 +83,19 @@ def tags_overtake(t: Transport) -> Routine[None]:
     sends = [t.send(torch.full((1 + tag * 50,), 100 * t.rank + tag), to=right, tag=tag) for tag in range(20)]
     for tag in reversed(range(20)):
         handle = t.recv(None, source=left, tag=tag)
-        yield Wait(handle, f"tag {tag}")
+        yield RoutineWait(handle, f"tag {tag}")
         assert torch.equal(handle.tensor(), torch.full((1 + tag * 50,), 100 * left + tag))
     sends += [t.send(torch.tensor([number]), to=right, tag=7) for number in range(5)]
     handles = [t.recv(None, source=left, tag=7) for _ in range(5)]
     for number, handle in enumerate(handles):
-        yield Wait(handle, "equal tags")
+        yield RoutineWait(handle, "equal tags")
         assert handle.tensor().item() == number
     big = 2**63 + 5
     sends.append(t.send(torch.tensor([1.5]), to=right, tag=big))
     handle = t.recv(None, source=left, tag=big)
-    yield Wait(handle, "a 64-bit tag")
+    yield RoutineWait(handle, "a 64-bit tag")
     for handle in sends:
-        yield Wait(handle, "send")
+        yield RoutineWait(handle, "send")
 
 
 def unexpected_then_posted(t: Transport) -> Routine[None]:
@@ -104,14 +104,14 @@ def unexpected_then_posted(t: Transport) -> Routine[None]:
     large = torch.full((BIG,), float(t.rank))
     sends = [t.send(large, to=right, tag=1), t.send(torch.tensor([t.rank]), to=right, tag=2)]
     second = t.recv(torch.zeros(1, dtype=torch.int64), source=left, tag=2)
-    yield Wait(second, "the message behind the large one")
+    yield RoutineWait(second, "the message behind the large one")
     assert second.tensor().item() == left
     out = torch.empty(BIG)
     first = t.recv(out, source=left, tag=1)
-    yield Wait(first, "the large one")
+    yield RoutineWait(first, "the large one")
     assert bool((out == left).all())
     for handle in sends:
-        yield Wait(handle, "send")
+        yield RoutineWait(handle, "send")
 
 
 def big_both_ways(t: Transport) -> Routine[None]:
@@ -121,7 +121,7 @@ def big_both_ways(t: Transport) -> Routine[None]:
     outs = [torch.empty(BIG) for _ in range(t.size)]
     recvs = [t.recv(outs[r], source=r, tag=5) for r in range(t.size)]
     for handle in recvs + sends:
-        yield Wait(handle, "a big message")
+        yield RoutineWait(handle, "a big message")
     for rank, out in enumerate(outs):
         assert torch.equal(out, noise(rank, BIG))
 
@@ -132,11 +132,11 @@ def sends_do_not_wait_for_each_other(t: Transport) -> Routine[None]:
     late = t.send(torch.ones(BIG), to=right, tag=1)
     flat = torch.ones(5)
     reduced = t.all_reduce(flat, group=range(t.size))
-    yield Wait(reduced, "the exchange behind it")
+    yield RoutineWait(reduced, "the exchange behind it")
     assert flat.tolist() == [t.size] * 5
     got = t.recv(None, source=left, tag=1)
-    yield Wait(got, "receive")
-    yield Wait(late, "send")
+    yield RoutineWait(got, "receive")
+    yield RoutineWait(late, "send")
 
 
 def batches(t: Transport) -> Routine[None]:
@@ -147,12 +147,12 @@ def batches(t: Transport) -> Routine[None]:
         [(torch.full((BIG,), float(t.rank)), right, 3), (torch.tensor([t.rank]), left, 4), (torch.tensor([5]), t.rank, 6)],
         [(out, left, 3), (None, right, 4), (None, t.rank, 6)],
     )
-    yield Wait(handle, "batch")
+    yield RoutineWait(handle, "batch")
     first, second, third = handle.tensors()
     assert first.data_ptr() == out.data_ptr() and bool((out == left).all())
     assert second.item() == right and third.item() == 5
     empty = t.batch([], [])
-    yield Wait(empty, "empty batch")
+    yield RoutineWait(empty, "empty batch")
 
 
 def all_reduces(t: Transport) -> Routine[None]:
@@ -161,12 +161,12 @@ def all_reduces(t: Transport) -> Routine[None]:
         want = in_order([noise(r, numel, seed) for r in range(t.size)])
         flat = noise(t.rank, numel, seed)
         handle = t.all_reduce(flat, group=range(t.size))
-        yield Wait(handle, f"all_reduce of {numel}")
+        yield RoutineWait(handle, f"all_reduce of {numel}")
         assert torch.equal(flat, want), numel
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
         flat = (noise(t.rank, 3000) * 10).to(dtype)
         handle = t.all_reduce(flat, group=range(t.size))
-        yield Wait(handle, f"all_reduce of {dtype}")
+        yield RoutineWait(handle, f"all_reduce of {dtype}")
         assert torch.equal(flat, in_order([(noise(r, 3000) * 10).to(dtype) for r in range(t.size)]))
 
 
@@ -174,7 +174,7 @@ def all_reduce_bytes(t: Transport) -> Routine[None]:
     """A large all-reduce moves the bytes of a ring: 2 (n-1)/n N per rank."""
     flat = torch.ones(16 * 100 * t.size)
     handle = t.all_reduce(flat, group=range(t.size))
-    yield Wait(handle, "all_reduce")
+    yield RoutineWait(handle, "all_reduce")
     moved = t.ledger.as_dict()["all_reduce"]
     assert moved == {"sent": 2 * (t.size - 1) * 6400, "received": 2 * (t.size - 1) * 6400, "messages": 1}
 
@@ -186,12 +186,12 @@ def reduce_scatters(t: Transport) -> Routine[None]:
     want = in_order([noise(10 * r + t.rank, sizes[t.rank]) for r in range(t.size)])
     out = torch.empty(sizes[t.rank])
     handle = t.reduce_scatter(out, pieces, group=range(t.size))
-    yield Wait(handle, "reduce_scatter")
+    yield RoutineWait(handle, "reduce_scatter")
     assert torch.equal(out, want)
     assert t.ledger.sent["reduce_scatter"] == 4 * (sum(sizes) - sizes[t.rank])
     assert t.ledger.received["reduce_scatter"] == 4 * sizes[t.rank] * (t.size - 1)
     handle = t.reduce_scatter(pieces[t.rank], pieces, group=range(t.size))
-    yield Wait(handle, "reduce_scatter in place")
+    yield RoutineWait(handle, "reduce_scatter in place")
     assert torch.equal(pieces[t.rank], want)
 
 
@@ -201,14 +201,14 @@ def all_gathers(t: Transport) -> Routine[None]:
     mine = noise(t.rank, sizes[t.rank])
     pieces = [torch.zeros(n) for n in sizes]
     handle = t.all_gather(pieces, mine, group=range(t.size))
-    yield Wait(handle, "all_gather")
+    yield RoutineWait(handle, "all_gather")
     assert all(torch.equal(p, noise(r, n)) for r, (p, n) in enumerate(zip(pieces, sizes, strict=True)))
     assert t.ledger.sent["all_gather"] == 4 * sizes[t.rank] * (t.size - 1)
     assert t.ledger.received["all_gather"] == 4 * (sum(sizes) - sizes[t.rank])
     whole = torch.zeros(t.size, 4, 5)
     whole[t.rank] = t.rank + 1
     handle = t.all_gather(list(whole), whole[t.rank], group=range(t.size))
-    yield Wait(handle, "all_gather in place")
+    yield RoutineWait(handle, "all_gather in place")
     assert whole[:, 0, 0].tolist() == [r + 1 for r in range(t.size)]
 
 
@@ -220,7 +220,7 @@ def all_to_alls(t: Transport) -> Routine[None]:
 
     outs = [torch.empty_like(piece(r, t.rank)) for r in range(t.size)]
     handle = t.all_to_all(outs, [piece(t.rank, r) for r in range(t.size)], group=range(t.size))
-    yield Wait(handle, "all_to_all")
+    yield RoutineWait(handle, "all_to_all")
     assert all(torch.equal(out, piece(r, t.rank)) for r, out in enumerate(outs))
     assert t.ledger.sent["all_to_all"] == sum(piece(t.rank, r).nbytes for r in range(t.size) if r != t.rank)
 
@@ -231,7 +231,7 @@ def broadcasts(t: Transport) -> Routine[None]:
         for numel in (0, 3, 100_000):
             tensor = noise(root, numel) if t.rank == root else torch.zeros(numel)
             handle = t.broadcast(tensor, root=root, group=range(t.size))
-            yield Wait(handle, f"broadcast from {root}")
+            yield RoutineWait(handle, f"broadcast from {root}")
             assert torch.equal(tensor, noise(root, numel))
 
 
@@ -241,13 +241,13 @@ def barriers(t: Transport) -> Routine[None]:
         for peer in range(t.size):
             if peer != t.rank:
                 t.send(torch.tensor([turn]), to=peer, tag=turn)
-        yield Work("late", float(t.rank))
-        yield Wait(t.barrier(group=range(t.size)), f"barrier {turn}")
+        yield RoutineWork("late", float(t.rank))
+        yield RoutineWait(t.barrier(group=range(t.size)), f"barrier {turn}")
     for turn in range(3):
         for peer in range(t.size):
             if peer != t.rank:
                 handle = t.recv(None, source=peer, tag=turn)
-                yield Wait(handle, "what was sent before the barrier")
+                yield RoutineWait(handle, "what was sent before the barrier")
 
 
 def subgroups(t: Transport) -> Routine[None]:
@@ -263,14 +263,14 @@ def subgroups(t: Transport) -> Routine[None]:
             t.barrier(group=group),
         ]
         for handle in handles:
-            yield Wait(handle, f"group {group}")
+            yield RoutineWait(handle, f"group {group}")
         assert torch.equal(flat, in_order([noise(r, 2000) for r in group]))
         assert [int(p[0]) for p in pieces] == group
     order = (1, 2) if t.rank % 2 else (2, 1)
     flats = {channel: noise(t.rank, 3000, channel) for channel in order}
     handles = [t.all_reduce(flats[channel], group=range(t.size), channel=channel) for channel in order]
     for handle in handles:
-        yield Wait(handle, "channels")
+        yield RoutineWait(handle, "channels")
     for channel in order:
         assert torch.equal(flats[channel], in_order([noise(r, 3000, channel) for r in range(t.size)]))
 
@@ -280,12 +280,12 @@ def a_handle_goes_on_by_itself(t: Transport) -> Routine[None]:
     flat = torch.ones(200_000)
     handle = t.all_reduce(flat, group=range(t.size))
     if t.rank == 0:
-        yield Wait(handle, "all_reduce")
+        yield RoutineWait(handle, "all_reduce")
         for peer in range(1, t.size):
-            yield Wait(t.send(torch.ones(1), to=peer, tag=1), "permission")
+            yield RoutineWait(t.send(torch.ones(1), to=peer, tag=1), "permission")
     else:
-        yield Wait(t.recv(None, source=0, tag=1), "permission")
-        yield Wait(handle, "all_reduce")
+        yield RoutineWait(t.recv(None, source=0, tag=1), "permission")
+        yield RoutineWait(handle, "all_reduce")
     assert bool((flat == t.size).all())
 
 
@@ -296,11 +296,11 @@ def gradients_may_require_grad(t: Transport) -> Routine[None]:
     out = torch.zeros(2000, requires_grad=True)
     send = t.send(leaf, to=right, tag=0)
     recv = t.recv(out, source=left, tag=0)
-    yield Wait(recv, "recv")
-    yield Wait(send, "send")
+    yield RoutineWait(recv, "recv")
+    yield RoutineWait(send, "send")
     assert out.is_leaf and bool((out == left).all())
     handle = t.all_reduce(leaf, group=range(t.size))
-    yield Wait(handle, "all_reduce")
+    yield RoutineWait(handle, "all_reduce")
     assert bool((leaf == sum(range(t.size))).all())
 
 
@@ -310,19 +310,19 @@ def wrong_shapes_are_named(t: Transport) -> Routine[None]:
     sends = [t.send(torch.zeros(5), to=right, tag=tag) for tag in (1, 2, 3)]
     for tag, out in ((1, torch.zeros(6)), (2, torch.zeros(5, dtype=torch.float64))):
         try:
-            yield Wait(t.recv(out, source=left, tag=tag), "a wrong tensor")
+            yield RoutineWait(t.recv(out, source=left, tag=tag), "a wrong tensor")
         except CommError as error:
             assert f"rank {left} sent torch.float32 (5,)" in str(error) and f"tag {tag}" in str(error)
         else:
             raise AssertionError("no error")
-    yield Wait(t.recv(None, source=left, tag=3), "the next message")
+    yield RoutineWait(t.recv(None, source=left, tag=3), "the next message")
     for handle in sends:
-        yield Wait(handle, "send")
+        yield RoutineWait(handle, "send")
 
 
 def bad_arguments_raise_at_once(t: Transport) -> Routine[None]:
     """Non-contiguous tensors, ranks outside, groups without the caller, wrong counts."""
-    yield Work("nothing")
+    yield RoutineWork("nothing")
     everybody = range(t.size)
     for call, text in (
         (lambda: t.send(torch.zeros(4, 4).t(), to=0, tag=0), "contiguous"),
@@ -374,39 +374,39 @@ def _ring(t: Transport, turn: int) -> Routine[None]:
     data, out = torch.ones(BIG // 4), torch.empty(BIG // 4)
     handles = [t.recv(out, source=left, tag=turn), t.send(data, to=right, tag=turn)]
     for handle in handles if turn % 2 else reversed(handles):
-        yield Wait(handle, "ring")
+        yield RoutineWait(handle, "ring")
 
 
 def _batch(t: Transport, turn: int) -> Routine[None]:
     right, left = (t.rank + 1) % t.size, (t.rank - 1) % t.size
-    yield Wait(t.batch([(torch.ones(BIG // 4), right, turn)], [(None, left, turn)]), "batch")
+    yield RoutineWait(t.batch([(torch.ones(BIG // 4), right, turn)], [(None, left, turn)]), "batch")
 
 
 def _all_reduce(t: Transport, turn: int) -> Routine[None]:
-    yield Wait(t.all_reduce(torch.ones(BIG // 4), group=range(t.size)), "all_reduce")
+    yield RoutineWait(t.all_reduce(torch.ones(BIG // 4), group=range(t.size)), "all_reduce")
 
 
 def _reduce_scatter(t: Transport, turn: int) -> Routine[None]:
     pieces = [torch.ones(BIG // 8) for _ in range(t.size)]
-    yield Wait(t.reduce_scatter(torch.empty(BIG // 8), pieces, group=range(t.size)), "reduce_scatter")
+    yield RoutineWait(t.reduce_scatter(torch.empty(BIG // 8), pieces, group=range(t.size)), "reduce_scatter")
 
 
 def _all_gather(t: Transport, turn: int) -> Routine[None]:
     pieces = [torch.ones(BIG // 8) for _ in range(t.size)]
-    yield Wait(t.all_gather(pieces, pieces[t.rank], group=range(t.size)), "all_gather")
+    yield RoutineWait(t.all_gather(pieces, pieces[t.rank], group=range(t.size)), "all_gather")
 
 
 def _all_to_all(t: Transport, turn: int) -> Routine[None]:
     pieces = [torch.ones(BIG // 8) for _ in range(t.size)]
-    yield Wait(t.all_to_all([torch.empty(BIG // 8) for _ in pieces], pieces, group=range(t.size)), "all_to_all")
+    yield RoutineWait(t.all_to_all([torch.empty(BIG // 8) for _ in pieces], pieces, group=range(t.size)), "all_to_all")
 
 
 def _broadcast(t: Transport, turn: int) -> Routine[None]:
-    yield Wait(t.broadcast(torch.ones(BIG // 4), root=turn % t.size, group=range(t.size)), "broadcast")
+    yield RoutineWait(t.broadcast(torch.ones(BIG // 4), root=turn % t.size, group=range(t.size)), "broadcast")
 
 
 def _barrier(t: Transport, turn: int) -> Routine[None]:
-    yield Wait(t.barrier(group=range(t.size)), "barrier")
+    yield RoutineWait(t.barrier(group=range(t.size)), "barrier")
 
 
 FOREVER: dict[str, Callable[[Transport, int], Routine[None]]] = {
@@ -429,7 +429,7 @@ State = dict[str, Any]
 def listen(state: State, index: int, kind: str) -> str:
     """Listen once per process, for transports of one kind (`tcp`, `unix`, `nccl`); the address."""
     if "mesh" not in state:
-        state["mesh"] = TcpMesh.listen(credential=CREDENTIAL, near=kind != "tcp")
+        state["mesh"] = TcpEndpoint.listen(credential=CREDENTIAL, near=kind != "tcp")
         state["nccl"] = kind == "nccl"
         if state["nccl"]:
             standin.load()
@@ -438,7 +438,7 @@ def listen(state: State, index: int, kind: str) -> str:
 
 def connect(state: State, index: int, addresses: list[str], members: list[int], generation: int) -> int:
     """Form a generation of the workers `members`."""
-    mesh: TcpMesh = state["mesh"]
+    mesh: TcpEndpoint = state["mesh"]
     transport: Transport = mesh.connect(
         rank=members.index(index),
         size=len(members),

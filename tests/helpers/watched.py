@@ -18,9 +18,9 @@ from torch import Tensor
 from raypar.comm.local_transport import LocalMesh, LocalTransport
 from raypar.elastic import actions as do
 from raypar.plan.pieces import Piece, subtract_pieces
-from raypar.worker.data import Reader, SampleOrder, SamplePosition, make_dataset
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.tags import state_tag
+from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
+from raypar.worker.step.message_tags import state_tag
 from raypar.worker.worker_core import WorkerCore
 
 LAST_STATE_TAG = state_tag((1 << 17) - 1)
@@ -58,7 +58,7 @@ class WatchedDataset:
 
 
 @dataclass(frozen=True)
-class WatchedReader(Reader):
+class WatchedReader(SampleReader):
     """Ties a microbatch to the samples that the data set gave for it."""
 
     def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class WatchedCore(WorkerCore):
     def _feed(self, data: Any, cut: Any, *, training: bool) -> Any:
         loader = super()._feed(data, cut, training=training)
         if loader is not None:
-            fields = {f.name: getattr(loader._reader, f.name) for f in dataclasses.fields(Reader)}
+            fields = {f.name: getattr(loader._reader, f.name) for f in dataclasses.fields(SampleReader)}
             loader._reader = WatchedReader(**fields)
         return loader
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from helpers.parity import Layout, differences, expected
 
-from raypar.plan import Routing
+from raypar.plan import MicrobatchRouting
 from raypar.schedule import registry
 from raypar.schedule.instructions import (
     ACTIVATIONS,
@@ -16,8 +16,8 @@ from raypar.schedule.instructions import (
     DrawingStyle,
     Forward,
 )
-from raypar.worker.interpreter import TRAINING_RULES, VALIDATION_RULES, Interpreter
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.step.interpreter import TRAINING_RULES, VALIDATION_RULES, Interpreter
 
 
 def test_every_instruction_has_a_rule_and_a_validation_pass_only_those_without_gradients():
@@ -75,14 +75,14 @@ def test_a_run_that_computes_its_activations_again_has_the_bits_of_one_process(a
     layout = Layout("plain", schedule, replicas, 4)
     want = expected(layout.model, layout.microbatches, layout.blocks)
     orders = []
-    for order in registry.build_schedule(schedule, Routing(layout.plan, layout.job.cut)):
+    for order in registry.build_schedule(schedule, MicrobatchRouting(layout.plan, layout.job.cut)):
         new: list[Compute] = []
         for i in order:
             new += [lean(i.stage, i.microbatch)] if type(i) is Forward else [i]
             if ACTIVATIONS in i.frees:
                 new.insert(-1, recompute(i.stage, i.microbatch))
         orders.append(tuple(new))
-    with LocalJob(layout.job, layout.plan, tuple(orders)) as run:
+    with OneProcessRun(layout.job, layout.plan, tuple(orders)) as run:
         for step in range(2):
             reports = run.step(step, trace=True)
             assert {r.loss for r in reports} == {want.losses[step]} and {r.norm for r in reports} == {want.norms[step]}
@@ -95,5 +95,5 @@ def test_a_run_that_computes_its_activations_again_has_the_bits_of_one_process(a
 def test_an_instruction_without_a_rule_is_refused_by_name(monkeypatch):
     monkeypatch.delitem(TRAINING_RULES, Forward)
     layout = Layout("plain", "gpipe", (1,), 2)
-    with LocalJob(layout.job, layout.plan, "gpipe") as run, pytest.raises(TypeError, match="no rule for Forward"):
+    with OneProcessRun(layout.job, layout.plan, "gpipe") as run, pytest.raises(TypeError, match="no rule for Forward"):
         run.step(0)

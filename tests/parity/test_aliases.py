@@ -11,8 +11,8 @@ from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import Ref
-from raypar.worker.local_run import LocalJob
-from raypar.worker.preflight import check_shapes
+from raypar.worker.preflight import check_layer_shapes
+from raypar.worker.run_in_one_process import OneProcessRun
 
 W = ugly_models.WIDTH
 ONE, CUT = ParallelPlan.of((1,), layers=4), ParallelPlan.of((1, 1, 1, 1), layers=4)
@@ -78,7 +78,7 @@ def job():
 def test_a_tensor_returned_under_two_names_is_two_values(plan):
     spec = job()
     want = reference.train(graph(), spec)
-    with LocalJob(spec, plan, "1f1b", graph=graph()) as run:
+    with OneProcessRun(spec, plan, "1f1b", graph=graph()) as run:
         for step in range(spec.steps):
             run.step(step)
         found = run.parameters()
@@ -89,7 +89,7 @@ def test_a_tensor_returned_under_two_names_is_two_values(plan):
 @pytest.mark.parametrize("plan", [ONE, CUT], ids=["whole", "cut"])
 def test_a_layer_that_writes_into_its_input_is_refused_under_every_plan(plan, third):
     refused = pytest.raises(UserCodeError, match=r"layer 'three' writes into its input .* in place")
-    with LocalJob(job(), plan, "1f1b", graph=graph(third)) as run, refused:
+    with OneProcessRun(job(), plan, "1f1b", graph=graph(third)) as run, refused:
         run.step(0)
 
 
@@ -97,4 +97,4 @@ def test_a_layer_that_writes_into_its_input_is_refused_under_every_plan(plan, th
 def test_a_layer_that_writes_into_its_input_is_found_before_anything_starts(third):
     batch = {"x": torch.randn(2, W), "y": torch.randn(2, W)}
     with pytest.raises(UserCodeError, match=r"layer 'three' writes into its input '[hn]' in place"):
-        check_shapes(job(), graph(third), batch)
+        check_layer_shapes(job(), graph(third), batch)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import as_aligned
 from raypar.comm.local_transport import LocalMesh
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel import functions
+from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.plan import ParallelPlan
-from raypar.plan.shard_ranges import even_range
-from raypar.worker.compute_state import StateGuard, compute_state
+from raypar.plan.shard_ranges import even_ranges_by_shard
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.local_run import LocalJob
-from raypar.worker.numerics import parameter_squares
+from raypar.worker.norm_and_weights_hash import sum_squared_gradients
+from raypar.worker.process.torch_state_guard import TorchStateGuard, read_global_torch_state
+from raypar.worker.run_in_one_process import OneProcessRun
 
 S = ugly_models.SEQ
 
@@ -70,8 +70,8 @@ def test_every_plan_makes_the_products_of_one_process(schedule, replicas, chunks
 
     def train() -> None:
         plan = ParallelPlan.of(replicas, layers=6, chunks=chunks)
-        guard = StateGuard(spec.threads, compute_state())  # the mode that records is ours, and stays
-        with LocalJob(spec, plan, schedule, graph=graph, guard=guard) as local:
+        guard = TorchStateGuard(spec.threads, read_global_torch_state())  # the mode that records is ours, and stays
+        with OneProcessRun(spec, plan, schedule, graph=graph, guard=guard) as local:
             for step in range(spec.steps):
                 local.step(step)
 
@@ -92,8 +92,8 @@ def test_aligned_copies_only_what_lies_elsewhere(shape):
 
 def test_the_norm_is_taken_of_gradients_as_they_lie_in_a_bucket():
     x = torch.randn(40000)
-    want, squares = calls_of(parameter_squares, [x])
-    assert calls_of(parameter_squares, [elsewhere(x)]) == (want, squares)
+    want, squares = calls_of(sum_squared_gradients, [x])
+    assert calls_of(sum_squared_gradients, [elsewhere(x)]) == (want, squares)
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2])
@@ -101,9 +101,9 @@ def test_a_shards_part_of_a_value_lies_as_one_that_it_has_made(shard):
     """A single sequence is cut into runs that are contiguous where they lie."""
     group = ShardGroup(LocalMesh(3).transports[shard], range(3), sequence=True)
     value = torch.randn(1, 7, 5).requires_grad_()
-    part = functions.scatter_to_shards(value, 1, group)
+    part = autograd_collectives.scatter_to_shards(value, 1, group)
     assert as_aligned(part) is part
-    leaving = SimpleNamespace(dim=1, mine=even_range(7, 3)[shard])
+    leaving = SimpleNamespace(dim=1, mine=even_ranges_by_shard(7, 3)[shard])
     with torch.no_grad():
-        gradient, *_ = functions._Join.backward(leaving, torch.randn(1, 7, 5))
+        gradient, *_ = autograd_collectives._Join.backward(leaving, torch.randn(1, 7, 5))
     assert as_aligned(gradient) is gradient

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 S = ugly_models.SEQ
 
@@ -127,7 +127,7 @@ def job_of(middle: Callable[[], nn.Module]) -> tuple[Graph, JobSpec]:
 def test_autocast_inside_a_layer_has_the_bits_of_one_process(middle, schedule, stages):
     graph, job = job_of(middle)
     want = train(graph, job)
-    with LocalJob(job, ParallelPlan.of((1,) * stages, layers=len(graph.layers)), schedule, graph=graph) as run:
+    with OneProcessRun(job, ParallelPlan.of((1,) * stages, layers=len(graph.layers)), schedule, graph=graph) as run:
         for step in range(job.steps):
             run.step(step)
             found = run.gradients()
@@ -157,7 +157,7 @@ def test_on_shards_autocast_gives_under_every_schedule_the_same_bits_and_about_t
     job = replace(job, styles=tuple((f"*.{name}", STYLES[f"*.{name}"]) for name in names))
     want, found = train(graph, job), {}
     for schedule in ("1f1b", "zb-h1"):
-        with LocalJob(job, ParallelPlan.mesh(pp=2, tp=2, layers=4), schedule, graph=graph) as run:
+        with OneProcessRun(job, ParallelPlan.mesh(pp=2, tp=2, layers=4), schedule, graph=graph) as run:
             run.step(0)
             found[schedule] = run.gradients()
     for name, wanted in want.gradients[0].items():
@@ -173,7 +173,7 @@ def test_where_the_model_is_cut_does_not_decide_the_bits_of_what_two_readers_cas
     """Autocast keeps the cast of a leaf, which what comes from another stage would be, for all its readers."""
     graph, job = job_of(Two)
     want = train(graph, job)
-    with LocalJob(job, ParallelPlan.of((1,) * (len(cuts) + 1), layers=4, cuts=cuts), "1f1b", graph=graph) as run:
+    with OneProcessRun(job, ParallelPlan.of((1,) * (len(cuts) + 1), layers=4, cuts=cuts), "1f1b", graph=graph) as run:
         run.step(0)
         found = run.gradients()
         assert not [d for n, g in want.gradients[0].items() for d in differences(want, n, found[n], g)]

@@ -9,13 +9,13 @@ from helpers import ugly_models
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import build_on_meta, layer_sizes, parameter_shapes
-from raypar.model.capture import capture
+from raypar.model.capture import capture_layer_graph
 from raypar.model.graph import Graph, Layer
+from raypar.model.layer_skeletons import build_on_meta, layer_sizes, parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.plan.seeds import seed_of
-from raypar.worker.assignment import make_graph
 from raypar.worker.job_spec import Ref
+from raypar.worker.worker_assignments import make_layer_graph
 
 
 def chain(*builds, **more) -> Graph:
@@ -94,7 +94,7 @@ def test_builds_run_in_layer_order_in_one_stream():
 
 def test_by_name_the_seed_is_the_modules_qualified_name():
     job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(Zeroed, Zeroed)), init="by-name", seed=7)
-    module = made(make_graph(job))["l1"]
+    module = made(make_layer_graph(job))["l1"]
     torch.manual_seed(seed_of(7, "init", "l1"))
     assert torch.equal(module.weight, nn.Linear(4, 4).weight)
 
@@ -123,7 +123,7 @@ def test_a_parameter_that_nobody_gives_values_is_refused(how):
     init = None if how != "by init" else lambda name, tensor: tensor.fill_(1) if name != "l0.gain" else None
     job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(Gain, init=init)))
     with pytest.raises(ModelError, match=r"l0\.gain is left without"):
-        made(make_graph(replace(job, init="by-name" if how == "by-name" else "model")))
+        made(make_layer_graph(replace(job, init="by-name" if how == "by-name" else "model")))
 
 
 def test_by_name_a_module_without_reset_parameters_is_refused():
@@ -133,9 +133,9 @@ def test_by_name_a_module_without_reset_parameters_is_refused():
             self.scale = nn.Parameter(torch.ones(2))
 
     job = replace(ugly_models.job("plain"), model=Ref(lambda: chain(lambda: nn.Sequential(Bare()))))
-    assert made(make_graph(job))["l0"][0].scale.tolist() == [1, 1]
+    assert made(make_layer_graph(job))["l0"][0].scale.tolist() == [1, 1]
     with pytest.raises(ModelError, match=r"l0\.0 \(Bare\) owns parameters but has no reset_parameters"):
-        made(make_graph(replace(job, init="by-name")))
+        made(make_layer_graph(replace(job, init="by-name")))
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_one_tuple_at_two_places_of_an_attribute_has_the_values_at_both():
 
 def test_what_is_made_on_meta_has_no_values_and_is_refused_when_they_are_asked_for():
     with torch.device("meta"):
-        graph = capture(nn.Sequential(nn.Linear(3, 3), Table()), input="x")
+        graph = capture_layer_graph(nn.Sequential(nn.Linear(3, 3), Table()), input="x")
     with pytest.raises(ModelError, match=r"0\.weight has no values: it is on the meta device") as error:
         made(graph)
     assert "init_from" in error.value.cure
@@ -169,9 +169,9 @@ def test_lazy_modules_are_refused_until_a_batch_has_gone_through():
         return model
 
     with pytest.raises(ModelError, match=r"0\.weight is not initialised yet") as error:
-        capture(lazy(False), input="x")
+        capture_layer_graph(lazy(False), input="x")
     assert "run a batch" in error.value.cure
-    assert made(capture(lazy(True), input="x"))["0"].weight.shape == (4, 3)
+    assert made(capture_layer_graph(lazy(True), input="x"))["0"].weight.shape == (4, 3)
 
 
 # -- size --------------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_layers_are_named_after_children_places_or_pairs():
         (nn.ModuleList([a, b]), ["0", "1"]),
         ([("first", a), ("second", b)], ["first", "second"]),
     ]:
-        graph = capture(given, input="tokens")
+        graph = capture_layer_graph(given, input="tokens")
         assert [layer.name for layer in graph.layers] == names
         assert graph.batch_fields == ("tokens",) and graph.layers[1].build() is not b
 
@@ -208,7 +208,7 @@ def test_parameters_shared_between_children_become_ties():
     with torch.device("meta"):
         a, b = small(), small()
         b.weight = a.weight
-    assert capture([a, nn.ReLU(), b], input="x").ties == (("0.weight", "2.weight"),)
+    assert capture_layer_graph([a, nn.ReLU(), b], input="x").ties == (("0.weight", "2.weight"),)
 
 
 class Residual(nn.Sequential):
@@ -228,7 +228,7 @@ class Residual(nn.Sequential):
 )
 def test_what_is_not_layers_is_refused(given, words):
     with pytest.raises(ModelError, match=words):
-        capture(given, input="x")
+        capture_layer_graph(given, input="x")
 
 
 def doubled(module: nn.Module, *given: object) -> Tensor:
@@ -255,7 +255,7 @@ def test_what_only_a_call_of_the_whole_chain_does_is_refused(change, words):
     chain = nn.Sequential(small(), small())
     change(chain)
     with pytest.raises(ModelError, match=f"the model function returned {words}"):
-        capture(chain, input="x")
+        capture_layer_graph(chain, input="x")
 
 
 @pytest.mark.full  # PyTorch's compiler takes seconds to be imported
@@ -266,15 +266,15 @@ def test_compiled_modules_are_refused_and_the_cure_works(where, trained):
     chain = nn.Sequential(nn.Sequential(small().requires_grad_(trained)), small())
     chain.get_submodule(where).compile(backend="eager")
     with pytest.raises(ModelError, match=f"^{where} is a compiled module") as error:
-        capture(chain, input="x")
+        capture_layer_graph(chain, input="x")
     assert "put @torch.compile on the method forward of its class" in error.value.cure
     with pytest.raises(ModelError, match=r"^0 is a compiled module"):
-        capture([torch.compile(small().requires_grad_(trained), backend="eager")], input="x")
+        capture_layer_graph([torch.compile(small().requires_grad_(trained), backend="eager")], input="x")
 
     whole = nn.Sequential(small())
     whole.compile(backend="eager")
     with pytest.raises(ModelError, match="the model function returned has a compiled form"):
-        capture(whole, input="x")
+        capture_layer_graph(whole, input="x")
 
     class Layer(nn.Linear):
         @torch.compile(backend="eager")
@@ -282,7 +282,7 @@ def test_compiled_modules_are_refused_and_the_cure_works(where, trained):
             return 2 * super().forward(x)
 
     made = Layer(4, 4)
-    graph = capture([made], input="x")
+    graph = capture_layer_graph([made], input="x")
     module = graph.layers[0].build()
     module.to_empty(device="cpu").load_state_dict(made.state_dict())
     x = torch.ones(2, 4)
@@ -319,7 +319,7 @@ def test_norms_without_running_statistics_are_taken():
 )
 def test_a_tie_of_things_that_are_not_one_parameter_is_refused(other, name, words):
     with pytest.raises(ModelError, match=words):
-        capture(chain(small, other, ties=(("l0.weight", name),)), input="x")
+        capture_layer_graph(chain(small, other, ties=(("l0.weight", name),)), input="x")
 
 
 def test_a_layer_that_reads_a_value_before_it_is_written_is_refused():

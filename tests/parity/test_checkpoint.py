@@ -13,33 +13,35 @@ from safetensors.torch import load_file
 
 from raypar.errors import CheckpointError
 from raypar.plan import ParallelPlan
-from raypar.worker import checkpoint
-from raypar.worker.checkpoint import PARAMETER, TensorSlices
-from raypar.worker.local_run import LocalJob
-from raypar.worker.numerics import weights_hash
-from raypar.worker.state_snapshot import take_snapshot
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER, TensorSlices
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.state.checkpoint_snapshot import take_snapshot
 
 SPEC = job("tangled", steps=6)
 LAYERS = 9
 
 
-def save(local: LocalJob, root: Path, done: int) -> Path:
+def save(local: OneProcessRun, root: Path, done: int) -> Path:
     """What the driver does: all workers write, one commits."""
-    folder = checkpoint.create_checkpoint(root, done)
+    folder = checkpoint_files.create_checkpoint(root, done)
     for core in local.cores:
         core.save(folder)
     records = [core.save_result() for core in local.cores]
-    return checkpoint.commit_checkpoint(folder, records, steps_done=done, contract=checkpoint.contract_of(local.spec))
+    return checkpoint_files.commit_checkpoint(
+        folder, records, steps_done=done, contract=checkpoint_files.contract_of_job(local.spec)
+    )
 
 
-def finished(local: LocalJob) -> str:
+def finished(local: OneProcessRun) -> str:
     parameters = {name: copies[0] for name, copies in local.parameters().items()}
     return weights_hash(parameters)
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    with LocalJob(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
+    with OneProcessRun(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
         for step in range(6):
             local.step(step)
         return finished(local)
@@ -52,15 +54,15 @@ def one(tmp_path: Path) -> Path:
 
 
 def make(root: Path, done: int) -> Path:
-    folder = checkpoint.create_checkpoint(root, done)
-    a = checkpoint.write_shard(
+    folder = checkpoint_files.create_checkpoint(root, done)
+    a = checkpoint_files.write_shard(
         folder,
         "a.safetensors",
         {("w", PARAMETER): torch.arange(6.0).view(2, 3), ("w", "exp_avg"): torch.ones(2, 3)},
         {("w", "mu"): 0.5},
     )
-    b = checkpoint.write_shard(folder, "b.safetensors", {("b", PARAMETER): torch.arange(3, dtype=torch.float64)})
-    return checkpoint.commit_checkpoint(folder, [a, b], steps_done=done, contract={"seed": 1}, metrics={"loss": 2.5})
+    b = checkpoint_files.write_shard(folder, "b.safetensors", {("b", PARAMETER): torch.arange(3, dtype=torch.float64)})
+    return checkpoint_files.commit_checkpoint(folder, [a, b], steps_done=done, contract={"seed": 1}, metrics={"loss": 2.5})
 
 
 @pytest.mark.parametrize(
@@ -69,15 +71,17 @@ def make(root: Path, done: int) -> Path:
     ids=lambda shape: f"{shape[0]}x{shape[1]}",
 )
 def test_a_run_resumed_under_another_plan_ends_in_the_same_bits(before, after, undisturbed: str, tmp_path: Path):
-    with LocalJob(SPEC, ParallelPlan.mesh(pp=before[0], dp=before[1], layers=LAYERS), "1f1b") as local:
+    with OneProcessRun(SPEC, ParallelPlan.mesh(pp=before[0], dp=before[1], layers=LAYERS), "1f1b") as local:
         for step in range(3):
             local.step(step)
         path = save(local, tmp_path, 3)
-        assert checkpoint.checkpoint_weights_hash(path) == finished(local)
-    manifest = checkpoint.verify_checkpoint(path)
-    checkpoint.check_contract(manifest, SPEC)
-    with LocalJob(SPEC, ParallelPlan.mesh(pp=after[0], dp=after[1], layers=LAYERS), "gpipe") as local:
-        checkpoint.check_model(manifest, {name: tuple(copies[0].shape) for name, copies in local.parameters().items()})
+        assert checkpoint_files.checkpoint_weights_hash(path) == finished(local)
+    manifest = checkpoint_files.verify_checkpoint(path)
+    checkpoint_files.check_contract(manifest, SPEC)
+    with OneProcessRun(SPEC, ParallelPlan.mesh(pp=after[0], dp=after[1], layers=LAYERS), "gpipe") as local:
+        checkpoint_files.check_checkpoint_fits_model(
+            manifest, {name: tuple(copies[0].shape) for name, copies in local.parameters().items()}
+        )
         for core in local.cores:
             core.load(path)
         for step in range(3, 6):
@@ -86,14 +90,14 @@ def test_a_run_resumed_under_another_plan_ends_in_the_same_bits(before, after, u
 
 
 def test_every_parameter_is_written_by_one_worker_only(tmp_path: Path):
-    with LocalJob(SPEC, ParallelPlan.mesh(pp=3, dp=2, layers=LAYERS), "1f1b") as local:
+    with OneProcessRun(SPEC, ParallelPlan.mesh(pp=3, dp=2, layers=LAYERS), "1f1b") as local:
         shares = [core.ownership.written(core.rank) for core in local.cores]
         names = sorted(name for share in shares for mine in share.values() for name in mine)
         assert names == sorted(local.parameters())
 
 
 def test_a_snapshot_is_a_copy():
-    with LocalJob(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
+    with OneProcessRun(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
         core = local.cores[0]
         taken = take_snapshot(core.stages, core.end.optimizers, core.ownership.written(0))
         before = taken.tensors["mix0.up.weight", PARAMETER].clone()
@@ -108,13 +112,13 @@ def test_shards_are_plain_safetensors_files(one: Path):
 
 
 def test_reading_gives_back_what_was_written(one: Path):
-    found = checkpoint.read_tensors(one)
+    found = checkpoint_files.read_checkpoint_state(one)
     assert torch.equal(found["w"][PARAMETER], torch.arange(6.0).view(2, 3)) and found["w"]["mu"] == 0.5
-    assert found["b"][PARAMETER].dtype == torch.float64 and set(checkpoint.read_tensors(one, ["b"])) == {"b"}
-    manifest = checkpoint.load_manifest(one)
+    assert found["b"][PARAMETER].dtype == torch.float64 and set(checkpoint_files.read_checkpoint_state(one, ["b"])) == {"b"}
+    manifest = checkpoint_files.load_manifest(one)
     assert (manifest.steps_done, manifest.metrics, manifest.contract) == (10, {"loss": 2.5}, {"seed": 1})
     with pytest.raises(CheckpointError, match="no parameter 'c'"):
-        checkpoint.read_tensors(one, ["c"])
+        checkpoint_files.read_checkpoint_state(one, ["c"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool])
@@ -124,11 +128,13 @@ def test_every_dtype_and_odd_shapes_come_back(dtype: torch.dtype, tmp_path: Path
         for i, shape in enumerate([(), (0, 3), (5,), (2, 3)])
     }
     tensors["strided", PARAMETER] = torch.arange(6).reshape(2, 3).t().to(dtype)
-    folder = checkpoint.create_checkpoint(tmp_path, 0)
-    record = checkpoint.write_shard(
+    folder = checkpoint_files.create_checkpoint(tmp_path, 0)
+    record = checkpoint_files.write_shard(
         folder, "a", tensors, {("t0", "n"): 3, ("t0", "none"): None, ("t0", "inf"): math.inf, ("t0", "flag"): True}
     )
-    found = checkpoint.read_tensors(checkpoint.commit_checkpoint(folder, [record], steps_done=0, contract={}))
+    found = checkpoint_files.read_checkpoint_state(
+        checkpoint_files.commit_checkpoint(folder, [record], steps_done=0, contract={})
+    )
     for (name, _), tensor in tensors.items():
         assert found[name][PARAMETER].dtype == dtype and torch.equal(found[name][PARAMETER], tensor)
     assert {k: v for k, v in found["t0"].items() if k != PARAMETER} == {"n": 3, "none": None, "inf": math.inf, "flag": True}
@@ -137,17 +143,17 @@ def test_every_dtype_and_odd_shapes_come_back(dtype: torch.dtype, tmp_path: Path
 def test_slices_are_joined_and_a_missing_slice_is_said(tmp_path: Path):
     whole = torch.arange(12.0).view(4, 3)
     parts = [TensorSlices((4, 3), 0, ((0, 3),)), TensorSlices((4, 3), 0, ((3, 4),))]
-    folder = checkpoint.create_checkpoint(tmp_path, 1)
+    folder = checkpoint_files.create_checkpoint(tmp_path, 1)
     records = [
-        checkpoint.write_shard(folder, f"{i}", {("w", PARAMETER): whole[a:b]}, slices={("w", PARAMETER): parts[i]})
+        checkpoint_files.write_shard(folder, f"{i}", {("w", PARAMETER): whole[a:b]}, slices={("w", PARAMETER): parts[i]})
         for i, (a, b) in enumerate([(0, 3), (3, 4)])
     ]
-    path = checkpoint.commit_checkpoint(folder, records, steps_done=1, contract={})
-    assert torch.equal(checkpoint.read_tensors(path)["w"][PARAMETER], whole)
-    folder = checkpoint.create_checkpoint(tmp_path, 2)
-    record = checkpoint.write_shard(folder, "0", {("w", PARAMETER): whole[:3]}, slices={("w", PARAMETER): parts[0]})
+    path = checkpoint_files.commit_checkpoint(folder, records, steps_done=1, contract={})
+    assert torch.equal(checkpoint_files.read_checkpoint_state(path)["w"][PARAMETER], whole)
+    folder = checkpoint_files.create_checkpoint(tmp_path, 2)
+    record = checkpoint_files.write_shard(folder, "0", {("w", PARAMETER): whole[:3]}, slices={("w", PARAMETER): parts[0]})
     with pytest.raises(CheckpointError, match="9 of 12 elements of w"):
-        checkpoint.read_tensors(checkpoint.commit_checkpoint(folder, [record], steps_done=2, contract={}))
+        checkpoint_files.read_checkpoint_state(checkpoint_files.commit_checkpoint(folder, [record], steps_done=2, contract={}))
 
 
 def flip(file: Path, at: int) -> None:
@@ -180,63 +186,63 @@ def edit(file: Path, **changes: object) -> None:
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before_it_and_that_is_said(damage: str, tmp_path: Path):
     root = tmp_path / "checkpoints"
     older, newer = make(root, 10), make(root, 20)
-    assert checkpoint.latest_usable_checkpoint(root) == (newer, [])
+    assert checkpoint_files.latest_usable_checkpoint(root) == (newer, [])
     spoil, word = DAMAGE[damage]
     spoil(newer)
-    path, skipped = checkpoint.latest_usable_checkpoint(root)
+    path, skipped = checkpoint_files.latest_usable_checkpoint(root)
     assert path == older and len(skipped) == 1 and newer.name in skipped[0] and word in skipped[0]
 
 
 def test_unfinished_checkpoints_are_not_seen_and_old_ones_are_removed(tmp_path: Path):
-    assert checkpoint.latest_usable_checkpoint(tmp_path / "none") == (None, [])
+    assert checkpoint_files.latest_usable_checkpoint(tmp_path / "none") == (None, [])
     for done in (5, 10, 15, 100):
         make(tmp_path, done)
-    checkpoint.create_checkpoint(tmp_path, 20)
-    checkpoint.create_checkpoint(tmp_path, 200)
-    checkpoint.remove_old_checkpoints(tmp_path, 2)
+    checkpoint_files.create_checkpoint(tmp_path, 20)
+    checkpoint_files.create_checkpoint(tmp_path, 200)
+    checkpoint_files.remove_old_checkpoints(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-step_00000200", "step_00000015", "step_00000100"]
-    assert checkpoint.latest_usable_checkpoint(tmp_path)[0] == tmp_path / "step_00000100"
+    assert checkpoint_files.latest_usable_checkpoint(tmp_path)[0] == tmp_path / "step_00000100"
 
 
 def test_a_checkpoint_of_the_same_step_replaces_the_first(tmp_path: Path):
     first = make(tmp_path, 10)
     flip(first / "a.safetensors", -1)
-    assert make(tmp_path, 10) == first and checkpoint.latest_usable_checkpoint(tmp_path) == (first, [])
+    assert make(tmp_path, 10) == first and checkpoint_files.latest_usable_checkpoint(tmp_path) == (first, [])
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
 
 def test_a_full_disk_is_one_error_and_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     good = make(tmp_path, 10)
-    folder = checkpoint.create_checkpoint(tmp_path, 20)
+    folder = checkpoint_files.create_checkpoint(tmp_path, 20)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with LocalJob(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
+    with OneProcessRun(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
         core = local.cores[0]
         core.save(folder)
         with pytest.raises(CheckpointError, match="No space left on device") as found:
             core.save_result()
         local.step(0)
     assert "disk" in found.value.cure
-    checkpoint.discard_checkpoint(folder)
-    assert checkpoint.latest_usable_checkpoint(tmp_path) == (good, []) and not folder.exists()
+    checkpoint_files.discard_checkpoint(folder)
+    assert checkpoint_files.latest_usable_checkpoint(tmp_path) == (good, []) and not folder.exists()
 
 
 def test_a_checkpoint_of_another_model_names_the_first_differences(one: Path):
-    manifest = checkpoint.load_manifest(one)
-    checkpoint.check_model(manifest, {"w": (2, 3), "b": (3,)})
+    manifest = checkpoint_files.load_manifest(one)
+    checkpoint_files.check_checkpoint_fits_model(manifest, {"w": (2, 3), "b": (3,)})
     with pytest.raises(
         CheckpointError, match=r"only the model has c.*only the checkpoint has b.*w is \[2, 4\] in the model and \[2, 3\]"
     ):
-        checkpoint.check_model(manifest, {"w": (2, 4), "c": (1,)})
+        checkpoint_files.check_checkpoint_fits_model(manifest, {"w": (2, 4), "c": (1,)})
 
 
 def test_a_checkpoint_of_another_contract_says_what_changed_and_steps_are_no_part_of_it(tmp_path: Path):
-    folder = checkpoint.create_checkpoint(tmp_path, 1)
-    path = checkpoint.commit_checkpoint(folder, [], steps_done=1, contract=checkpoint.contract_of(SPEC))
-    manifest = checkpoint.load_manifest(path)
-    checkpoint.check_contract(manifest, job("tangled", steps=100))
+    folder = checkpoint_files.create_checkpoint(tmp_path, 1)
+    path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=checkpoint_files.contract_of_job(SPEC))
+    manifest = checkpoint_files.load_manifest(path)
+    checkpoint_files.check_contract(manifest, job("tangled", steps=100))
     with pytest.raises(CheckpointError, match="seed was 11, is 12; batch_size was 11, is 13"):
-        checkpoint.check_contract(manifest, job("tangled", seed=12, batch_size=13))
+        checkpoint_files.check_contract(manifest, job("tangled", seed=12, batch_size=13))

@@ -12,18 +12,18 @@ from helpers.parity import Layout, layouts
 from helpers.shard_grid import Cell, cells
 
 from raypar.comm.communicator_key import COLLECTIVES, FAST, SHARDS, CommunicatorKey
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.gathered import GatheredStyle
-from raypar.plan import Crossing, ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.adopt_order import AdoptOrder
-from raypar.plan.pieces import Move, Piece
-from raypar.plan.shard_layout import ShardLayout as StyledLayout
+from raypar.plan.pieces import Piece, PieceMove
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
 from raypar.schedule import registry
-from raypar.schedule.assignment import assign
-from raypar.worker.assignment import make_graph
-from raypar.worker.communicators import MAX_DIRECT, communicators_of
+from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.worker.job_spec import ValidationSpec
-from raypar.worker.local_run import LocalJob
+from raypar.worker.required_communicators import MAX_DIRECT, required_communicators
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
 
 GRID = [layout for layout in layouts() if layout.plan.world > 1]
 CORNERS = [
@@ -65,11 +65,11 @@ def overheard(transport, used, undefined):
 
 def check(layout, **changes):
     job = replace(layout.job, steps=1, **changes)
-    with LocalJob(job, layout.plan, layout.schedule, graph=layout.graph) as run, contextlib.ExitStack() as stack:
+    with OneProcessRun(job, layout.plan, layout.schedule, graph=layout.graph) as run, contextlib.ExitStack() as stack:
         wanted = {
             w
             for rank, core in enumerate(run.cores)
-            for w in communicators_of(AdoptOrder(core.assignment, {}, 0), rank, job, core.layout)
+            for w in required_communicators(AdoptOrder(core.assignment, {}, 0), rank, job, core.layout)
         }
         used, undefined = set(), set()
         for transport in run.mesh.transports:
@@ -136,12 +136,12 @@ JOB = ugly_models.job(microbatches=6)
 
 def needed(part, rank, job=JOB):
     """Of plans without ties: how the model is cut does not matter."""
-    return communicators_of(part, rank, job, partial(layout_of, make_graph(job)))
+    return required_communicators(part, rank, job, partial(compute_shard_layout, make_layer_graph(job)))
 
 
 def parts_of(plan, ranks=None, moves=()):
-    order = registry.build_schedule("1f1b", Routing(plan, JOB.cut))
-    made = assign(order, plan, Crossing.chain(len(plan.stages)), JOB.cut)
+    order = registry.build_schedule("1f1b", MicrobatchRouting(plan, JOB.cut))
+    made = assign_programs_to_ranks(order, plan, StageConnections.chain(len(plan.stages)), JOB.cut)
     return [AdoptOrder(assignment, ranks or {}, 0, moves) for assignment in made]
 
 
@@ -178,14 +178,14 @@ def test_shards_that_gather_nothing_have_no_communicator_for_it():
     assert gather not in needed(first, 0)
     assert gather in needed(first, 0, replace(JOB, sequence_parallel=True))
     layout = StyledLayout(2, {"layer1": "gathered"}, {}, traffic=gathered)
-    assert gather in communicators_of(first, 0, JOB, lambda shards: replace(layout, shards=shards))
+    assert gather in required_communicators(first, 0, JOB, lambda shards: replace(layout, shards=shards))
     assert CommunicatorKey((2, 3), "all_gather", SHARDS + 1) in needed(last, 2), "the loss"
 
 
 def test_state_that_changes_hands_has_communicators_and_who_has_no_seat_has_no_others():
     plan = ParallelPlan.of((1, 1), layers=2)
     ranks = {5: 0, 8: 1, 3: 2}
-    moves = (Move(3, 8, Piece("a", 0, 4)), Move(3, 8, Piece("b", 0, 4)), Move(8, 8, Piece("c", 0, 4)))
+    moves = (PieceMove(3, 8, Piece("a", 0, 4)), PieceMove(3, 8, Piece("b", 0, 4)), PieceMove(8, 8, Piece("c", 0, 4)))
     handed = CommunicatorKey((2, 1), "message")
     assert needed(AdoptOrder(None, ranks, 0, moves), 2) == {handed}
     alone, parts = parts_of(plan), parts_of(plan, ranks, moves)
@@ -197,6 +197,6 @@ def test_state_from_more_workers_than_there_can_be_communicators_for_travels_thr
     for sources in (MAX_DIRECT, MAX_DIRECT + 1):
         ranks = {worker: worker for worker in range(sources + 1)}
         part = AdoptOrder(
-            None, ranks, 0, tuple(Move(worker, 0, Piece("a", worker, worker + 1)) for worker in range(1, sources + 1))
+            None, ranks, 0, tuple(PieceMove(worker, 0, Piece("a", worker, worker + 1)) for worker in range(1, sources + 1))
         )
         assert len(needed(part, 0)) == (sources if sources <= MAX_DIRECT else 0)

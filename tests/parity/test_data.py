@@ -20,18 +20,20 @@ from helpers.data_cases import Noisy, Of
 from raypar.errors import ConfigError, DataError, UserCodeError
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.worker.data import Loader, SampleOrder, make_dataset
 from raypar.worker.job_spec import DataSpec, Ref
+from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
 
 ALL = ("x", "noise", "draw", "id")
 CUT = Microbatches(3, 0, 7)
 
 
-def loader(dataset: Any, *, fields: tuple[str, ...] = ALL, cut: Microbatches = CUT, seed: int = 4, **spec: Any) -> Loader:
+def loader(
+    dataset: Any, *, fields: tuple[str, ...] = ALL, cut: Microbatches = CUT, seed: int = 4, **spec: Any
+) -> MicrobatchLoader:
     options = {key: spec.pop(key) for key in ("readers", "timeout_s") if key in spec}
     order = SampleOrder(seed, len(dataset))
     described = DataSpec(spec.pop("ref", Ref(type(dataset))), **spec)
-    return Loader(dataset, described, order, cut, seed=seed, fields=fields, **options)
+    return MicrobatchLoader(dataset, described, order, cut, seed=seed, fields=fields, **options)
 
 
 def expected(step: int, microbatch: int, size: int = 13, seed: int = 4) -> dict[str, torch.Tensor]:
@@ -117,7 +119,7 @@ def test_what_is_read_ahead_is_the_same_is_bounded_and_fails_only_when_it_is_ask
     for microbatch in range(3):
         assert all(same(ahead.get(1, microbatch), expected(1, microbatch)) for _ in range(2))
     assert set(reads.values()) == {1} and not ahead._kept
-    monkeypatch.setattr("raypar.worker.data.AHEAD_BYTES", 1)
+    monkeypatch.setattr("raypar.worker.microbatch_loader.AHEAD_BYTES", 1)
     ahead.read_ahead(2, [0, 1, 2])
     assert list(ahead._kept) == [(2, 0)]
     broken = loader(Of([{"x": 1.0}] * 3 + [{}] * 4), fields=("x",))
@@ -168,7 +170,7 @@ BAD = {
     ),
     "another dtype": (lambda: loader(wrong_shape(torch.zeros(2).long()), fields=("x",), cut=WHOLE), "torch.int64"),
     "text": (lambda: loader(Noisy(), fields=("text",)), "field 'text': a str cannot be made a tensor"),
-    "empty": (lambda: Loader(Of([]), DataSpec(Ref(Of)), SampleOrder(1, 1), CUT, seed=1, fields=("x",)), "is empty"),
+    "empty": (lambda: MicrobatchLoader(Of([]), DataSpec(Ref(Of)), SampleOrder(1, 1), CUT, seed=1, fields=("x",)), "is empty"),
     "an iterable one with a length": (lambda: make_dataset(DataSpec(Ref(Endless))), "cannot be read by sample id"),
     "an iterable one": (lambda: make_dataset(DataSpec(Ref(data_cases.Stream))), "cannot be read by sample id"),
     "no samples": (lambda: SampleOrder(1, 0), "a data set of 0 samples"),
@@ -230,12 +232,12 @@ PARENT = """
 import sys, time
 from helpers.data_cases import Leaves
 from raypar.plan.microbatches import Microbatches
-from raypar.worker.data import Loader, SampleOrder
+from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
 from raypar.worker.job_spec import DataSpec, Ref
 if __name__ == "__main__":
     folder = sys.argv[1]
     spec = DataSpec(Ref("helpers.data_cases:Leaves", {"folder": folder}), processes=1)
-    Loader(Leaves(folder), spec, SampleOrder(1, 13), Microbatches(1, 0, 4), seed=1, fields=("x",)).get(0, 0)
+    MicrobatchLoader(Leaves(folder), spec, SampleOrder(1, 13), Microbatches(1, 0, 4), seed=1, fields=("x",)).get(0, 0)
     print("read", flush=True)
     time.sleep(60)
 """

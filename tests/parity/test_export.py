@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from raypar.cli import main
 from raypar.run_folder import RunFolder
-from raypar.worker import checkpoint
-from raypar.worker.checkpoint import PARAMETER
-from raypar.worker.numerics import weights_hash
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.norm_and_weights_hash import weights_hash
 
 
 def weights(done: int) -> dict[str, torch.Tensor]:
@@ -23,12 +23,12 @@ def run(tmp_path: Path) -> RunFolder:
     folder = RunFolder.create(tmp_path, "mine")
     folder.job.write_text("name: mine\n")
     for done in (5, 10):
-        aside = checkpoint.create_checkpoint(folder.checkpoints, done)
+        aside = checkpoint_files.create_checkpoint(folder.checkpoints, done)
         records = [
-            checkpoint.write_shard(aside, f"{i}.safetensors", {(name, PARAMETER): w, (name, "exp_avg"): w + 1})
+            checkpoint_files.write_shard(aside, f"{i}.safetensors", {(name, PARAMETER): w, (name, "exp_avg"): w + 1})
             for i, (name, w) in enumerate(weights(done).items())
         ]
-        checkpoint.commit_checkpoint(aside, records, steps_done=done, contract={})
+        checkpoint_files.commit_checkpoint(aside, records, steps_done=done, contract={})
     return folder
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from raypar.cli import main
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.worker import checkpoint
+from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.job_spec import JobSpec, Ref
-from raypar.worker.local_run import LocalJob
-from raypar.worker.numerics import weights_hash
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.run_in_one_process import OneProcessRun
 
 
 class Positions(nn.Module):
@@ -65,14 +65,16 @@ def spec() -> JobSpec:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint after two steps on three stages of two replicas each, and the parameters it should hold."""
     root = tmp_path_factory.mktemp("run")
-    with LocalJob(spec(), ParallelPlan.mesh(pp=3, dp=2, layers=len(LAYERS)), "1f1b") as local:
+    with OneProcessRun(spec(), ParallelPlan.mesh(pp=3, dp=2, layers=len(LAYERS)), "1f1b") as local:
         for step in range(2):
             local.step(step)
-        folder = checkpoint.create_checkpoint(root, 2)
+        folder = checkpoint_files.create_checkpoint(root, 2)
         for core in local.cores:
             core.save(folder)
         records = [core.save_result() for core in local.cores]
-        path = checkpoint.commit_checkpoint(folder, records, steps_done=2, contract=checkpoint.contract_of(local.spec))
+        path = checkpoint_files.commit_checkpoint(
+            folder, records, steps_done=2, contract=checkpoint_files.contract_of_job(local.spec)
+        )
         return path, {name: copies[0].detach().clone() for name, copies in local.parameters().items()}
 
 
@@ -101,9 +103,9 @@ def test_a_tied_parameter_lies_in_a_file_once_and_its_other_name_is_noted(saved,
 
 def test_ties_and_buffers_are_no_part_of_what_a_run_resumes_from(saved):
     path, parameters = saved
-    manifest = checkpoint.verify_checkpoint(path)
-    assert set(manifest.shapes) == set(parameters) == set(checkpoint.read_tensors(path))
-    assert checkpoint.checkpoint_weights_hash(path) == weights_hash(parameters)
+    manifest = checkpoint_files.verify_checkpoint(path)
+    assert set(manifest.shapes) == set(parameters) == set(checkpoint_files.read_checkpoint_state(path))
+    assert checkpoint_files.checkpoint_weights_hash(path) == weights_hash(parameters)
     assert manifest.ties == {"head.weight": "embed.weight"}
     written = json.loads((path / "manifest.json").read_text())["entries"]
     assert [entry["name"] for entry in written if entry["kind"] == "buffer"] == ["positions.table"]

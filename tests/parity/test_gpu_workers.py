@@ -17,16 +17,16 @@ from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
-from raypar.model.build import outline_of
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.layout import outline_of_shards
-from raypar.plan import Outline, ParallelPlan, Routing
+from raypar.model.layer_skeletons import outline_graph
+from raypar.model.tensor_parallel.layout import outline_graph_with_layouts
+from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
 from raypar.schedule import registry
-from raypar.worker.assignment import assignments, make_graph
 from raypar.worker.job_spec import JobSpec, Ref
+from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 
 pytestmark = pytest.mark.skipif(not standin.SUPPORTED, reason="CuPy has a wheel for Linux x86-64 only")
 
@@ -39,12 +39,12 @@ class Job:
 
     spec: JobSpec
     graph: Graph
-    outline: Outline
+    outline: ModelOutline
 
 
 SPEC = replace(ugly_models.job("tangled", microbatches=4, steps=5), device="gpu")
-GRAPH = make_graph(SPEC)
-TANGLED = Job(SPEC, GRAPH, outline_of(GRAPH))
+GRAPH = make_layer_graph(SPEC)
+TANGLED = Job(SPEC, GRAPH, outline_graph(GRAPH))
 runs = (f"gpu-{os.getpid()}-{number}" for number in range(10**6))
 
 
@@ -79,7 +79,9 @@ class Run:
     def parts(self, plan, members, stands=None):
         """`stands`: of those that hold state; None at the beginning."""
         spec = self.job.spec
-        made = assignments(spec, self.job.graph, plan, registry.build_schedule("1f1b", Routing(plan, spec.cut)))
+        made = make_worker_assignments(
+            spec, self.job.graph, plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, spec.cut))
+        )
         ways, ranks = (), {worker: rank for rank, worker in enumerate(members)}
         if stands is not None:
             have = {stand.worker: stand.pieces for stand in stands}
@@ -183,7 +185,7 @@ SHARDED = replace(CELL.job, device="gpu", model=MODEL)
 class RunOnShards(Run):
     """Of two shards each."""
 
-    job = Job(SHARDED, grid_graph("gpt"), outline_of_shards(CELL.graph, [2], {}))
+    job = Job(SHARDED, grid_graph("gpt"), outline_graph_with_layouts(CELL.graph, [2], {}))
     want = property(lambda self: one_process(replace(CELL, schedule="gpipe", replicas=(1,), shards=()), (2,) * (DEPTH + 2)))
     losses = property(lambda self: self.want.losses)
 

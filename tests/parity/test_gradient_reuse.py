@@ -9,17 +9,17 @@ from helpers.shard_grid import STEPS, Cell, check, graph, held
 from torch import nn
 
 from raypar.comm.local_transport import LocalMesh
-from raypar.model.tensor_parallel import gradient_reuse
-from raypar.model.tensor_parallel.gradient_reuse import GradientBuffer, GradientBuffers
+from raypar.model.tensor_parallel import gradient_memory_reuse
+from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy, KeptGradientMemory
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import RowLinear
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 
 def addresses(cell):
     """By step and holder: where the gradients of cut linear layers lie."""
     found = []
-    with LocalJob(cell.job, cell.plan, cell.schedule, graph=graph(cell.model)) as local:
+    with OneProcessRun(cell.job, cell.plan, cell.schedule, graph=graph(cell.model)) as local:
         for step in range(STEPS):
             local.step(step)
             found.append([p.grad.data_ptr() for (name, _, _), p, _ in held(local) if p.grad is not None and p.dim() == 2])
@@ -121,7 +121,7 @@ def by_column():
 @pytest.mark.parametrize("make", [flat_with_a_flag, of_numpy, of_another_process, of_inference, by_column])
 def test_a_gradient_that_is_no_block_of_pytorchs_own_is_left_as_it_is(make):
     """Where it is not aligned a product has other bits; elsewhere somebody else may look at it."""
-    weight, place = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64)), GradientBuffer()
+    weight, place = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64)), KeptGradientMemory()
     for kept in (lambda: torch.zeros(4, 6, dtype=torch.float64), make):
         weight.grad = kept()
         place.keep(weight)
@@ -169,9 +169,9 @@ class Kept:
 )
 def test_gradients_are_kept_where_they_cost_nothing_or_activations_are_small(monkeypatch, passes, allocated, kept):
     now = itertools.chain([7, 7 + allocated] if allocated is not None else [], itertools.repeat(None))
-    monkeypatch.setattr(gradient_reuse, "_allocated", lambda: next(now))
+    monkeypatch.setattr(gradient_memory_reuse, "_allocated", lambda: next(now))
     linear = Kept()
-    places = GradientBuffers([linear])
+    places = GradientReusePolicy([linear])
     for _ in range(3):
         places.begin_step()
         for one in passes:
@@ -180,7 +180,7 @@ def test_gradients_are_kept_where_they_cost_nothing_or_activations_are_small(mon
 
 
 def test_what_is_allocated_is_told():
-    before = gradient_reuse._allocated()
+    before = gradient_memory_reuse._allocated()
     held = torch.ones(1 << 20)
-    assert before is None or 4 << 20 <= gradient_reuse._allocated() - before < 5 << 20
+    assert before is None or 4 << 20 <= gradient_memory_reuse._allocated() - before < 5 << 20
     del held

@@ -24,23 +24,25 @@ from raypar.comm.buffer_pool import BufferPool
 from raypar.elastic.digest_check import InitialDigestCheck
 from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred_init as deferred
-from raypar.model.build import STATE_DTYPES, state_shapes
 from raypar.model.graph import Graph, Layer
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.layer_skeletons import STATE_DTYPES, state_shapes
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
-from raypar.worker import assignment, checkpoint, weights_file
-from raypar.worker.assignment import make_graph
-from raypar.worker.checkpoint import BUFFER, CACHE, PARAMETER
-from raypar.worker.compute_state import StateGuard
-from raypar.worker.initial_state import initial_state
+from raypar.worker import worker_assignments
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
+from raypar.worker.checkpoint.manifest import DTYPES
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
-from raypar.worker.local_run import LocalJob
-from raypar.worker.manifest import DTYPES
-from raypar.worker.mirror import StateCopy
 from raypar.worker.preflight import preflight
-from raypar.worker.stage_shard import StageShard
-from raypar.worker.weights_initial import with_fingerprint
+from raypar.worker.pretrained import weights_file
+from raypar.worker.pretrained.initial_values import with_weights_fingerprint
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage.initial_state import make_initial_stage_state
+from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.state.mirror import StateCopy
 from raypar.worker.weights_source import WeightsSource
+from raypar.worker.worker_assignments import make_layer_graph
 
 WAYS = {way.__name__: way for way in models.WAYS}
 LAYOUTS = {
@@ -139,7 +141,7 @@ def begins_with_the_values_of_one_process(way: str, deferred_init: str, layouts,
             if shards > 1 and not spec.styles:
                 stages, shards = 2 * stages, 1  # nothing in it can be cut
             plan = ParallelPlan.mesh(pp=stages, dp=replicas, tp=shards, layers=4)
-            with LocalJob(spec, plan, "1f1b") as run:
+            with OneProcessRun(spec, plan, "1f1b") as run:
                 check(run.cores, want)
 
 
@@ -169,8 +171,8 @@ SOME = [
 @pytest.mark.parametrize("way", SOME)
 def test_the_first_loss_and_all_that_follows_is_that_of_one_process(way):
     spec = job(way)
-    want = reference.train(make_graph(spec), spec)
-    with LocalJob(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
+    want = reference.train(make_layer_graph(spec), spec)
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
         assert [run.step(step)[0].loss for step in range(spec.steps)] == want.losses
         for name, copies in run.parameters().items():
             assert all(torch.equal(copy, want.parameters[name]) for copy in copies), name
@@ -180,8 +182,8 @@ def test_the_first_loss_and_all_that_follows_is_that_of_one_process(way):
 def test_values_outlive_a_kill_a_change_of_plan_and_a_resume(way, tmp_path):
     """Buffers that forward may not change are the same to the end; parameters as in the undisturbed run."""
     spec = job(way)
-    want, begun = reference.train(make_graph(spec), spec), one_process(way, torch.float32)
-    live = Generations(torch_flesh.TorchJob(spec, make_graph(spec)))
+    want, begun = reference.train(make_layer_graph(spec), spec), one_process(way, torch.float32)
+    live = Generations(torch_flesh.TorchJob(spec, make_layer_graph(spec)))
     live.adopt(ParallelPlan.mesh(pp=2, dp=2, layers=4), [0, 1, 2, 3], 0)
     live.step(0)
     del live.bodies[1]  # killed: the others and a new worker go on, under other plans
@@ -191,7 +193,7 @@ def test_values_outlive_a_kill_a_change_of_plan_and_a_resume(way, tmp_path):
         for stage in live.bodies[worker].core.stages.values():
             assert all(torch.equal(buffer, begun[name]) for name, buffer in stage.buffers.items())
     path = live.save(tmp_path, 2)
-    with LocalJob(spec, ParallelPlan.mesh(dp=2, layers=4), "1f1b") as run:
+    with OneProcessRun(spec, ParallelPlan.mesh(dp=2, layers=4), "1f1b") as run:
         for core in run.cores:
             core.load(path)
         losses = [run.step(step)[0].loss for step in range(2, spec.steps)]
@@ -209,8 +211,8 @@ def without_elements() -> nn.Module:
 
 def test_parameters_without_elements_go_from_plan_to_plan():
     spec = replace(job("constructors"), model=Ref(without_elements))
-    want = reference.train(make_graph(job("constructors")), job("constructors")).parameters
-    live = Generations(torch_flesh.TorchJob(spec, make_graph(spec)))
+    want = reference.train(make_layer_graph(job("constructors")), job("constructors")).parameters
+    live = Generations(torch_flesh.TorchJob(spec, make_layer_graph(spec)))
     for step, (plan, members) in enumerate(
         [({"pp": 2, "dp": 2}, [0, 1, 2, 3]), ({"pp": 4}, [0, 2, 3, 9]), ({}, [9]), ({}, [4])]
     ):
@@ -225,20 +227,27 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
     spec = job("random_buffers")
     begun = one_process("random_buffers", torch.float32)
     plan = ParallelPlan.mesh(pp=2, dp=2, layers=4)
-    with LocalJob(spec, plan, "1f1b") as run:
+    with OneProcessRun(spec, plan, "1f1b") as run:
         run.step(0)
-        folder = checkpoint.create_checkpoint(tmp_path, 1)
+        folder = checkpoint_files.create_checkpoint(tmp_path, 1)
         for core in run.cores:
             core.save(folder)
         records = [core.save_result() for core in run.cores]
-        path = checkpoint.commit_checkpoint(folder, records, steps_done=1, contract=checkpoint.contract_of(spec))
-    kinds = {(e.name, e.kind) for e in checkpoint.load_manifest(path).entries}
+        path = checkpoint_files.commit_checkpoint(
+            folder, records, steps_done=1, contract=checkpoint_files.contract_of_job(spec)
+        )
+    kinds = {(e.name, e.kind) for e in checkpoint_files.load_manifest(path).entries}
     assert {("0.mask", BUFFER), ("3.shift", CACHE), ("2.count", BUFFER), ("0.up.weight", PARAMETER)} <= kinds
-    older = checkpoint.create_checkpoint(tmp_path, 2)
-    tensors = {(n, k): v for n, kinds in checkpoint.read_tensors(path).items() for k, v in kinds.items() if torch.is_tensor(v)}
-    record = checkpoint.write_shard(older, "worker_0000.safetensors", tensors)
-    lacking = checkpoint.commit_checkpoint(older, [record], steps_done=2, contract=checkpoint.contract_of(spec))
-    with LocalJob(spec, ParallelPlan.mesh(layers=4), "1f1b") as run:
+    older = checkpoint_files.create_checkpoint(tmp_path, 2)
+    tensors = {
+        (n, k): v
+        for n, kinds in checkpoint_files.read_checkpoint_state(path).items()
+        for k, v in kinds.items()
+        if torch.is_tensor(v)
+    }
+    record = checkpoint_files.write_shard(older, "worker_0000.safetensors", tensors)
+    lacking = checkpoint_files.commit_checkpoint(older, [record], steps_done=2, contract=checkpoint_files.contract_of_job(spec))
+    with OneProcessRun(spec, ParallelPlan.mesh(layers=4), "1f1b") as run:
         for core in run.cores:
             for stage in core.stages.values():
                 for buffer in stage.buffers.values():
@@ -251,7 +260,7 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
 def test_frozen_parameters_stay_frozen_and_keep_their_values():
     spec = job("frozen")
     begun = one_process("frozen", torch.float32)
-    with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         for step in range(spec.steps):
             run.step(step)
         for name, tensor, _ in held(run.cores):
@@ -267,7 +276,7 @@ def test_attributes_of_parameters_are_kept():
         model[1].up.weight.no_weight_decay = True
         return model
 
-    with LocalJob(replace(job("constructors"), model=Ref(marked)), ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+    with OneProcessRun(replace(job("constructors"), model=Ref(marked)), ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         found = {n: p for core in run.cores for stage in core.stages.values() for n, p in stage.parameters.items()}
         assert [name for name, parameter in found.items() if hasattr(parameter, "no_weight_decay")] == ["1.up.weight"]
 
@@ -276,7 +285,7 @@ def test_the_users_own_model_is_not_touched():
     """A model function may return what the user still holds."""
     model = models.blocks()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with LocalJob(replace(job("constructors"), model=Ref(lambda: model)), ParallelPlan.mesh(layers=4), "1f1b") as run:
+    with OneProcessRun(replace(job("constructors"), model=Ref(lambda: model)), ParallelPlan.mesh(layers=4), "1f1b") as run:
         run.step(0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -286,7 +295,7 @@ def test_generators_are_left_as_they_were():
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     want = random.random(), float(numpy.random.rand()), torch.rand(1).item()
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    make_graph(spec)
+    make_layer_graph(spec)
     assert (random.random(), float(numpy.random.rand()), torch.rand(1).item()) == want
 
 
@@ -299,7 +308,7 @@ def never_the_same() -> nn.Module:
 def test_workers_that_begin_with_other_values_are_found():
     spec = replace(job("constructors"), model=Ref(never_the_same))
     found = InitialDigestCheck()
-    errors = [found.add(worker, initial_state(make_graph(spec), 0, 4, spec).digests) for worker in range(2)]
+    errors = [found.add(worker, make_initial_stage_state(make_layer_graph(spec), 0, 4, spec).digests) for worker in range(2)]
     assert errors[0] is None
     assert isinstance(errors[1], ModelError) and "workers 0 and 1 begin with other values of 1.up.weight" in errors[1].what
 
@@ -313,7 +322,7 @@ def test_trained_complex_parameters_are_refused():
         return made
 
     with pytest.raises(ModelError, match=r"1\.phase is a trained parameter of complex numbers"):
-        make_graph(replace(job("constructors"), model=Ref(model)))
+        make_layer_graph(replace(job("constructors"), model=Ref(model)))
 
 
 def test_layers_with_complex_buffers_pass_the_check_of_shapes():
@@ -326,17 +335,19 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     phase = begun["1.phase"]
     copy = StateCopy.of({"1.phase": {PARAMETER: phase}, "0.ids": {PARAMETER: begun["0.ids"]}}, BufferPool())
     assert torch.equal(copy.holdings()["1.phase"].kept[PARAMETER], phase)
-    with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
-        folder = checkpoint.create_checkpoint(tmp_path / "checkpoints", 0)
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+        folder = checkpoint_files.create_checkpoint(tmp_path / "checkpoints", 0)
         for core in run.cores:
             core.save(folder)
         records = [core.save_result() for core in run.cores]
-        path = checkpoint.commit_checkpoint(folder, records, steps_done=0, contract=checkpoint.contract_of(spec))
+        path = checkpoint_files.commit_checkpoint(
+            folder, records, steps_done=0, contract=checkpoint_files.contract_of_job(spec)
+        )
     assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0
     exported = load_file(tmp_path / "m.safetensors")
     assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64
     for source in (path, tmp_path / "m.safetensors"):
-        again = make_graph(replace(spec, seed=77, init_from=WeightsSource(str(source)))).initial_values
+        again = make_layer_graph(replace(spec, seed=77, init_from=WeightsSource(str(source)))).initial_values
         values = dict(again.stream(["1.phase", "1.ids", "1.factor"], torch.float32))
         assert all(torch.equal(value, begun[name]) and value.dtype == begun[name].dtype for name, value in values.items())
 
@@ -355,7 +366,7 @@ def test_buffers_that_no_checkpoint_could_hold_are_refused_before_anything_start
         return made
 
     with pytest.raises(ModelError, match=said) as error:
-        make_graph(replace(job("constructors"), model=Ref(model)))
+        make_layer_graph(replace(job("constructors"), model=Ref(model)))
     assert "register it" in error.value.cure
 
 
@@ -417,16 +428,16 @@ def test_a_file_in_bfloat16_gives_ties_and_frozen_layers_the_values_of_one_proce
     spec = replace(job("random_buffers", shards=shards, deferred_init=deferred_init), init_from=WeightsSource(path))
     spec = replace(spec, model=Ref(tied_and_frozen))
     frozen = {"1.down.weight", "1.down.bias", "2.norm.bias"}
-    with LocalJob(spec, ParallelPlan.mesh(pp=stages, dp=replicas, tp=shards, layers=4), "1f1b") as run:
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=stages, dp=replicas, tp=shards, layers=4), "1f1b") as run:
         check(run.cores, want)
         held = {name: p for core in run.cores for stage in core.stages.values() for name, p in stage.parameters.items()}
         assert {name for name, parameter in held.items() if not parameter.requires_grad} == frozen
         losses = [run.step(step)[0].loss for step in range(spec.steps)]
     by_hand = replace(spec, model=Ref(loads_itself, {"path": path}), init_from=None)
     if shards == 1:
-        assert losses == reference.train(make_graph(by_hand), by_hand).losses
+        assert losses == reference.train(make_layer_graph(by_hand), by_hand).losses
     else:
-        with LocalJob(by_hand, ParallelPlan.mesh(tp=shards, layers=4), "1f1b") as run:
+        with OneProcessRun(by_hand, ParallelPlan.mesh(tp=shards, layers=4), "1f1b") as run:
             assert losses == [run.step(step)[0].loss for step in range(spec.steps)]
 
 
@@ -438,8 +449,8 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
     model = nn.Sequential(models.Block())
     save_file(model.state_dict(), path)
     spec = replace(job("constructors", shards=2), model=Ref(lambda: nn.Sequential(models.Block())))
-    spec = with_fingerprint(replace(spec, init_from=WeightsSource(path)))
-    graph = make_graph(spec)
+    spec = with_weights_fingerprint(replace(spec, init_from=WeightsSource(path)))
+    graph = make_layer_graph(spec)
     read_values, read_into = weights_file._SafetensorsWeights._values, weights_file.WeightsFile.read_into
 
     def values(self, memory, file, offset, elements, kind):
@@ -452,10 +463,10 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
 
     monkeypatch.setattr(weights_file._SafetensorsWeights, "_values", values)
     monkeypatch.setattr(weights_file.WeightsFile, "read_into", into)
-    layout, names = layout_of(graph, 2, dict(STYLES)), dict(model.named_parameters())
+    layout, names = compute_shard_layout(graph, 2, dict(STYLES)), dict(model.named_parameters())
     for rank in range(2):
         shard = StageShard(SimpleNamespace(shard=rank, size=2), layout)
-        state = initial_state(graph, 0, 1, spec, shard)
+        state = make_initial_stage_state(graph, 0, 1, spec, shard)
         assert all(torch.equal(state.values[name], shard.part(name, whole)) for name, whole in names.items())
         assert len(state.digests) == len(names) and "0.up.weight" not in state.digests and "0.norm.weight" in state.digests
     assert made["0.up.weight"] == [(4, 6)] * 2 and made["0.down.weight"] == [(6, 4)] * 2 and made["0.up.bias"] == [(4,)] * 2
@@ -553,7 +564,7 @@ def module_of_another_layer() -> nn.Module:
 def test_what_would_change_with_a_trained_parameter_in_one_process_only_is_refused(model, found, deferred_init, monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     with pytest.raises(ModelError) as error:
-        make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model)))
+        make_layer_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model)))
     assert found in error.value.what
 
 
@@ -565,7 +576,7 @@ def test_parameters_that_are_disjoint_parts_of_one_memory_are_parameters_like_ot
 
     torch.manual_seed(SEED)
     want = dict(columns().named_parameters())
-    initial = make_graph(replace(job("constructors"), model=Ref(columns))).initial_values
+    initial = make_layer_graph(replace(job("constructors"), model=Ref(columns))).initial_values
     for name, value in initial.stream(list(want), torch.float32):
         assert torch.equal(value, want[name]), name
 
@@ -583,8 +594,8 @@ def test_a_parameter_that_builds_of_a_graph_share_needs_a_tie():
 
     spec = job("constructors")
     with pytest.raises(ModelError, match=r"share a trained parameter, a.weight and b.weight, but no tie names them"):
-        make_graph(replace(spec, model=Ref(shared)))
-    make_graph(replace(spec, model=Ref(shared, {"ties": (("a.weight", "b.weight"),)})))
+        make_layer_graph(replace(spec, model=Ref(shared)))
+    make_layer_graph(replace(spec, model=Ref(shared, {"ties": (("a.weight", "b.weight"),)})))
 
 
 # -- tensors that are neither parameters nor buffers, and are never trained ---------------------------------------------------
@@ -669,10 +680,10 @@ def test_tensors_that_are_no_parameters_hold_what_the_model_function_gave_them(
     elif begins == "by-name":
         spec = replace(spec, init="by-name")
         names = [name for name, _ in model().named_parameters()]
-        values = dict(make_graph(spec).initial_values.stream(names, torch.float32))
+        values = dict(make_layer_graph(spec).initial_values.stream(names, torch.float32))
         by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), values)))
-    want = reference.train(make_graph(by_hand), by_hand).losses
-    with LocalJob(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
+    want = reference.train(make_layer_graph(by_hand), by_hand).losses
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "1f1b") as run:
         assert [run.step(step)[0].loss for step in range(spec.steps)] == want
 
 
@@ -682,15 +693,15 @@ def test_a_function_with_a_frozen_parameter_is_refused_where_other_values_replac
 ):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     spec = replace(job("constructors", deferred_init=deferred_init), model=Ref(frozen_in_a_function))
-    want = reference.train(make_graph(spec), spec).losses
-    with LocalJob(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+    want = reference.train(make_layer_graph(spec), spec).losses
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         assert [run.step(step)[0].loss for step in range(spec.steps)] == want
     save_file(frozen_in_a_function().state_dict(), tmp_path / "f.safetensors")
     for other in (replace(spec, init="by-name"), replace(spec, init_from=WeightsSource(str(tmp_path / "f.safetensors")))):
         with pytest.raises(
             ModelError, match=r"2\._forward_hooks holds 2.norm.weight in a variable of a function .* would keep"
         ):
-            make_graph(other)
+            make_layer_graph(other)
 
 
 def loaded(model: nn.Module, state) -> nn.Module:
@@ -707,7 +718,7 @@ def test_an_attribute_with_a_frozen_parameter_that_is_cut_over_shards_is_refused
 
     spec = replace(job("constructors", shards=2), model=Ref(model))
     with pytest.raises(ModelError, match=r"'aliases' of a Block is a plain attribute with a parameter \[8, 6\] that is cut"):
-        LocalJob(spec, ParallelPlan.mesh(tp=2, layers=4), "1f1b")
+        OneProcessRun(spec, ParallelPlan.mesh(tp=2, layers=4), "1f1b")
 
 
 class Doubled(nn.Parameter):
@@ -731,7 +742,7 @@ def test_what_workers_would_leave_out_silently_is_refused(what):
 
     said = {"class": "1.up.weight is a Doubled, a class of its own", "method of another layer": "2.forward holds the trained"}
     with pytest.raises(ModelError, match=said.get(what, "1.up.weight has a hook on its gradient")):
-        make_graph(replace(job("constructors"), model=Ref(model)))
+        make_layer_graph(replace(job("constructors"), model=Ref(model)))
 
 
 # -- deferred ----------------------------------------------------------------------------------------------------------------
@@ -739,12 +750,12 @@ def test_what_workers_would_leave_out_silently_is_refused(what):
 
 def test_what_cannot_be_deferred_is_made_whole_and_a_line_says_so(monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
-    monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
+    monkeypatch.setattr("raypar.worker.worker_assignments.WHOLE_BYTES", 100)
     spec = job("lazy", deferred_init="auto")
-    graph = make_graph(spec)
+    graph = make_layer_graph(spec)
     assert "cannot be made in parts" in graph.initial_values.notes[0]
     with pytest.raises(ModelError, match="does what cannot be deferred") as error:
-        make_graph(replace(spec, deferred_init="always"))
+        make_layer_graph(replace(spec, deferred_init="always"))
     assert "deferred_init: never" in error.value.cure
 
 
@@ -817,11 +828,11 @@ def test_deferred_values_are_those_of_one_process(model, monkeypatch):
 @pytest.mark.parametrize("model", [under_autocast, under_vmap, quasirandom])
 def test_what_the_meta_device_does_not_do_is_done_whole(model, monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
-    monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
+    monkeypatch.setattr("raypar.worker.worker_assignments.WHOLE_BYTES", 100)
     initial = begins_like_one_process(model, "auto")
     assert "cannot be made in parts" in initial.notes[0]
     with pytest.raises((ModelError, UserCodeError)) as error:
-        make_graph(replace(job("constructors", deferred_init="always"), model=Ref(model)))
+        make_layer_graph(replace(job("constructors", deferred_init="always"), model=Ref(model)))
     assert "deferred_init: never" in error.value.cure
 
 
@@ -829,7 +840,7 @@ def begins_like_one_process(model, deferred_init):
     torch.manual_seed(SEED)
     made = model()
     want = {**dict(made.named_parameters()), **dict(made.named_buffers())}
-    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial_values
+    initial = make_layer_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial_values
     for name, value in initial.stream(list(want), torch.float32):
         assert torch.equal(value, want[name]), name
     return initial
@@ -844,7 +855,7 @@ def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, mon
         made[1].up = nn.utils.skip_init(nn.Linear, 6, 8)
         return made
 
-    initial = make_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial_values
+    initial = make_layer_graph(replace(job("constructors", deferred_init=deferred_init), model=Ref(model))).initial_values
     for name in ("1.up.weight", "1.up.bias"):
         with pytest.raises(ModelError, match=f"parameter {name} is left without values"):
             dict(initial.stream([name], torch.float32))
@@ -852,8 +863,8 @@ def test_memory_that_skip_init_leaves_without_values_is_found(deferred_init, mon
 
 def test_a_large_model_is_deferred_by_itself(monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
-    monkeypatch.setattr("raypar.worker.assignment.WHOLE_BYTES", 100)
-    graph = make_graph(replace(job("gpt2_residual"), deferred_init="auto"))
+    monkeypatch.setattr("raypar.worker.worker_assignments.WHOLE_BYTES", 100)
+    graph = make_layer_graph(replace(job("gpt2_residual"), deferred_init="auto"))
     assert type(graph.initial_values).__name__ == "DeferredValues"
     want = one_process("gpt2_residual", torch.float32)
     assert all(torch.equal(value, want[name]) for name, value in graph.initial_values.stream(list(want), torch.float32))
@@ -866,12 +877,14 @@ def test_values_that_the_model_function_loads_are_told_with_their_cure():
         return model
 
     for deferred_init in ("never", "always"):
-        (line,) = make_graph(replace(job("constructors"), model=Ref(load), deferred_init=deferred_init)).initial_values.notes
+        (line,) = make_layer_graph(
+            replace(job("constructors"), model=Ref(load), deferred_init=deferred_init)
+        ).initial_values.notes
         assert "loads 3 MiB of values itself" in line and "init_from" in line
 
 
 def test_by_name_says_that_constructors_do_not_count():
-    graph = make_graph(replace(job("zeroed_head"), init="by-name"))
+    graph = make_layer_graph(replace(job("zeroed_head"), init="by-name"))
     assert "not with what the model function did" in graph.initial_values.notes[0]
     values = dict(graph.initial_values.stream(["3.down.weight"], torch.float32))
     assert values["3.down.weight"].abs().min() > 0
@@ -879,7 +892,7 @@ def test_by_name_says_that_constructors_do_not_count():
 
 def test_what_the_model_function_raises_is_the_users_error():
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
-        make_graph(replace(job("constructors"), model=Ref(lambda: 1 / 0)))
+        make_layer_graph(replace(job("constructors"), model=Ref(lambda: 1 / 0)))
 
 
 def init_that_leaks(name: str, parameter: torch.Tensor) -> None:
@@ -905,8 +918,8 @@ def test_process_state_that_an_initialisation_by_name_leaves_changed_decides_no_
     """A worker that holds the second layer alone has the values of one that holds both."""
     found = []
     for first in (0, 1):
-        guard = StateGuard(threads=torch.get_num_threads())
-        graph = make_graph(replace(job("constructors"), model=Ref(model), init=init), guard.watching)
+        guard = TorchStateGuard(threads=torch.get_num_threads())
+        graph = make_layer_graph(replace(job("constructors"), model=Ref(model), init=init), guard.watching)
         names = state_shapes(graph, first, 2)
         found.append(dict(graph.initial_values.stream(names, torch.float32)))
         assert torch.get_default_dtype() is torch.float32
@@ -914,10 +927,10 @@ def test_process_state_that_an_initialisation_by_name_leaves_changed_decides_no_
 
 
 def test_lines_about_what_the_model_function_costs_are_told_whatever_values_replace_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(assignment, "LOADS_BYTES", 1)
+    monkeypatch.setattr(worker_assignments, "LOADS_BYTES", 1)
     state = {name: torch.zeros_like(tensor) for name, tensor in WAYS["numpy_copies"]().state_dict().items()}
     torch.save(state, tmp_path / "zeros.pt")
     spec = job("numpy_copies")
     for given in ({"init": "by-name"}, {"init_from": WeightsSource(str(tmp_path / "zeros.pt"))}):
-        notes = make_graph(replace(spec, **given)).initial_values.notes
+        notes = make_layer_graph(replace(spec, **given)).initial_values.notes
         assert any("loads" in note and "init_from: FILE" in note for note in notes), notes

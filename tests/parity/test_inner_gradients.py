@@ -13,7 +13,7 @@ from torch import nn
 from examples import gpt
 from raypar.errors import ModelError
 from raypar.plan import ParallelPlan
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 
 class Force(nn.Module):
@@ -47,7 +47,7 @@ def trained(how, schedule, stages, shards, styles=()):
     graph = graph_of(lambda: layers(how))
     job = replace(Cell("gpt", schedule, (1,), (1,), 4).job, styles=styles)
     plan = ParallelPlan.mesh(pp=stages, tp=shards, layers=4, cuts=[2][: stages - 1])
-    with LocalJob(job, plan, schedule, graph=graph) as local:
+    with OneProcessRun(job, plan, schedule, graph=graph) as local:
         for step in range(STEPS):
             local.step(step)
         found = local.parameters()

@@ -9,11 +9,11 @@ from helpers.kernel_calls import calls_of, elsewhere, products_in
 from helpers.on_shards import on_shards
 from torch import Tensor, nn
 
-from raypar.model.split_linear import DeferredWeightGradient, split_linears
-from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear, split_sharded_linears
-from raypar.model.tensor_parallel.part_layout import PartLayout
-from raypar.model.tensor_parallel.sharded_value import Sharded
-from raypar.plan.shard_ranges import even_range
+from raypar.model.split_linear_backward import DeferredWeightGradient, defer_weight_gradients
+from raypar.model.tensor_parallel.linear import ColumnLinear, RowLinear, defer_sharded_weight_gradients
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
+from raypar.model.tensor_parallel.sharded_value import ShardedValue
+from raypar.plan.shard_ranges import even_ranges_by_shard
 
 LEADING = [(), (1,), (7,), (0,), (1, 1), (1, 5), (5, 1), (4, 17), (0, 3), (2, 1, 3, 4)]
 SIZES = [(1, 1), (1, 4), (4, 1), (5, 3)]
@@ -96,7 +96,7 @@ def of_autograd(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -
 def of_split(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -> list[Tensor]:
     """The same, the weight gradients after the backward pass."""
     start, of_input, stash = torch.zeros((), requires_grad=True), [], list[DeferredWeightGradient]()
-    split_linears(linear, lambda: stash)
+    defer_weight_gradients(linear, lambda: stash)
     made = linear(Ends.apply(x, start, of_input) if trained else x)
     made.backward(gradient)
     (deferred,) = stash
@@ -122,20 +122,20 @@ def of_shard(kind: str, group, x: Tensor, gradient: Tensor, linear: nn.Linear, p
     """What a shard computes with its slice, which is `linear`, and what it adds to the bits of one process beside that."""
     stash = list[DeferredWeightGradient]()
     fan_out, fan_in = linear.weight.shape
-    value: Tensor | Sharded = x.detach().requires_grad_()
+    value: Tensor | ShardedValue = x.detach().requires_grad_()
     if kind == "row":
         linear.in_features = 2 * fan_in
-        held = even_range(2 * fan_in, 2)[group.shard]
+        held = even_ranges_by_shard(2 * fan_in, 2)[group.shard]
         layer = RowLinear(linear, "row", group, held)
-        value = Sharded(value, PartLayout(x.dim() - 1, 2 * fan_in, held, "features"), group)
+        value = ShardedValue(value, LocalPartLayout(x.dim() - 1, 2 * fan_in, held, "features"), group)
     else:
         linear.out_features = 2 * fan_out
-        held = even_range(2 * fan_out, 2)[group.shard]
+        held = even_ranges_by_shard(2 * fan_out, 2)[group.shard]
         layer = ColumnLinear(linear, "column", group, held, shares_input=kind == "shared column")
     if put_off:
-        split_sharded_linears(layer, lambda: stash)
+        defer_sharded_weight_gradients(layer, lambda: stash)
     made = layer(value)
-    made = made.local if isinstance(made, Sharded) else made
+    made = made.local if isinstance(made, ShardedValue) else made
     made.backward(gradient)
     with torch.no_grad():
         for deferred in stash:

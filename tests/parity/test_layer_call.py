@@ -14,15 +14,15 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
-from raypar.plan import ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.seeds import seed_of
-from raypar.worker.compute_state import StateGuard
-from raypar.worker.gpu_process import make_seeder
-from raypar.worker.layer_call import ForwardPass, LayerCall, LayerFunction, training_pass, validation_pass
-from raypar.worker.stage import Stage
+from raypar.worker.process.gpu_setup import make_seeder
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext, training_pass_context, validation_pass_context
+from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage_coordinate import StageCoordinate
+from raypar.worker.stage.weights import LayerTensors, StageWeights
 from raypar.worker.stage_builder import build_stage
-from raypar.worker.stage_coordinate import StageCoordinate
-from raypar.worker.weights import LayerWeights, StageWeights
 
 SIZE = 6
 SEED = 7
@@ -42,12 +42,12 @@ class Noisy(nn.Linear):
 class Scene:
     """One layer with its weights and its call."""
 
-    def __init__(self, build, outputs=("b",), guard: StateGuard | None = None, seed_generators=None) -> None:
+    def __init__(self, build, outputs=("b",), guard: TorchStateGuard | None = None, seed_generators=None) -> None:
         self.layer = Layer("noisy", build, ("a",), outputs)
         graph = Graph((self.layer,), output=outputs[0])
         torch.manual_seed(1)
         self.weights = StageWeights(graph, (self.layer,), {"noisy": build()}).of_layer(0)
-        self.guard = guard or StateGuard(torch.get_num_threads())
+        self.guard = guard or TorchStateGuard(torch.get_num_threads())
         self.call = LayerCall(
             self.layer,
             coordinate=StageCoordinate(3, 1, None, "noisy"),
@@ -55,15 +55,15 @@ class Scene:
             guard=self.guard,
         )
 
-    def run(self, forward_pass: ForwardPass, x: Tensor, call: LayerFunction | None = None) -> tuple[Tensor, list[Tensor]]:
+    def run(self, forward_pass: PassContext, x: Tensor, call: LayerFunction | None = None) -> tuple[Tensor, list[Tensor]]:
         """The first output; gradients of the input and the parameters."""
         x = x.clone().requires_grad_()
         (out, *_) = (call or self.call)(forward_pass, self.weights, [x.view_as(x)])
         return out, list(torch.autograd.grad(out.square().sum(), [x, *self.weights.module.parameters()]))
 
 
-def passes(step: int, microbatch: int) -> ForwardPass:
-    return training_pass(SEED, step, microbatch, ["noisy"])
+def passes(step: int, microbatch: int) -> PassContext:
+    return training_pass_context(SEED, step, microbatch, ["noisy"])
 
 
 def equal(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -> bool:
@@ -90,7 +90,7 @@ def test_another_microbatch_or_step_draws_other_numbers(step, microbatch):
 
 
 def test_a_layers_seed_depends_on_step_microbatch_and_name_in_training_and_on_no_step_in_validation():
-    training, validation = training_pass(SEED, 2, 5, ["a", "b"]), validation_pass(SEED, 2, 5, ["a", "b"])
+    training, validation = training_pass_context(SEED, 2, 5, ["a", "b"]), validation_pass_context(SEED, 2, 5, ["a", "b"])
     assert training.training and dict(training.seeds) == {n: seed_of(SEED, "forward", 2, 5, n) for n in "ab"}
     assert not validation.training and dict(validation.seeds) == {n: seed_of(SEED, "validation", 5, n) for n in "ab"}
 
@@ -101,7 +101,7 @@ def test_a_layers_seed_depends_on_step_microbatch_and_name_in_training_and_on_no
 def test_a_wrapper_encloses_seed_forward_and_checks_in_this_order_and_nothing_else():
     events: list[str] = []
 
-    class Watched(StateGuard):
+    class Watched(TorchStateGuard):
         def check(self, caller, *, evaluating=False, thorough=False):
             events.append(f"check {caller}")
             return super().check(caller, evaluating=evaluating, thorough=thorough)
@@ -117,7 +117,7 @@ def test_a_wrapper_encloses_seed_forward_and_checks_in_this_order_and_nothing_el
     guard = Watched(torch.get_num_threads())
     scene = Scene(Told, guard=guard, seed_generators=lambda number: events.append(f"seed {number}"))
 
-    def wrapped(forward_pass: ForwardPass, weights: LayerWeights, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def wrapped(forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         events.append("enter")
         outputs = scene.call(forward_pass, weights, inputs)
         events.append("leave")
@@ -128,10 +128,10 @@ def test_a_wrapper_encloses_seed_forward_and_checks_in_this_order_and_nothing_el
     assert events == ["enter", f"seed {seed}", "forward", "check layer 'noisy'", "leave"]
 
 
-def recomputed(call: LayerFunction, guard: StateGuard) -> LayerFunction:
+def recomputed(call: LayerFunction, guard: TorchStateGuard) -> LayerFunction:
     """The call, without its activations: it is made again in the backward pass."""
 
-    def run(forward_pass: ForwardPass, weights: LayerWeights, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def run(forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         def once(*inputs: Tensor) -> tuple[Tensor, ...]:
             with guard.accepting_contexts():
                 return call(forward_pass, weights, inputs)
@@ -149,11 +149,11 @@ def test_recomputing_a_call_in_the_backward_pass_gives_the_bits_of_keeping_its_a
     assert scene.guard.lines() == ()
 
 
-def stage(guard: StateGuard, split: bool = False) -> Stage:
+def stage(guard: TorchStateGuard, split: bool = False) -> Stage:
     graph = Graph.sequential([("l0", Noisy), ("l1", Noisy), ("l2", partial(nn.Linear, SIZE, 1))], input="x")
     job = ugly_models.job("plain", microbatches=2, virtual_replicas=1)
     plan = ParallelPlan.of((1,), layers=3)
-    routing = Routing(plan, job.cut)
+    routing = MicrobatchRouting(plan, job.cut)
     made = build_stage(
         graph, plan, 0, spec=job, routing=routing, replica=0, loss_fn=job.loss.partial(), split=split, guard=guard
     )
@@ -184,7 +184,7 @@ def run_step(part: Stage, split: bool = False) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_a_stage_whose_layers_are_recomputed_has_the_gradients_and_losses_of_one_whose_are_not(split):
-    plain, again = (stage(StateGuard(torch.get_num_threads()), split) for _ in range(2))
+    plain, again = (stage(TorchStateGuard(torch.get_num_threads()), split) for _ in range(2))
     for layer in again.layers:
         layer.call = recomputed(layer.call, again.guard)
     want, got = run_step(plain, split), run_step(again, split)
@@ -195,11 +195,11 @@ def test_a_stage_whose_layers_are_recomputed_has_the_gradients_and_losses_of_one
 
 
 def test_a_wrapper_may_enter_autocast_for_one_layer_alone():
-    part = stage(StateGuard(torch.get_num_threads()))
+    part = stage(TorchStateGuard(torch.get_num_threads()))
     dtypes: list[torch.dtype] = []
     inner = part.layers[1].call
 
-    def autocast(forward_pass: ForwardPass, weights: LayerWeights, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def autocast(forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", torch.bfloat16), part.guard.accepting_contexts():
             outputs = inner(forward_pass, weights, inputs)
         dtypes.append(outputs[0].dtype)

@@ -20,7 +20,7 @@ from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 WIDTH, STEPS = 8, 3
 IN_TRAINING = 7
@@ -245,7 +245,7 @@ def outcome(spec: JobSpec, stages: int = 2):
     """Everything that can be seen of a run, and its warnings."""
     seen, lines = [], []
     count = 2 if "in_constructor" in spec.model.args else 3
-    with LocalJob(spec, ParallelPlan.mesh(pp=min(stages, count), layers=count), "1f1b") as run:
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=min(stages, count), layers=count), "1f1b") as run:
         for step in range(STEPS):
             reports = run.step(step)
             seen += [reports[0].loss, reports[0].norm, run.validate(step)]
@@ -404,7 +404,7 @@ def test_data_processes_are_watched_too(leak):
 def test_a_step_in_another_thread_has_the_same_state():
     """Ray may run the next step in another thread, which has its own grad mode and number of threads."""
     wanted = undisturbed()
-    with LocalJob(job(), ParallelPlan.mesh(pp=2, layers=3), "1f1b") as run:
+    with OneProcessRun(job(), ParallelPlan.mesh(pp=2, layers=3), "1f1b") as run:
         for step in range(STEPS):
             found = []
 
@@ -424,9 +424,9 @@ def test_threads_that_openmp_started_meanwhile_do_not_flush_denormal_numbers_for
     found = []
 
     def work():
-        from raypar.worker.compute_state import StateGuard
+        from raypar.worker.process.torch_state_guard import TorchStateGuard
 
-        guard = StateGuard(threads=2)
+        guard = TorchStateGuard(threads=2)
         small = torch.full((1 << 20,), 1e-39)
         torch.set_flush_denormal(True)
         (small * 1.0).sum()
@@ -455,9 +455,9 @@ class Stays(Callback):
 
 
 def test_callbacks_do_not_meet_what_others_leave():
-    from raypar.worker.compute_state import StateGuard
+    from raypar.worker.process.torch_state_guard import TorchStateGuard
 
-    stays, guard, here = Stays(), StateGuard(1), os.getcwd()
+    stays, guard, here = Stays(), TorchStateGuard(1), os.getcwd()
     facts = dict.fromkeys(["step", "loss", "norm", "count", "seconds", "samples_per_s", "count_per_s", "bubble"], 1)
     Callbacks([Wanders(), stays]).call("on_step", facts, around=guard.watching)
     assert stays.found == [(here, torch.float32, None)]
@@ -470,8 +470,8 @@ def test_callbacks_do_not_meet_what_others_leave():
 
 def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
     """In the process of `raypar train`, before there are workers; the profile enters hooks of its own around layers."""
+    from raypar.worker.measure_profile import profile_job
     from raypar.worker.preflight import preflight
-    from raypar.worker.profiler import profile_job
 
     here = os.getcwd()
     for place, leak in (

@@ -10,9 +10,9 @@ from torch import nn
 import raypar
 from raypar.errors import ConfigError, UserCodeError
 from raypar.plan import ParallelPlan
-from raypar.worker.local_run import LocalJob
+from raypar.worker.measure_profile import profile_job
 from raypar.worker.preflight import preflight
-from raypar.worker.profiler import profile_job
+from raypar.worker.run_in_one_process import OneProcessRun
 
 SAMPLES = [(torch.full((3,), float(i)), i % 4) for i in range(8)]
 GIVEN = {"data": SAMPLES, "steps": 2, "batch_size": 4, "microbatches": 2, "optimizer": ("torch.optim:SGD", {"lr": 0.1})}
@@ -30,7 +30,7 @@ def losses(loss: object) -> list[float]:
     """Of two steps on two replicas, of the job as workers get it."""
     spec = pickle.loads(cloudpickle.dumps(raypar.Trainer(model=model, loss=loss, **GIVEN).spec))
     preflight(spec)
-    with LocalJob(spec, ParallelPlan.mesh(dp=2, layers=3), "1f1b") as job:
+    with OneProcessRun(spec, ParallelPlan.mesh(dp=2, layers=3), "1f1b") as job:
         return [job.step(step)[0].loss for step in range(2)]
 
 

@@ -5,13 +5,13 @@ import torch
 from raypar.comm.buffer_pool import BufferPool
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.transport import run_routine
-from raypar.worker import mirror
-from raypar.worker.checkpoint import PARAMETER
-from raypar.worker.mirror import Mirror, StateCopy, memory_chunks
-from raypar.worker.parameter_state import Kept
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.state import mirror
+from raypar.worker.state.mirror import Mirror, StateCopy, split_into_chunks
+from raypar.worker.state.parameter_state import StateByKey
 
 
-def state(seed: int) -> dict[str, Kept]:
+def state(seed: int) -> dict[str, StateByKey]:
     dice = torch.Generator().manual_seed(seed)
     return {
         "a": {PARAMETER: torch.randn(300, 1001, generator=dice), "exp_avg": torch.randn(300, 1001, generator=dice), "step": 3},
@@ -79,8 +79,8 @@ def test_a_cut_that_is_broken_off_is_not_held_and_the_one_before_it_is():
 def test_both_ends_cut_the_memory_into_the_same_chunks():
     for size in (0, 1, 1 << 18, 40 << 20, (600 << 20) + 1):
         memory = torch.empty(size, dtype=torch.uint8)
-        assert sum(len(part) for part in memory_chunks(memory)) == size
-        assert len(memory_chunks(memory)) <= 2 * mirror.CHUNKS
+        assert sum(len(part) for part in split_into_chunks(memory)) == size
+        assert len(split_into_chunks(memory)) <= 2 * mirror.CHUNKS
 
 
 def test_a_digest_depends_on_every_bit_and_its_place():

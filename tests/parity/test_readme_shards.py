@@ -5,10 +5,10 @@ from pathlib import Path
 
 import yaml
 
-from raypar.config import load_job, parse_plan
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.config import load_job, parse_plan_section
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.registry import STYLES
-from raypar.worker.assignment import make_graph
+from raypar.worker.worker_assignments import make_layer_graph
 
 ROOT = Path(__file__).parents[2]
 SECTION = re.search(r"^## Shards$(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
@@ -19,15 +19,15 @@ def written() -> dict:
 
 
 def test_the_plan_that_is_shown_is_one():
-    plan = parse_plan(written())
+    plan = parse_plan_section(written())
     assert plan.workers == 4 and plan.sequence_parallel
     assert plan.to_plan(6).describe() == "2 stages x 1/2 replicas x 2/1 shards"
 
 
 def test_the_styles_that_are_shown_are_those_of_the_quickstart():
-    graph = make_graph(load_job(ROOT / "jobs/quickstart.yaml").to_spec())
+    graph = make_layer_graph(load_job(ROOT / "jobs/quickstart.yaml").to_spec())
     for shards in (2, 4):
-        assert layout_of(graph, shards, written()["styles"], infer=False) == layout_of(graph, shards)
+        assert compute_shard_layout(graph, shards, written()["styles"], infer=False) == compute_shard_layout(graph, shards)
 
 
 def test_every_style_is_listed():

@@ -13,8 +13,8 @@ from torch import nn
 
 from examples import gpt
 from examples.gpt import Embedding, Linear
-from raypar.model.tensor_parallel.build import slice_of
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.build import shard_slice_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 
 SHARDS = (1, 2, 3, 4)
 
@@ -53,12 +53,12 @@ def test_sequences_shorter_than_there_are_shards(length):
 @pytest.mark.parametrize("length", [1, 2])
 def test_on_a_processor_that_rounds_otherwise_what_cancels_is_measured_against_what_was_summed(length):
     graph, x = graph_of(models.llama), ids(23, 2, length)
-    layout = layout_of(graph, 4)
+    layout = compute_shard_layout(graph, 4)
     runs, _ = sharded(graph, layout, gpt.loss, x, x)
     with AnotherProcessor():
         want = whole(graph, gpt.loss, x, x)
     query = "layer0.self_attn.q_proj.weight"
-    assert (error(runs[0].gradients[query], slice_of(layout, query, want.gradients[query], 0)) > 0.1) == (length == 1)
+    assert (error(runs[0].gradients[query], shard_slice_of(layout, query, want.gradients[query], 0)) > 0.1) == (length == 1)
     assert max(errors(runs, want, layout).values()) < TOLERANCE
     runs[2].gradients[query] += 1e-9
     assert errors(runs, want, layout)[query] > TOLERANCE
@@ -91,7 +91,7 @@ def test_dropout_masks_do_not_know_of_shards(shards, sequence):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_in_which_shards_run_does_not_matter(seed):
     graph = graph_of(models.dropped)
-    layout = layout_of(graph, 3)
+    layout = compute_shard_layout(graph, 3)
     x, y = ids(23, 2, 7), ids(23, 2, 7)
     first, _ = sharded(graph, layout, models.next_token, x, y, sequence=True)
     other, _ = sharded(graph, layout, models.next_token, x, y, sequence=True, seed=seed)
@@ -120,7 +120,7 @@ def test_a_pair_of_column_and_row_communicates_once_forward_and_once_backward(sh
 
 def test_seven_features_over_two_shards_are_three_and_four():
     graph = graph_of(lambda: [("m", MLP(7))])
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
     runs, _ = sharded(graph, layout, squares, numbers(2, 3, 6), numbers(2, 3, 6))
     assert [tuple(run.parameters["m.up.weight"].shape) for run in runs] == [(3, 6), (4, 6)]
     assert [tuple(run.parameters["m.down.weight"].shape) for run in runs] == [(6, 3), (6, 4)]
@@ -199,7 +199,7 @@ def test_whole_keys_and_values_with_cut_queries(form):
 
 def test_a_key_head_that_serves_two_shards_is_equal_on_both():
     graph = graph_of(lambda: [("a", models.Attention(10, 4, 1, "gqa", norms=True))])
-    layout = layout_of(graph, 4)
+    layout = compute_shard_layout(graph, 4)
     runs, _ = sharded(graph, layout, squares, numbers(2, 5, 10), numbers(2, 5, 10))
     for name in ("a.k_proj.weight", "a.k_proj.bias", "a.v_proj.weight", "a.q_norm.weight"):
         assert all(torch.equal(run.gradients[name], runs[0].gradients[name]) for run in runs), name
@@ -301,13 +301,13 @@ def test_an_embedding_cut_by_vocabulary_is_exact(shards, padding):
         return [("e", nn.Embedding(11, 6, padding_idx=padding))]
 
     graph = graph_of(make)
-    layout = layout_of(graph, shards, {"e": "vocabulary"})
+    layout = compute_shard_layout(graph, shards, {"e": "vocabulary"})
     x, y = ids(11, 4, 5), numbers(4, 5, 6)
     want = whole(graph, squares, x, y)
     runs, _ = sharded(graph, layout, squares, x, y)
     for shard, run in enumerate(runs):
         assert torch.equal(run.loss, want.loss)
-        assert torch.equal(run.gradients["e.weight"], slice_of(layout, "e.weight", want.gradients["e.weight"], shard))
+        assert torch.equal(run.gradients["e.weight"], shard_slice_of(layout, "e.weight", want.gradients["e.weight"], shard))
 
 
 @pytest.mark.parametrize("shards", SHARDS)
@@ -360,7 +360,7 @@ def test_evaluation_is_the_whole_models():
     from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
 
     graph, x, y = graph_of(models.dropped), ids(23, 2, 7), ids(23, 2, 7)
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
 
     def evaluate(modules, loss):
         value = x
@@ -385,7 +385,7 @@ def test_evaluation_is_the_whole_models():
 @pytest.mark.parametrize("sequence", [False, True])
 def test_bfloat16_trains(sequence):
     graph, x, y = graph_of(lambda: gpt.layers(37, 32, 2, 4, 8)), ids(37, 2, 7), ids(37, 2, 7)
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
     want = whole(graph, gpt.loss, x, y, dtype=torch.bfloat16)
     runs, _ = sharded(graph, layout, gpt.loss, x, y, sequence=sequence, dtype=torch.bfloat16)
     assert error(runs[0].loss.double(), want.loss.double()) < 0.02

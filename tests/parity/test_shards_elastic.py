@@ -14,13 +14,13 @@ from helpers.protocol import Fault
 from helpers.shard_grid import Cell, graph
 
 from raypar.comm.local_transport import LocalMesh
-from raypar.model.tensor_parallel.layout import layout_of
-from raypar.plan import ParallelPlan, Routing
+from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
-from raypar.worker import checkpoint
-from raypar.worker.assignment import assignments
-from raypar.worker.local_run import LocalJob
-from raypar.worker.mirror import StateCopy
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.state.mirror import StateCopy
+from raypar.worker.worker_assignments import make_worker_assignments
 
 PATHS = [
     [(1, 1, 2), (1, 2, 2), (2, 1, 2)],
@@ -49,18 +49,21 @@ def test_workers_that_change_their_shards_go_on_as_from_a_checkpoint(model, path
         plan, done = mesh(model, *shape), 2 * number
         first = plan.world // 2 if number == 2 else 0
         live.adopt(plan, list(range(first, first + plan.world)), done)
-        with LocalJob(spec, plan, "1f1b", graph=graph(model)) as local:
+        with OneProcessRun(spec, plan, "1f1b", graph=graph(model)) as local:
             for core in local.cores if there is not None else ():
                 core.load(there)
             for step in (done, done + 1):
                 live.step(step)
                 local.step(step)
-            folder = checkpoint.create_checkpoint(tmp_path / "local", done + 2)
+            folder = checkpoint_files.create_checkpoint(tmp_path / "local", done + 2)
             for core in local.cores:
                 core.save(folder)
             records = [core.save_result() for core in local.cores]
-            there = checkpoint.commit_checkpoint(folder, records, steps_done=done + 2, contract={})
-        found, want = checkpoint.read_tensors(live.save(tmp_path / "live", done + 2)), checkpoint.read_tensors(there)
+            there = checkpoint_files.commit_checkpoint(folder, records, steps_done=done + 2, contract={})
+        found, want = (
+            checkpoint_files.read_checkpoint_state(live.save(tmp_path / "live", done + 2)),
+            checkpoint_files.read_checkpoint_state(there),
+        )
         assert found.keys() == want.keys()
         for name, kinds in want.items():
             for kind, value in kinds.items():
@@ -153,14 +156,16 @@ def test_the_stages_of_a_former_plan_are_freed_without_pythons_collector(schedul
     """Workers freeze what there is after every adoption: the collector does not look at it again."""
     job = Cell("gpt", schedule, (1,), (1,), 4, True).job
     plan = mesh("gpt", 1, 1, shards)
-    with LocalJob(job, plan, schedule, graph=graph("gpt")) as local:
+    with OneProcessRun(job, plan, schedule, graph=graph("gpt")) as local:
         local.step(0)
         former = [weakref.ref(p) for core in local.cores for stage in core.stages.values() for p in stage.parameters.values()]
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
-            parts = assignments(job, graph("gpt"), plan, registry.build_schedule("1f1b", Routing(plan, job.cut)))
+            parts = make_worker_assignments(
+                job, graph("gpt"), plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, job.cut))
+            )
             for core, part, transport in zip(local.cores, parts, LocalMesh(plan.world).transports, strict=True):
                 core.adopt(part, transport)
             assert [reference() for reference in former] == [None] * len(former)
@@ -180,7 +185,7 @@ def test_digests_of_two_shards_are_of_different_things():
     assert digests[0][0] != digests[1][0], "shards are not compared with each other"
     for worker, (one, other) in enumerate(pairwise([live.bodies[0], live.bodies[2]])):
         assert one.mirror.pieces() == other.mirror.pieces(), worker
-    assert layout_of(graph("gpt"), 2).cuts
+    assert compute_shard_layout(graph("gpt"), 2).cuts
 
 
 @pytest.mark.parametrize("shards", [1, 2])

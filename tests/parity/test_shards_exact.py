@@ -7,10 +7,10 @@ from helpers.on_shards import SEED, graph_of, on_shards, sharded, train_once
 from helpers.same_shards import gpt_on_shards, gpt_slices, in_order
 
 from examples import gpt
-from raypar.model.build import parameter_shapes
+from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 SHARDS = (2, 3, 4)
@@ -26,7 +26,7 @@ def ids(vocab: int, *shape: int) -> torch.Tensor:
 def test_loss_and_gradients_have_the_bits_of_the_same_shards_in_one_process(shards, sequence, dtype):
     heads, vocab = 5, 37
     graph = graph_of(lambda: gpt.layers(vocab, 8 * heads, 2, heads, 8))
-    layout = layout_of(graph, shards)
+    layout = compute_shard_layout(graph, shards)
     x, y = ids(vocab, 3, 7), ids(vocab, 3, 7).flip(0)
     runs, _ = sharded(graph, layout, gpt.loss, x, y, sequence=sequence, dtype=dtype)
     modules = materialise(graph, 0, len(graph.layers), seed=SEED, dtype=dtype)
@@ -52,7 +52,7 @@ B, S, V, DEPTH = 2, 24, 48, 3
 
 def ledgers_of(shards: int, sequence: bool, heads: int = 12, width: int = 48):
     graph = graph_of(lambda: gpt.layers(V, width, DEPTH, heads, S))
-    layout = layout_of(graph, shards)
+    layout = compute_shard_layout(graph, shards)
     _, ledgers = sharded(graph, layout, gpt.loss, ids(V, B, S), ids(V, B, S), sequence=sequence)
     return [ledger.as_dict() for ledger in ledgers], width
 
@@ -91,7 +91,7 @@ def test_sequence_parallelism_moves_the_same_volume_as_all_gather_and_reduce_sca
 @pytest.mark.parametrize("shards", SHARDS)
 def test_ragged_shards_move_the_same_volume_in_all(shards, sequence):
     graph = graph_of(lambda: gpt.layers(V + 1, 40, DEPTH, 5, S))
-    layout = layout_of(graph, shards)
+    layout = compute_shard_layout(graph, shards)
     _, ledgers = sharded(graph, layout, gpt.loss, ids(V, 3, 23), ids(V, 3, 23), sequence=sequence)
     n, count = 3 * 23 * 40 * 8, 4 * DEPTH + 2
     for way in ("sent", "received"):
@@ -103,7 +103,7 @@ def test_ragged_shards_move_the_same_volume_in_all(shards, sequence):
 @pytest.mark.parametrize("shards", SHARDS)
 def test_separate_q_k_v_and_gates_cost_no_more_than_fused_ones(shards):
     graph = graph_of(lambda: models.llama(norms=False))
-    layout = layout_of(graph, shards)
+    layout = compute_shard_layout(graph, shards)
     _, ledgers = sharded(graph, layout, models.next_token, ids(23, 4, 24), ids(23, 4, 24))
     assert [ledger.messages["all_reduce"] for ledger in ledgers] == [4 * 2 + 2] * shards
 
@@ -111,11 +111,11 @@ def test_separate_q_k_v_and_gates_cost_no_more_than_fused_ones(shards):
 def test_partial_gradients_are_completed_in_one_message_a_step():
     """Norms under sequence parallelism: 4 a block and 2 of the head, [width] each."""
     graph = graph_of(lambda: gpt.layers(V, 48, DEPTH, 12, S))
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
     x, y = ids(V, B, S), ids(V, B, S)
 
     def work(group):
-        from raypar.comm import blocking_routines
+        from raypar.comm import blocking_code_as_routine
 
         modules = materialise_shard(graph, 0, DEPTH + 2, layout=layout, group=group, seed=1, dtype=torch.float64)
         run = train_once(graph, modules, sharded_loss(gpt.loss, group), x, y)
@@ -125,7 +125,7 @@ def test_partial_gradients_are_completed_in_one_message_a_step():
         }
         before = group.transport.ledger.as_dict()["all_reduce"]
         for wait in sum_partial_gradients(run.gradients, partial=partial, cuts=layout.cuts, group=group):
-            blocking_routines.wait_for(wait.handle, wait.what)
+            blocking_code_as_routine.wait_for(wait.handle, wait.what)
         after = group.transport.ledger.as_dict()["all_reduce"]
         return {key: after[key] - before[key] for key in after}
 
@@ -139,7 +139,7 @@ def test_partial_gradients_are_completed_in_one_message_a_step():
 @pytest.mark.parametrize("shards", SHARDS)
 def test_shards_hold_their_part_of_what_is_cut_and_all_of_the_rest(shards):
     graph = graph_of(lambda: gpt.layers(48, 48, 2, 12, 8))
-    layout = layout_of(graph, shards)
+    layout = compute_shard_layout(graph, shards)
     sizes = {name: shape.numel() for name, shape in parameter_shapes(graph).items()}
     rest = 2 * (4 * 48 + 2 * 48) + 2 * 48 + 8 * 48  # norms and biases of row layers, the last norm, positions
     assert sum(size for name, size in sizes.items() if name not in layout.cuts) == rest

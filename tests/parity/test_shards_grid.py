@@ -13,7 +13,7 @@ from torch import nn
 
 from examples import gpt
 from raypar.plan import ParallelPlan
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 CELLS = cells()
 SAMPLE = CELLS[::11]
@@ -63,7 +63,7 @@ def test_whole_linear_layers_that_read_parts_of_a_sequence_train_as_without_shar
     made, cell = graph_of(make), Cell("gpt", schedule, (1, 1), (2, 2), 5, True)
     job = replace(cell.job, styles=tuple((f"*{name}", "whole") for name in names))
     plan = ParallelPlan.mesh(pp=2, tp=2, layers=len(made.layers), cuts=[3])
-    with LocalJob(job, plan, schedule, graph=made) as local:
+    with OneProcessRun(job, plan, schedule, graph=made) as local:
         for step in range(STEPS):
             (loss,) = {report.loss for report in local.step(step)}
         found = {name: copies for name, copies in local.parameters().items() if name.split(".")[-2] in names}
@@ -78,7 +78,7 @@ def test_waiting_for_a_slow_shard_is_not_computing(monkeypatch):
     now = [0]
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
     cell = Cell("gpt", "1f1b", (1,), (2,), 5)
-    with LocalJob(cell.job, cell.plan, "1f1b", graph=cell.graph) as local:
+    with OneProcessRun(cell.job, cell.plan, "1f1b", graph=cell.graph) as local:
         block = local.cores[0].stages[0].modules["block0"]
         quick = block.forward
 

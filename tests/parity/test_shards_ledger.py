@@ -5,10 +5,10 @@ import torch
 from helpers.shard_grid import BATCH, DEPTH, HEADS, SEQ, VOCAB, WIDTH, Cell, graph, layout_for
 
 from raypar.comm.collectives import ONE_PHASE_BYTES
-from raypar.model.build import parameter_shapes
-from raypar.model.tensor_parallel.layout import held_elements
+from raypar.model.layer_skeletons import parameter_shapes
+from raypar.model.tensor_parallel.layout import held_elements_by_layer
 from raypar.plan import ParallelPlan
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 WORD = 8
 """Bytes of a float64."""
@@ -18,7 +18,7 @@ LAYERS = DEPTH + 2
 def moved(plan: ParallelPlan, microbatches: int, *, sequence: bool = False) -> list[dict[str, dict[str, int]]]:
     """By rank, the ledger of one training step after the first, in which replicas may get acquainted."""
     job = Cell("gpt", "1f1b", (1,), (1,), microbatches, sequence).job
-    with LocalJob(job, plan, "1f1b", graph=graph("gpt")) as local:
+    with OneProcessRun(job, plan, "1f1b", graph=graph("gpt")) as local:
         local.step(0)
         before = [core.transport.ledger.as_dict() for core in local.cores]
         local.step(1)
@@ -87,7 +87,7 @@ def test_replicas_reduce_what_each_shard_holds_and_no_more(shards, sequence):
             for n, s in shapes.items()
         ]
         padded = sum(-(-sum(b - a for a, b in spans) // 16) * 16 for spans in sizes)
-        assert sum(b - a for spans in sizes for a, b in spans) == sum(held_elements(graph("gpt"), layout, shard))
+        assert sum(b - a for spans in sizes for a, b in spans) == sum(held_elements_by_layer(graph("gpt"), layout, shard))
         assert ledger["window"]["sent"] == padded * WORD
     more = total(both, "all_reduce") - total(alone, "all_reduce")
     counts = 2 * shards * len(shapes) * 4
@@ -124,10 +124,10 @@ def test_shards_hold_their_part_of_what_is_cut_and_all_of_the_rest():
     """Memory a shard: parameters, and twice as much for AdamW."""
     for shards in (1, 2, 4):
         job = Cell("gpt", "1f1b", (1,), (1,), 2).job
-        with LocalJob(job, ParallelPlan.mesh(tp=shards, layers=LAYERS), "1f1b", graph=graph("gpt")) as local:
+        with OneProcessRun(job, ParallelPlan.mesh(tp=shards, layers=LAYERS), "1f1b", graph=graph("gpt")) as local:
             local.step(0)
             for core in local.cores:
-                want = sum(held_elements(graph("gpt"), layout_for("gpt", shards), core.rank))
+                want = sum(held_elements_by_layer(graph("gpt"), layout_for("gpt", shards), core.rank))
                 (stage,) = core.stages.values()
                 state = core.end.optimizers[0].state
                 assert sum(p.numel() for p in stage.parameters.values()) == want

@@ -17,23 +17,23 @@ from examples import gpt
 from examples.gpt import Embedding, Linear
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import ModelError, PlanError
-from raypar.model.build import canonical_names, outline_of, parameter_shapes
+from raypar.model.layer_skeletons import canonical_names, outline_graph, parameter_shapes
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build import materialise_shard, slice_of
-from raypar.model.tensor_parallel.functions import select_ranges
+from raypar.model.tensor_parallel.autograd_collectives import select_ranges
+from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.meta_check import check_by_shape
-from raypar.model.tensor_parallel.part_layout import PartLayout
-from raypar.model.tensor_parallel.sharded_value import Sharded
+from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
-from raypar.plan.shard_layout import slice_shape
-from raypar.plan.shard_ranges import Cut, count_indices, even_range, positions_of
+from raypar.plan.shard_ranges import TensorCut, count_indices, even_ranges_by_shard, positions_of_indices
+from raypar.plan.tensor_parallel_layout import shard_slice_shape
 
 TIED = (("model.embed_tokens.weight", "head.lm_head.weight"),)
 
@@ -79,7 +79,7 @@ def state_of(graph, layout, values=None):
 )
 def test_every_parameter_is_a_slice_of_what_one_process_makes(make, shards):
     graph = make()
-    layout = layout_of(graph, shards)
+    layout = compute_shard_layout(graph, shards)
     modules = materialise(graph, 0, len(graph.layers), seed=SEED, dtype=torch.float32)
     canonical = canonical_names(graph)
     want = {canonical.get(f"{n}.{p}", f"{n}.{p}"): t.detach() for n, m in modules.items() for p, t in m.named_parameters()}
@@ -87,23 +87,23 @@ def test_every_parameter_is_a_slice_of_what_one_process_makes(make, shards):
     for shard, state in enumerate(found):
         assert set(state) == set(want)
         for name, parameter in state.items():
-            assert torch.equal(parameter, slice_of(layout, name, want[name], shard))
+            assert torch.equal(parameter, shard_slice_of(layout, name, want[name], shard))
             if name in layout.cuts:
-                assert tuple(parameter.shape) == slice_shape(layout.cuts[name], want[name].shape, shard)
+                assert tuple(parameter.shape) == shard_slice_shape(layout.cuts[name], want[name].shape, shard)
 
 
 @pytest.mark.parametrize("before, after", [(2, 3), (3, 2), (4, 1), (1, 4)])
 def test_what_shards_own_makes_the_state_of_any_other_number_of_shards(before, after):
     graph = tied_llama()
     shapes = parameter_shapes(graph)
-    old, new = layout_of(graph, before), layout_of(graph, after)
+    old, new = compute_shard_layout(graph, before), compute_shard_layout(graph, after)
     files = {}
     for shard, state in enumerate(state_of(graph, old)):
         for name, value in state.items():
             cut = old.cuts.get(name)
             if cut is not None:
                 own = cut.owned(shard)
-                mine = select_ranges(value, cut.dim, positions_of(cut.held[shard], own))
+                mine = select_ranges(value, cut.dim, positions_of_indices(cut.held[shard], own))
                 files.setdefault(name, []).append((cut.dim, own, mine))
             elif shard == 0:
                 files[name] = [(0, ((0, shapes[name][0]),), value)]
@@ -118,14 +118,14 @@ def test_what_shards_own_makes_the_state_of_any_other_number_of_shards(before, a
                 place.copy_(value.narrow(dim, at, stop - start))
                 at += stop - start
         assert not read[name].isnan().any(), name
-    values = [{name: slice_of(new, name, value, shard) for name, value in read.items()} for shard in range(after)]
+    values = [{name: shard_slice_of(new, name, value, shard) for name, value in read.items()} for shard in range(after)]
     for got, want in zip(state_of(graph, new, values), state_of(graph, new), strict=True):
         assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_the_pieces_of_a_parameter_number_every_element_once():
     graph = tied_llama()
-    layout, shapes = layout_of(graph, 4), parameter_shapes(graph)
+    layout, shapes = compute_shard_layout(graph, 4), parameter_shapes(graph)
     for name, cut in layout.cuts.items():
         if name == TIED[0][1]:
             continue
@@ -134,7 +134,7 @@ def test_the_pieces_of_a_parameter_number_every_element_once():
         for shard in range(4):
             assert (
                 count_indices(cut.pieces(cut.held[shard], shapes[name].numel()))
-                == torch.Size(slice_shape(cut, shapes[name], shard)).numel()
+                == torch.Size(shard_slice_shape(cut, shapes[name], shard)).numel()
             )
 
 
@@ -151,9 +151,9 @@ PLANS = {
 def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, after):
     """What the set difference of holdings says has to move, and nothing else, makes the state of the other plan."""
     graph = tied_llama()
-    layouts = {shards: layout_of(graph, shards) for shards in (1, 2, 3, 4)}
+    layouts = {shards: compute_shard_layout(graph, shards) for shards in (1, 2, 3, 4)}
     everything = {shards: state_of(graph, layout) for shards, layout in layouts.items()}
-    outline = replace(outline_of(graph), cuts={shards: layout.cuts for shards, layout in layouts.items()})
+    outline = replace(outline_graph(graph), cuts={shards: layout.cuts for shards, layout in layouts.items()})
 
     def need(plan):
         return Ownership(plan, outline).held
@@ -183,7 +183,7 @@ def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, aft
 
 
 def styles_of(make, **kwargs):
-    return {name: str(style) for name, style in layout_of(graph_of(make, **kwargs), 2).styles.items()}
+    return {name: str(style) for name, style in compute_shard_layout(graph_of(make, **kwargs), 2).styles.items()}
 
 
 def test_defaults_of_the_example_gpt():
@@ -244,7 +244,7 @@ def test_what_is_no_whole_pattern_stays_whole():
 
 def test_the_first_pattern_that_matches_counts_and_the_rest_is_inferred():
     graph = graph_of(lambda: gpt.layers(depth=2))
-    layout = layout_of(
+    layout = compute_shard_layout(
         graph, 2, {"block1.*": "whole", "block*.up": "gathered", "*.down.weight": "whole", "head.logits": "gathered"}
     )
     found = {name: str(style) for name, style in layout.styles.items()}
@@ -255,7 +255,7 @@ def test_the_first_pattern_that_matches_counts_and_the_rest_is_inferred():
         "block0.up": "gathered",
         "head.logits": "gathered",
     }
-    assert layout_of(graph, 2, infer=False).styles == {}
+    assert compute_shard_layout(graph, 2, infer=False).styles == {}
 
 
 @pytest.mark.parametrize("text", ["column", "qkv:8", "qkv:8/2", "kv-heads:8/2", "column/2", "heads-row", "whole", "vocabulary"])
@@ -282,7 +282,7 @@ def test_a_style_is_written_as_it_is_read(text):
 )
 def test_bad_styles_are_one_clear_error(shards, styles, words, cure):
     with pytest.raises(PlanError, match=words) as error:
-        layout_of(graph_of(lambda: gpt.layers(depth=2)), shards, styles)
+        compute_shard_layout(graph_of(lambda: gpt.layers(depth=2)), shards, styles)
     assert cure in error.value.cure
 
 
@@ -292,9 +292,9 @@ def test_a_layer_with_a_forward_of_its_own_has_no_style():
             return super().forward(x) * 2
 
     with pytest.raises(PlanError, match="a Own with a forward of its own"):
-        layout_of(graph_of(lambda: [("a", Own(4, 4))]), 2, {"a": "column"})
+        compute_shard_layout(graph_of(lambda: [("a", Own(4, 4))]), 2, {"a": "column"})
     with pytest.raises(PlanError, match="max_norm"):
-        layout_of(graph_of(lambda: [("a", nn.Embedding(4, 4, scale_grad_by_freq=True))]), 2, {"a": "vocabulary"})
+        compute_shard_layout(graph_of(lambda: [("a", nn.Embedding(4, 4, scale_grad_by_freq=True))]), 2, {"a": "vocabulary"})
 
 
 @pytest.mark.parametrize("styles", [{"head.lm_head": "whole"}, {"model.*": "whole"}, {"head.lm_head": "row"}])
@@ -302,7 +302,7 @@ def test_a_tie_cut_by_unequal_styles_is_refused(styles):
     with pytest.raises(
         PlanError, match=r"the tie model\.embed_tokens\.weight = head\.lm_head\.weight is cut by unequal styles"
     ) as error:
-        layout_of(tied_llama(), 2, styles)
+        compute_shard_layout(tied_llama(), 2, styles)
     assert "same style" in error.value.cure
 
 
@@ -315,7 +315,7 @@ def test_a_guess_for_half_of_a_tie_is_dropped():
 
 def test_one_shard_changes_nothing():
     graph = graph_of(lambda: gpt.layers(depth=1))
-    layout = layout_of(graph, 1)
+    layout = compute_shard_layout(graph, 1)
     assert all(cut.held == (((0, cut.size),),) for cut in layout.cuts.values())
     (found,), _ = on_shards(
         1, lambda group: materialise_shard(graph, 0, 3, layout=layout, group=group, seed=1, dtype=torch.float32)
@@ -362,7 +362,7 @@ class Column(nn.Module):
 )
 def test_what_needs_other_shards_parts_is_refused_by_name(call, words):
     graph = graph_of(lambda: [("a", Column(call)), ("b", Linear(8, 8))])
-    layout = layout_of(graph, 2, {"a.up": "column"})
+    layout = compute_shard_layout(graph, 2, {"a.up": "column"})
     with pytest.raises(ModelError, match=words) as error:
         sharded(graph, layout, lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
     assert "plan.styles" in error.value.cure
@@ -382,7 +382,7 @@ def test_models_that_run_pass_the_check_by_shape(make, sequence):
         ran.append(output.shape)
         return models.next_token(output, target)
 
-    layout = layout_of(graph, 3)
+    layout = compute_shard_layout(graph, 3)
     assert check_by_shape(graph, layout, loss, {"x": x, "y": x}, "y", sequence=sequence)
     kinds = {tuple(count_indices(cut.held[t]) for cut in layout.cuts.values()) for t in range(3)}
     assert len(ran) in (len(kinds), len(kinds) + 1) and ran[0][:2] == (2, 7), "to the end, on every kind of shard and the first"
@@ -390,7 +390,7 @@ def test_models_that_run_pass_the_check_by_shape(make, sequence):
 
 def test_code_that_reads_numbers_is_left_to_the_first_step():
     graph = graph_of(lambda: [("a", Column(lambda h: h * h.local.sum().item()))])
-    layout = layout_of(graph, 2, {"a.up": "column"})
+    layout = compute_shard_layout(graph, 2, {"a.up": "column"})
     assert not check_by_shape(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y")
 
 
@@ -404,7 +404,7 @@ def test_a_part_of_the_sequence_does_not_meet_a_part_of_the_features():
             return self.down(self.up(x) + x.mean(-1, keepdim=True))
 
     graph = graph_of(lambda: [("a", Both())])
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
     sharded(graph, layout, lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
     with pytest.raises(ModelError, match=r"add of a value \[2, 3, 1\] .* cut along dim 1 .* meets one \[2, 3, 12\]") as error:
         sharded(graph, layout, lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1), sequence=True)
@@ -427,7 +427,7 @@ def test_layers_that_follow_each_other_must_cut_alike():
     ]:
         graph = graph_of(lambda: [("a", Wrong())])
         with pytest.raises(ModelError, match=words) as error:
-            sharded(graph, layout_of(graph, 2, styles), lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
+            sharded(graph, compute_shard_layout(graph, 2, styles), lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
         assert "style" in error.value.cure
 
 
@@ -438,7 +438,7 @@ def test_a_loss_that_cannot_work_on_a_part_of_the_vocabulary():
         (lambda o, t: F.cross_entropy(o, t, weight=torch.ones(8)), "class weights"),
     ]:
         graph = graph_of(lambda: [("a", Linear(6, 8))])
-        layout, x, y = layout_of(graph, 2, {"a": "vocabulary"}), numbers(4, 6), torch.zeros(4, dtype=torch.int64)
+        layout, x, y = compute_shard_layout(graph, 2, {"a": "vocabulary"}), numbers(4, 6), torch.zeros(4, dtype=torch.int64)
         with pytest.raises(ModelError, match=words) as error:
             sharded(graph, layout, loss, x, y)
         assert "gathered" in error.value.cure
@@ -477,7 +477,7 @@ def test_what_hides_gradients_of_a_part_is_refused():
     for call in (lambda h, down: down(Doubled.apply(h)), without):
         graph = graph_of(lambda call=call: [("a", Hiding(call))])
         with pytest.raises(ModelError, match="is used without gradients") as error:
-            sharded(graph, layout_of(graph, 2), lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
+            sharded(graph, compute_shard_layout(graph, 2), lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
         assert "detach()" in error.value.cure
     check(lambda: [("a", Hiding(detached))], lambda o, t: (o**2).sum(), numbers(2, 3, 6), numbers(1), 2)
 
@@ -509,7 +509,7 @@ APART = {
 @pytest.mark.parametrize("name", APART)
 def test_a_slice_that_is_read_apart_from_its_layer_is_refused(name):
     graph = graph_of(lambda: [("a", Pair(APART[name]))])
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
     assert layout.styles.keys() == {"a.up", "a.down"}
     with pytest.raises(ModelError, match=f"layer 'a' computes {name} with a.up.weight itself") as error:
         batch = {"x": numbers(2, 3, 6), "y": numbers(1)}
@@ -532,9 +532,9 @@ def test_a_layer_with_hooks_or_a_forward_of_its_own_is_not_cut():
 
     for make, name in ((hooked, "up"), (replaced, "down")):
         graph = graph_of(lambda make=make: [("a", make())])
-        assert not layout_of(graph, 2).styles
+        assert not compute_shard_layout(graph, 2).styles
         with pytest.raises(PlanError, match=f"does not fit a.{name}, a Linear with a forward of its own, hooks"):
-            layout_of(graph, 2, {f"a.{name}": "column"})
+            compute_shard_layout(graph, 2, {f"a.{name}": "column"})
 
 
 def test_what_asks_a_slice_for_its_dtype_or_place_is_not():
@@ -544,7 +544,7 @@ def test_what_asks_a_slice_for_its_dtype_or_place_is_not():
 
     graph = graph_of(lambda: [("a", Pair(asks))])
     batch = {"x": numbers(2, 3, 6), "y": numbers(1)}
-    assert check_by_shape(graph, layout_of(graph, 2), lambda o, t: o.sum(), batch, "y", dtype=torch.float64)
+    assert check_by_shape(graph, compute_shard_layout(graph, 2), lambda o, t: o.sum(), batch, "y", dtype=torch.float64)
 
 
 def test_a_layer_that_shares_a_slice_without_being_cut_is_refused():
@@ -559,8 +559,8 @@ def test_a_layer_that_shares_a_slice_without_being_cut_is_refused():
 
     graph, batch = graph_of(lambda: [("a", Model())]), dict.fromkeys("xy", torch.arange(6).view(2, 3))
     with pytest.raises(ModelError, match=r"layer 'a' computes linear with a\.token.weight itself"):
-        check_by_shape(graph, layout_of(graph, 2), gpt.loss, batch, "y")
-    both = layout_of(graph, 2, {"a.readout": "vocabulary"})
+        check_by_shape(graph, compute_shard_layout(graph, 2), gpt.loss, batch, "y")
+    both = compute_shard_layout(graph, 2, {"a.readout": "vocabulary"})
     assert check_by_shape(graph, both, gpt.loss, batch, "y")
 
 
@@ -568,7 +568,7 @@ def test_a_layer_that_shares_a_slice_without_being_cut_is_refused():
 def test_a_parameter_that_meets_parts_and_whole_values_is_refused(sequence):
     def checked(call):
         graph, batch = graph_of(lambda: [("a", Pair(call))]), {"x": numbers(2, 3, 6), "y": numbers(1)}
-        layout, dtype = layout_of(graph, 2), torch.float64
+        layout, dtype = compute_shard_layout(graph, 2), torch.float64
         return check_by_shape(graph, layout, lambda o, t: o.sum(), batch, "y", sequence=sequence, dtype=dtype)
 
     with pytest.raises(ModelError, match=r"a\.scale meets whole values and values of which every shard has a part"):
@@ -580,15 +580,17 @@ def test_a_parameter_that_meets_parts_and_whole_values_is_refused(sequence):
 def test_ids_outside_the_vocabulary_are_found():
     graph = graph_of(lambda: [("e", Embedding(5, 4))])
     with pytest.raises(IndexError, match=r"ids 0 to 5, not all in \[0, 5\)"):
-        sharded(graph, layout_of(graph, 2, {"e": "vocabulary"}), lambda o, t: o.sum(), torch.tensor([[0, 5]]), numbers(1))
+        sharded(
+            graph, compute_shard_layout(graph, 2, {"e": "vocabulary"}), lambda o, t: o.sum(), torch.tensor([[0, 5]]), numbers(1)
+        )
     graph = graph_of(lambda: [("a", Linear(6, 8))])
     with pytest.raises(IndexError, match="Target 8 is out of bounds"):
-        sharded(graph, layout_of(graph, 2, {"a": "vocabulary"}), F.cross_entropy, numbers(1, 6), torch.tensor([8]))
+        sharded(graph, compute_shard_layout(graph, 2, {"a": "vocabulary"}), F.cross_entropy, numbers(1, 6), torch.tensor([8]))
 
 
 def test_sequence_parallelism_without_a_sequence_is_refused():
     graph = graph_of(lambda: [("a", nn.Sequential(Linear(6, 8), Linear(8, 6)))])
-    layout = layout_of(graph, 2, {"a.0": "column", "a.1": "row"})
+    layout = compute_shard_layout(graph, 2, {"a.0": "column", "a.1": "row"})
     with pytest.raises(ModelError, match=r"a\.1 sees a value of 2 dims"):
         sharded(graph, layout, lambda o, t: o.sum(), numbers(4, 6), numbers(1), sequence=True)
 
@@ -661,7 +663,7 @@ VIEWS = [
 def test_an_operation_on_a_part_is_the_part_of_the_operation(call, spans):
     """Or refused, where the part is no block of the result."""
     full = numbers(2, 3, 12)
-    part = Sharded(select_ranges(full, 2, spans), PartLayout(2, 12, spans, "features"), ShardGroup(Fake([]), (0, 1)))
+    part = ShardedValue(select_ranges(full, 2, spans), LocalPartLayout(2, 12, spans, "features"), ShardGroup(Fake([]), (0, 1)))
     try:
         found = call(part)
     except ModelError:
@@ -692,11 +694,11 @@ class Products(TorchDispatchMode):
 def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequence):
     log = []
     group = ShardGroup(Fake(log), (0, 1), sequence=sequence)
-    held = even_range(8, 2)[0]
+    held = even_ranges_by_shard(8, 2)[0]
 
     def value():
         x = numbers(2, 3, 6).requires_grad_()
-        return Sharded(x, PartLayout(1, 6, ((0, 3),), "sequence"), group) if sequence else x
+        return ShardedValue(x, LocalPartLayout(1, 6, ((0, 3),), "sequence"), group) if sequence else x
 
     alone = ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), "alone", group, held)
     three = [ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), name, group, held, shares_input=True) for name in "qkv"]
@@ -709,14 +711,14 @@ def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequenc
 
 
 def test_a_wrong_number_of_heads_is_told_with_the_right_one():
-    part = Sharded(numbers(4, 32, 42), PartLayout(2, 84, ((0, 42),), "features"), ShardGroup(Fake([]), (0, 1)))
+    part = ShardedValue(numbers(4, 32, 42), LocalPartLayout(2, 84, ((0, 42),), "features"), ShardGroup(Fake([]), (0, 1)))
     with pytest.raises(ModelError, match=r"needs runs of 12: if these are 7 heads, .*heads:7"):
         part.reshaped((4, 32, 7, 12))
     assert part.reshaped((4, 32, 6, 14)).local.shape == (4, 32, 3, 14)
 
 
 def test_a_graph_of_several_layers_that_read_one_value_may_be_gone_back_twice():
-    group, held = ShardGroup(Fake([]), (0, 1)), even_range(8, 2)[0]
+    group, held = ShardGroup(Fake([]), (0, 1)), even_ranges_by_shard(8, 2)[0]
     three = [ColumnLinear(nn.Linear(6, 4, dtype=torch.float64), name, group, held, shares_input=True) for name in "qkv"]
     x = numbers(2, 3, 6).requires_grad_()
     out = sum(layer(x).local for layer in three).square().sum()
@@ -732,7 +734,7 @@ def test_a_graph_of_several_layers_that_read_one_value_may_be_gone_back_twice():
 def test_activations_are_freed_without_pythons_collector(sequence):
     graph = graph_of(lambda: [("b", models.LlamaBlock(12, 4, 2, "gqa", True, False))])
     group = ShardGroup(Fake([]), (0, 1), sequence=sequence)
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
     block = materialise_shard(graph, 0, 1, layout=layout, group=group, seed=1, dtype=torch.float64)["b"]
     seen = []
     block.self_attn.q_proj.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output.local)))
@@ -757,7 +759,7 @@ def test_activations_are_freed_without_pythons_collector(sequence):
 def test_weight_gradients_may_be_put_off(sequence):
     """As zero-bubble schedules do; the numbers are those of a whole backward pass."""
     graph = graph_of(lambda: models.llama())
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
     x = torch.arange(12).view(2, 6)
 
     def work(group):
@@ -794,8 +796,8 @@ def test_the_whole_model_still_trains_in_one_process_beside_it():
     graph = graph_of(models.dropped)
     x = torch.arange(14).view(2, 7)
     first = whole(graph, models.next_token, x, x)
-    layout_of(graph, 3)
-    sharded(graph, layout_of(graph, 2), models.next_token, x, x)
+    compute_shard_layout(graph, 3)
+    sharded(graph, compute_shard_layout(graph, 2), models.next_token, x, x)
     again = whole(graph, models.next_token, x, x)
     assert all(torch.equal(first.gradients[name], again.gradients[name]) for name in first.gradients)
-    assert isinstance(layout_of(graph, 2).cuts["h0.c_attn.weight"], Cut)
+    assert isinstance(compute_shard_layout(graph, 2).cuts["h0.c_attn.weight"], TensorCut)

@@ -14,8 +14,8 @@ from raypar.errors import ConfigError, InputError, ModelError, PlanError
 from raypar.launch.chosen_plan import choose_plan
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
-from raypar.worker.optimizer import check_elementwise
 from raypar.worker.preflight import preflight
+from raypar.worker.step.optimizer import check_optimizer_is_elementwise
 
 ARGS = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 5, "context": 8}
 
@@ -148,7 +148,9 @@ def test_good_shards_pass(shards, sequence):
     "name", ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax"]
 )
 def test_optimizers_that_take_each_element_by_itself_may_have_slices(name):
-    check_elementwise(OptimizerSpec(Ref(getattr(torch.optim, name), {"lr": 0.1}), groups=(("none*", {"lr": 1.0}),)))
+    check_optimizer_is_elementwise(
+        OptimizerSpec(Ref(getattr(torch.optim, name), {"lr": 0.1}), groups=(("none*", {"lr": 1.0}),))
+    )
 
 
 class Factored(torch.optim.Optimizer):
@@ -171,7 +173,7 @@ class Factored(torch.optim.Optimizer):
 def test_an_optimizer_that_takes_some_elements_together_is_found(groups):
     spec = OptimizerSpec(Ref(Factored, {"least": 10_000 if groups else 128}), groups=groups)
     with pytest.raises(ConfigError, match="trains half of a parameter otherwise"):
-        check_elementwise(spec)
+        check_optimizer_is_elementwise(spec)
 
 
 def test_a_profile_knows_what_shards_hold_and_that_they_talk():
@@ -180,10 +182,10 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
     plans = [ParallelPlan.mesh(tp=shards, layers=4) for shards in (1, 2, 4)]
     planned = [choose_plan(spec, checked, lambda layers, plan=plan: plan, "1f1b", 1) for plan in plans]
     from raypar.planner.memory_sheet import memory_sheet
-    from raypar.worker.local_run import LocalJob
+    from raypar.worker.run_in_one_process import OneProcessRun
 
     for plan, made in zip(plans[1:], planned[1:], strict=True):
-        with LocalJob(spec, plan, "1f1b") as local:
+        with OneProcessRun(spec, plan, "1f1b") as local:
             held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
         assert memory_sheet(made.profile, plan, "1f1b", spec.cut, 0).parameters == max(held)
         assert made.predicted.makespan_ms > 0 and len(made.orders) == plan.world
@@ -205,10 +207,10 @@ def test_a_job_file_with_shards_makes_the_plan_and_the_job():
 
 def test_a_profile_counts_a_tie_in_every_layer_that_has_it():
     """Its layers may be stages of their own."""
-    from raypar.worker.local_run import LocalJob
-    from raypar.worker.profiler import held_bytes
+    from raypar.worker.measure_profile import parameter_bytes_per_shard
+    from raypar.worker.run_in_one_process import OneProcessRun
 
     spec, plan = spec_of(Ref(Tied)), ParallelPlan.mesh(pp=4, tp=2, layers=4)
-    with LocalJob(spec, plan, "1f1b") as local:
+    with OneProcessRun(spec, plan, "1f1b") as local:
         held = [sum(p.nbytes for p in core.stages[rank // 2].parameters.values()) for rank, core in enumerate(local.cores)]
-        assert held_bytes(spec, local.graph, 2) == tuple(map(max, held[::2], held[1::2]))
+        assert parameter_bytes_per_shard(spec, local.graph, 2) == tuple(map(max, held[::2], held[1::2]))

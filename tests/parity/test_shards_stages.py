@@ -12,16 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from examples import gpt
-from raypar.comm import blocking_routines
+from raypar.comm import blocking_code_as_routine
 from raypar.comm.local_transport import LocalMesh
-from raypar.comm.tcp.mesh import TcpMesh
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.errors import GroupAborted, ModelError
-from raypar.model.build import canonical_names
 from raypar.model.graph import Graph, Layer
+from raypar.model.layer_skeletons import canonical_names
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss, slice_of
+from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.layout import layout_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 X = torch.arange(14).view(2, 7) % 23
@@ -58,7 +58,7 @@ def two_stages(graph, layout, cut, loss, *, sequence):
         }
         partial = set().union(*(partial_names(m, g, canonical) for m, g in zip(stages, groups, strict=True)))
         for wait in sum_partial_gradients(gradients, partial=partial, cuts=layout.cuts, group=group):
-            blocking_routines.wait_for(wait.handle, wait.what)
+            blocking_code_as_routine.wait_for(wait.handle, wait.what)
         return total.detach(), sent.detach(), received.grad, gradients
 
     return on_shards(layout.shards, work)[0]
@@ -69,14 +69,14 @@ def two_stages(graph, layout, cut, loss, *, sequence):
 @pytest.mark.parametrize("shards", [2, 3])
 def test_values_and_gradients_between_stages_are_whole_on_every_shard(shards, cut, sequence):
     graph = graph_of(models.dropped)
-    layout = layout_of(graph, shards)
+    layout = compute_shard_layout(graph, shards)
     found = two_stages(graph, layout, cut, models.next_token, sequence=sequence)
     want = whole(graph, models.next_token, X, X)
     for shard, (loss, sent, back, gradients) in enumerate(found):
         assert sent.shape == (2, 7, 20) and torch.equal(sent, found[0][1]) and torch.equal(back, found[0][2])
         assert error(loss, want.loss) < 1e-12
         for name, gradient in want.gradients.items():
-            assert error(gradients[name], slice_of(layout, name, gradient, shard)) < 1e-12, name
+            assert error(gradients[name], shard_slice_of(layout, name, gradient, shard)) < 1e-12, name
 
 
 class Skip(nn.Module):
@@ -115,7 +115,7 @@ def test_values_that_skip_layers_and_layers_of_several_outputs(sequence):
         return (output**2).sum()
 
     want = run(materialise(graph, 0, 3, seed=1, dtype=torch.float64), loss, value())
-    layout = layout_of(graph, 3)
+    layout = compute_shard_layout(graph, 3)
 
     def work(group):
         modules = materialise_shard(graph, 0, 3, layout=layout, group=group, seed=1, dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_layers_that_recompute_run_their_collectives_again(reentrant, sequence):
 def test_a_reentrant_checkpoint_of_a_part_of_the_sequence_is_refused():
     graph = graph_of(recomputing(True))
     with pytest.raises(ModelError, match="is used without gradients") as caught:
-        sharded(graph, layout_of(graph, 2), models.next_token, X, X, sequence=True)
+        sharded(graph, compute_shard_layout(graph, 2), models.next_token, X, X, sequence=True)
     assert "use_reentrant=False" in caught.value.cure
 
 
@@ -164,9 +164,9 @@ def test_a_reentrant_checkpoint_of_a_part_of_the_sequence_is_refused():
 def test_sockets_give_the_bits_of_the_local_transport(sequence):
     """Every shard in a thread that blocks, as in a worker's process."""
     graph = graph_of(lambda: models.llama())
-    layout = layout_of(graph, 3)
+    layout = compute_shard_layout(graph, 3)
     want, _ = sharded(graph, layout, models.next_token, X[:, :6], X[:, :6], sequence=sequence)
-    meshes = [TcpMesh.listen(credential=CREDENTIAL) for _ in range(3)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL) for _ in range(3)]
     addresses = [mesh.address for mesh in meshes]
     ends: list[Any] = [None] * 3
     stages: list[Any] = [None] * 3
@@ -217,7 +217,7 @@ def test_an_abort_frees_a_shard_that_waits_inside_a_layer(sequence, when):
     graph = graph_of(lambda: models.llama())
     mesh = LocalMesh(2)
     groups = [ShardGroup(t, range(2), sequence=sequence, timeout_s=60.0) for t in mesh.transports]
-    layout = layout_of(graph, 2)
+    layout = compute_shard_layout(graph, 2)
     stages = [materialise_shard(graph, 0, 4, layout=layout, group=g, seed=SEED, dtype=torch.float64) for g in groups]
     caught: list[Any] = []
 

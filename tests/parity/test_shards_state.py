@@ -8,25 +8,27 @@ import torch
 from helpers import same_shards
 from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, steps_of
 
-from raypar.model.build import parameter_shapes
-from raypar.model.tensor_parallel.build import slice_of
+from raypar.model.layer_skeletons import parameter_shapes
+from raypar.model.tensor_parallel.build import shard_slice_of
 from raypar.plan import ParallelPlan
-from raypar.worker import checkpoint
-from raypar.worker.checkpoint import PARAMETER
-from raypar.worker.local_run import LocalJob
-from raypar.worker.numerics import weights_hash
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.run_in_one_process import OneProcessRun
 
 BEFORE, AFTER = 2, 4
 """Steps."""
 
 
-def save(local: LocalJob, root: Path, done: int) -> Path:
+def save(local: OneProcessRun, root: Path, done: int) -> Path:
     """What the driver does: all workers write, one commits."""
-    folder = checkpoint.create_checkpoint(root, done)
+    folder = checkpoint_files.create_checkpoint(root, done)
     for core in local.cores:
         core.save(folder)
     records = [core.save_result() for core in local.cores]
-    return checkpoint.commit_checkpoint(folder, records, steps_done=done, contract=checkpoint.contract_of(local.spec))
+    return checkpoint_files.commit_checkpoint(
+        folder, records, steps_done=done, contract=checkpoint_files.contract_of_job(local.spec)
+    )
 
 
 def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
@@ -35,7 +37,7 @@ def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
 
 def trained(spec, plan, steps: range, root: Path, resume: Path | None = None, *, model: str = "gpt") -> Path:
     """The checkpoint after these steps."""
-    with LocalJob(spec, plan, "1f1b", graph=graph(model)) as local:
+    with OneProcessRun(spec, plan, "1f1b", graph=graph(model)) as local:
         for core in local.cores if resume is not None else ():
             core.load(resume)
         for step in steps:
@@ -55,13 +57,13 @@ def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_
     """replicas x stages x shards"""
     job = Cell("gpt", "1f1b", (1,), (1,), 5, sequence).job
     path = trained(job, mesh("gpt", *before), range(BEFORE), tmp_path)
-    checkpoint.check_model(checkpoint.verify_checkpoint(path), parameter_shapes(graph("gpt")))
+    checkpoint_files.check_checkpoint_fits_model(checkpoint_files.verify_checkpoint(path), parameter_shapes(graph("gpt")))
     last = trained(job, mesh("gpt", *after), range(BEFORE, AFTER), tmp_path, path)
 
     like, (first, second) = initial(job), (before[2], after[2])
     made = steps_of(job, range(BEFORE), first, same_shards.gpt_slices(like, HEADS, first))
     whole = same_shards.gpt_whole(made.slices, like, HEADS)
-    assert checkpoint.checkpoint_weights_hash(path) == weights_hash(whole)
+    assert checkpoint_files.checkpoint_weights_hash(path) == weights_hash(whole)
     kinds = {
         kind: same_shards.gpt_slices(
             same_shards.gpt_whole([{n: s[kind] for n, s in mine.items()} for mine in made.state], like, HEADS), HEADS, second
@@ -73,7 +75,7 @@ def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_
         for i in range(second)
     ]
     end = steps_of(job, range(BEFORE, AFTER), second, same_shards.gpt_slices(whole, HEADS, second), state)
-    assert checkpoint.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
+    assert checkpoint_files.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -83,23 +85,23 @@ def test_every_plan_of_as_many_shards_writes_the_same_weights(shards, tmp_path):
     for number, (replicas, stages) in enumerate([(1, 1), (2, 1), (1, 2), (2, 2)]):
         if replicas * stages * shards <= 8:
             path = trained(job, mesh("llama", replicas, stages, shards), range(2), tmp_path / str(number), model="llama")
-            hashes.add(checkpoint.checkpoint_weights_hash(path))
+            hashes.add(checkpoint_files.checkpoint_weights_hash(path))
     assert len(hashes) == 1
 
 
 def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_path):
     """Two key heads on four shards; tied ends; what all hold is written by one of them, in turn."""
     job = Cell("llama", "1f1b", (1,), (1,), 4).job
-    with LocalJob(job, mesh("llama", 2, 1, 4), "1f1b", graph=graph("llama")) as local:
+    with OneProcessRun(job, mesh("llama", 2, 1, 4), "1f1b", graph=graph("llama")) as local:
         local.step(0)
         path = save(local, tmp_path, 1)
-        found = checkpoint.read_tensors(path)
+        found = checkpoint_files.read_checkpoint_state(path)
         for (name, shards, shard), parameter, state in held(local):
             layout = layout_for("llama", shards)
             for kind, value in {PARAMETER: parameter.detach(), **state}.items():
                 whole = found[name][kind]
-                assert torch.equal(slice_of(layout, name, whole, shard) if value.dim() else whole, value), (name, kind)
-    manifest = checkpoint.verify_checkpoint(path)
+                assert torch.equal(shard_slice_of(layout, name, whole, shard) if value.dim() else whole, value), (name, kind)
+    manifest = checkpoint_files.verify_checkpoint(path)
     sizes = {name: shape.numel() for name, shape in parameter_shapes(graph("llama")).items()}
     written = dict.fromkeys(sizes, 0)
     files = set()
@@ -116,19 +118,21 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
     """Styles and sequence parallelism are parts of the plan: state is by name and slice. What changes is told."""
     job = Cell("gpt", "1f1b", (1,), (1,), 4).job
     path = trained(job, mesh("gpt", 1, 1, 2), range(1), tmp_path / "first")
-    manifest = checkpoint.load_manifest(path)
+    manifest = checkpoint_files.load_manifest(path)
     assert not {"styles", "sequence_parallel"} & manifest.contract.keys()
     others = {
         "plan.styles": replace(job, styles=(("*.up", "whole"), ("*.down", "whole"))),
         "plan.sequence_parallel": replace(job, sequence_parallel=True),
     }
-    assert not checkpoint.changes_of_shards(manifest, job)
+    assert not checkpoint_files.list_changed_shard_settings(manifest, job)
     for number, (name, other) in enumerate(others.items()):
-        checkpoint.check_contract(manifest, other)
-        assert checkpoint.changes_of_shards(manifest, other) == [name]
-        assert checkpoint.changes_of_shards(replace(manifest, contract=checkpoint.contract_of(other)), job) == [name]
-        found = checkpoint.read_tensors(path)
-        with LocalJob(other, mesh("gpt", 1, 1, 3), "1f1b", graph=graph("gpt")) as local:
+        checkpoint_files.check_contract(manifest, other)
+        assert checkpoint_files.list_changed_shard_settings(manifest, other) == [name]
+        assert checkpoint_files.list_changed_shard_settings(
+            replace(manifest, contract=checkpoint_files.contract_of_job(other)), job
+        ) == [name]
+        found = checkpoint_files.read_checkpoint_state(path)
+        with OneProcessRun(other, mesh("gpt", 1, 1, 3), "1f1b", graph=graph("gpt")) as local:
             for core in local.cores:
                 core.load(path)
             layout = local.cores[0].layout(3)
@@ -136,7 +140,7 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
             for (parameter, _, shard), value, state in held(local):
                 for kind, own in {PARAMETER: value.detach(), **state}.items():
                     whole = found[parameter][kind]
-                    assert torch.equal(slice_of(layout, parameter, whole, shard) if own.dim() else whole, own)
+                    assert torch.equal(shard_slice_of(layout, parameter, whole, shard) if own.dim() else whole, own)
             local.step(1)
             save(local, tmp_path / str(number), 2)
 
@@ -148,4 +152,4 @@ def test_sequence_parallelism_that_begins_in_the_middle_has_the_bits_of_a_refere
     like = initial(before)
     made = steps_of(before, range(BEFORE), 2, same_shards.gpt_slices(like, HEADS, 2))
     end = steps_of(after, range(BEFORE, AFTER), 2, made.slices, made.state)
-    assert checkpoint.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))
+    assert checkpoint_files.checkpoint_weights_hash(last) == weights_hash(same_shards.gpt_whole(end.slices, like, HEADS))

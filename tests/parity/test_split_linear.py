@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from raypar.errors import ModelError
 from raypar.model.graph import Graph
-from raypar.model.split_linear import Stash, split_linears
+from raypar.model.split_linear_backward import Stash, defer_weight_gradients
 from raypar.plan import ParallelPlan
-from raypar.schedule.schedule_csv import read_csv
+from raypar.schedule.schedule_csv import parse_schedule_csv
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 S = ugly_models.SEQ
 LEADING = [(), (1,), (7,), (64,), (1, 1), (4, 17), (8, 128), (2, 1, 3, 4)]
@@ -60,7 +60,7 @@ def test_output_and_all_gradients_are_those_of_autograd(inputs, gradients, dtype
         linear.zero_grad()
 
         stash: Stash = []
-        assert split_linears(linear, lambda stash=stash: stash) == [linear]
+        assert defer_weight_gradients(linear, lambda stash=stash: stash) == [linear]
         split = x.detach().requires_grad_()
         got = linear(split)
         got.backward(gradient)
@@ -84,7 +84,7 @@ def test_an_undefined_gradient_puts_nothing_off():
 
     stash: Stash = []
     linear = nn.Linear(3, 3)
-    split_linears(linear, lambda: stash)
+    defer_weight_gradients(linear, lambda: stash)
     x = torch.ones(2, 3, requires_grad=True)
     Ends.apply(linear(x)).sum().backward()
     assert not stash and x.grad is None
@@ -101,7 +101,7 @@ def test_only_plain_trainable_linears_are_split():
     plain = nn.Linear(2, 2)
     computed = weight_norm(nn.Linear(2, 2))
     layer = nn.Sequential(plain, Own(2, 2), frozen, shared, twin, computed)
-    assert split_linears(layer, list) == [plain]
+    assert defer_weight_gradients(layer, list) == [plain]
 
 
 class Recomputed(nn.Module):
@@ -168,7 +168,7 @@ def job_of(middle: type[nn.Module]) -> tuple[Graph, JobSpec]:
 def test_zero_bubble_has_the_bits_of_one_process(middle, stages):
     graph, job = job_of(middle)
     want = train(graph, job)
-    with LocalJob(job, ParallelPlan.of((1,) * stages, layers=4), "zb-h1", graph=graph) as run:
+    with OneProcessRun(job, ParallelPlan.of((1,) * stages, layers=4), "zb-h1", graph=graph) as run:
         for step in range(job.steps):
             run.step(step)
             found = run.gradients()
@@ -181,7 +181,7 @@ def test_a_schedule_may_mix_whole_and_split_backwards(blocks):
     job = replace(job, virtual_replicas=blocks)
     want = train(graph, job)
     text = "0F0,0F1,0I0,0W0,0B1,0F2,0I2,0F3,0B3,0W2,0F4,0B4,0F5,0I5,0W5,0F6,0B6"
-    with LocalJob(job, ParallelPlan.of((1,), layers=4), read_csv(text), graph=graph) as run:
+    with OneProcessRun(job, ParallelPlan.of((1,), layers=4), parse_schedule_csv(text), graph=graph) as run:
         for step in range(job.steps):
             run.step(step)
             found = run.gradients()
@@ -204,7 +204,7 @@ def test_parameters_that_are_used_as_one_have_the_bits_of_one_process(blocks):
     graph, job = job_of(Fused)
     job = replace(job, virtual_replicas=blocks)
     want = train(graph, job)
-    with LocalJob(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
+    with OneProcessRun(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
         for step in range(job.steps):
             run.step(step)
             found = run.gradients()
@@ -221,7 +221,7 @@ def test_two_reentrant_checkpoints_of_one_layer_have_the_bits_of_one_process(blo
     graph, job = job_of(RecomputedTwice)
     job = replace(job, virtual_replicas=blocks)
     want = train(graph, job)
-    with LocalJob(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
+    with OneProcessRun(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run:
         for step in range(job.steps):
             run.step(step)
             found = run.gradients()
@@ -234,7 +234,7 @@ def test_two_reentrant_checkpoints_of_one_layer_have_the_bits_of_one_process(blo
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_replica_whose_blocks_are_all_empty_takes_part_in_every_step(microbatches, blocks, replicas, schedule):
     job = ugly_models.job("plain", microbatches=microbatches, steps=2, virtual_replicas=blocks)
-    with LocalJob(job, ParallelPlan.of(replicas, layers=8), schedule) as run:
+    with OneProcessRun(job, ParallelPlan.of(replicas, layers=8), schedule) as run:
         want = train(run.graph, job)
         for step in range(job.steps):
             run.step(step)
@@ -257,7 +257,7 @@ def test_a_gradient_in_several_parts_where_one_was_relied_on_is_an_error_not_oth
     graph, job = job_of(NowAndThen)
     job = replace(job, virtual_replicas=7)
     with (
-        LocalJob(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run,
+        OneProcessRun(job, ParallelPlan.of((1,), layers=4), "1f1b", graph=graph) as run,
         pytest.raises(ModelError, match="several parts"),
     ):
         run.step(0)
@@ -293,15 +293,15 @@ class Late(nn.Module):
 def test_a_gradient_that_comes_after_a_parameter_was_reported_is_an_error_not_lost():
     graph, job = job_of(Late)
     plan = ParallelPlan.of((1,), layers=4)
-    with LocalJob(job, plan, "1f1b", graph=graph) as run, pytest.raises(ModelError, match="use_reentrant=False"):
+    with OneProcessRun(job, plan, "1f1b", graph=graph) as run, pytest.raises(ModelError, match="use_reentrant=False"):
         run.step(0)
 
 
 def test_a_weight_used_by_its_linear_and_apart_from_it_is_refused_not_miscounted():
     graph, job = job_of(Apart)
     plan = ParallelPlan.of((1, 1), layers=4)
-    with LocalJob(job, plan, "zb-h1", graph=graph) as run, pytest.raises(ModelError, match="apart from it"):
+    with OneProcessRun(job, plan, "zb-h1", graph=graph) as run, pytest.raises(ModelError, match="apart from it"):
         run.step(0)
     want = train(graph, job)
-    with LocalJob(job, plan, "1f1b", graph=graph) as run:
+    with OneProcessRun(job, plan, "1f1b", graph=graph) as run:
         assert run.step(0)[0].norm == want.norms[0]

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
-from raypar.plan import ParallelPlan, Routing
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.addition_tree import TreeNode, covering_nodes, fold_tree
-from raypar.worker.gradient_accumulator import Row
 from raypar.worker.job_spec import JobSpec, Ref, ValidationSpec
-from raypar.worker.local_run import LocalJob
-from raypar.worker.stage import Stage, gradient_counts
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage.gradient_accumulator import Row
+from raypar.worker.stage.stage import Stage, count_returned_gradients
 from raypar.worker.stage_builder import build_stage
 
 S = ugly_models.SEQ
@@ -65,7 +65,7 @@ def chain(*builds) -> Graph:
 
 def stages(graph: Graph, job: JobSpec, *cuts: int, replicas: int = 1, replica: int = 0, split: bool = False) -> list[Stage]:
     plan = ParallelPlan.of((replicas,) * (len(cuts) + 1), layers=len(graph.layers), cuts=cuts)
-    routing = Routing(plan, job.cut)
+    routing = MicrobatchRouting(plan, job.cut)
     made = [
         build_stage(graph, plan, i, spec=job, routing=routing, replica=replica, loss_fn=job.loss.partial(), split=split)
         for i in range(len(cuts) + 1)
@@ -91,7 +91,7 @@ def backward(parts: list[Stage], microbatch: int, *, split: bool = False) -> Non
     for part in reversed(parts):
         run = part.backward_input if split else part.backward
         for value, gradients in run(microbatch, pending).items():
-            assert len(gradients) == gradient_counts(part.graph, part.routing.plan, value, part.index)
+            assert len(gradients) == count_returned_gradients(part.graph, part.routing.plan, value, part.index)
             pending.setdefault(value, []).extend(gradients)
 
 
@@ -149,7 +149,7 @@ def test_only_the_stage_with_the_last_consumer_folds():
     graph = wide()
     for cuts, counts in [((1,), {1: 1}), ((3,), {1: 1}), ((1, 3), {1: 2, 2: 1}), ((1, 2, 3), {1: 1, 2: 1, 3: 1})]:
         plan = ParallelPlan.of((1,) * (len(cuts) + 1), layers=5, cuts=cuts)
-        assert {s: gradient_counts(graph, plan, "a", s) for s in counts} == counts
+        assert {s: count_returned_gradients(graph, plan, "a", s) for s in counts} == counts
 
 
 class Ends(torch.autograd.Function):
@@ -192,7 +192,7 @@ def test_undefined_and_complex_gradients_have_the_bits_of_one_process_in_every_c
     spec = ugly_models.job("plain", microbatches=5, steps=2, virtual_replicas=2)
     want = train(graph, spec)
     for count in range(1, len(graph.layers) + 1):
-        with LocalJob(spec, ParallelPlan.of((1,) * count, layers=len(graph.layers)), schedule, graph=graph) as run:
+        with OneProcessRun(spec, ParallelPlan.of((1,) * count, layers=len(graph.layers)), schedule, graph=graph) as run:
             for step in range(spec.steps):
                 run.step(step)
                 found = run.gradients()
@@ -341,7 +341,7 @@ def test_what_a_constructor_put_into_evaluation_mode_stays_in_it_after_validatio
 
     spec = replace(job(2, 2), steps=3, validation=ValidationSpec(ugly_models.job("plain").data, every=1, samples=4))
     graph = chain(half)
-    with LocalJob(spec, ParallelPlan.of((1,), layers=2), "1f1b", graph=graph) as run:
+    with OneProcessRun(spec, ParallelPlan.of((1,), layers=2), "1f1b", graph=graph) as run:
         reports = [(run.step(step)[0].loss, run.validate(step))[0] for step in range(3)]
         part = run.cores[0].stages[0]
         assert [m.training for m in part.modules["l0"].modules()] == [False] * 3

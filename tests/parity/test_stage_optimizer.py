@@ -9,8 +9,14 @@ from torch import nn
 
 from raypar.errors import ConfigError
 from raypar.worker.job_spec import OptimizerSpec, Ref
-from raypar.worker.numerics import norm_and_factor, parameter_squares, weights_hash
-from raypar.worker.optimizer import build_optimizer, check_groups, load_optimizer_state, optimizer_state, set_learning_rate
+from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients, weights_hash
+from raypar.worker.step.optimizer import (
+    build_optimizer,
+    check_optimizer_groups,
+    load_optimizer_state,
+    optimizer_state,
+    set_learning_rate,
+)
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -80,9 +86,9 @@ def test_what_is_no_optimizer_or_misspelt_is_refused(wrong, words):
 
 
 def test_a_pattern_that_matches_no_parameter_of_the_model_is_refused():
-    check_groups(spec(groups=(("*norm*", {}),)), parameters())
+    check_optimizer_groups(spec(groups=(("*norm*", {}),)), parameters())
     with pytest.raises(ConfigError, match=r"'\*nrom\*' matches none of the 4 parameters"):
-        check_groups(spec(groups=(("*nrom*", {}),)), parameters())
+        check_optimizer_groups(spec(groups=(("*nrom*", {}),)), parameters())
 
 
 @pytest.mark.parametrize("size", [0, 1, 32768, 32769, 100_000])
@@ -93,15 +99,17 @@ def test_squares_are_summed_over_pieces_of_32768_in_float64(size):
     for start in range(0, size, 32768):
         piece = gradient[start : start + 32768]
         want += torch.dot(piece, piece).item()
-    assert parameter_squares([gradient.view(-1, 1), torch.ones(2)]) == [want, 2.0]
+    assert sum_squared_gradients([gradient.view(-1, 1), torch.ones(2)]) == [want, 2.0]
 
 
 def test_the_factor_clips_and_counts_in_one_multiplication():
-    assert norm_and_factor([9.0, 16.0], 2.0, None) == (2.5, 0.5)
-    assert norm_and_factor([9.0, 16.0], 2.0, 1.0) == (2.5, 1.0 / (2.5 + 1e-6) / 2.0)
-    assert norm_and_factor([9.0, 16.0], 2.0, 5.0) == (2.5, 0.5)
-    assert norm_and_factor([math.inf], 1.0, 1.0) == (math.inf, 0.0)
-    assert math.isnan(norm_and_factor([math.nan], 1.0, 1.0)[0]) and math.isnan(norm_and_factor([1.0], 0.0, 1.0)[0])
+    assert gradient_norm_and_factor([9.0, 16.0], 2.0, None) == (2.5, 0.5)
+    assert gradient_norm_and_factor([9.0, 16.0], 2.0, 1.0) == (2.5, 1.0 / (2.5 + 1e-6) / 2.0)
+    assert gradient_norm_and_factor([9.0, 16.0], 2.0, 5.0) == (2.5, 0.5)
+    assert gradient_norm_and_factor([math.inf], 1.0, 1.0) == (math.inf, 0.0)
+    assert math.isnan(gradient_norm_and_factor([math.nan], 1.0, 1.0)[0]) and math.isnan(
+        gradient_norm_and_factor([1.0], 0.0, 1.0)[0]
+    )
 
 
 def test_the_hash_is_over_names_and_bytes_in_the_order_of_names():

@@ -6,8 +6,8 @@ import torch
 from examples import plain_gpt
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
-from raypar.worker.local_run import LocalJob
-from raypar.worker.numerics import weights_hash
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.run_in_one_process import OneProcessRun
 
 SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16}
 
@@ -45,7 +45,7 @@ def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks):
         clip_norm=1.0,
     )
     plain = weights_hash(dict(plain_gpt.train(job).named_parameters()))
-    with LocalJob(spec, ParallelPlan.of((2, 2), layers=4), "1f1b") as run:
+    with OneProcessRun(spec, ParallelPlan.of((2, 2), layers=4), "1f1b") as run:
         for step in range(3):
             run.step(step)
         assert weights_hash({name: copies[0] for name, copies in run.parameters().items()}) == plain

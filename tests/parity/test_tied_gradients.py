@@ -9,11 +9,11 @@ from helpers.shard_grid import SEQ, STEPS, VOCAB, WIDTH, Cell, layout_for
 from torch import nn
 
 from examples import gpt
-from raypar.model.tensor_parallel.build import slice_of
+from raypar.model.tensor_parallel.build import shard_slice_of
 from raypar.plan import ParallelPlan
-from raypar.worker.assignment import make_graph
 from raypar.worker.job_spec import Ref
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
 
 
 def tied(frozen: bool = False) -> nn.Sequential:
@@ -27,7 +27,7 @@ def tied(frozen: bool = False) -> nn.Sequential:
 
 def trained(spec, plan):
     """Losses, and the embedding as every holder has it, with the number of shards and the shard."""
-    with LocalJob(spec, plan, "1f1b", graph=make_graph(spec)) as local:
+    with OneProcessRun(spec, plan, "1f1b", graph=make_layer_graph(spec)) as local:
         losses = [local.step(step)[0].loss for step in range(STEPS)]
         found = []
         for core in local.cores:
@@ -60,4 +60,4 @@ def test_a_tie_between_stages_of_other_shards_is_one_parameter(shards):
     assert all(torch.equal(first, other) for other in others)
     assert (first - whole).abs().max() <= 1e-12 * whole.abs().max()
     for count, shard, held in found:
-        assert torch.equal(held, slice_of(layout_for("gpt", count), "embed.token.weight", first, shard))
+        assert torch.equal(held, shard_slice_of(layout_for("gpt", count), "embed.token.weight", first, shard))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from raypar.cli import main
 from raypar.errors import DataError
-from raypar.worker.tokens import TokenFile, token_loss
+from raypar.token_files import TokenFile, token_loss
 
 
 def by_letter(text: str) -> list[int]:

@@ -4,11 +4,11 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule.instructions import Forward
-from raypar.schedule.lower import lower
-from raypar.schedule.schedule_csv import from_torch_actions
-from raypar.schedule.validate import find_problems, validate
+from raypar.schedule.lower import lower_schedule
+from raypar.schedule.schedule_csv import schedule_from_torch_actions
+from raypar.schedule.validate import find_schedule_problems, validate_schedule
 
 
 def imported(name, pp, microbatches, chunks=1):
@@ -29,10 +29,10 @@ def imported(name, pp, microbatches, chunks=1):
 
 
 def judged(name, pp, microbatches, chunks=1, placement="loop"):
-    schedule = from_torch_actions(imported(name, pp, microbatches, chunks))
+    schedule = schedule_from_torch_actions(imported(name, pp, microbatches, chunks))
     plan = ParallelPlan.mesh(pp=pp, chunks=chunks, placement=placement)
-    routing, crossing = Routing(plan, Microbatches(microbatches, 1)), Crossing.chain(pp * chunks)
-    return schedule, find_problems(schedule, routing, crossing), routing, crossing
+    routing, crossing = MicrobatchRouting(plan, Microbatches(microbatches, 1)), StageConnections.chain(pp * chunks)
+    return schedule, find_schedule_problems(schedule, routing, crossing), routing, crossing
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def judged(name, pp, microbatches, chunks=1, placement="loop"):
 def test_right_lists_are_accepted_and_lower_to_valid_programs(name, pp, microbatches, chunks, placement):
     schedule, found, routing, crossing = judged(name, pp, microbatches, chunks, placement)
     assert found == []
-    validate(lower(schedule, routing, crossing), routing, crossing)
+    validate_schedule(lower_schedule(schedule, routing, crossing), routing, crossing)
 
 
 def test_the_1f1b_list_lacks_the_first_forward_of_the_last_rank_and_is_refused():
@@ -59,7 +59,7 @@ def test_the_1f1b_list_lacks_the_first_forward_of_the_last_rank_and_is_refused()
     assert Forward(3, 0) not in schedule[3]
     assert any(p.rule == "complete" and p.rank == 3 and "3F0 stands 0 times" in p.text for p in found)
     with pytest.raises(ScheduleError, match="complete"):
-        validate(schedule, routing, crossing)
+        validate_schedule(schedule, routing, crossing)
 
 
 def test_looped_bfs_runs_its_backwards_in_reverse_and_is_refused_as_not_canonical():

@@ -18,9 +18,10 @@ from raypar.callbacks import Callback, EarlyStopping
 from raypar.cli import main
 from raypar.config import ElasticConfig, parse_init_from
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
-from raypar.launch.resume import resume_from
-from raypar.worker import checkpoint, profiler
-from raypar.worker.job_spec import DataSpec, Ref, label_of, text_of, without_stable_text
+from raypar.launch.resume import prepare_resumed_run
+from raypar.worker import measure_profile
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.job_spec import DataSpec, Ref, find_unstable_argument, stable_argument_text, stable_callable_label
 from raypar.worker.preflight import preflight
 from raypar.worker.worker_core import WorkerCore
 
@@ -205,19 +206,19 @@ def test_elastic_is_the_section_of_a_job_file():
 
 
 def test_more_workers_than_fit_here_are_taken_to_be_on_other_machines(monkeypatch):
-    monkeypatch.setattr(profiler, "processors", lambda: 2)
-    assert profiler.free_memory_bytes(4) > 0.5 * profiler.free_memory_bytes(400) > 0
+    monkeypatch.setattr(measure_profile, "count_usable_cpus", lambda: 2)
+    assert measure_profile.free_memory_per_worker(4) > 0.5 * measure_profile.free_memory_per_worker(400) > 0
 
 
 def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkeypatch: pytest.MonkeyPatch):
     from types import SimpleNamespace
 
-    from raypar.worker import checkpoint
+    from raypar.worker.checkpoint import checkpoint_files
 
-    monkeypatch.setattr(checkpoint, "load_manifest", lambda path: SimpleNamespace(steps_done=225))
-    monkeypatch.setattr(checkpoint, "check_contract", lambda manifest, spec: None)
+    monkeypatch.setattr(checkpoint_files, "load_manifest", lambda path: SimpleNamespace(steps_done=225))
+    monkeypatch.setattr(checkpoint_files, "check_contract", lambda manifest, spec: None)
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
-        resume_from(Path("c"), SimpleNamespace(stop_at_step=None), SimpleNamespace(steps=10), None, None)
+        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=None), SimpleNamespace(steps=10), None, None)
     assert "--set steps=450" in x.value.cure
 
 
@@ -259,7 +260,7 @@ def as_a_script_makes_them():
 def test_a_script_that_is_started_again_gives_the_same_job_whatever_is_where_in_memory():
     """A partial and a data set object had their addresses in it: no such run could be resumed."""
     first, second = as_a_script_makes_them(), as_a_script_makes_them()  # both are kept: their addresses are different ones
-    found = [[checkpoint.contract_of(spec) for spec in specs] for specs in (first, second)]
+    found = [[checkpoint_files.contract_of_job(spec) for spec in specs] for specs in (first, second)]
     assert found[0] == found[1] and "0x" not in json.dumps(found)
     name = as_a_script_makes_them.__name__ + ".<locals>.scaled"
     assert found[0][0]["loss"] == {"function": f"partial({name}, scale=2.0)", "args": {}}
@@ -283,13 +284,13 @@ OTHER[1000] += 1e-6  # in no repr
 )
 def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
     before, again, after = (raypar.Trainer(**(GIVEN | {"loss": loss})).spec for loss in (one, one, other))
-    path = checkpoint.commit_checkpoint(
-        checkpoint.create_checkpoint(tmp_path, 1), [], steps_done=1, contract=checkpoint.contract_of(before)
+    path = checkpoint_files.commit_checkpoint(
+        checkpoint_files.create_checkpoint(tmp_path, 1), [], steps_done=1, contract=checkpoint_files.contract_of_job(before)
     )
-    manifest = checkpoint.load_manifest(path)
-    checkpoint.check_contract(manifest, again)
+    manifest = checkpoint_files.load_manifest(path)
+    checkpoint_files.check_contract(manifest, again)
     with pytest.raises(CheckpointError, match="belongs to another job: loss was"):
-        checkpoint.check_contract(manifest, after)
+        checkpoint_files.check_contract(manifest, after)
 
 
 @pytest.mark.parametrize(
@@ -324,14 +325,14 @@ def test_addresses_in_capitals_are_no_part_of_a_label():
         def __call__(self):
             return []
 
-    labels = {label_of(Samples(generator=numpy.random.default_rng(seed))) for seed in range(2)}
+    labels = {stable_callable_label(Samples(generator=numpy.random.default_rng(seed))) for seed in range(2)}
     assert len(labels) == 1 and labels.pop().endswith("generator=Generator(PCG64))")
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, device="meta"), torch.eye(2).to_sparse()])
 def test_tensors_without_dense_values_have_a_text(tensor):
     """A traceback of torch's came out of Trainer."""
-    assert "tensor(" in text_of(tensor)
+    assert "tensor(" in stable_argument_text(tensor)
 
 
 def test_two_data_sets_of_one_name_are_two():
@@ -359,11 +360,11 @@ def test_two_data_sets_whose_arguments_print_alike_are_two():
 
 def test_modules_in_a_partial_are_told_apart_by_their_weights():
     """A run was resumed with another teacher as if it were the same."""
-    labels = {label_of(functools.partial(squares, scale=nn.Linear(2, 2))) for _ in range(2)}
+    labels = {stable_callable_label(functools.partial(squares, scale=nn.Linear(2, 2))) for _ in range(2)}
     assert len(labels) == 2
 
 
-@pytest.mark.parametrize("text", [label_of, without_stable_text])
+@pytest.mark.parametrize("text", [stable_callable_label, find_unstable_argument])
 def test_an_argument_that_contains_itself_has_a_text(text):
     """A RecursionError came out of Trainer."""
     rows: list[Any] = [1]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from raypar.errors import NonFiniteError, UserCodeError
 from raypar.plan import ParallelPlan
-from raypar.worker.assignment import make_graph
 from raypar.worker.job_spec import Ref
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
 
 
 def constant(output: Tensor, target: Tensor) -> Tensor:
@@ -30,6 +30,6 @@ def counts_nothing(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 )
 def test_a_loss_that_trains_nothing_is_an_error_that_says_so(loss, error, said):
     job = replace(ugly_models.job("plain", microbatches=2, steps=1), loss=Ref(loss))
-    plan = ParallelPlan.of((1,), layers=len(make_graph(job).layers))
-    with LocalJob(job, plan, "1f1b") as run, pytest.raises(error, match=said):
+    plan = ParallelPlan.of((1,), layers=len(make_layer_graph(job).layers))
+    with OneProcessRun(job, plan, "1f1b") as run, pytest.raises(error, match=said):
         run.step(0)

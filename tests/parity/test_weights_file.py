@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from raypar.cli import main
 from raypar.errors import CheckpointError, ConfigError
 from raypar.plan.shard_ranges import merge_ranges
-from raypar.worker import checkpoint
-from raypar.worker.checkpoint import BUFFER, PARAMETER, TensorSlices
-from raypar.worker.manifest import manifest_checksum
-from raypar.worker.weights_file import StoredTensor, open_weights, resolve
-from raypar.worker.weights_initial import WeightsFromFile
-from raypar.worker.weights_matching import match_weights
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
+from raypar.worker.checkpoint.manifest import manifest_checksum
+from raypar.worker.pretrained.initial_values import WeightsFromFile
+from raypar.worker.pretrained.weights_file import StoredTensor, open_weights, resolve_weights_path
+from raypar.worker.pretrained.weights_matching import match_weights
 from raypar.worker.weights_source import WeightsSource
 
 SHAPES = {"embed.weight": (7, 4), "up.weight": (6, 4), "up.bias": (6,), "scale": (), "cube": (3, 5, 2)}
@@ -48,7 +48,7 @@ def sharded(folder: Path, tensors: Mapping[str, Tensor], index: str = "model.saf
 
 def saved(root: Path, done: int, tensors: Mapping[str, Tensor]) -> Path:
     """A checkpoint of two shards: matrices cut along dim 1 in two spans each, `up.bias` a buffer, `embed.weight` tied."""
-    aside = checkpoint.create_checkpoint(root, done)
+    aside = checkpoint_files.create_checkpoint(root, done)
     records = []
     for shard in range(2):
         held: dict[tuple[str, str], Tensor] = {("up.weight", "exp_avg"): torch.full((shard + 1,), 9.0)} if shard else {}
@@ -62,8 +62,8 @@ def saved(root: Path, done: int, tensors: Mapping[str, Tensor]) -> Path:
             elif shard == 0:
                 held[name, kind] = tensor
         ties = {"embed.weight": ["head.weight"]}
-        records.append(checkpoint.write_shard(aside, f"worker_{shard:04d}.safetensors", held, None, slices, ties))
-    return checkpoint.commit_checkpoint(aside, records, steps_done=done, contract={})
+        records.append(checkpoint_files.write_shard(aside, f"worker_{shard:04d}.safetensors", held, None, slices, ties))
+    return checkpoint_files.commit_checkpoint(aside, records, steps_done=done, contract={})
 
 
 FORMS = ("file", "pt", "index", "index by its name", "folder of one file", "checkpoint", "run", "export", "export.pt")
@@ -222,9 +222,9 @@ def test_a_file_that_is_replaced_is_read_on_and_one_that_is_written_to_is_an_err
 def test_a_run_folder_is_its_last_whole_checkpoint(tmp_path: Path):
     for done in (5, 10):
         saved(tmp_path / "run/checkpoints", done, weights(done))
-    assert resolve(tmp_path / "run") == (tmp_path / "run/checkpoints/step_00000010", ())
+    assert resolve_weights_path(tmp_path / "run") == (tmp_path / "run/checkpoints/step_00000010", ())
     (tmp_path / "run/checkpoints/step_00000010/worker_0001.safetensors").unlink()
-    path, notes = resolve(tmp_path / "run")
+    path, notes = resolve_weights_path(tmp_path / "run")
     assert path.name == "step_00000005" and "skipped step_00000010" in notes[0]
     with open_weights(tmp_path / "run") as file:
         assert torch.equal(file.read("cube"), weights(5)["cube"]) and file.notes == notes
@@ -233,13 +233,13 @@ def test_a_run_folder_is_its_last_whole_checkpoint(tmp_path: Path):
 
 def test_checksums_are_compared_once_before_workers_open_a_checkpoint(tmp_path: Path):
     path = saved(tmp_path, 5, weights())
-    assert resolve(path) == (path, ())
+    assert resolve_weights_path(path) == (path, ())
     with open(path / "worker_0000.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
     open_weights(path).close()
     with pytest.raises(CheckpointError, match="its checksum is another"):
-        resolve(path)
+        resolve_weights_path(path)
 
 
 @pytest.mark.parametrize("what", ["index", "pt", "checkpoint"])
@@ -262,10 +262,10 @@ def test_reading_holds_one_tensor_at_a_time(stored: str, tmp_path: Path):
     rows = 25_000_000 // 4 // 1000
     specs = [(f"w{i}", stored, (rows, 1000)) for i in range(8)]
     piece = torch.zeros(rows, 1000, dtype=getattr(torch, stored))
-    checkpoint.write_safetensors(tmp_path / "large.safetensors", specs, [piece] * 8)
+    checkpoint_files.write_safetensors(tmp_path / "large.safetensors", specs, [piece] * 8)
     code = """
 import sys, torch
-from raypar.worker.weights_file import open_weights
+from raypar.worker.pretrained.weights_file import open_weights
 def peak(): return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 with open_weights(sys.argv[1]) as file:
     torch.zeros(10).to(torch.bfloat16).float()
@@ -721,8 +721,8 @@ def test_names_are_checked_without_torch(tmp_path: Path):
     """The command line says what does not fit before anything heavy is loaded."""
     code = """
 import sys
-from raypar.worker.weights_file import open_weights
-from raypar.worker.weights_matching import match_weights
+from raypar.worker.pretrained.weights_file import open_weights
+from raypar.worker.pretrained.weights_matching import match_weights
 for path in sys.argv[1:]:
     with open_weights(path) as file:
         match_weights(file, {name: stored.shape for name, stored in file.names.items()})

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from raypar.model.without_dynamo import without_dynamo
 from raypar.worker.job_spec import OptimizerSpec, Ref
-from raypar.worker.optimizer import build_optimizer
+from raypar.worker.step.optimizer import build_optimizer
 
 NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
@@ -18,7 +18,7 @@ TRAIN = """
 import sys
 import torch
 from torch import nn
-from raypar.worker.optimizer import build_optimizer
+from raypar.worker.step.optimizer import build_optimizer
 from raypar.worker.job_spec import OptimizerSpec, Ref
 
 class Own(torch.optim.AdamW):

@@ -6,11 +6,11 @@ from helpers.shard_grid import Cell
 from helpers.shard_grid import graph as grid_graph
 
 from raypar.plan import ParallelPlan
-from raypar.worker.assignment import make_graph
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
 
 TANGLED = ugly_models.job("tangled")
-LAYERS = len(make_graph(TANGLED).layers)
+LAYERS = len(make_layer_graph(TANGLED).layers)
 GPT = Cell("gpt", "1f1b", (1,), (1,), 5).job
 GPT_LAYERS = len(grid_graph("gpt").layers)
 CASES = {
@@ -26,7 +26,7 @@ CASES = {
 def cores(request):
     spec, graph, plan = CASES[request.param]
     schedule = "interleaved" if request.param == "2 chunks" else "1f1b"
-    with LocalJob(spec, plan, schedule, graph=graph and grid_graph(graph)) as local:
+    with OneProcessRun(spec, plan, schedule, graph=graph and grid_graph(graph)) as local:
         yield local.cores
 
 

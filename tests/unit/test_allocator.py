@@ -7,7 +7,7 @@ from raypar.actors.worker_actor import is_out_of_memory
 
 BODY = """
 import psutil
-from raypar.worker.allocator import keep_freed_memory, return_unused_memory
+from raypar.worker.process.malloc_and_gc import keep_freed_memory, return_unused_memory
 
 assert keep_freed_memory()
 blocks, between = [], []

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from raypar.comm.buffer_pool import CPU
-from raypar.comm.mesh import Mesh
-from raypar.comm.nccl.mesh import NcclMesh
+from raypar.comm.nccl.endpoint import NcclEndpoint
+from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.comm.tcp.mesh import TcpMesh
+from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
 from raypar.plan.adopt_order import AdoptOrder
@@ -26,7 +26,7 @@ def test_a_worker_on_processors_needs_nothing_but_sockets():
     assert backend.open_device(exact=True) == CPU
     mesh = backend.listen("127.0.0.1", RunCredential.fresh("a run"))
     try:
-        assert isinstance(mesh, TcpMesh) and mesh.address.startswith("127.0.0.1:") and mesh.stuck == ()
+        assert isinstance(mesh, TcpEndpoint) and mesh.address.startswith("127.0.0.1:") and mesh.stuck == ()
         assert backend.communicators(AdoptOrder(None, {}, 0), 0, None, None) == frozenset()
         alone = mesh.connect(rank=0, size=1, addresses=[mesh.address], generation=1, deadline_s=5.0, communicators=frozenset())
         assert (alone.rank, alone.size, alone.generation) == (0, 1, 1)
@@ -35,10 +35,10 @@ def test_a_worker_on_processors_needs_nothing_but_sockets():
         mesh.close()
 
 
-@pytest.mark.parametrize("mesh", [TcpMesh, NcclMesh])
+@pytest.mark.parametrize("mesh", [TcpEndpoint, NcclEndpoint])
 def test_every_mesh_is_called_as_the_protocol_says(mesh):
     for name in ("connect", "abort_connect", "close"):
-        wanted, found = (inspect.signature(getattr(one, name)).parameters for one in (Mesh, mesh))
+        wanted, found = (inspect.signature(getattr(one, name)).parameters for one in (WorkerEndpoint, mesh))
         assert list(found.values()) == list(wanted.values()), name
     assert all(hasattr(mesh, name) for name in ("address", "stuck"))
 
@@ -67,7 +67,7 @@ def test_no_other_file_asks_which_kind_of_device_a_job_has():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value == "gpu"
     }
-    assert names == {"config.py", "worker/backend.py", "actors/fingerprint.py"}
+    assert names == {"config.py", "worker/backend.py", "actors/numerics_fingerprint.py"}
 
 
 @pytest.mark.parametrize("name", BACKENDS)

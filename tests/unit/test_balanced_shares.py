@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from raypar.plan.balanced_shares import CANONICAL_PIECE as PIECE
-from raypar.plan.balanced_shares import BalancedShares, consecutive_share
+from raypar.plan.balanced_tensor_shares import CANONICAL_PIECE as PIECE
+from raypar.plan.balanced_tensor_shares import BalancedTensorShares, consecutive_tensor_share
 
 
 def test_pieces_of_a_tensor_lie_side_by_side_and_short_ends_even_out_the_rest():
-    shares = BalancedShares((5 * PIECE + 10, 4 * PIECE, 100), 2)
+    shares = BalancedTensorShares((5 * PIECE + 10, 4 * PIECE, 100), 2)
     assert [list(shares.of(owner)) for owner in range(2)] == [
         [(0, 0, 3 * PIECE), (1, 2 * PIECE, 4 * PIECE)],
         [(0, 3 * PIECE, 5 * PIECE + 10), (1, 0, 2 * PIECE), (2, 0, 100)],
@@ -18,14 +18,14 @@ def test_pieces_of_a_tensor_lie_side_by_side_and_short_ends_even_out_the_rest():
 
 
 def test_one_owner_has_every_tensor_whole():
-    assert list(BalancedShares((PIECE + 1, 7), 1).of(0)) == [(0, 0, PIECE + 1), (1, 0, 7)]
+    assert list(BalancedTensorShares((PIECE + 1, 7), 1).of(0)) == [(0, 0, PIECE + 1), (1, 0, 7)]
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_element_has_one_owner_and_runs_begin_at_canonical_pieces(seed):
     dice = random.Random(seed)
     sizes = tuple(dice.choice([dice.randint(1, 300), dice.randint(1, 40 * PIECE)]) for _ in range(dice.randint(1, 30)))
-    shares = BalancedShares(sizes, dice.randint(1, 9))
+    shares = BalancedTensorShares(sizes, dice.randint(1, 9))
     runs = [list(shares.of(owner)) for owner in range(shares.owners)]
     covered = sorted(run for mine in runs for run in mine)
     for index, size in enumerate(sizes):
@@ -42,4 +42,4 @@ def test_every_element_has_one_owner_and_runs_begin_at_canonical_pieces(seed):
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_consecutive_shares_are_everything_in_order(sizes, parts):
     indices = list(range(len(sizes)))
-    assert [i for part in range(parts) for i in indices[consecutive_share(sizes, part, parts)]] == indices
+    assert [i for part in range(parts) for i in indices[consecutive_tensor_share(sizes, part, parts)]] == indices

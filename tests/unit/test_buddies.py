@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from raypar.elastic.buddies import assign_buddies
-from raypar.plan import Outline, ParallelPlan
+from raypar.plan import ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
-from raypar.plan.shard_ranges import Cut, even_range
+from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 
 
 def test_two_nodes_of_two_keep_for_each_other():
@@ -44,7 +44,7 @@ def test_the_keeper_is_elsewhere_and_nobody_keeps_more_than_its_share(world):
 
 @pytest.mark.parametrize("nodes", ["aabb", "abab", "aaaa"])
 def test_of_two_replicas_on_shards_another_shard_keeps_the_copy(nodes):
-    outline = Outline((), elements=({"a": 8},), cuts={2: {"a": Cut(0, 4, even_range(4, 2))}})
+    outline = ModelOutline((), elements=({"a": 8},), cuts={2: {"a": TensorCut(0, 4, even_ranges_by_shard(4, 2))}})
     copies = Ownership(ParallelPlan.mesh(dp=2, tp=2), outline).state_keys
     keepers = assign_buddies(nodes, copies)
     assert all(copies[rank] != copies[keeper] for rank, keeper in keepers.items()), keepers

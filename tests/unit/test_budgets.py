@@ -2,10 +2,10 @@
 
 import pytest
 
-from raypar.elastic.actions import AdoptPlan, ClaimGeneration, Teardown, Warn
+from raypar.elastic.actions import AdoptPlan, ClaimGeneration, Teardown, WarnUser
 from raypar.elastic.events import (
     CallFailed,
-    DrainAsked,
+    DrainRequested,
     GenerationClaimed,
     PlanAdopted,
     StepEmitted,
@@ -16,7 +16,7 @@ from raypar.elastic.events import (
     WorkersReady,
     WorkerStatusReported,
 )
-from raypar.elastic.member import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
@@ -118,7 +118,7 @@ def test_machines_that_are_taken_away_do_not_count(way, symptom):
 def test_workers_that_are_asked_to_leave_do_not_count():
     scene = Scene(12, max_attempts=1)
     for worker in range(8):
-        scene.do(DrainAsked(worker, "preempted"))
+        scene.do(DrainRequested(worker, "preempted"))
         scene.step()
         scene.step()
         scene.recover()
@@ -168,12 +168,12 @@ def test_people_hear_what_is_awaited_and_for_how_long_every_30_s():
     scene = Scene(4, min_workers=4, capacity_s=100.0)
     scene.die(0)
     scene.die(1)
-    (said,) = [a for a in scene.recover() if isinstance(a, Warn)]
+    (said,) = [a for a in scene.recover() if isinstance(a, WarnUser)]
     assert said.text == "waiting for 2 more workers of 1 CPU each (2 workers are left, min_workers is 4); 100 s left"
     told = []
     for second in range(1, 100):
         scene.now_s = float(second)
-        told += [(second, a.text.rpartition("; ")[2]) for a in scene.do(Tick()) if isinstance(a, Warn)]
+        told += [(second, a.text.rpartition("; ")[2]) for a in scene.do(Tick()) if isinstance(a, WarnUser)]
     assert told == [(30, "70 s left"), (60, "40 s left"), (90, "10 s left")]
     scene.now_s = 100.0
     (end,) = scene.do(Tick())

@@ -4,31 +4,31 @@ from dataclasses import replace
 
 import pytest
 
-from raypar.elastic.capacity import CapacityLimits, CapacityView, desired, retry_pause_s
+from raypar.elastic.desired_capacity import CapacityInputs, WorkerCountLimits, compute_desired_capacity, retry_pause_s
 
-LIMITS = CapacityLimits(wanted=4, minimum=2, hires=True)
+LIMITS = WorkerCountLimits(wanted=4, minimum=2, hires=True)
 
 
 def view(members=4, spares=(), starting=(), placed=(), **more):
     """A plan with a seat for each of the members, whose numbers are 0, 1, ..."""
-    there = CapacityView(frozenset(range(members)), frozenset(spares), frozenset(starting), frozenset(placed), seats=members)
+    there = CapacityInputs(frozenset(range(members)), frozenset(spares), frozenset(starting), frozenset(placed), seats=members)
     return replace(there, **({"available": members + len(spares)} | more))
 
 
 def test_a_full_run_wants_nothing():
-    decision = desired(view(), LIMITS, 0.0)
+    decision = compute_desired_capacity(view(), LIMITS, 0.0)
     assert (decision.seats, decision.start, decision.lacking, decision.grow) == (4, 0, 0, False)
     assert decision.reason == "4 of 4 workers are there or on their way"
 
 
 def test_missing_workers_are_started_and_those_on_their_way_count():
-    decision = desired(view(members=2, starting={5}), LIMITS, 0.0)
+    decision = compute_desired_capacity(view(members=2, starting={5}), LIMITS, 0.0)
     assert decision.start == 1 and decision.reason == "3 of 4 workers are there or on their way"
-    assert desired(view(members=2, spares={4}, starting={5}), LIMITS, 0.0).start == 0
+    assert compute_desired_capacity(view(members=2, spares={4}, starting={5}), LIMITS, 0.0).start == 0
 
 
 def test_standbys_are_started_beyond_the_wanted_number_and_get_no_seat():
-    decision = desired(view(spares={4}), replace(LIMITS, standbys=2), 0.0)
+    decision = compute_desired_capacity(view(spares={4}), replace(LIMITS, standbys=2), 0.0)
     assert (decision.start, decision.seats) == (1, 4)
 
 
@@ -41,7 +41,7 @@ def test_standbys_are_started_beyond_the_wanted_number_and_get_no_seat():
     ],
 )
 def test_nobody_is_started_where(why, there, limits):
-    assert desired(view(members=2, **there), replace(LIMITS, **limits), 5.0).start == 0, why
+    assert compute_desired_capacity(view(members=2, **there), replace(LIMITS, **limits), 5.0).start == 0, why
 
 
 def test_each_failed_start_doubles_the_pause_up_to_32_times():
@@ -49,10 +49,10 @@ def test_each_failed_start_doubles_the_pause_up_to_32_times():
 
 
 def test_below_the_minimum_the_run_waits_for_those_that_are_lacking():
-    decision = desired(view(members=1), LIMITS, 0.0)
+    decision = compute_desired_capacity(view(members=1), LIMITS, 0.0)
     assert (decision.lacking, decision.reason) == (1, "1 worker is left, min_workers is 2")
-    assert desired(view(members=0), LIMITS, 0.0).reason == "0 workers are left, min_workers is 2"
-    assert desired(view(members=2), LIMITS, 0.0).lacking == 0
+    assert compute_desired_capacity(view(members=0), LIMITS, 0.0).reason == "0 workers are left, min_workers is 2"
+    assert compute_desired_capacity(view(members=2), LIMITS, 0.0).lacking == 0
 
 
 def growing(members=2, spares=(4,), **more):
@@ -60,13 +60,13 @@ def growing(members=2, spares=(4,), **more):
 
 
 def test_a_spare_waits_for_others_that_are_on_their_way():
-    assert not desired(growing(placed={5}), LIMITS, 9.9).grow
-    assert desired(growing(placed={5}), LIMITS, 10.0).grow, "not for ever"
-    assert desired(growing(), LIMITS, 0.0).grow, "nobody is on the way"
-    decision = desired(growing(spares={4, 5}, placed={6}), LIMITS, 0.0)
+    assert not compute_desired_capacity(growing(placed={5}), LIMITS, 9.9).grow
+    assert compute_desired_capacity(growing(placed={5}), LIMITS, 10.0).grow, "not for ever"
+    assert compute_desired_capacity(growing(), LIMITS, 0.0).grow, "nobody is on the way"
+    decision = compute_desired_capacity(growing(spares={4, 5}, placed={6}), LIMITS, 0.0)
     assert decision.grow and decision.seats == 4, "for more there is no room"
     assert decision.reason == "workers 4, 5 wait for a seat"
-    assert desired(growing(members=1, placed={5}), LIMITS, 0.0).grow, "a worker that is alone waits for nobody"
+    assert compute_desired_capacity(growing(members=1, placed={5}), LIMITS, 0.0).grow, "a worker that is alone waits for nobody"
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_a_spare_waits_for_others_that_are_on_their_way():
     ],
 )
 def test_no_larger_plan_is_asked_for_where(why, there, limits):
-    assert not desired(growing(**there), replace(LIMITS, **limits), 100.0).grow, why
+    assert not compute_desired_capacity(growing(**there), replace(LIMITS, **limits), 100.0).grow, why

@@ -12,11 +12,11 @@ import pytest
 import raypar
 from raypar.cli import main
 from raypar.config import parse_job
-from raypar.launch.resume import last_checkpoint, resume_from
-from raypar.launch.run_options import RunOptions
+from raypar.launch.result_neutral_options import ResultNeutralOptions
+from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
 from raypar.launch.submitted_job import find_unfinished_run
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint import contract_of
+from raypar.worker.checkpoint.checkpoint_files import contract_of_job
 
 JOB = """
 name: old
@@ -171,7 +171,7 @@ def old(tmp_path: Path) -> RunFolder:
 
 
 def test_every_key_of_a_job_file_is_accepted_and_means_the_same_job():
-    assert json.loads(json.dumps(contract_of(parse_job(JOB).to_spec()))) == CONTRACT
+    assert json.loads(json.dumps(contract_of_job(parse_job(JOB).to_spec()))) == CONTRACT
     assert parse_job(parse_job(JOB).to_yaml()) == parse_job(JOB)
 
 
@@ -194,7 +194,9 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
     job = parse_job(old.job.read_text())
     assert find_unfinished_run(job) == (old, "")
     told: list[dict] = []
-    path = last_checkpoint(old, told.append)
-    options, _ = resume_from(path, RunOptions(folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append)
+    path = find_last_whole_checkpoint(old, told.append)
+    options, _ = prepare_resumed_run(
+        path, ResultNeutralOptions(folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
+    )
     assert (options.resume, options.first) == (path, 5)
     assert [event["kind"] for event in told] == ["resuming"]

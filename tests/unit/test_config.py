@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raypar.config import load_job, parse_job, parse_plan
+from raypar.config import load_job, parse_job, parse_plan_section
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
 from raypar.run_folder import RunFolder
 from raypar.worker.job_spec import Ref
@@ -170,11 +170,11 @@ def test_a_text_that_is_no_job(text: str, said: str):
 
 
 def test_a_plan_alone_is_checked_like_that_of_a_job_file():
-    assert parse_plan({"stages": 2, "replicas": [1, 3]}).to_plan(4).world == 4
+    assert parse_plan_section({"stages": 2, "replicas": [1, 3]}).to_plan(4).world == 4
     with pytest.raises(ConfigError, match=r"unknown key plan\.stges: did you mean plan\.stages"):
-        parse_plan({"stges": 2})
+        parse_plan_section({"stges": 2})
     with pytest.raises(ConfigError, match=r"plan\.stages: expected a valid integer, got 'two'"):
-        parse_plan({"stages": "two"})
+        parse_plan_section({"stages": "two"})
 
 
 def test_shards_multiply_the_workers_and_their_styles_belong_to_the_job():

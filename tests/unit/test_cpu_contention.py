@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from raypar.actors.processor_wait import processor_wait_s
-from raypar.elastic.cpu_contention import MAX_SHARE, CpuContention
+from raypar.actors.thread_cpu_wait import thread_cpu_wait_s
+from raypar.elastic.cpu_wait_deadline_extension import MAX_SHARE, CpuWaitDeadlineExtension
 
 
 @pytest.mark.parametrize("share, counted", [(0.0, 1.0), (0.5, 1.0), (0.8, 0.2), (1.0, 1 - MAX_SHARE)])
 def test_time_counts_as_far_as_the_one_who_is_shortest_of_processors_got_one(share, counted):
-    crowding = CpuContention()
+    crowding = CpuWaitDeadlineExtension()
     for tick in range(5):
         crowding.report(0, 0.1 * tick, 0.4 * tick)
         crowding.report(1, share * 0.4 * tick, 0.4 * tick)
@@ -20,7 +20,7 @@ def test_time_counts_as_far_as_the_one_who_is_shortest_of_processors_got_one(sha
 
 
 def test_who_is_stopped_or_waits_for_others_excuses_nothing():
-    crowding = CpuContention()
+    crowding = CpuWaitDeadlineExtension()
     crowding.report(0, 0.0, 0.0)
     crowding.report(0, 0.4, 0.4)
     assert crowding.uncounted_s(0.5, 0.25) > 0.2
@@ -30,7 +30,7 @@ def test_who_is_stopped_or_waits_for_others_excuses_nothing():
 
 
 def test_a_first_report_and_one_of_another_thread_excuse_nothing():
-    crowding = CpuContention()
+    crowding = CpuWaitDeadlineExtension()
     crowding.report(0, 100.0, 1.0)
     assert crowding.uncounted_s(1.2, 0.95) == 0.0
     crowding.report(0, 0.3, 1.4)
@@ -39,15 +39,15 @@ def test_a_first_report_and_one_of_another_thread_excuse_nothing():
 
 CROWD = """
 import os, threading, time
-from raypar.actors.processor_wait import processor_wait_s
+from raypar.actors.thread_cpu_wait import thread_cpu_wait_s
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 if os.fork() == 0:
     until = time.monotonic() + 0.4
     while time.monotonic() < until: pass
     os._exit(0)
-before, until = processor_wait_s(threading.get_native_id()), time.monotonic() + 0.4
+before, until = thread_cpu_wait_s(threading.get_native_id()), time.monotonic() + 0.4
 while time.monotonic() < until: pass
-print(processor_wait_s(threading.get_native_id()) - before)
+print(thread_cpu_wait_s(threading.get_native_id()) - before)
 """
 
 
@@ -55,5 +55,5 @@ def test_the_kernel_says_how_long_a_thread_has_waited_for_a_processor():
     """Two processes that compute, on one processor: each waits half of the time, or longer where others compute too."""
     found = subprocess.run([sys.executable, "-c", CROWD], capture_output=True, text=True, check=True, timeout=60)
     assert 0.1 < float(found.stdout) < 0.5
-    assert processor_wait_s(threading.get_native_id()) >= 0.0
-    assert processor_wait_s(0) == 0.0, "no such thread, no excuse"
+    assert thread_cpu_wait_s(threading.get_native_id()) >= 0.0
+    assert thread_cpu_wait_s(0) == 0.0, "no such thread, no excuse"

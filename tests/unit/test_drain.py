@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from raypar.commands.drain import read_cluster_facts
+from raypar.commands.drain import read_cluster_facts_of_run
 from raypar.errors import ConfigError
 from raypar.run_folder import RunFolder
 
@@ -19,13 +19,13 @@ def folder(tmp_path):
 @pytest.mark.parametrize("phase", ["starting", "running", "recovering", "waiting"])
 def test_the_cluster_of_a_run_under_way_is_found(folder, phase):
     folder.members.write_text(json.dumps({"phase": phase}))
-    assert read_cluster_facts("tiny", str(folder.path.parent))["address"] == "127.0.0.1:7"
+    assert read_cluster_facts_of_run("tiny", str(folder.path.parent))["address"] == "127.0.0.1:7"
 
 
 def test_a_run_that_has_ended_says_so(folder):
     folder.members.write_text(json.dumps({"phase": "ended"}))
     with pytest.raises(ConfigError, match="tiny has ended"):
-        read_cluster_facts("tiny", str(folder.path.parent))
+        read_cluster_facts_of_run("tiny", str(folder.path.parent))
 
 
 def test_the_cure_names_the_run_of_the_same_job_that_is_under_way(folder):
@@ -33,11 +33,11 @@ def test_the_cure_names_the_run_of_the_same_job_that_is_under_way(folder):
     second, killed = (RunFolder.create(folder.path.parent, "tiny") for _ in range(2))
     killed.job.touch()
     with second.held(), pytest.raises(ConfigError) as caught:
-        read_cluster_facts("tiny", str(folder.path.parent))
+        read_cluster_facts_of_run("tiny", str(folder.path.parent))
     assert caught.value.cure == "--run tiny-2 is under way"
 
 
 def test_where_no_run_lies_the_cure_is_another_folder(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        read_cluster_facts("tiny", str(tmp_path))
+        read_cluster_facts_of_run("tiny", str(tmp_path))
     assert f"no run lies under {tmp_path}: give the path" in caught.value.cure

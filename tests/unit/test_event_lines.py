@@ -6,7 +6,7 @@ import json
 import pytest
 
 from raypar.console.event_lines import event_line, strip_ray_details
-from raypar.console.terminal import Console
+from raypar.console.event_printer import EventPrinter
 from raypar.launch import Result
 
 NODE = "b09ad58ff304f43bab2062275bfedc43fc221be2deddc4e46c63e95e"
@@ -144,7 +144,7 @@ def test_reasons_are_told_without_tags_and_without_details_of_ray(text, words):
 
 def printed(*events: dict, as_json: bool = False) -> list[str]:
     out = io.StringIO()
-    console = Console(steps=200, as_json=as_json, out=out)
+    console = EventPrinter(steps=200, as_json=as_json, out=out)
     for event in events:
         console(event)
     return out.getvalue().splitlines()
@@ -207,7 +207,7 @@ def test_steps_that_are_executed_again_are_shown_while_they_are():
 
 def test_the_end_of_a_disturbed_run_says_what_it_has_survived():
     out = io.StringIO()
-    console = Console(steps=200, out=out)
+    console = EventPrinter(steps=200, out=out)
     console({"kind": "lost", "worker": 3})
     console({"kind": "generation", "generation": 2, "workers": [0], "pause_s": 0.4, "again": 2})
     console.finish(Result(metrics={}, path="runs/tiny", end="done", done=200, why="all 200 steps are done"))

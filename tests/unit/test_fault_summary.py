@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypar.console.fault_summary import fault_summary
+from raypar.console.fault_summary import summarize_faults
 
 LOST = [{"kind": "lost", "worker": worker} for worker in (2, 3)]
 DRIVER = {"kind": "driver", "text": "the driver was lost"}
@@ -28,4 +28,4 @@ PAUSES = "11.0 s of pauses in all, 0 steps executed again"
     ],
 )
 def test_losses_drains_joins_and_pauses_are_counted(events, words):
-    assert fault_summary(events) == words
+    assert summarize_faults(events) == words

@@ -2,7 +2,7 @@
 
 import torch
 
-from raypar.actors.fingerprint import fingerprint, fingerprint_differences, processor_model
+from raypar.actors.numerics_fingerprint import describe_fingerprint_differences, fingerprint_worker_numerics, processor_model
 
 
 def of(monkeypatch, **settings):
@@ -11,18 +11,18 @@ def of(monkeypatch, **settings):
             here.delenv(name, raising=False)
         for name, value in settings.items():
             here.setenv(name, value)
-        return fingerprint(1, torch.device("cpu"))
+        return fingerprint_worker_numerics(1, torch.device("cpu"))
 
 
 def test_equal_processes_are_alike(monkeypatch):
     first, second = of(monkeypatch), of(monkeypatch)
-    assert not fingerprint_differences([first, second])
+    assert not describe_fingerprint_differences([first, second])
     assert first["settings"] == "none" and first["processor"] == processor_model() != ""
 
 
 def test_a_setting_that_chooses_kernels_is_part_of_what_a_worker_computes_with(monkeypatch):
     plain, bound = of(monkeypatch), of(monkeypatch, MKL_CBWR="COMPATIBLE")
-    assert fingerprint_differences([plain, bound]) == ["settings: worker 0 none, worker 1 MKL_CBWR=COMPATIBLE"]
+    assert describe_fingerprint_differences([plain, bound]) == ["settings: worker 0 none, worker 1 MKL_CBWR=COMPATIBLE"]
     both = of(monkeypatch, MKL_CBWR="AUTO", ATEN_CPU_CAPABILITY="avx2")
     assert both["settings"] == "MKL_CBWR=AUTO ATEN_CPU_CAPABILITY=avx2"
 
@@ -30,4 +30,6 @@ def test_a_setting_that_chooses_kernels_is_part_of_what_a_worker_computes_with(m
 def test_another_kind_of_processor_is_told(monkeypatch):
     here = of(monkeypatch)
     there = here | {"processor": "GenuineIntel 6 143"}
-    assert fingerprint_differences([here, there]) == [f"processor: worker 0 {here['processor']}, worker 1 GenuineIntel 6 143"]
+    assert describe_fingerprint_differences([here, there]) == [
+        f"processor: worker 0 {here['processor']}, worker 1 GenuineIntel 6 143"
+    ]

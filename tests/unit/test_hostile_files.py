@@ -31,8 +31,8 @@ from raypar.cli import main
 from raypar.config import load_job
 from raypar.errors import ConfigError
 from raypar.run_folder import RunFolder
-from raypar.worker import checkpoint
-from raypar.worker.checkpoint import BUFFER, PARAMETER, TensorSlices
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
 
 HANGS_S = 30.0
 """Only a case that hangs takes so long, also on a busy machine."""
@@ -53,8 +53,8 @@ def make_good(place: Path) -> None:
     run.mkdir(parents=True)
     shutil.copy(job, run / "job.yaml")
     weight = torch.arange(12.0).view(4, 3)
-    aside = checkpoint.create_checkpoint(run / "checkpoints", 4)
-    a = checkpoint.write_shard(
+    aside = checkpoint_files.create_checkpoint(run / "checkpoints", 4)
+    a = checkpoint_files.write_shard(
         aside,
         "a.safetensors",
         {("w", PARAMETER): weight[:3], ("w", "exp_avg"): weight[:3] + 1, ("b", PARAMETER): torch.ones(3)},
@@ -62,14 +62,14 @@ def make_good(place: Path) -> None:
         {("w", PARAMETER): TensorSlices((4, 3), 0, ((0, 3),)), ("w", "exp_avg"): TensorSlices((4, 3), 0, ((0, 3),))},
         {"b": ["also_b"]},
     )
-    b = checkpoint.write_shard(
+    b = checkpoint_files.write_shard(
         aside,
         "b.safetensors",
         {("w", PARAMETER): weight[3:], ("w", "exp_avg"): weight[3:] + 1, ("mean", BUFFER): torch.zeros(2, dtype=torch.int64)},
         slices={("w", PARAMETER): TensorSlices((4, 3), 0, ((3, 4),)), ("w", "exp_avg"): TensorSlices((4, 3), 0, ((3, 4),))},
     )
-    checkpoint.commit_checkpoint(
-        aside, [a, b], steps_done=4, contract=checkpoint.contract_of(load_job(job).to_spec()), metrics={"loss": 2.5}
+    checkpoint_files.commit_checkpoint(
+        aside, [a, b], steps_done=4, contract=checkpoint_files.contract_of_job(load_job(job).to_spec()), metrics={"loss": 2.5}
     )
     node = "b09ad58ff304f43b"
     who = {"worker": 0, "coordinate": "worker 0 (stage 0, replica 0)", "node": node, "pid": 5000, "host": "alpha"}
@@ -109,7 +109,7 @@ COMMANDS: dict[str, list[str]] = {
         "train",
         "{place}/tiny.yaml",
         "--set",
-        "data={{function: raypar.worker.tokens:TokenFile, args: {{path: {place}/text.bin, context: 4}}}}",
+        "data={{function: raypar.token_files:TokenFile, args: {{path: {place}/text.bin, context: 4}}}}",
     ],
     "train by a schedule": ["train", "{place}/tiny.yaml", "--set", "plan={{schedule_file: {place}/schedule.csv}}"],
     "plan": ["plan", "{place}/tiny.yaml", "--no-profile"],
@@ -160,7 +160,7 @@ def watched() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made once; what the commands load is loaded."""
-    import raypar.actors.client
+    import raypar.actors.driver_client
     import raypar.actors.ray_connection  # noqa: F401
 
     place = tmp_path_factory.mktemp("good")
@@ -752,7 +752,7 @@ def test_a_damaged_line_ends_nothing_and_status_shows_what_is_left(
     def goes_on(*_: object) -> None:
         raise ConfigError("the run goes on", cure="let it")
 
-    monkeypatch.setattr("raypar.launch.resume.resume_from", goes_on)
+    monkeypatch.setattr("raypar.launch.resume.prepare_resumed_run", goes_on)
     command, spoil = DAMAGED[name]
     before = lines_of(place)
     spoil(place)
@@ -818,16 +818,16 @@ def test_what_is_allowed_still_works(name: str, place: Path, capsys: pytest.Capt
 def test_a_file_that_is_replaced_after_it_was_verified_is_read_only_if_it_looks_the_same(place: Path):
     """Whoever reads compares length and header again, in the file that it then reads; checksums are compared by `verify`."""
     folder = place / STEP
-    found = checkpoint.verify_checkpoint(folder)
+    found = checkpoint_files.verify_checkpoint(folder)
     assert found.steps_done == 4
     larger = torch.zeros(10_000)
-    checkpoint.write_shard(folder, "a.safetensors", {("w", PARAMETER): larger, ("b", PARAMETER): larger})
-    with pytest.raises(checkpoint.CheckpointError, match="bytes instead of"):
-        checkpoint.read_tensors(folder)
+    checkpoint_files.write_shard(folder, "a.safetensors", {("w", PARAMETER): larger, ("b", PARAMETER): larger})
+    with pytest.raises(checkpoint_files.CheckpointError, match="bytes instead of"):
+        checkpoint_files.read_checkpoint_state(folder)
     content = (place / "outside/a.safetensors").read_bytes()
     (folder / "a.safetensors").write_bytes(content.replace(b'"dtype": "F32", "shape": [3]', b'"dtype": "I32", "shape": [3]'))
-    with pytest.raises(checkpoint.CheckpointError, match=r"is not what manifest\.json says"):
-        checkpoint.read_tensors(folder)
+    with pytest.raises(checkpoint_files.CheckpointError, match=r"is not what manifest\.json says"):
+        checkpoint_files.read_checkpoint_state(folder)
 
 
 def test_there_are_enough_cases_and_their_number_is_printed(capsys: pytest.CaptureFixture[str]):
@@ -852,16 +852,16 @@ def test_there_are_enough_cases_and_their_number_is_printed(capsys: pytest.Captu
     ],
 )
 def test_brackets_are_counted_before_a_text_is_parsed_but_not_those_in_strings(text: bytes, depth: int):
-    from raypar.input_files import nesting_depth
+    from raypar.untrusted_files import json_nesting_depth
 
-    assert nesting_depth(text) == depth
+    assert json_nesting_depth(text) == depth
 
 
 def test_a_header_says_where_a_tensors_bytes_are(place: Path):
-    from raypar.worker.safetensors_header import read_header
+    from raypar.worker.checkpoint.safetensors_header import read_safetensors_header
 
     file = place / A
-    found = read_header(file)
+    found = read_safetensors_header(file)
     assert {name: (info.dtype, info.shape) for name, info in found.items()} == {
         "w": ("F32", (3, 3)), "w#exp_avg": ("F32", (3, 3)), "b": ("F32", (3,)),
     }  # fmt: skip
@@ -869,6 +869,6 @@ def test_a_header_says_where_a_tensors_bytes_are(place: Path):
     for name, info in found.items():
         assert content[info.start : info.stop] == tensors[name].numpy().tobytes()
     (place / "linked").symlink_to(file)
-    assert read_header(place / "linked") == found, "a path that the user gives may be a link"
-    with pytest.raises(checkpoint.CheckpointError, match="a symbolic link"):
-        read_header(place / "linked", follow=False)
+    assert read_safetensors_header(place / "linked") == found, "a path that the user gives may be a link"
+    with pytest.raises(checkpoint_files.CheckpointError, match="a symbolic link"):
+        read_safetensors_header(place / "linked", follow=False)

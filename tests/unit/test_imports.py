@@ -12,19 +12,21 @@ PACKAGE = Path(__file__).parents[2] / "raypar"
 PURE = ("errors", "plan", "schedule", "planner", "elastic")
 MAY_IMPORT = {
     "errors": "",
-    "input_files": "errors",
-    "safe_yaml": "input_files errors yaml",
-    "run_records": "input_files",
+    "untrusted_files": "errors",
+    "safe_yaml": "untrusted_files errors yaml",
+    "run_folder_checks": "untrusted_files",
     "user_code": "",
+    "token_files": "untrusted_files errors torch numpy",
     "plan": "errors",
     "schedule": "plan errors",
     "planner": "plan schedule errors",
     "elastic": "plan errors",
     "comm": "plan errors torch numpy cupy",
     "model": "plan comm errors user_code torch numpy",
-    "worker": "schedule model comm plan planner.model_profile errors user_code torch numpy safetensors input_files",
+    "worker": "schedule model comm plan planner.model_profile errors user_code torch numpy safetensors "
+    "untrusted_files token_files",
     "actors": "worker model elastic planner comm schedule plan run_folder callbacks errors user_code torch numpy ray",
-    "config": "plan schedule elastic errors worker.job_spec worker.weights_source input_files run_records safe_yaml "
+    "config": "plan schedule elastic errors worker.job_spec worker.weights_source untrusted_files run_folder_checks safe_yaml "
     "pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
@@ -50,7 +52,7 @@ HEAVY = {"torch", "ray", "cupy", "numpy", "pydantic"}
 ONLY_IN = {
     "cupy": ("comm/nccl/bindings.py",),
     "pydantic": ("config.py",),
-    "ray": ("actors/", "launch/request.py", "launch/result.py"),
+    "ray": ("actors/", "launch/prepare_request.py", "launch/result.py"),
 }
 THIRD_PARTY = HEAVY | {"yaml", "safetensors"}
 IMPURE = {"time", "random", "os", "datetime", "secrets", "socket", "subprocess", "threading", "multiprocessing"}
@@ -183,7 +185,7 @@ def test_the_pure_core_and_the_command_line_load_neither_torch_nor_ray():
     light = [
         ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
         for path in files()
-        if package_of(path) in {*PURE, "cli", "config", "input_files", "safe_yaml", "run_records", "__init__"}
+        if package_of(path) in {*PURE, "cli", "config", "untrusted_files", "safe_yaml", "run_folder_checks", "__init__"}
     ]
     assert loaded(light, {"torch", "ray", "cupy", "numpy"}) == ""
 
@@ -194,15 +196,15 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     needs = {
         "raypar.callbacks",
         "raypar.plan.vote_result",
-        "raypar.elastic.member",
-        "raypar.worker.checkpoint",
+        "raypar.elastic.generation_guard",
+        "raypar.worker.checkpoint.checkpoint_files",
         "raypar.errors",
     }
     needs |= {
-        "raypar.actors.fingerprint",
+        "raypar.actors.numerics_fingerprint",
         "raypar.actors.worker_messages",
         "raypar.actors.run_request",
-        "raypar.schedule.assignment",
+        "raypar.schedule.program_assignment",
     }
     assert loaded(["raypar.actors.driver_actor"], {"torch", "cupy", "numpy", *needs}) == " ".join(sorted(needs))
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule.chrome_trace import chrome_trace
 from raypar.schedule.instructions import (
     ACTIVATIONS,
@@ -25,21 +25,21 @@ from raypar.schedule.instructions import (
     Compute,
     DrawingStyle,
     ExchangeTies,
+    ExchangeVotes,
     Forward,
-    Free,
+    FreeActivations,
     OptimizerStep,
     Recv,
-    Reduce,
+    ReduceGradients,
     Send,
-    Vote,
 )
-from raypar.schedule.lower import lower
-from raypar.schedule.schedule_csv import read_csv, write_csv
-from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.lower import lower_schedule
+from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.swimlane_svg import swimlane_svg
 from raypar.schedule.text_grid import text_grid
-from raypar.schedule.timeline import parse_instruction, peak_activations, peak_bytes
-from raypar.schedule.validate import find_problems
+from raypar.schedule.timeline import parse_instruction, peak_activation_memory, peak_activations
+from raypar.schedule.validate import find_schedule_problems
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,10 +60,10 @@ TABLE = [
     (BackwardWeight, "W", "compute", ("weight",), (STASH,), (WEIGHT_GRADIENTS,), (), (STASH,)),
     (Send, "S", "communication", (), (), (), (), ()),
     (Recv, "R", "communication", (), (), (), (), ()),
-    (Free, "X", "release", (), (), (), (), ()),
-    (Reduce, "G", "reduction", ("reduce",), (WEIGHT_GRADIENTS,), (), (), ()),
+    (FreeActivations, "X", "release", (), (), (), (), ()),
+    (ReduceGradients, "G", "reduction", ("reduce",), (WEIGHT_GRADIENTS,), (), (), ()),
     (ExchangeTies, "T", "step", (), (), (), (), ()),
-    (Vote, "V", "step", ("step",), (), (), (), ()),
+    (ExchangeVotes, "V", "step", ("step",), (), (), (), ()),
     (OptimizerStep, "O", "step", (), (), (), (), ()),
 ]
 
@@ -84,7 +84,7 @@ def test_letters_are_single_capitals_and_each_belongs_to_one_class():
 
 
 def test_what_takes_time_says_how_it_is_drawn():
-    assert {kind for kind in INSTRUCTIONS.values() if kind.drawing is None} == {Send, Recv, Free}
+    assert {kind for kind in INSTRUCTIONS.values() if kind.drawing is None} == {Send, Recv, FreeActivations}
     looks = [kind.drawing for kind in INSTRUCTIONS.values() if kind.drawing is not None]
     assert len({look.category for look in looks}) == len({look.legend for look in looks}) == len(looks)
 
@@ -103,7 +103,7 @@ def test_a_microbatch_leaves_nothing_behind_with_the_backward_whole_or_split():
 def test_between_input_and_weight_gradients_a_stage_keeps_as_much_as_between_forward_and_backward():
     split = (Forward(0, 0), BackwardInput(0, 0), Forward(0, 1), BackwardInput(0, 1), BackwardWeight(0, 0), BackwardWeight(0, 1))
     assert peak_activations(split) == 2
-    assert peak_bytes(split, [100]) == 200
+    assert peak_activation_memory(split, [100]) == 200
 
 
 def test_both_ends_of_a_message_name_the_same_bundle_and_workers():
@@ -161,8 +161,8 @@ def added(monkeypatch):
 
 
 LEAN = "0L0,0L1,0L2,0C0,0B0,0C1,0B1,0C2,0B2\n1L0,1C0,1B0,1L1,1C1,1B1,1L2,1C2,1B2\n"
-ROUTING, CROSSING = Routing(ParallelPlan.mesh(pp=2), Microbatches(3)), Crossing.chain(2)
-UNIT = Costs.uniform(2, forward_ms=1, backward_ms=2)
+ROUTING, CROSSING = MicrobatchRouting(ParallelPlan.mesh(pp=2), Microbatches(3)), StageConnections.chain(2)
+UNIT = SimulationCosts.uniform(2, forward_ms=1, backward_ms=2)
 
 
 def edited(*changes):
@@ -171,22 +171,22 @@ def edited(*changes):
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
-    return [problem.text for problem in find_problems(read_csv(text), ROUTING, CROSSING)]
+    return [problem.text for problem in find_schedule_problems(parse_schedule_csv(text), ROUTING, CROSSING)]
 
 
 def test_an_added_instruction_is_read_and_written(added):
-    schedule = read_csv(LEAN)
+    schedule = parse_schedule_csv(LEAN)
     assert schedule[0][3] == added.Recompute(0, 0) == parse_instruction("0C0")
-    assert write_csv(schedule) == LEAN
+    assert format_schedule_csv(schedule) == LEAN
 
 
 def test_without_its_line_in_the_table_nobody_knows_it():
     with pytest.raises(ScheduleError, match="'0L0' is not an instruction"):
-        read_csv(LEAN)
+        parse_schedule_csv(LEAN)
 
 
 def test_an_added_instruction_is_simulated_and_priced(added):
-    timeline = simulate(read_csv(LEAN), ROUTING, CROSSING, UNIT)
+    timeline = simulate_schedule(parse_schedule_csv(LEAN), ROUTING, CROSSING, UNIT)
     # The last worker computes L C B three times, after the first L of the first one; then that has one C B to do.
     assert timeline.busy_ms == (3 * (1 + 1 + 2),) * 2
     assert timeline.makespan_ms == 1 + 3 * 4 + 2
@@ -194,13 +194,15 @@ def test_an_added_instruction_is_simulated_and_priced(added):
 
 
 def test_its_memory_is_counted_from_its_own_declarations(added):
-    whole = read_csv(LEAN.replace("L", "F").replace("0C0,", "").replace("0C1,", "").replace("0C2,", "")[: LEAN.index("\n")])
-    assert peak_bytes(whole[0], [10]) == 30
-    assert peak_bytes(read_csv(LEAN)[0], [10]) == 10
+    whole = parse_schedule_csv(
+        LEAN.replace("L", "F").replace("0C0,", "").replace("0C1,", "").replace("0C2,", "")[: LEAN.index("\n")]
+    )
+    assert peak_activation_memory(whole[0], [10]) == 30
+    assert peak_activation_memory(parse_schedule_csv(LEAN)[0], [10]) == 10
 
 
 def test_an_added_instruction_is_lowered(added):
-    first, last = (" ".join(map(str, program)) for program in lower(read_csv(LEAN), ROUTING, CROSSING))
+    first, last = (" ".join(map(str, program)) for program in lower_schedule(parse_schedule_csv(LEAN), ROUTING, CROSSING))
     assert first == (
         "0L0 0SA0>1@1 0L1 0SA1>1@1 0L2 0SA2>1@1 0C0 0RG0<1@1 0B0 0X0 0C1 0RG1<1@1 0B1 0X1 0C2 0RG2<1@1 0B2 0X2 0G V O"
     )
@@ -211,8 +213,8 @@ def test_an_added_instruction_is_lowered(added):
 
 def test_an_added_instruction_is_validated(added):
     assert edited() == []
-    assert find_problems(lower(read_csv(LEAN), ROUTING, CROSSING), ROUTING, CROSSING) == []
-    assert find_problems(read_csv(LEAN), ROUTING, CROSSING, memory=[1, 1]) == []
+    assert find_schedule_problems(lower_schedule(parse_schedule_csv(LEAN), ROUTING, CROSSING), ROUTING, CROSSING) == []
+    assert find_schedule_problems(parse_schedule_csv(LEAN), ROUTING, CROSSING, memory=[1, 1]) == []
 
 
 def test_wrong_orders_of_an_added_instruction_are_found(added):
@@ -232,7 +234,7 @@ def test_what_is_kept_for_nothing_is_found(added, monkeypatch):
 
 
 def test_an_added_instruction_is_drawn(added):
-    timeline = simulate(read_csv(LEAN), ROUTING, CROSSING, UNIT)
+    timeline = simulate_schedule(parse_schedule_csv(LEAN), ROUTING, CROSSING, UNIT)
     assert text_grid(timeline).splitlines()[1].startswith("worker 0  L0 L1 L2 C0")
     picture = swimlane_svg(timeline, title="added")
     assert "recomputation (C)" in picture and "#008080" in picture

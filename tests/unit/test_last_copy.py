@@ -7,26 +7,26 @@ from types import SimpleNamespace
 import pytest
 from test_recovery_rules import WHOLE, do, elastic, lost
 
-from raypar.actors.members_file import MembersFile
-from raypar.config import parse_elastic
+from raypar.actors.members_file import MembersFileText
+from raypar.config import parse_elastic_section
 from raypar.elastic.actions import (
     AdoptPlan,
     ChoosePlan,
     ClaimGeneration,
     FenceWorkers,
     KillWorker,
-    Notice,
-    TakeSnapshot,
+    StartCheckpoint,
     Teardown,
-    Warn,
+    TellUser,
+    WarnUser,
 )
 from raypar.elastic.deadlines import silent_deadline_s
 from raypar.elastic.events import (
     CheckpointSaved,
+    CheckpointStateCopied,
     GenerationClaimed,
     PlanAdopted,
     PlanChosen,
-    SnapshotTaken,
     StepEmitted,
     StepJournalled,
     StepReported,
@@ -36,11 +36,11 @@ from raypar.elastic.events import (
     WorkersReady,
     WorkerStatusReported,
 )
-from raypar.elastic.member import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
-from raypar.launch.request import elastic_policy_fields
+from raypar.launch.prepare_request import elastic_policy_fields
 from raypar.plan import ParallelPlan
 
 LONE, LINE, PAIR = ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, layers=2), ParallelPlan.mesh(dp=2, layers=2)
@@ -54,7 +54,7 @@ def trained(plan, steps=4, **policy):
     do(machine, WorkersReady())
     for step in range(steps):
         reports = [StepReported(worker, step, 0.1) for worker in range(plan.world)]
-        saved = [SnapshotTaken(step + 1), CheckpointSaved(step + 1)] * bool(policy.get("save_every") == step + 1)
+        saved = [CheckpointStateCopied(step + 1), CheckpointSaved(step + 1)] * bool(policy.get("save_every") == step + 1)
         do(machine, *reports, StepJournalled(step), StepEmitted(step), *saved)
     return machine
 
@@ -72,7 +72,7 @@ def stand(machine, worker, done=4, generation=2, **more):
 
 
 def told(actions):
-    return [action.text for action in actions if isinstance(action, Warn)]
+    return [action.text for action in actions if isinstance(action, WarnUser)]
 
 
 @pytest.mark.parametrize("unheard", [(), (0,)])
@@ -90,7 +90,7 @@ def test_a_worker_that_is_alone_with_the_state_is_waited_for_and_goes_on(applied
         assert do(machine, silent, now_s=now_s) == []
     assert machine.phase is Phase.STANDING and not machine.membership.gone
     note, *_, order = do(machine, stand(machine, 0, 4 + applied), now_s=27.0)
-    assert note == Notice("worker 0 has answered, after a wait of 22.7 s; its state is whole")
+    assert note == TellUser("worker 0 has answered, after a wait of 22.7 s; its state is whole")
     assert isinstance(order, AdoptPlan) and order.members == (0,) and order.done == 4 + applied and not order.load
     do(machine, PlanAdopted(0, 2), now_s=27.1)
     assert machine.phase in (Phase.RUNNING, Phase.FLUSHING) and not machine.membership.gone
@@ -128,16 +128,16 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
 
 def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
     for elastic_section, wait_s in (({}, 600.0), ({"last_copy_wait_s": 5}, 5.0), ({"last_copy_wait_s": 0}, 0.0)):
-        policy = elastic_policy_fields(parse_elastic(elastic_section), 300.0)
+        policy = elastic_policy_fields(parse_elastic_section(elastic_section), 300.0)
         assert RunPolicy(workers=1, last=1, **policy).last_copy_wait_s == wait_s
     with pytest.raises(ConfigError, match="last_copy_wait_s"):
-        parse_elastic({"last_copy_wait_s": -1})
+        parse_elastic_section({"last_copy_wait_s": -1})
 
 
 def test_members_json_says_who_is_waited_for():
     machine = trained(LONE)
     late(machine)
-    status = MembersFile(SimpleNamespace(plan=LONE, policy=machine.policy))
+    status = MembersFileText(SimpleNamespace(plan=LONE, policy=machine.policy))
     seen = [json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b"))]
     do(machine, Tick(), now_s=4.3)
     seen.append(json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b")))
@@ -233,7 +233,7 @@ def test_who_answers_after_ctrl_c_is_saved():
     do(machine, Tick(), now_s=4.3)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=1.5), now_s=10.0)
     do(machine, stand(machine, 0), now_s=12.0)
-    assert TakeSnapshot(4) in do(machine, PlanAdopted(0, 2), now_s=12.1)
+    assert StartCheckpoint(4) in do(machine, PlanAdopted(0, 2), now_s=12.1)
 
 
 @pytest.mark.parametrize("steps, save_every", [(0, 0), (4, 4)])

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from raypar.actors.lifeline import LifelineListener, Lifelines
+from raypar.actors.liveness_connection import LivenessConnections, LivenessListener
 
 WORKER = """
 import sys, time
-from raypar.actors.lifeline import LifelineListener
-door = LifelineListener("127.0.0.1")
+from raypar.actors.liveness_connection import LivenessListener
+door = LivenessListener("127.0.0.1")
 print(door.address, flush=True)
 time.sleep(60)
 """
@@ -42,7 +42,7 @@ async def within(fact, limit_s=5.0):
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_process_that_ends_is_known_at_once_and_one_that_is_stopped_has_not_ended(stopped):
     async def scene(process, address):
-        lines = Lifelines()
+        lines = LivenessConnections()
         lines.hold(0, address)
         await asyncio.sleep(0.1)
         if stopped:
@@ -59,7 +59,7 @@ def test_a_process_that_ends_is_known_at_once_and_one_that_is_stopped_has_not_en
 
 def test_who_cannot_be_reached_in_the_first_place_is_not_said_to_have_ended():
     async def scene():
-        door, lines = LifelineListener("127.0.0.1"), Lifelines()
+        door, lines = LivenessListener("127.0.0.1"), LivenessConnections()
         nobody = door.address
         door.close()
         lines.hold(0, nobody)
@@ -73,7 +73,7 @@ def test_who_cannot_be_reached_in_the_first_place_is_not_said_to_have_ended():
 def test_a_stopped_process_can_still_be_connected_to_by_a_new_driver():
     async def scene(process, address):
         os.kill(process.pid, signal.SIGSTOP)
-        lines = Lifelines()
+        lines = LivenessConnections()
         lines.hold(0, address)
         await asyncio.sleep(0.1)
         assert not lines.ended and not lines._held[0].done()

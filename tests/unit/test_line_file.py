@@ -11,18 +11,18 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.actors import journal as store
-from raypar.actors import line_file
+from raypar.actors import jsonl_file
 from raypar.actors.journal import KEPT_STEPS, Journal
-from raypar.actors.line_file import BLOCK_LINES, MIRRORED_LINES, LineFile
+from raypar.actors.jsonl_file import BLOCK_LINES, MIRRORED_LINES, JsonlFile
 from raypar.actors.run_recorder import RunRecorder, format_step_ranges
 from raypar.actors.step_reports import StepReports
-from raypar.console.terminal import Console
+from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder, line_sort_key, parse_lines, read_lines_file
+from raypar.run_folder import RunFolder, jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
 
 PLAN = ParallelPlan.mesh(dp=2)
 DONE, END = 40, 60
@@ -63,7 +63,7 @@ def full(monkeypatch) -> SimpleNamespace:
             raise OSError(errno.ENOSPC, "No space left on device")
         return REAL_OPEN(path, mode, **options)
 
-    monkeypatch.setattr(line_file, "open", opened, raising=False)
+    monkeypatch.setattr(jsonl_file, "open", opened, raising=False)
     monkeypatch.setattr("raypar.run_folder.open", opened, raising=False)
     return disk
 
@@ -118,7 +118,7 @@ def check(folder, last=END) -> None:
     assert [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line] == [
         (done, 2.0 + done) for done in range(10, last + 1, 10)
     ]
-    assert lines == sorted(lines, key=line_sort_key)
+    assert lines == sorted(lines, key=jsonl_line_sort_key)
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
 
 
@@ -264,7 +264,7 @@ def test_a_validation_that_was_not_finite_and_steps_that_lack_what_is_printed_ar
     driver.journal.commit(0, {"loss": line["loss"], "norm": line["norm"]})
     driver.take_over()
     said = StringIO()
-    console = Console(steps=4, out=said)
+    console = EventPrinter(steps=4, out=said)
     for event in driver.recorder.new_events():
         console(event)
     assert "step 1/4" in said.getvalue() and "step 1: validation loss nan" in said.getvalue()
@@ -358,7 +358,7 @@ def test_a_run_that_was_resumed_keeps_the_lines_of_before(tmp_path):
 
 def test_memory_for_lines_is_bounded_and_what_did_not_fit_is_said(full, keys, tmp_path):
     said = []
-    file = LineFile(tmp_path / "metrics.jsonl", lambda kind, text: said.append(text), Journal("tiny"), kept_bytes=20_000)
+    file = JsonlFile(tmp_path / "metrics.jsonl", lambda kind, text: said.append(text), Journal("tiny"), kept_bytes=20_000)
     lines = [{"step": n, "validation_loss": 0.5, "text": "x" * 50} for n in range(1, 501)]
     file.append(lines[0])
     full.now = True
@@ -369,13 +369,13 @@ def test_memory_for_lines_is_bounded_and_what_did_not_fit_is_said(full, keys, tm
     assert kept <= 20_000 + BLOCK_LINES * 100, "nor is the journal's memory without bounds"
     full.now = False
     file.append({"step": 501, "validation_loss": 0.5})
-    steps = [line["step"] for line in parse_lines("metrics.jsonl", (tmp_path / "metrics.jsonl").read_bytes())]
+    steps = [line["step"] for line in parse_jsonl_lines("metrics.jsonl", (tmp_path / "metrics.jsonl").read_bytes())]
     assert steps[0] == 1 and steps[1:] == [*range(502 - len(steps[1:]), 502)] and len(steps) + file.lost == 501
     assert len(said) == 3 and "the oldest are dropped" in said[1] and f"{file.lost} lines are lost" in said[2]
 
 
 def test_older_lines_than_those_in_memory_stay_in_the_file_when_it_is_written_again(tmp_path):
-    file = LineFile(tmp_path / "metrics.jsonl", lambda kind, text: None, kept_bytes=2_000)
+    file = JsonlFile(tmp_path / "metrics.jsonl", lambda kind, text: None, kept_bytes=2_000)
     for step in range(1, 201):
         file.append({"step": step, "validation_loss": 0.5})
     assert file.recent.trimmed and len(file.recent) < 100
@@ -432,7 +432,7 @@ def test_readers_take_what_is_whole(damage, tmp_path):
         with pytest.raises(ConfigError, match="more than the 4,294,967,296 that are read"):
             list(folder.read(folder.metrics))
         return
-    places = [line_sort_key(line) for line in folder.read(folder.metrics)]
+    places = [jsonl_line_sort_key(line) for line in folder.read(folder.metrics)]
     assert places == sorted(set(places))
 
 
@@ -452,7 +452,7 @@ def test_a_step_whose_loss_was_not_finite_is_told_again_as_it_was(tmp_path):
     driver = Driver(tmp_path)
     driver.take_over()
     said = StringIO()
-    console = Console(steps=4, out=said)
+    console = EventPrinter(steps=4, out=said)
     for event in driver.recorder.new_events():
         console(event)
     assert "step 4/4  loss nan" in said.getvalue()

@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 
 from raypar.errors import PlanError
-from raypar.plan import Outline, ParallelPlan
-from raypar.plan.balanced_shares import CANONICAL_PIECE
+from raypar.plan import ModelOutline, ParallelPlan
+from raypar.plan.balanced_tensor_shares import CANONICAL_PIECE
 from raypar.plan.ownership import SHARED_OUT_FROM, Ownership
 from raypar.plan.pieces import Piece, merge_pieces, plan_moves, subtract_pieces
-from raypar.plan.shard_ranges import Cut, even_range
+from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 
 KEYS = {
     1: (((0, 2),),),
@@ -24,18 +24,18 @@ KEYS = {
 
 def cuts(shards):
     return {
-        "a.weight": Cut(0, 12, even_range(12, shards)),
-        "a.bias": Cut(0, 12, even_range(12, shards)),
-        "b.weight": Cut(1, 12, even_range(12, shards)),
-        "k.weight": Cut(0, 2, KEYS[shards]),
+        "a.weight": TensorCut(0, 12, even_ranges_by_shard(12, shards)),
+        "a.bias": TensorCut(0, 12, even_ranges_by_shard(12, shards)),
+        "b.weight": TensorCut(1, 12, even_ranges_by_shard(12, shards)),
+        "k.weight": TensorCut(0, 2, KEYS[shards]),
     }
 
 
 SIZES = ({"a.weight": 84, "a.bias": 12}, {"b.weight": 84, "b.norm": 7}, {"k.weight": 8})
-SMALL = Outline((), elements=SIZES, cuts={shards: cuts(shards) for shards in (2, 3, 4)})
+SMALL = ModelOutline((), elements=SIZES, cuts={shards: cuts(shards) for shards in (2, 3, 4)})
 """Small parameters, cut over shards in all ways: `k.weight`'s two heads are shared by shards where there are more than two."""
 
-TIED = Outline(
+TIED = ModelOutline(
     (),
     elements=(
         {"0.embed": 90_000, "0.mask": 100},
@@ -43,7 +43,12 @@ TIED = Outline(
         {"2.weight": 150_000, "2.count": 1},
         {"3.norm": 40, "0.embed": 90_000},
     ),
-    cuts={2: {"0.embed": Cut(0, 300, even_range(300, 2)), "1.weight": Cut(1, 20, even_range(20, 2))}},
+    cuts={
+        2: {
+            "0.embed": TensorCut(0, 300, even_ranges_by_shard(300, 2)),
+            "1.weight": TensorCut(1, 20, even_ranges_by_shard(20, 2)),
+        }
+    },
     buffers=frozenset({"0.mask", "2.count"}),
     frozen=frozenset({"1.old"}),
 )
@@ -159,7 +164,7 @@ def gpt(width, layers, vocabulary=50_257, context=1024):
     }
     blocks = ({f"{i}.{name}": size for name, size in block.items()} for i in range(layers))
     first = {"tokens.weight": vocabulary * width, "positions.weight": context * width}
-    return Outline((), elements=(first, *blocks, {"norm.weight": width, "norm.bias": width}))
+    return ModelOutline((), elements=(first, *blocks, {"norm.weight": width, "norm.bias": width}))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
@@ -193,7 +198,7 @@ def test_shares_are_even_in_every_stage_for_each_shard():
 
 
 def test_a_thousand_ranks_and_thousands_of_parameters_take_seconds():
-    outline = Outline((), elements=tuple({f"{i}.{j}": 40_000 * (j + 1) for j in range(10)} for i in range(300)))
+    outline = ModelOutline((), elements=tuple({f"{i}.{j}": 40_000 * (j + 1) for j in range(10)} for i in range(300)))
     plan, begin_s = ParallelPlan.mesh(dp=100, pp=10, layers=300), time.perf_counter()
     assert len(set(Ownership(plan, outline).state_keys)) == 10
     keeps = Ownership(plan, outline, zero=3)
@@ -242,7 +247,7 @@ def test_replicas_take_turns_at_writing():
 
 
 def test_a_tie_is_written_with_its_first_stage_and_an_empty_tensor_by_one_rank_too():
-    outline = Outline((), elements=({"a": 3, "none": 0}, {"a": 3}, {"a": 3, "b": 2}))
+    outline = ModelOutline((), elements=({"a": 3, "none": 0}, {"a": 3}, {"a": 3, "b": 2}))
     keeps = Ownership(ParallelPlan.mesh(dp=2, pp=3, layers=3), outline)
     assert [list(names) for rank in range(6) for names in keeps.written(rank).values()] == [["a"], ["none"], [], [], [], ["b"]]
     assert keeps.written(1) == {0: {"none": ()}} and "none" not in keeps.sizes(0)

@@ -5,7 +5,15 @@ import random
 import pytest
 
 from raypar.errors import PlanError
-from raypar.plan.pieces import Move, Piece, count_overlap, merge_pieces, missing_pieces, plan_moves, subtract_pieces
+from raypar.plan.pieces import (
+    Piece,
+    PieceMove,
+    count_shared_elements,
+    merge_pieces,
+    pieces_nobody_holds,
+    plan_moves,
+    subtract_pieces,
+)
 
 
 def test_union_joins_what_touches_and_keeps_names_apart():
@@ -28,12 +36,12 @@ def test_an_empty_piece_is_refused():
 def test_what_is_held_does_not_move_and_holders_take_turns():
     whole = (Piece("a", 0, 4), Piece("b", 0, 4))
     found = plan_moves({0: whole, 1: whole, 2: ()}, {0: whole, 2: whole})
-    assert found == (Move(0, 2, Piece("a", 0, 4)), Move(1, 2, Piece("b", 0, 4)))
+    assert found == (PieceMove(0, 2, Piece("a", 0, 4)), PieceMove(1, 2, Piece("b", 0, 4)))
 
 
 def test_what_nobody_holds_is_named():
     have, need = {0: (Piece("a", 0, 4),)}, {1: (Piece("a", 2, 6),)}
-    assert missing_pieces(have, need) == (Piece("a", 4, 6),)
+    assert pieces_nobody_holds(have, need) == (Piece("a", 4, 6),)
     with pytest.raises(PlanError, match=r"nobody holds a\[4:6\]\n.*mirror or a checkpoint"):
         plan_moves(have, need)
 
@@ -52,8 +60,8 @@ def test_random_holdings_agree_with_sets_of_elements(seed: int):
     have, need = {w: some() for w in range(4)}, {w: some() for w in range(2, 6)}
     held = set().union(*(elements(p) for p in have.values()))
     wanted = set().union(*(elements(p) for p in need.values()))
-    assert elements(missing_pieces(have, need)) == wanted - held
-    assert count_overlap(have[0], have[1]) == len(elements(have[0]) & elements(have[1]))
+    assert elements(pieces_nobody_holds(have, need)) == wanted - held
+    assert count_shared_elements(have[0], have[1]) == len(elements(have[0]) & elements(have[1]))
     need = {w: merge_pieces(Piece(n, e, e + 1) for n, e in elements(p) & held) for w, p in need.items()}
     found = plan_moves(have, need)
     for dest, pieces in need.items():

@@ -7,7 +7,7 @@ import pytest
 from raypar.errors import PlanError
 from raypar.plan import Microbatches
 from raypar.plan.addition_tree import covering_nodes, fold_tree, tree_children
-from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS, contiguous_part, part_index
+from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS, contiguous_part, contiguous_part_index
 
 SIZES = list(product(range(1, 12), range(25)))
 
@@ -17,7 +17,7 @@ def test_parts_are_contiguous_complete_and_differ_by_one_at_most(parts: int, tot
     runs = [contiguous_part(i, parts, total) for i in range(parts)]
     assert [x for run in runs for x in run] == list(range(total))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
-    assert [part_index(x, parts, total) for x in range(total)] == [i for i, run in enumerate(runs) for _ in run]
+    assert [contiguous_part_index(x, parts, total) for x in range(total)] == [i for i, run in enumerate(runs) for _ in run]
 
 
 @pytest.mark.parametrize("count, blocks", [*product(range(1, 20), range(1, 20))])

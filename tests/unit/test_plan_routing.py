@@ -5,16 +5,16 @@ from itertools import pairwise, product
 import pytest
 
 from raypar.errors import PlanError
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing, Seat, StagePlan
-from raypar.plan.parallel_plan import position_of
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, Seat, StageConnections, StagePlan
+from raypar.plan.parallel_plan import position_of_stage
 
 SHAPES = [(1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3), (2, 2, 2), (1, 3, 2), (4, 1, 2, 3)]
 CUTS = [(1, 0), (2, 0), (5, 0), (6, 2), (8, 4), (9, 6), (24, 0), (7, 16)]
 CASES = list(product(SHAPES, CUTS))
 
 
-def routing_of(replicas: tuple[int, ...], cut: tuple[int, int], chunks: int = 1) -> Routing:
-    return Routing(ParallelPlan.of(replicas, chunks=chunks), Microbatches(*cut))
+def routing_of(replicas: tuple[int, ...], cut: tuple[int, int], chunks: int = 1) -> MicrobatchRouting:
+    return MicrobatchRouting(ParallelPlan.of(replicas, chunks=chunks), Microbatches(*cut))
 
 
 @pytest.mark.parametrize("replicas, cut", CASES)
@@ -78,8 +78,8 @@ def test_more_replicas_than_blocks_leave_some_without_work():
 @pytest.mark.parametrize("pp, chunks", [*product(range(1, 6), range(1, 5))])
 def test_chunks_go_round_or_turn_at_the_end(pp: int, chunks: int):
     stages = range(pp * chunks)
-    loop = [position_of(s, pp, "loop") for s in stages]
-    turn = [position_of(s, pp, "v") for s in stages]
+    loop = [position_of_stage(s, pp, "loop") for s in stages]
+    turn = [position_of_stage(s, pp, "v") for s in stages]
     assert loop == [s % pp for s in stages]
     assert turn == [p for lap in range(chunks) for p in (range(pp) if lap % 2 == 0 else reversed(range(pp)))]
     assert all(abs(a - b) <= 1 for a, b in pairwise(turn))
@@ -136,6 +136,6 @@ def test_an_inconsistent_plan_is_refused_with_a_cure(build):
 
 
 def test_a_chain_connects_each_stage_to_the_next():
-    crossing = Crossing.chain(3, nbytes=(10, 20))
+    crossing = StageConnections.chain(3, nbytes=(10, 20))
     assert [(e.src, e.dst, e.nbytes) for e in crossing.edges] == [(0, 1, 10), (1, 2, 20)]
     assert [e.src for e in crossing.into(2)] == [1] and [e.dst for e in crossing.out_of(0)] == [1]

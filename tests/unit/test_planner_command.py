@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from raypar.commands.plan import group_similar_layers, plan_as_dict, plan_as_text, write_predicted_step
+from raypar.commands.plan import group_similar_layers, plan_as_dict, plan_as_text, write_predicted_step_svg
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_search import predict_step
@@ -68,7 +68,7 @@ def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
         ["5", "2", "0", "1 of 2"],
     ]
     timeline, _ = predict_step(PROFILE, plan, "1f1b", Microbatches(8))
-    write_predicted_step(tmp_path / "plan.svg", "x", timeline, PROFILE.crossing(plan))
+    write_predicted_step_svg(tmp_path / "plan.svg", "x", timeline, PROFILE.crossing(plan))
     drawn = (tmp_path / "plan.svg").read_text()
     for lane in (
         "worker 1 (stage 0, replica 0, shard 1)",

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, ParallelPlan, Routing
-from raypar.planner.candidates import candidates
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import plan_report, plan_report_as_dict
-from raypar.planner.plan_search import evaluate_candidate, possible_shards, predict_step, search_plans, simulation_costs
+from raypar.planner.plan_search import evaluate_candidate, possible_shard_counts, predict_step, search_plans, simulation_costs
 
 MIB = 1 << 20
 
@@ -39,7 +39,7 @@ def test_heavy_parameters_over_a_slow_link_are_not_reduced_but_piped():
 
 def test_a_model_too_large_for_one_worker_is_cut():
     cut = Microbatches(8)
-    uncut = [evaluate_candidate(model(), c, cut).memory_bytes for c in candidates(model(), 4, cut) if c.stages == 1]
+    uncut = [evaluate_candidate(model(), c, cut).memory_bytes for c in enumerate_candidates(model(), 4, cut) if c.stages == 1]
     choice = search_plans(model(memory_bytes=min(uncut) - 1), 4, cut)
     assert choice.best.candidate.stages > 1
     assert any("more than there is" in v.reason for v in choice.verdicts)
@@ -53,21 +53,21 @@ def test_nothing_fits_is_said_with_numbers():
 def test_the_choice_is_the_best_of_an_exhaustive_search():
     profile, cut = model(7, link=LinkProfile(0.05, 1000.0)), Microbatches(6)
     choice = search_plans(profile, 5, cut)
-    every = [evaluate_candidate(profile, c, cut).predicted_ms for c in candidates(profile, 5, cut)]
+    every = [evaluate_candidate(profile, c, cut).predicted_ms for c in enumerate_candidates(profile, 5, cut)]
     assert choice.best.predicted_ms == min(every)
     assert len(choice.verdicts) == len(every)
 
 
 def test_the_bound_of_every_candidate_is_below_its_simulation():
     profile, cut = model(9, link=LinkProfile(0.05, 1000.0)), Microbatches(7, 4)
-    for candidate in candidates(profile, 6, cut):
+    for candidate in enumerate_candidates(profile, 6, cut):
         assert evaluate_candidate(profile, candidate, cut).predicted_ms >= candidate.bound_ms - 1e-9
 
 
 def test_candidates_give_every_worker_something_to_do():
-    for candidate in candidates(model(3), 8, Microbatches(4, 2)):
+    for candidate in enumerate_candidates(model(3), 8, Microbatches(4, 2)):
         assert candidate.replicas <= 2 and candidate.stages <= 3 and candidate.plan.world <= 8
-        routing = Routing(candidate.plan, Microbatches(4, 2))
+        routing = MicrobatchRouting(candidate.plan, Microbatches(4, 2))
         assert all(routing.of_replica(s, r) for s in range(candidate.stages) for r in range(candidate.replicas))
 
 
@@ -81,7 +81,7 @@ def test_unsplit_schedules_count_the_backward_as_measured_whole():
 
 def test_the_optimizer_of_the_busiest_worker_is_added_once():
     profile = model(4, optimizer_ms=5.0)
-    one = evaluate_candidate(profile, next(iter(candidates(profile, 1, Microbatches(2)))), Microbatches(2))
+    one = evaluate_candidate(profile, next(iter(enumerate_candidates(profile, 1, Microbatches(2)))), Microbatches(2))
     assert one.predicted_ms == 2 * 4 * 3 + 4 * 5.0
 
 
@@ -110,10 +110,12 @@ def test_workers_that_share_processors_take_turns():
 
 def test_every_plan_that_is_considered_has_the_shards_that_were_asked_for():
     profile, cut = model(), Microbatches(8)
-    assert {(c.replicas * c.stages, c.plan.world) for c in candidates(profile, 7, cut, 2)} == {(n, 2 * n) for n in (1, 2, 3)}
+    assert {(c.replicas * c.stages, c.plan.world) for c in enumerate_candidates(profile, 7, cut, 2)} == {
+        (n, 2 * n) for n in (1, 2, 3)
+    }
     choice = search_plans(profile, 7, cut, 2)
     assert choice.plan.world == 6 and {stage.shards for stage in choice.plan.stages} == {2}
-    for candidate in candidates(profile, 8, cut, 4):
+    for candidate in enumerate_candidates(profile, 8, cut, 4):
         assert candidate.bound_ms <= evaluate_candidate(profile, candidate, cut).predicted_ms
 
 
@@ -131,6 +133,6 @@ def test_shards_compute_their_part_hold_their_part_and_sum_four_times_a_layer():
 
 
 def test_a_job_may_come_to_have_the_shards_it_has_and_what_divides_the_most():
-    assert possible_shards(ParallelPlan.mesh(tp=4, layers=2)) == (4, 2, 1)
-    assert possible_shards(ParallelPlan.of((1, 1), (6, 4), layers=2)) == (6, 4, 3, 2, 1)
-    assert possible_shards(ParallelPlan.mesh(layers=2)) == (1,)
+    assert possible_shard_counts(ParallelPlan.mesh(tp=4, layers=2)) == (4, 2, 1)
+    assert possible_shard_counts(ParallelPlan.of((1, 1), (6, 4), layers=2)) == (6, 4, 3, 2, 1)
+    assert possible_shard_counts(ParallelPlan.mesh(layers=2)) == (1,)

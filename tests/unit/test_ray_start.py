@@ -13,9 +13,9 @@ import ray
 from helpers.tiny_job import write_job
 from ray.exceptions import AuthenticationError, RayTaskError
 
-from raypar.actors import client
+from raypar.actors import driver_client
 from raypar.actors import local_nodes as nodes
-from raypar.actors.cluster_info import ClusterCapacity, defines_node_types, require_capacity
+from raypar.actors.cluster_info import ClusterCapacity, autoscaler_has_node_types, require_capacity
 from raypar.actors.ray_connection import join_cluster
 from raypar.actors.worker_pool import placement_timeout_error, placement_wait_text
 from raypar.cli import main
@@ -65,12 +65,12 @@ STATUS = {"autoscaler_report": {"active_nodes": {f"node_{NAME}": 1}, "idle_nodes
 def test_an_autoscaler_is_known_by_the_node_types_that_somebody_has_defined(changed, grows):
     """Every head has a monitor; without a configuration it makes up a type for each node and only reads."""
     status = {**STATUS, "autoscaler_report": STATUS["autoscaler_report"] | changed}
-    assert defines_node_types(json.dumps(status).encode()) is grows
+    assert autoscaler_has_node_types(json.dumps(status).encode()) is grows
 
 
 @pytest.mark.parametrize("status", [None, b"", b"{", b"{}", b'{"autoscaler_report": null}'])
 def test_where_there_is_no_status_there_is_no_autoscaler(status):
-    assert not defines_node_types(status)
+    assert not autoscaler_has_node_types(status)
 
 
 def test_more_workers_than_there_are_is_refused_only_where_nothing_grows():
@@ -133,7 +133,7 @@ def test_a_cluster_that_lets_nobody_in_may_have_a_token(monkeypatch, tmp_path):
     def init(**given):
         raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379")
 
-    monkeypatch.setattr("raypar.actors.ray_connection.check_address", lambda address: None)
+    monkeypatch.setattr("raypar.actors.ray_connection.check_address_answers", lambda address: None)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ClusterError) as found, join_cluster("127.0.0.1:6379", tmp_path):
         pass
@@ -145,14 +145,14 @@ def test_a_driver_of_another_raypar_that_cannot_begin_is_one_clear_error(monkeyp
     def get(asked):
         raise RayTaskError("DriverActor.start", "a traceback", AttributeError("'Course' object has no attribute 'x'"))
 
-    monkeypatch.setattr(client.ray, "wait", lambda asked, timeout: (asked, []))
-    monkeypatch.setattr(client.ray, "get", get)
+    monkeypatch.setattr(driver_client.ray, "wait", lambda asked, timeout: (asked, []))
+    monkeypatch.setattr(driver_client.ray, "get", get)
     remote = SimpleNamespace(remote=lambda *given: object())
     request = SimpleNamespace(policy=SimpleNamespace(first=0, elastic=True))
     with pytest.raises(
         ClusterError, match=r"the driver could not begin: AttributeError.*'Course' object has no attribute"
     ) as found:
-        client._follow(SimpleNamespace(start=remote, events=remote), request, print, [])
+        driver_client._follow(SimpleNamespace(start=remote, events=remote), request, print, [])
     assert "another raypar than this machine" in found.value.cure
 
 
@@ -161,7 +161,7 @@ def test_a_cluster_that_asks_for_a_token_is_one_clear_error(mode, monkeypatch, t
     def init(**given):
         raise AuthenticationError(mode)
 
-    monkeypatch.setattr("raypar.actors.ray_connection.check_address", lambda address: None)
+    monkeypatch.setattr("raypar.actors.ray_connection.check_address_answers", lambda address: None)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ClusterError) as found, join_cluster("127.0.0.1:6379", tmp_path):
         pass

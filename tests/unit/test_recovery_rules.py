@@ -8,12 +8,12 @@ from raypar.elastic.actions import (
     AdoptPlan,
     ChoosePlan,
     ClaimGeneration,
-    Emit,
+    EmitStep,
     EmitValidation,
     FenceWorkers,
     KillWorker,
+    StartCheckpoint,
     StartWorker,
-    TakeSnapshot,
     Teardown,
     WriteJournal,
 )
@@ -21,11 +21,11 @@ from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
-    DrainAsked,
+    CheckpointStateCopied,
+    DrainRequested,
     GenerationClaimed,
     PlanAdopted,
     PlanChosen,
-    SnapshotTaken,
     StepEmitted,
     StepJournalled,
     StepReported,
@@ -39,7 +39,7 @@ from raypar.elastic.events import (
     WorkerStartFailed,
     WorkerStatusReported,
 )
-from raypar.elastic.member import Member, StaleGeneration, WorkerStatus
+from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
@@ -81,7 +81,7 @@ def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
     assert machine.phase is Phase.STANDING
     asked = do(machine, WorkerStatusReported(2, WorkerStatus(2, 0, pieces=WHOLE)), stood(machine, 3, 0))
     assert asked == [ChoosePlan(2, 2)], "nobody is left of the first stage's seats"
-    assert do(machine, DrainAsked(3, "preempted")) == []
+    assert do(machine, DrainRequested(3, "preempted")) == []
     assert do(machine, PlanChosen(2, ParallelPlan.mesh(dp=2, layers=2))) == [ChoosePlan(2, 1)]
     (order,) = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
     assert isinstance(order, AdoptPlan) and order.members == (2,)
@@ -90,7 +90,7 @@ def test_a_plan_that_the_workers_cannot_fill_any_more_is_chosen_again():
 def test_a_drained_worker_without_a_seat_leaves_at_once_and_is_not_lost():
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
     do(machine, WorkersReady(), WorkerJoined(2))
-    (decision,) = machine.handle(DrainAsked(2, "node b09ad58f is being drained"), 0.0)
+    (decision,) = machine.handle(DrainRequested(2, "node b09ad58f is being drained"), 0.0)
     assert (decision.action, decision.reason) == (KillWorker(2, "drained"), "it had no work")
     assert machine.membership.members == (0, 1) and machine.membership.generation == 1 and 2 in machine.membership.gone
 
@@ -144,20 +144,20 @@ def finish(machine, workers):
     """The only step, up to the moment when it has been seen."""
     *_, last = do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in workers))
     assert last == WriteJournal(0)
-    assert do(machine, StepJournalled(0)) == [Emit(0)]
+    assert do(machine, StepJournalled(0)) == [EmitStep(0)]
     return do(machine, StepEmitted(0))
 
 
 def test_a_worker_that_dies_while_the_last_checkpoint_is_written_costs_nothing():
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
-    assert finish(machine, (0, 1)) == [TakeSnapshot(1)]
-    assert do(machine, SnapshotTaken(1)) == []
+    assert finish(machine, (0, 1)) == [StartCheckpoint(1)]
+    assert do(machine, CheckpointStateCopied(1)) == []
     assert do(machine, lost(0)) == [ClaimGeneration(2)]
     do(machine, CheckpointFailed(1, WorkerLost("worker 0 died")), GenerationClaimed(2, True))
     (order,) = do(machine, stood(machine, 1, 1))
     assert order.members == (1,)
-    assert do(machine, PlanAdopted(1, 2)) == [TakeSnapshot(1)], "the other one holds the same state"
-    (end,) = do(machine, SnapshotTaken(1), CheckpointSaved(1))
+    assert do(machine, PlanAdopted(1, 2)) == [StartCheckpoint(1)], "the other one holds the same state"
+    (end,) = do(machine, CheckpointStateCopied(1), CheckpointSaved(1))
     assert end.end == "done"
 
 
@@ -165,11 +165,11 @@ def test_a_worker_that_dies_while_the_last_checkpoint_is_written_costs_nothing()
 def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known_is_written_again(error):
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
     finish(machine, (0, 1))
-    do(machine, SnapshotTaken(1))
+    do(machine, CheckpointStateCopied(1))
     *_, claim = do(machine, CheckpointFailed(1, error))
     assert claim == ClaimGeneration(2)
     do(machine, lost(0), GenerationClaimed(2, True), stood(machine, 1, 1))
-    assert do(machine, PlanAdopted(1, 2)) == [TakeSnapshot(1)]
+    assert do(machine, PlanAdopted(1, 2)) == [StartCheckpoint(1)]
 
 
 def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_it():
@@ -180,8 +180,8 @@ def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_
     ctrl_c = StopRequested("Ctrl-C", interrupt=True, grace_s=1.5)
     assert do(machine, ctrl_c, lost(0)) == [ClaimGeneration(2)]
     do(machine, GenerationClaimed(2, True), stood(machine, 1, 1))
-    assert do(machine, PlanAdopted(1, 2)) == [TakeSnapshot(1)], "no step more"
-    (end,) = do(machine, SnapshotTaken(1), CheckpointSaved(1))
+    assert do(machine, PlanAdopted(1, 2)) == [StartCheckpoint(1)], "no step more"
+    (end,) = do(machine, CheckpointStateCopied(1), CheckpointSaved(1))
     assert end.end == "interrupted"
 
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
@@ -193,7 +193,7 @@ def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_
 
 
 class Body:
-    """What `Member.save` asks of it."""
+    """What `GenerationGuard.save` asks of it."""
 
     def applied(self):
         return 4
@@ -204,7 +204,7 @@ class Body:
 
 def test_a_worker_copies_the_state_of_the_step_and_generation_that_were_asked_for_and_no_other():
     """A driver that stood still asked for a checkpoint of a step that the others had left behind, and got one."""
-    member = Member(0, Body())
+    member = GenerationGuard(0, Body())
     member.hear(2, "a new driver")
     member.generation = 2
     assert member.save(2, 4, lambda: "a copy") == "a copy"
@@ -233,7 +233,7 @@ def test_who_answers_no_pings_in_a_validation_or_a_checkpoint_is_given_up_as_soo
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, validates=validates, save_every=not validates)
     finish(machine, (0, 1))
     assert machine.phase in (phase, Phase.SAVING)
-    do(machine, SnapshotTaken(1))
+    do(machine, CheckpointStateCopied(1))
     assert machine.phase is phase
     both, silent = Tick(unheard=frozenset({0, 1})), Tick(unheard=frozenset({1}))
     assert not any(do(machine, both, now_s=now_s) for now_s in (0.1, 0.5, 2.5)), "it is what they do"
@@ -248,7 +248,7 @@ def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2)
     machine.hiring.starting, machine.hiring.next_number = {2}, 3
     finish(machine, (0, 1))
-    do(machine, SnapshotTaken(1), WorkerJoined(2) if came else WorkerStartFailed(2, WorkerLost("no room")))
+    do(machine, CheckpointStateCopied(1), WorkerJoined(2) if came else WorkerStartFailed(2, WorkerLost("no room")))
     assert machine.phase is Phase.ENDING
     actions = do(
         machine, lost(0), CheckpointFailed(1, WorkerLost("worker 0 died")), GenerationClaimed(2, True), stood(machine, 1, 1)

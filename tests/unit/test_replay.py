@@ -1,6 +1,6 @@
 """Which steps come out otherwise when they are executed again with other shards."""
 
-from raypar.elastic.replay import Replay, shards_of
+from raypar.elastic.shard_count_history import ShardCountHistory, count_shards_per_layer
 from raypar.plan import ParallelPlan
 
 ONE, TWO, UNEVEN = (1, 1), (2, 2), (1, 2)
@@ -8,17 +8,17 @@ ONE, TWO, UNEVEN = (1, 1), (2, 2), (1, 2)
 
 def test_the_shards_of_layers_are_what_counts_not_who_holds_them():
     plans = [ParallelPlan.mesh(tp=2, layers=4), ParallelPlan.mesh(pp=2, dp=3, tp=2, layers=4)]
-    assert [shards_of(plan) for plan in plans] == [(2, 2, 2, 2)] * 2
-    assert shards_of(ParallelPlan.of([1, 2], [1, 2], layers=4, cuts=[3])) == (1, 1, 1, 2)
+    assert [count_shards_per_layer(plan) for plan in plans] == [(2, 2, 2, 2)] * 2
+    assert count_shards_per_layer(ParallelPlan.of([1, 2], [1, 2], layers=4, cuts=[3])) == (1, 1, 1, 2)
 
 
 def test_with_the_same_shards_every_step_comes_out_as_it_was_seen():
-    reruns = Replay(0, TWO)
+    reruns = ShardCountHistory(0, TWO)
     assert not reruns.begin(3, TWO, 9) and not reruns.begin(0, TWO, 12) and not reruns.begin(12, TWO, 12)
 
 
 def test_with_others_those_after_the_roll_back_may_differ_and_none_where_nothing_is_executed_again():
-    reruns = Replay(0, TWO)
+    reruns = ShardCountHistory(0, TWO)
     assert reruns.begin(6, ONE, 9) == range(6, 9)
     assert not reruns.begin(12, TWO, 12)
     assert not reruns.begin(14, TWO, 20)
@@ -26,14 +26,14 @@ def test_with_others_those_after_the_roll_back_may_differ_and_none_where_nothing
 
 def test_a_step_that_differs_makes_all_later_ones_differ():
     """0 to 9 with two, 10 to 19 with one, then with two again."""
-    reruns = Replay(0, TWO)
+    reruns = ShardCountHistory(0, TWO)
     reruns.begin(10, ONE, 10)
     reruns.begin(20, TWO, 20)
-    assert not Replay(0, TWO).begin(22, TWO, 25)
+    assert not ShardCountHistory(0, TWO).begin(22, TWO, 25)
     assert reruns.begin(5, TWO, 25) == range(10, 25)
     assert not reruns.begin(21, TWO, 25), "they have been executed again"
 
 
 def test_what_a_driver_before_this_one_has_seen_may_be_of_other_shards():
-    assert Replay(0, None).begin(4, TWO, 7) == range(4, 7)
-    assert Replay(0, UNEVEN).begin(4, TWO, 7) == range(4, 7)
+    assert ShardCountHistory(0, None).begin(4, TWO, 7) == range(4, 7)
+    assert ShardCountHistory(0, UNEVEN).begin(4, TWO, 7) == range(4, 7)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from raypar.actors import client
-from raypar.actors.client import RunFollower
+from raypar.actors import driver_client
+from raypar.actors.driver_client import RunFollower
 from raypar.errors import WorkerLost
 
 END = {"kind": "end", "end": "done", "why": "all steps are done", "done": 3, "error": None}
@@ -42,8 +42,8 @@ def follow(monkeypatch: pytest.MonkeyPatch):
 
     def followed(driver: Driver, *asked: str, elastic: bool = True, tell=None):
         fake = SimpleNamespace(wait=lambda calls, timeout: (calls, []), get=driver.get)
-        monkeypatch.setattr(client, "ray", fake)
-        monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(driver_client, "ray", fake)
+        monkeypatch.setattr(driver_client.time, "sleep", lambda seconds: None)
         told: list[dict] = []
         request = SimpleNamespace(policy=SimpleNamespace(first=0, elastic=elastic))
         end = RunFollower(driver, request, tell or told.append, list(asked)).follow()

@@ -9,22 +9,22 @@ from helpers.machine_steps import commit, do
 
 from raypar.elastic.actions import (
     AbortGroups,
-    Emit,
+    EmitStep,
     EmitValidation,
-    Probe,
+    RequestStacks,
     RunStep,
-    TakeSnapshot,
+    StartCheckpoint,
     Teardown,
     Validate,
-    Warn,
+    WarnUser,
     WriteJournal,
 )
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
+    CheckpointStateCopied,
     GroupsAborted,
-    SnapshotTaken,
     StacksReported,
     StepEmitted,
     StepJournalled,
@@ -48,7 +48,7 @@ def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
     assert do(machine, StepReported(0, 0)) == []
     assert do(machine, StepReported(0, 1)) == []
     assert do(machine, StepReported(1, 0)) == [WriteJournal(0)]
-    assert do(machine, StepJournalled(0)) == [Emit(0)]
+    assert do(machine, StepJournalled(0)) == [EmitStep(0)]
     assert do(machine, StepEmitted(0)) == [RunStep(2)]
 
 
@@ -57,8 +57,8 @@ def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
     do(machine, WorkersReady())
     assert commit(machine, 0) == []
     assert machine.phase is Phase.FLUSHING
-    assert commit(machine, 1) == [TakeSnapshot(2)], "first: a validation may fail"
-    assert do(machine, SnapshotTaken(2)) == [Validate(2)]
+    assert commit(machine, 1) == [StartCheckpoint(2)], "first: a validation may fail"
+    assert do(machine, CheckpointStateCopied(2)) == [Validate(2)]
     assert do(machine, ValidationReported(1, 2)) == []
     assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
     assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)], "training goes on while the files are written"
@@ -68,8 +68,8 @@ def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
 def test_the_run_ends_when_its_last_checkpoint_is_complete():
     machine = RunMachine(RunPolicy(workers=2, last=1))
     do(machine, WorkersReady())
-    assert commit(machine, 0) == [TakeSnapshot(1)]
-    assert do(machine, SnapshotTaken(1)) == []
+    assert commit(machine, 0) == [StartCheckpoint(1)]
+    assert do(machine, CheckpointStateCopied(1)) == []
     assert do(machine, CheckpointSaved(1)) == [Teardown("done", "all 1 steps are done", 1)]
 
 
@@ -77,8 +77,8 @@ def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step
     machine = RunMachine(RunPolicy(workers=2, last=100))
     do(machine, WorkersReady())
     assert commit(machine, 0, stop="early stop") == []
-    assert commit(machine, 1) == [TakeSnapshot(2)]
-    do(machine, SnapshotTaken(2))
+    assert commit(machine, 1) == [StartCheckpoint(2)]
+    do(machine, CheckpointStateCopied(2))
     assert do(machine, CheckpointSaved(2)) == [Teardown("stopped", "early stop", 2)]
 
 
@@ -86,7 +86,7 @@ def test_stop_at_step_ends_with_a_checkpoint_and_without_the_last_validation():
     machine = RunMachine(RunPolicy(workers=2, last=100, stop_at=2, validates=True))
     assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
     commit(machine, 0)
-    assert commit(machine, 1) == [TakeSnapshot(2)]
+    assert commit(machine, 1) == [StartCheckpoint(2)]
 
 
 def test_a_finished_job_that_is_resumed_ends_without_training_or_saving_again():
@@ -99,8 +99,8 @@ def test_an_interrupt_finishes_the_steps_in_flight_and_saves():
     do(machine, WorkersReady())
     assert do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2)) == []
     commit(machine, 0)
-    assert commit(machine, 1) == [TakeSnapshot(2)]
-    do(machine, SnapshotTaken(2))
+    assert commit(machine, 1) == [StartCheckpoint(2)]
+    do(machine, CheckpointStateCopied(2))
     assert do(machine, CheckpointSaved(2)) == [Teardown("interrupted", "Ctrl-C", 2)]
 
 
@@ -112,7 +112,7 @@ def test_an_interrupted_step_that_outlasts_its_grace_is_aborted_and_never_happen
     assert do(machine, Tick(), 11.9) == []
     assert do(machine, Tick(), 12.1) == [AbortGroups("interrupted")]
     assert do(machine, CallFailed("aborted", GroupAborted("interrupted"), 0), 12.2) == []
-    assert do(machine, GroupsAborted((1, 1)), 12.3) == [TakeSnapshot(1)]
+    assert do(machine, GroupsAborted((1, 1)), 12.3) == [StartCheckpoint(1)]
 
 
 def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new():
@@ -158,7 +158,7 @@ def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
     commit(machine, 0)
     do(machine, StepReported(0, 1, 0.1), 1.0)
     assert do(machine, Tick(), 59.0) == []
-    assert do(machine, Tick(), 61.0) == [Probe((1,))]
+    assert do(machine, Tick(), 61.0) == [RequestStacks((1,))]
     assert do(machine, Tick(), 61.3) == []
     _, teardown = do(machine, StacksReported("worker 1: in time.sleep"), 61.4)
     assert isinstance(teardown.error, CommTimeout) and "in time.sleep" in str(teardown.error)
@@ -180,23 +180,23 @@ def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
     assert do(machine, Tick(), now_s=60.3) == []
     assert do(machine, Tick(), now_s=63.0) == []
     late = do(machine, Tick(), now_s=63.2)
-    assert late and (machine.phase is not Phase.RUNNING if elastic else late == [Probe((0, 1))])
+    assert late and (machine.phase is not Phase.RUNNING if elastic else late == [RequestStacks((0, 1))])
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run():
     machine = RunMachine(RunPolicy(workers=2, last=4, save_every=2))
     do(machine, WorkersReady())
     commit(machine, 0)
-    assert commit(machine, 1) == [TakeSnapshot(2)]
+    assert commit(machine, 1) == [StartCheckpoint(2)]
     warn, *steps = do(machine, CheckpointFailed(2, OSError("no space left on device")))
-    assert isinstance(warn, Warn) and "no space" in warn.text and steps == [RunStep(2), RunStep(3)]
+    assert isinstance(warn, WarnUser) and "no space" in warn.text and steps == [RunStep(2), RunStep(3)]
 
 
 def test_a_run_whose_last_checkpoint_fails_has_failed():
     machine = RunMachine(RunPolicy(workers=2, last=1))
     do(machine, WorkersReady())
     commit(machine, 0)
-    do(machine, SnapshotTaken(1))
+    do(machine, CheckpointStateCopied(1))
     _, teardown = do(machine, CheckpointFailed(1, OSError("no space left on device")))
     assert teardown.end == "failed" and "no earlier checkpoint" in teardown.why
 
@@ -256,7 +256,7 @@ class World:
                         self.put(f"worker {rank}", StepReported(rank, step, 0.1))
             case WriteJournal(step):
                 self.put("driver", StepJournalled(step))
-            case Emit(step):
+            case EmitStep(step):
                 stop = "asked in a callback" if self.random.random() < 0.03 else None
                 self.put("driver", StepEmitted(step, stop))
             case Validate(done):
@@ -264,12 +264,14 @@ class World:
                     self.put(f"worker {rank}", ValidationReported(rank, done))
             case EmitValidation(done):
                 self.put("driver", ValidationEmitted(done))
-            case TakeSnapshot(done):
+            case StartCheckpoint(done):
                 full = self.random.random() < self.disk_full
                 self.put(
-                    "disk", SnapshotTaken(done), CheckpointFailed(done, OSError("full")) if full else CheckpointSaved(done)
+                    "disk",
+                    CheckpointStateCopied(done),
+                    CheckpointFailed(done, OSError("full")) if full else CheckpointSaved(done),
                 )
-            case Probe(ranks):
+            case RequestStacks(ranks):
                 self.put("driver", StacksReported(f"stacks of {ranks}"))
             case AbortGroups():
                 for rank in workers:
@@ -304,7 +306,7 @@ def test_every_order_of_events_keeps_the_promises(block):
         world.run()
         log, policy = world.log, world.policy
         steps = [a.step for a in log if isinstance(a, RunStep)]
-        seen = [a.step for a in log if isinstance(a, Emit)]
+        seen = [a.step for a in log if isinstance(a, EmitStep)]
         assert steps == list(range(policy.first, policy.first + len(steps))), "issued once each, in order"
         assert seen == steps[: len(seen)], "seen once each, in order"
         assert [type(a) for a in log].count(Teardown) == 1
@@ -312,16 +314,16 @@ def test_every_order_of_events_keeps_the_promises(block):
         assert after == [], f"seed {seed}: {after} after the end"
         ahead = 0
         for action in log:
-            ahead += isinstance(action, RunStep) - isinstance(action, Emit)
+            ahead += isinstance(action, RunStep) - isinstance(action, EmitStep)
             assert ahead <= MAX_OPEN_STEPS
         for index, action in enumerate(log):
-            if isinstance(action, (Validate, TakeSnapshot)):
+            if isinstance(action, (Validate, StartCheckpoint)):
                 before = log[:index]
                 issued = policy.first + sum(isinstance(a, RunStep) for a in before)
                 if action.done == issued:
                     continue
                 assert world.fault == "interrupt", "the state is settled, or the steps in flight were aborted"
-        snapshots = Counter(a.done for a in log if isinstance(a, TakeSnapshot))
+        snapshots = Counter(a.done for a in log if isinstance(a, StartCheckpoint))
         assert max(snapshots.values(), default=0) <= 1
         end = log[-1]
         if world.fault in (None, "stop") and not world.disk_full:
@@ -347,7 +349,7 @@ def cuts_of(policy, steps, seconds, mirror_seconds):
                     pending.extend(StepReported(w, step, seconds, 1, spent * w) for w in range(policy.workers))
                 case WriteJournal(step):
                     pending.append(StepJournalled(step))
-                case Emit(step):
+                case EmitStep(step):
                     pending.append(StepEmitted(step))
     assert machine.progress.committed == steps
     return taken

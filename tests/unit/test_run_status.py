@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from raypar.actors.members_file import MembersFile
+from raypar.actors.members_file import MembersFileText
 from raypar.cli import main
-from raypar.commands.status import dead_local_nodes
-from raypar.console.run_status import format_status, run_status
+from raypar.commands.status import find_dead_local_nodes
+from raypar.console.run_status import build_run_status, format_status
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
@@ -54,12 +54,12 @@ METRICS = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 10
 
 def of(**facts):
     given = {"steps": 200, "plan": PLAN, "members": MEMBERS, "metrics": METRICS, "events": EVENTS, "cluster": None}
-    return run_status("tiny", "runs/tiny", **(given | {"now": 1005.5} | facts))
+    return build_run_status("tiny", "runs/tiny", **(given | {"now": 1005.5} | facts))
 
 
 def test_members_json_is_written_again_when_the_last_step_has_been_executed_again():
     """Nothing else in it changes then, and it said for ever that steps were being executed again."""
-    status = MembersFile(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(last=20)))
+    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(last=20)))
     machine = RunMachine(RunPolicy(workers=1, last=20))
     machine.phase = Phase.RUNNING
     progress = machine.progress
@@ -175,7 +175,7 @@ def test_a_raylet_that_does_not_run_is_gone_where_the_head_is_seen(monkeypatch):
     for running, found in (({7: NODES[0]}, [NODES[1]]), ({}, []), ({7: NODES[0], 8: NODES[1]}, []), ({8: NODES[1]}, [])):
         seen = {pid: (node, "127.0.0.1:7") for pid, node in running.items()}
         monkeypatch.setattr("raypar.actors.local_nodes.parse_raylet_command", seen.get)
-        assert dead_local_nodes(cluster) == found
+        assert find_dead_local_nodes(cluster) == found
 
 
 def test_an_ended_run_shows_its_last_workers_and_what_it_has_survived():

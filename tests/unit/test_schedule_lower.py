@@ -7,19 +7,21 @@ from itertools import product
 import pytest
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing, Tie
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, TiedParameter
 from raypar.schedule import registry
-from raypar.schedule.instructions import ExchangeTies, Free, Recv, Reduce, Send
-from raypar.schedule.lower import lower, lower_forward
-from raypar.schedule.schedule_csv import read_csv
-from raypar.schedule.simulate import Costs, simulate
-from raypar.schedule.validate import validate
+from raypar.schedule.instructions import ExchangeTies, FreeActivations, Recv, ReduceGradients, Send
+from raypar.schedule.lower import lower_schedule, lower_validation_pass
+from raypar.schedule.schedule_csv import parse_schedule_csv
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+from raypar.schedule.validate import validate_schedule
 
 
 def case(name="1f1b", replicas=(1, 1), microbatches=2, shards=None, edges=(), ties=()):
-    plan = ParallelPlan.of(list(replicas), shards, chunks=registry.default_chunks(name), placement=registry.placement_of(name))
-    crossing = Crossing.chain(len(plan.stages))
-    routing = Routing(plan, Microbatches(microbatches))
+    plan = ParallelPlan.of(
+        list(replicas), shards, chunks=registry.resolve_chunks_per_worker(name), placement=registry.placement_of_schedule(name)
+    )
+    crossing = StageConnections.chain(len(plan.stages))
+    routing = MicrobatchRouting(plan, Microbatches(microbatches))
     return routing, replace(crossing, edges=(*crossing.edges, *edges), ties=tuple(ties))
 
 
@@ -29,8 +31,8 @@ def text(programs):
 
 def lowered(name="1f1b", **shape):
     routing, crossing = case(name, **shape)
-    programs = lower(registry.build_schedule(name, routing), routing, crossing)
-    validate(programs, routing, crossing)
+    programs = lower_schedule(registry.build_schedule(name, routing), routing, crossing)
+    validate_schedule(programs, routing, crossing)
     return programs
 
 
@@ -53,7 +55,7 @@ def test_stages_on_one_worker_send_each_other_nothing():
 
 
 def test_a_skip_goes_straight_to_its_consumer_and_no_gradient_returns_where_none_exists():
-    programs = lowered(replicas=[1, 1, 1], microbatches=1, edges=[Edge(0, 2, ("mask",), differentiable=False)])
+    programs = lowered(replicas=[1, 1, 1], microbatches=1, edges=[StageEdge(0, 2, ("mask",), differentiable=False)])
     assert text(programs) == [
         "0F0 0SA0>1@1 0SA0>2@2 0RG0<1@1 0B0 0X0 0G V O",
         "1RA0<0@0 1F0 1SA0>2@2 1RG0<2@2 1B0 1SG0>0@0 1X0 1G V O",
@@ -62,9 +64,9 @@ def test_a_skip_goes_straight_to_its_consumer_and_no_gradient_returns_where_none
 
 
 def test_tied_parameters_are_exchanged_between_the_reductions_and_the_vote():
-    for program in lowered(ties=[Tie("embedding.weight", (0, 1))]):
+    for program in lowered(ties=[TiedParameter("embedding.weight", (0, 1))]):
         assert isinstance(program[-3], ExchangeTies)
-        assert max(n for n, i in enumerate(program) if isinstance(i, Reduce)) < len(program) - 3
+        assert max(n for n, i in enumerate(program) if isinstance(i, ReduceGradients)) < len(program) - 3
 
 
 def test_a_replica_without_microbatches_takes_part_in_reduction_and_vote():
@@ -78,19 +80,21 @@ def test_a_replica_without_microbatches_takes_part_in_reduction_and_vote():
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-v"])
 def test_replicas_reduce_their_chunks_in_one_order_whatever_they_have_to_do(name):
     for replicas, microbatches in product(([3, 3], [1, 2, 3], [3, 1]), (1, 2, 5, 7)):
-        plan = ParallelPlan.of(replicas, chunks=2, placement=registry.placement_of(name))
-        routing, crossing = Routing(plan, Microbatches(microbatches)), Crossing.chain(len(plan.stages))
+        plan = ParallelPlan.of(replicas, chunks=2, placement=registry.placement_of_schedule(name))
+        routing, crossing = MicrobatchRouting(plan, Microbatches(microbatches)), StageConnections.chain(len(plan.stages))
         turns = {}
-        for seat, program in zip(plan.seats, lower(registry.build_schedule(name, routing), routing, crossing), strict=True):
-            mine = [i for i in program if isinstance(i, Reduce)]
+        for seat, program in zip(
+            plan.seats, lower_schedule(registry.build_schedule(name, routing), routing, crossing), strict=True
+        ):
+            mine = [i for i in program if isinstance(i, ReduceGradients)]
             assert turns.setdefault(seat.position, mine) == mine
 
 
 @pytest.mark.parametrize("shards", [[2, 2], [1, 2], [2, 1], [4, 2], [2, 3]])
 def test_each_shard_is_served_once_by_a_shard_of_the_neighbour(shards):
     routing, crossing = case(shards=shards, microbatches=1)
-    programs = lower(registry.build_schedule("1f1b", routing), routing, crossing)
-    validate(programs, routing, crossing)
+    programs = lower_schedule(registry.build_schedule("1f1b", routing), routing, crossing)
+    validate_schedule(programs, routing, crossing)
     seats = routing.plan.seats
     for rank, program in enumerate(programs):
         received = [i for i in program if isinstance(i, Recv)]
@@ -103,22 +107,22 @@ def test_lists_depend_on_nothing_but_their_arguments(name):
 
 
 def test_a_validation_pass_has_forwards_and_frees_only():
-    routing, crossing = case("interleaved", replicas=[1, 2], microbatches=3, ties=[Tie("w", (0, 3))])
-    programs = lower_forward(routing, crossing)
-    validate(programs, routing, crossing, training=False)
-    assert {type(i) for p in programs for i in p} == {type(programs[0][0]), Send, Recv, Free}
+    routing, crossing = case("interleaved", replicas=[1, 2], microbatches=3, ties=[TiedParameter("w", (0, 3))])
+    programs = lower_validation_pass(routing, crossing)
+    validate_schedule(programs, routing, crossing, training=False)
+    assert {type(i) for p in programs for i in p} == {type(programs[0][0]), Send, Recv, FreeActivations}
 
 
 def test_a_validation_pass_of_several_chunks_keeps_every_worker_busy():
     routing, crossing = case("interleaved", replicas=[1] * 4, microbatches=16)
-    programs = lower_forward(routing, crossing)
-    timeline = simulate(programs, routing, crossing, Costs.uniform(8, 1, 2))
+    programs = lower_validation_pass(routing, crossing)
+    timeline = simulate_schedule(programs, routing, crossing, SimulationCosts.uniform(8, 1, 2))
     assert timeline.makespan_ms == 2 * 16 + 3
 
 
 def test_orders_that_cannot_run_are_refused_with_what_is_missing():
     routing, crossing = case()
-    orders = read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    orders = parse_schedule_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
     wanted = "2 of 2 workers cannot finish: worker 0 (stage 0, replica 0) stands at 0B0, which needs 1B0"
     with pytest.raises(ScheduleError, match=re.escape(wanted)):
-        lower(orders, routing, crossing)
+        lower_schedule(orders, routing, crossing)

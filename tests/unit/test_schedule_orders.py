@@ -8,16 +8,16 @@ from itertools import product
 
 import pytest
 
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
-from raypar.schedule.one_f_one_b import in_flight
-from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.one_f_one_b import default_warmups
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 
 
 def built(name, replicas, microbatches, chunks=None, warmup=None):
-    chunks = registry.default_chunks(name, chunks)
-    plan = ParallelPlan.of(list(replicas), chunks=chunks, placement=registry.placement_of(name))
-    routing = Routing(plan, Microbatches(microbatches, blocks=microbatches))
+    chunks = registry.resolve_chunks_per_worker(name, chunks)
+    plan = ParallelPlan.of(list(replicas), chunks=chunks, placement=registry.placement_of_schedule(name))
+    routing = MicrobatchRouting(plan, Microbatches(microbatches, blocks=microbatches))
     return registry.build_schedule(name, routing, warmup=warmup), routing
 
 
@@ -37,10 +37,10 @@ def timeline(name, replicas, microbatches, forward=1, inputs=1, weights=1, chunk
     schedule, routing = built(name, replicas, microbatches, chunks)
     stages = routing.plan.stages
     share = len(replicas) / len(stages)
-    costs = Costs(
+    costs = SimulationCosts(
         *(tuple((ms if isinstance(ms, int) else ms[s.position]) * share for s in stages) for ms in (forward, inputs, weights))
     )
-    return simulate(schedule, routing, Crossing.chain(len(stages)), costs)
+    return simulate_schedule(schedule, routing, StageConnections.chain(len(stages)), costs)
 
 
 def test_naive_ends_a_microbatch_before_the_next():
@@ -65,7 +65,7 @@ def test_zb_v_turns_at_the_last_worker_and_comes_back():
 
 def test_1f1b_with_a_stage_that_has_three_replicas():
     plan = ParallelPlan.of([1, 1, 3, 1])
-    assert in_flight(plan) == (8, 7, 2, 1)
+    assert default_warmups(plan) == (8, 7, 2, 1)
     assert grid("1f1b", [1, 2], 4, warmup=[2, 2]) == "F0 F2 B0 F1 B2 F3 B1 B3\nF0 F1 B0 B1\nF2 F3 B2 B3"
 
 
@@ -120,9 +120,9 @@ def test_replicas_of_a_uniform_plan_run_the_schedule_of_one_pipeline(name):
 
 @pytest.mark.parametrize("name", registry.NAMES)
 def test_all_shards_of_a_seat_have_one_order(name):
-    chunks, placement = registry.default_chunks(name), registry.placement_of(name)
+    chunks, placement = registry.resolve_chunks_per_worker(name), registry.placement_of_schedule(name)
     plan = ParallelPlan.of([1, 2], [2, 3], chunks=chunks, placement=placement)
-    schedule = registry.build_schedule(name, Routing(plan, Microbatches(6)))
+    schedule = registry.build_schedule(name, MicrobatchRouting(plan, Microbatches(6)))
     orders = {}
     for seat, order in zip(plan.seats, schedule, strict=True):
         assert orders.setdefault((seat.position, seat.replica), order) == order
@@ -139,14 +139,15 @@ def test_a_thousand_small_schedules_take_a_second():
 
 LARGE = """
 import sys, time
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
-from raypar.schedule.lower import lower
+from raypar.schedule.lower import lower_schedule
 name = sys.argv[1]
-plan = ParallelPlan.of([16] * 64, chunks=registry.default_chunks(name), placement=registry.placement(name))
-routing = Routing(plan, Microbatches(2048, blocks=2048))
+chunks, placement = registry.resolve_chunks_per_worker(name), registry.placement_of_schedule(name)
+plan = ParallelPlan.of([16] * 64, chunks=chunks, placement=placement)
+routing = MicrobatchRouting(plan, Microbatches(2048, blocks=2048))
 start = time.process_time()
-programs = lower(registry.build(name, routing), routing, Crossing.chain(len(plan.stages)))
+programs = lower_schedule(registry.build_schedule(name, routing), routing, StageConnections.chain(len(plan.stages)))
 assert len(programs) == 1024
 print(time.process_time() - start)
 """

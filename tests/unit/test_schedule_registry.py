@@ -3,12 +3,12 @@
 import pytest
 
 from raypar.errors import ScheduleError
-from raypar.plan import Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
 
 
 def routing(pp=4, microbatches=8, **shape):
-    return Routing(ParallelPlan.mesh(pp=pp, **shape), Microbatches(microbatches, microbatches))
+    return MicrobatchRouting(ParallelPlan.mesh(pp=pp, **shape), Microbatches(microbatches, microbatches))
 
 
 def test_afab_is_gpipe():
@@ -25,7 +25,7 @@ def test_an_unknown_name_gets_the_nearest_one(typo, meant):
 
 
 def test_chunks_are_two_where_they_matter_and_one_elsewhere():
-    assert {name: registry.default_chunks(name) for name in registry.NAMES} == {
+    assert {name: registry.resolve_chunks_per_worker(name) for name in registry.NAMES} == {
         "naive": 1,
         "gpipe": 1,
         "1f1b": 1,
@@ -33,10 +33,10 @@ def test_chunks_are_two_where_they_matter_and_one_elsewhere():
         "zb-h1": 1,
         "zb-v": 2,
     }
-    assert registry.default_chunks("interleaved", 5) == 5
+    assert registry.resolve_chunks_per_worker("interleaved", 5) == 5
     for name, chunks in [("zb-v", 3), ("1f1b", 2), ("interleaved", 0)]:
         with pytest.raises(ScheduleError, match="per worker"):
-            registry.default_chunks(name, chunks)
+            registry.resolve_chunks_per_worker(name, chunks)
 
 
 def test_a_plan_laid_out_for_another_schedule_is_refused():

@@ -8,22 +8,22 @@ import pytest
 from helpers.brute_force import good
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing, Tie
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, TiedParameter
 from raypar.schedule import registry
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeTies, Forward, Send
-from raypar.schedule.lower import lower, lower_forward
-from raypar.schedule.schedule_csv import read_csv
-from raypar.schedule.validate import find_problems, validate
+from raypar.schedule.lower import lower_schedule, lower_validation_pass
+from raypar.schedule.schedule_csv import parse_schedule_csv
+from raypar.schedule.validate import find_schedule_problems, validate_schedule
 
 
 def case(name, pp, microbatches, chunks=None, replicas=1, blocks=0, skip=False):
-    chunks = registry.default_chunks(name, chunks)
+    chunks = registry.resolve_chunks_per_worker(name, chunks)
     counts = [replicas] * pp if isinstance(replicas, int) else replicas
-    plan = ParallelPlan.of(counts, chunks=chunks, placement=registry.placement_of(name))
-    routing = Routing(plan, Microbatches(microbatches, blocks))
-    crossing = Crossing.chain(len(plan.stages))
+    plan = ParallelPlan.of(counts, chunks=chunks, placement=registry.placement_of_schedule(name))
+    routing = MicrobatchRouting(plan, Microbatches(microbatches, blocks))
+    crossing = StageConnections.chain(len(plan.stages))
     if skip and len(plan.stages) > 2:
-        crossing = replace(crossing, edges=(*crossing.edges, Edge(0, len(plan.stages) - 1, ("skip",))))
+        crossing = replace(crossing, edges=(*crossing.edges, StageEdge(0, len(plan.stages) - 1, ("skip",))))
     return registry.build_schedule(name, routing), routing, crossing
 
 
@@ -46,7 +46,7 @@ def test_zb_h1_delays_the_weight_gradients_of_later_stages():
 
 def test_a_program_sends_early_frees_at_once_and_ends_with_the_vote():
     schedule, routing, crossing = case("1f1b", 2, 2)
-    assert [" ".join(map(str, p)) for p in lower(schedule, routing, crossing)] == [
+    assert [" ".join(map(str, p)) for p in lower_schedule(schedule, routing, crossing)] == [
         "0F0 0SA0>1@1 0F1 0SA1>1@1 0RG0<1@1 0B0 0X0 0RG1<1@1 0B1 0X1 0G V O",
         "1RA0<0@0 1RA1<0@0 1F0 1B0 1SG0>0@0 1X0 1F1 1B1 1SG1>0@0 1X1 1G V O",
     ]
@@ -65,7 +65,7 @@ def test_every_small_case_is_valid(name):
     for pp, microbatches in product(range(1, 7), range(1, 13)):
         for chunks in CHUNKS.get(name, (None,)):
             schedule, routing, crossing = case(name, pp, microbatches, chunks)
-            validate(schedule, routing, crossing)
+            validate_schedule(schedule, routing, crossing)
 
 
 def lower_and_validate(name, sizes):
@@ -73,8 +73,8 @@ def lower_and_validate(name, sizes):
         for chunks in CHUNKS.get(name, (None,)):
             for replicas in (1, 2, *uneven(pp)):
                 schedule, routing, crossing = case(name, pp, microbatches, chunks, replicas, skip=microbatches % 2 == 0)
-                validate(schedule, routing, crossing)
-                validate(lower(schedule, routing, crossing), routing, crossing)
+                validate_schedule(schedule, routing, crossing)
+                validate_schedule(lower_schedule(schedule, routing, crossing), routing, crossing)
 
 
 @pytest.mark.parametrize("name", registry.NAMES)
@@ -92,14 +92,14 @@ def test_every_small_case_lowers_to_a_valid_program(name):
 def test_1f1b_keeps_p_minus_s_activations_and_not_one_less(pp, microbatches):
     schedule, routing, crossing = case("1f1b", pp, microbatches)
     peak = [min(pp - s, microbatches) for s in range(pp)]
-    validate(schedule, routing, crossing, memory=peak)
+    validate_schedule(schedule, routing, crossing, memory=peak)
     with pytest.raises(ScheduleError, match="within memory"):
-        validate(schedule, routing, crossing, memory=[peak[0] - 1, *peak[1:]])
+        validate_schedule(schedule, routing, crossing, memory=[peak[0] - 1, *peak[1:]])
 
 
 def test_skip_connections_go_straight_to_their_consumer():
     schedule, routing, crossing = case("1f1b", 4, 4, skip=True)
-    programs = lower(schedule, routing, crossing)
+    programs = lower_schedule(schedule, routing, crossing)
     assert {(i.stage, i.to_stage) for p in programs for i in p if isinstance(i, Send)} == {
         *((s, s + 1) for s in range(3)),
         *((s + 1, s) for s in range(3)),
@@ -119,17 +119,17 @@ BROKEN = {
 def test_a_broken_schedule_is_refused_with_the_rule_the_worker_and_a_cure(rule):
     schedule, routing, crossing = case("1f1b", 2, 2, blocks=1)
     with pytest.raises(ScheduleError, match=rf"{rule}: worker 0 \(stage 0, replica 0\)") as error:
-        validate(BROKEN[rule](schedule), routing, crossing)
+        validate_schedule(BROKEN[rule](schedule), routing, crossing)
     assert error.value.cure
 
 
 def test_shards_of_a_replica_compute_in_one_order():
-    routing = Routing(ParallelPlan.of([1, 1], [2, 1]), Microbatches(2))
+    routing = MicrobatchRouting(ParallelPlan.of([1, 1], [2, 1]), Microbatches(2))
     schedule = registry.build_schedule("gpipe", routing)
-    validate(lower(schedule, routing, Crossing.chain(2)), routing, Crossing.chain(2))
+    validate_schedule(lower_schedule(schedule, routing, StageConnections.chain(2)), routing, StageConnections.chain(2))
     swapped = (schedule[0], (Forward(0, 1), Forward(0, 0), *schedule[1][2:]), schedule[2])
     with pytest.raises(ScheduleError, match=r"together: worker 1 .*0F1 is instruction 0 here, 0F0 on shard 0"):
-        validate(swapped, routing, Crossing.chain(2))
+        validate_schedule(swapped, routing, StageConnections.chain(2))
 
 
 @pytest.mark.parametrize(
@@ -144,15 +144,17 @@ def test_shards_of_a_replica_compute_in_one_order():
 def test_weight_gradients_of_a_block_come_in_index_order_from_b_i_and_w_alike(order, first_wrong):
     _, routing, crossing = case("1f1b", 1, 2, blocks=1)
     text = f"{first_wrong} stands after microbatch 1 of the same block"
-    assert [(p.rule, p.text) for p in find_problems(read_csv(order), routing, crossing)] == [("canonical", text)]
+    assert [(p.rule, p.text) for p in find_schedule_problems(parse_schedule_csv(order), routing, crossing)] == [
+        ("canonical", text)
+    ]
     _, routing, crossing = case("1f1b", 1, 2, blocks=2)
-    assert find_problems(read_csv(order), routing, crossing) == []
+    assert find_schedule_problems(parse_schedule_csv(order), routing, crossing) == []
 
 
 def test_workers_that_wait_for_each_other_in_a_circle_are_named_with_what_they_wait_for():
     _, routing, crossing = case("1f1b", 2, 2)
-    orders = read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
-    assert [(p.rule, p.rank, p.text) for p in find_problems(orders, routing, crossing)] == [
+    orders = parse_schedule_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    assert [(p.rule, p.rank, p.text) for p in find_schedule_problems(orders, routing, crossing)] == [
         ("deadlock-free", 0, "waits for ever at 0B0 for 1B0 of worker 1"),
         ("deadlock-free", 1, "waits for ever at 1F1 for 0F1 of worker 0"),
     ]
@@ -160,13 +162,13 @@ def test_workers_that_wait_for_each_other_in_a_circle_are_named_with_what_they_w
 
 def test_a_circle_of_posts_stops_workers_with_a_single_queue_and_only_those():
     schedule, routing, crossing = case("gpipe", 3, 1, skip=True)
-    first, second, third = (list(p) for p in lower(schedule, routing, crossing))
+    first, second, third = (list(p) for p in lower_schedule(schedule, routing, crossing))
     assert [str(i) for i in (*first[1:3], *third[:2])] == ["0SA0>1@1", "0SA0>2@2", "2RA0<0@0", "2RA0<1@1"]
     first[1:3] = reversed(first[1:3])  # worker 0 offers 2 its message first, 2 wants that of 1 first, 1 that of 0
     third[:2] = reversed(third[:2])
     programs = (tuple(first), tuple(second), tuple(third))
-    validate(programs, routing, crossing)
-    found = find_problems(programs, routing, crossing, communicators="world")
+    validate_schedule(programs, routing, crossing)
+    found = find_schedule_problems(programs, routing, crossing, communicators="world")
     assert [p.text[: p.text.index(" of")] for p in found] == [
         "waits for ever at 0B0 for the gradient",
         "waits for ever at 1F0 for the activation",
@@ -178,15 +180,15 @@ def test_a_circle_of_posts_stops_workers_with_a_single_queue_and_only_those():
 def test_one_global_order_needs_but_one_queue_a_worker(name):
     for pp, microbatches, replicas in [(2, 3, 1), (4, 6, 1), (3, 4, 2), (3, 7, [1, 3, 2])]:
         schedule, routing, crossing = case(name, pp, microbatches, replicas=replicas, skip=True)
-        validate(lower(schedule, routing, crossing), routing, crossing, communicators="world")
+        validate_schedule(lower_schedule(schedule, routing, crossing), routing, crossing, communicators="world")
 
 
 def test_a_validation_pass_is_checked_without_its_backward():
     _, routing, crossing = case("interleaved", 3, 5, skip=True)
-    programs = lower_forward(routing, crossing)
-    validate(programs, routing, crossing, training=False)
+    programs = lower_validation_pass(routing, crossing)
+    validate_schedule(programs, routing, crossing, training=False)
     with pytest.raises(ScheduleError, match=r"complete: worker 0 .*0B0 0 times"):
-        validate(programs, routing, crossing)
+        validate_schedule(programs, routing, crossing)
 
 
 def without(programs, rank, text):
@@ -208,16 +210,16 @@ def doubled(programs, rank, text):
         (lambda p: without(p, 0, "0X0"), "freed", 0, "0X0 is missing"),
         (lambda p: doubled(p, 0, "0X1"), "freed", 0, "0X1 stands twice"),
         (lambda p: (p[0], (p[1][4], *p[1][:4], *p[1][5:])), "causal", 1, "1SG0>0@0 stands before what it sends"),
-        (lambda p: without(p, 0, "0G"), "ended", 0, "0G (Reduce) stands 0 times, needed 1"),
+        (lambda p: without(p, 0, "0G"), "ended", 0, "0G (ReduceGradients) stands 0 times, needed 1"),
         (lambda p: (p[0][:-2] + p[0][:-3:-1], p[1]), "ended", 0, "the last instructions are O V, not V O"),
-        (lambda p: doubled(p, 1, "V"), "ended", 1, "V (Vote) stands 2 times, needed 1"),
+        (lambda p: doubled(p, 1, "V"), "ended", 1, "V (ExchangeVotes) stands 2 times, needed 1"),
         (lambda p: (p[0][:-1] + (ExchangeTies(),) + p[0][-1:], p[1]), "ended", 0, "T (ExchangeTies) stands 1 times, needed 0"),
         (lambda p: (p[0], (*p[1][:-4], p[1][-3], p[1][-4], *p[1][-2:])), "freed", 1, None),
     ],
 )
 def test_a_broken_program_is_refused_with_the_rule_the_worker_and_the_instruction(change, rule, rank, text):
     schedule, routing, crossing = case("1f1b", 2, 2)
-    found = find_problems(change(lower(schedule, routing, crossing)), routing, crossing)
+    found = find_schedule_problems(change(lower_schedule(schedule, routing, crossing)), routing, crossing)
     if text is None:
         assert found == []  # a free may stand anywhere after the last use
     else:
@@ -259,8 +261,8 @@ def small_programs(rng):
     replicas = rng.choice([1, 1, [1, 2, 1][:pp], 2]) if pp * microbatches <= 4 else 1
     schedule, routing, crossing = case(name, pp, microbatches, None, replicas, rng.choice([1, 2, 0]), rng.random() < 0.3)
     if rng.random() < 0.2:
-        crossing = replace(crossing, ties=(Tie("embedding.weight", (0, len(routing.plan.stages) - 1)),))
-    return lower(schedule, routing, crossing), routing, crossing
+        crossing = replace(crossing, ties=(TiedParameter("embedding.weight", (0, len(routing.plan.stages) - 1)),))
+    return lower_schedule(schedule, routing, crossing), routing, crossing
 
 
 def compare(mutations, seed):
@@ -270,7 +272,7 @@ def compare(mutations, seed):
         programs, routing, crossing = small_programs(rng)
         for _ in range(rng.choice([1, 1, 1, 2])):
             programs = mutate(programs, rng)
-        fine = not find_problems(programs, routing, crossing)
+        fine = not find_schedule_problems(programs, routing, crossing)
         assert fine == good(programs, routing, crossing), [" ".join(map(str, p)) for p in programs]
         verdicts[fine] += 1
     return verdicts
@@ -291,7 +293,7 @@ def judge_built_in(name, sizes):
     for pp, microbatches in sizes:
         for chunks in (1, 2) if name == "interleaved" else (None,):
             schedule, routing, crossing = case(name, pp, microbatches, chunks)
-            assert good(lower(schedule, routing, crossing), routing, crossing)
+            assert good(lower_schedule(schedule, routing, crossing), routing, crossing)
 
 
 @pytest.mark.parametrize("name", registry.NAMES)

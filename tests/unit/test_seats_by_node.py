@@ -7,13 +7,13 @@ import pytest
 
 from raypar.elastic.actions import AdoptPlan
 from raypar.elastic.events import CallFailed, GenerationClaimed, WorkerJoined, WorkersReady, WorkerStatusReported
-from raypar.elastic.member import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import match_workers_to_seats
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.pieces import Piece, count_overlap
+from raypar.plan.pieces import Piece, count_shared_elements
 
 A, B = (Piece("a", 0, 8),), (Piece("b", 0, 8),)
 STAGES = [A, A, B, B]
@@ -29,7 +29,7 @@ def shared(members, nodes, positions=POSITIONS):
 
 def moved(members, need, have):
     return sum(p.size for pieces in need for p in pieces) - sum(
-        count_overlap(pieces, have.get(worker, ())) for worker, pieces in zip(members, need, strict=True)
+        count_shared_elements(pieces, have.get(worker, ())) for worker, pieces in zip(members, need, strict=True)
     )
 
 

@@ -11,16 +11,18 @@ from raypar.elastic.events import (
     WorkersReady,
     WorkerStatusReported,
 )
-from raypar.elastic.member import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.seating import match_workers_to_seats
 from raypar.errors import WorkerLost
-from raypar.plan import Outline, ParallelPlan
+from raypar.plan import ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
-from raypar.plan.shard_ranges import Cut, even_range
+from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 
-OUTLINE = Outline((), elements=({"a": 8}, {"b": 8}), cuts={2: {name: Cut(0, 4, even_range(4, 2)) for name in "ab"}})
+OUTLINE = ModelOutline(
+    (), elements=({"a": 8}, {"b": 8}), cuts={2: {name: TensorCut(0, 4, even_ranges_by_shard(4, 2)) for name in "ab"}}
+)
 
 
 def held(plan):

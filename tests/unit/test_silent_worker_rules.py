@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from helpers.machine_steps import commit, do
 
-from raypar.actors.members_file import MembersFile
-from raypar.elastic.actions import AbortGroups, Notice, Probe, TakeSnapshot, Teardown, Validate, Warn
+from raypar.actors.members_file import MembersFileText
+from raypar.elastic.actions import AbortGroups, RequestStacks, StartCheckpoint, Teardown, TellUser, Validate, WarnUser
 from raypar.elastic.events import (
     CallFailed,
+    CheckpointStateCopied,
     GroupsAborted,
-    SnapshotTaken,
     StacksReported,
     StepEmitted,
     StepJournalled,
@@ -42,7 +42,7 @@ def running(**policy):
 def silent(machine, now_s=10.0, worker=1):
     """It answers no pings since 10 s; the line that people are told."""
     (line,) = do(machine, WorkerSilent(worker, 10.0), now_s)
-    assert isinstance(line, Warn)
+    assert isinstance(line, WarnUser)
     return line.text
 
 
@@ -60,9 +60,10 @@ def test_a_worker_that_is_only_silent_is_waited_for_with_a_line_and_training_goe
     assert machine.waits
     assert ticks(machine, 11, 40, unheard=frozenset({1})) == []
     (again,) = do(machine, Tick(unheard=frozenset({1})), 40.5)
-    assert isinstance(again, Warn) and "570 s left" in again.text
+    assert isinstance(again, WarnUser) and "570 s left" in again.text
     assert (
-        do(machine, WorkerAnswered(1), 50.0) == [Notice("worker 1 answers again, after a wait of 40.0 s")] and not machine.waits
+        do(machine, WorkerAnswered(1), 50.0) == [TellUser("worker 1 answers again, after a wait of 40.0 s")]
+        and not machine.waits
     )
     for worker in (0, 1):
         done = do(machine, StepReported(worker, 2, 50.0), 51.0)
@@ -72,12 +73,12 @@ def test_a_worker_that_is_only_silent_is_waited_for_with_a_line_and_training_goe
 def test_the_deadline_of_a_step_does_not_count_while_somebody_is_waited_for_and_begins_anew_then():
     machine = running(step_deadline_s=60.0)
     silent(machine)
-    assert not [action for action in ticks(machine, 11, 200) if not isinstance(action, Warn)]
+    assert not [action for action in ticks(machine, 11, 200) if not isinstance(action, WarnUser)]
     do(machine, WorkerAnswered(1), 200.0)
     assert ticks(machine, 201, 260) == []
-    assert Probe((0, 1)) in do(machine, Tick(), 260.5), "a step that hangs is found as ever"
+    assert RequestStacks((0, 1)) in do(machine, Tick(), 260.5), "a step that hangs is found as ever"
     machine = running(step_deadline_s=5.0)
-    assert Probe((0, 1)) in do(machine, Tick(), 9.9)
+    assert RequestStacks((0, 1)) in do(machine, Tick(), 9.9)
     silent(machine)
     assert do(machine, StacksReported("stacks"), 11.0) == []
 
@@ -92,12 +93,12 @@ def test_the_deadlines_of_a_pass_are_moved_by_the_wait(due):
         do(machine, StepReported(1, step, 0.1))
         do(machine, StepJournalled(step))
         actions = do(machine, StepEmitted(step))
-    assert actions == [Validate(2) if due == "validation" else TakeSnapshot(2)]
+    assert actions == [Validate(2) if due == "validation" else StartCheckpoint(2)]
     if due == "end":
-        do(machine, SnapshotTaken(2))
+        do(machine, CheckpointStateCopied(2))
         assert machine.phase is Phase.ENDING
     silent(machine)
-    assert not [action for action in ticks(machine, 11, 100) if not isinstance(action, Warn)]
+    assert not [action for action in ticks(machine, 11, 100) if not isinstance(action, WarnUser)]
     do(machine, WorkerAnswered(1), 100.0)
     assert ticks(machine, 101, 120) == []
     assert ticks(machine, 120, 131), "30 s, of which 10 were over before"
@@ -108,7 +109,7 @@ def test_when_the_wait_is_over_the_run_ends_with_how_long_it_was():
     machine = running(last_copy_wait_s=60.0)
     silent(machine)
     actions = ticks(machine, 11, 75)
-    assert [type(action) for action in actions] == [Warn, AbortGroups, Teardown]
+    assert [type(action) for action in actions] == [WarnUser, AbortGroups, Teardown]
     assert isinstance(actions[-1].error, CommTimeout) and "worker 1 has not answered for 60 s" in str(actions[-1].error)
     assert "raypar resume" in actions[-1].error.cure
 
@@ -153,8 +154,8 @@ def test_several_are_waited_for_and_each_has_its_own_time():
     machine = running(last_copy_wait_s=60.0)
     silent(machine, 10.0, worker=1)
     silent(machine, 50.0, worker=0)
-    assert do(machine, WorkerAnswered(1), 65.0) == [Notice("worker 1 answers again, after a wait of 55.0 s")]
-    assert not [action for action in ticks(machine, 66, 109) if not isinstance(action, Warn)]
+    assert do(machine, WorkerAnswered(1), 65.0) == [TellUser("worker 1 answers again, after a wait of 55.0 s")]
+    assert not [action for action in ticks(machine, 66, 109) if not isinstance(action, WarnUser)]
     assert AbortGroups("CommTimeout elsewhere") in do(machine, Tick(), 110.5)
     assert do(machine, WorkerAnswered(7), 110.6) == [], "of whom nothing was told"
 
@@ -190,7 +191,7 @@ def test_what_comes_late_is_ignored_in_every_phase():
 
 def test_members_json_says_who_is_waited_for():
     machine = running()
-    status = MembersFile(SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=2), policy=machine.policy))
+    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=2), policy=machine.policy))
     seen = [json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b"))]
     silent(machine)
     seen.append(json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b")))
@@ -202,7 +203,7 @@ def test_members_json_says_who_is_waited_for():
 def test_nobody_is_waited_for_once_the_run_has_failed(end):
     """members.json went on to say so, of a process that was known to be gone."""
     machine = running()
-    status = MembersFile(SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=2), policy=machine.policy))
+    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=2), policy=machine.policy))
     silent(machine)
     do(machine, end, 12.0)
     assert machine.phase is Phase.OVER and not machine.waits

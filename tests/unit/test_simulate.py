@@ -6,11 +6,11 @@ from fractions import Fraction
 import pytest
 
 from raypar.errors import ScheduleError
-from raypar.plan import Crossing, Edge, Microbatches, ParallelPlan, Routing
-from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, Forward, Reduce, Vote
-from raypar.schedule.lower import lower
-from raypar.schedule.registry import NAMES, build_schedule, default_chunks, placement_of
-from raypar.schedule.simulate import Costs, simulate
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
+from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeVotes, Forward, ReduceGradients
+from raypar.schedule.lower import lower_schedule
+from raypar.schedule.registry import NAMES, build_schedule, placement_of_schedule, resolve_chunks_per_worker
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.timeline import Timeline, TimelineSpan, parse_instruction
 
 
@@ -19,7 +19,7 @@ def orders(*lines):
 
 
 def routed(replicas, microbatches, shards=None):
-    return Routing(ParallelPlan.of(replicas, shards), Microbatches(microbatches, blocks=microbatches))
+    return MicrobatchRouting(ParallelPlan.of(replicas, shards), Microbatches(microbatches, blocks=microbatches))
 
 
 def times(timeline, rank):
@@ -65,7 +65,7 @@ def longest_paths(schedule, routing, crossing, costs):
 
 def test_two_stages_and_two_microbatches_by_hand():
     schedule = orders("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    timeline = simulate(schedule, routed([1, 1], 2), Crossing.chain(2), Costs.uniform(2))
+    timeline = simulate_schedule(schedule, routed([1, 1], 2), StageConnections.chain(2), SimulationCosts.uniform(2))
     assert times(timeline, 0) == [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 4, 6), ("0B1", 7, 9)]
     assert times(timeline, 1) == [("1F0", 1, 2), ("1B0", 2, 4), ("1F1", 4, 5), ("1B1", 5, 7)]
     assert (timeline.makespan_ms, timeline.busy_ms, timeline.peak_activations) == (9, (6, 6), (2, 1))
@@ -73,8 +73,10 @@ def test_two_stages_and_two_microbatches_by_hand():
 
 
 def test_latency_and_bandwidth_delay_messages_and_one_link_carries_them_in_order():
-    costs = Costs((1, 1), (1, 1), (1, 1), latency_ms=10, bandwidth_bytes_per_ms=2)
-    timeline = simulate(orders("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), routed([1, 1], 2), Crossing.chain(2, nbytes=8), costs)
+    costs = SimulationCosts((1, 1), (1, 1), (1, 1), latency_ms=10, bandwidth_bytes_per_ms=2)
+    timeline = simulate_schedule(
+        orders("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), routed([1, 1], 2), StageConnections.chain(2, nbytes=8), costs
+    )
     # 0F0 ends at 1: 4 ms on the link until 5, there at 15. 0F1 ends at 2 but the link is busy until 5: there at 19.
     assert [start for _, start, _ in timeline.spans[1]] == [15, 19, 20, 22]
     assert [start for _, start, _ in timeline.spans[0]] == [0, 1, 22 + 4 + 10, 26 + 4 + 10]
@@ -82,35 +84,37 @@ def test_latency_and_bandwidth_delay_messages_and_one_link_carries_them_in_order
 
 def test_weight_gradients_wait_for_nothing_and_hold_the_activation():
     schedule = orders("0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
-    timeline = simulate(schedule, routed([1, 1], 2), Crossing.chain(2), Costs.uniform(2))
+    timeline = simulate_schedule(schedule, routed([1, 1], 2), StageConnections.chain(2), SimulationCosts.uniform(2))
     assert times(timeline, 0)[2:] == [("0I0", 3, 4), ("0I1", 5, 6), ("0W0", 6, 7), ("0W1", 7, 8)]
     assert timeline.peak_activations == (2, 2)
 
 
 def test_peak_bytes_follow_the_activation_bytes_of_each_stage():
-    costs = Costs((1, 1), (1, 1), (1, 1), activation_bytes=(10, 7))
-    timeline = simulate(orders("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), routed([1, 1], 2), Crossing.chain(2), costs)
+    costs = SimulationCosts((1, 1), (1, 1), (1, 1), activation_bytes=(10, 7))
+    timeline = simulate_schedule(
+        orders("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), routed([1, 1], 2), StageConnections.chain(2), costs
+    )
     assert timeline.peak_bytes == (20, 7)
 
 
 def test_a_skip_goes_straight_to_its_consumer_and_its_gradient_comes_straight_back():
-    crossing = Crossing((Edge(0, 1), Edge(0, 2), Edge(1, 2)))
-    costs = Costs((1, 5, 1), (1, 1, 1), (1, 1, 1))
-    timeline = simulate(orders("0F0 0B0", "1F0 1B0", "2F0 2B0"), routed([1, 1, 1], 1), crossing, costs)
+    crossing = StageConnections((StageEdge(0, 1), StageEdge(0, 2), StageEdge(1, 2)))
+    costs = SimulationCosts((1, 5, 1), (1, 1, 1), (1, 1, 1))
+    timeline = simulate_schedule(orders("0F0 0B0", "1F0 1B0", "2F0 2B0"), routed([1, 1, 1], 1), crossing, costs)
     assert times(timeline, 2) == [("2F0", 6, 7), ("2B0", 7, 9)]
     assert times(timeline, 0)[1] == ("0B0", 11, 13)
 
 
 def test_values_without_gradient_do_not_hold_back_the_backward_pass():
-    crossing = Crossing((Edge(0, 1, differentiable=False),))
-    timeline = simulate(orders("0F0 0B0", "1F0 1B0"), routed([1, 1], 1), crossing, Costs.uniform(2))
+    crossing = StageConnections((StageEdge(0, 1, differentiable=False),))
+    timeline = simulate_schedule(orders("0F0 0B0", "1F0 1B0"), routed([1, 1], 1), crossing, SimulationCosts.uniform(2))
     assert times(timeline, 0) == [("0F0", 0, 1), ("0B0", 1, 3)]
 
 
 def test_reductions_run_beside_compute_once_all_replicas_are_done():
     routing = routed([2, 1], 2)
-    costs = Costs((1, 1), (1, 1), (1, 1), reduce_ms=(4, 0), step_ms=2)
-    timeline = simulate(orders("0F0 0B0", "0F1 0B1", "1F0 1B0 1F1 1B1"), routing, Crossing.chain(2), costs)
+    costs = SimulationCosts((1, 1), (1, 1), (1, 1), reduce_ms=(4, 0), step_ms=2)
+    timeline = simulate_schedule(orders("0F0 0B0", "0F1 0B1", "1F0 1B0 1F1 1B1"), routing, StageConnections.chain(2), costs)
     assert times(timeline, 2)[-2:] == [("1B1", 5, 7), ("V", 7, 15)]
     assert times(timeline, 0)[-2:] == [("0G", 9, 13), ("V", 13, 15)]
     assert timeline.makespan_ms == 15
@@ -118,38 +122,38 @@ def test_reductions_run_beside_compute_once_all_replicas_are_done():
 
 
 def test_overhead_is_paid_for_each_compute_instruction_after_its_inputs_came():
-    costs = Costs((1, 1), (1, 1), (1, 1), overhead_ms=0.5)
-    timeline = simulate(orders("0F0 0B0", "1F0 1B0"), routed([1, 1], 1), Crossing.chain(2), costs)
+    costs = SimulationCosts((1, 1), (1, 1), (1, 1), overhead_ms=0.5)
+    timeline = simulate_schedule(orders("0F0 0B0", "1F0 1B0"), routed([1, 1], 1), StageConnections.chain(2), costs)
     assert [start for row in timeline.spans for _, start, _ in row] == [0.5, 6, 2, 3.5]
 
 
 def test_shards_of_a_seat_move_in_lockstep():
     plan = ParallelPlan.of([1, 1], [2, 2])
-    routing = Routing(plan, Microbatches(3, blocks=3))
+    routing = MicrobatchRouting(plan, Microbatches(3, blocks=3))
     schedule = build_schedule("1f1b", routing)
-    crossing = Crossing.chain(2, nbytes=4)
-    costs = Costs((1, 1), (1, 1), (1, 1), latency_ms=0.5, bandwidth_bytes_per_ms=8)
-    timeline = simulate(schedule, routing, crossing, costs)
-    alone = simulate(schedule[::2], routed([1, 1], 3), crossing, costs)
+    crossing = StageConnections.chain(2, nbytes=4)
+    costs = SimulationCosts((1, 1), (1, 1), (1, 1), latency_ms=0.5, bandwidth_bytes_per_ms=8)
+    timeline = simulate_schedule(schedule, routing, crossing, costs)
+    alone = simulate_schedule(schedule[::2], routed([1, 1], 3), crossing, costs)
     assert timeline.spans == tuple(row for row in alone.spans for _ in range(2))
-    assert simulate(lower(schedule, routing, crossing), routing, crossing, costs).spans == timeline.spans
+    assert simulate_schedule(lower_schedule(schedule, routing, crossing), routing, crossing, costs).spans == timeline.spans
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_costs_give_the_longest_paths(name, seed):
     dice = random.Random(seed)
-    chunks = default_chunks(name)
+    chunks = resolve_chunks_per_worker(name)
     replicas = [dice.choice([1, 2, 3]) for _ in range(3)] if chunks == 1 else [2, 2, 2]
-    plan = ParallelPlan.of(replicas, chunks=chunks, placement=placement_of(name))
-    routing = Routing(plan, Microbatches(6, blocks=6))
+    plan = ParallelPlan.of(replicas, chunks=chunks, placement=placement_of_schedule(name))
+    routing = MicrobatchRouting(plan, Microbatches(6, blocks=6))
     count = len(plan.stages)
     nbytes = [dice.randrange(50) for _ in range(count - 1)]
-    crossing = Crossing((*Crossing.chain(count, nbytes).edges, Edge(0, 2, nbytes=9)))
+    crossing = StageConnections((*StageConnections.chain(count, nbytes).edges, StageEdge(0, 2, nbytes=9)))
     times_ms = [tuple(dice.uniform(0.5, 3) for _ in range(count)) for _ in range(3)]
-    costs = Costs(*times_ms, latency_ms=dice.uniform(0, 1), bandwidth_bytes_per_ms=dice.uniform(10, 100))
+    costs = SimulationCosts(*times_ms, latency_ms=dice.uniform(0, 1), bandwidth_bytes_per_ms=dice.uniform(10, 100))
     schedule = build_schedule(name, routing)
-    timeline = simulate(schedule, routing, crossing, costs)
+    timeline = simulate_schedule(schedule, routing, crossing, costs)
     expected = longest_paths(schedule, routing, crossing, costs)
     for rank, row in enumerate(timeline.spans):
         assert [end for _, _, end in row] == pytest.approx([expected[rank, i] for i in range(len(row))], rel=1e-12)
@@ -158,34 +162,44 @@ def test_random_costs_give_the_longest_paths(name, seed):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_program_takes_as_long_as_the_schedule_it_was_lowered_from(name):
     routing = routed([2, 1, 3], 12)
-    crossing = Crossing.chain(3, nbytes=10)
+    crossing = StageConnections.chain(3, nbytes=10)
     schedule = build_schedule(name, routing)
-    costs = Costs((1, 2, 3), (2, 1, 2), (1, 1, 2), 0.25, 16, reduce_ms=(1, 0, 2), step_ms=0.5)
-    lowered = simulate(lower(schedule, routing, crossing), routing, crossing, costs)
-    assert lowered == simulate(schedule, routing, crossing, costs)
+    costs = SimulationCosts((1, 2, 3), (2, 1, 2), (1, 1, 2), 0.25, 16, reduce_ms=(1, 0, 2), step_ms=0.5)
+    lowered = simulate_schedule(lower_schedule(schedule, routing, crossing), routing, crossing, costs)
+    assert lowered == simulate_schedule(schedule, routing, crossing, costs)
 
 
 def test_fractions_stay_exact():
     third = Fraction(1, 3)
-    timeline = simulate(
-        orders("0F0 0B0", "1F0 1B0"), routed([1, 1], 1), Crossing.chain(2), Costs((third,) * 2, (third,) * 2, (third,) * 2)
+    timeline = simulate_schedule(
+        orders("0F0 0B0", "1F0 1B0"),
+        routed([1, 1], 1),
+        StageConnections.chain(2),
+        SimulationCosts((third,) * 2, (third,) * 2, (third,) * 2),
     )
     assert timeline.makespan_ms == 2
 
 
 def test_workers_that_wait_for_each_other_are_named():
     with pytest.raises(ScheduleError, match=r"2 workers wait .* worker 0 \(stage 0, replica 0\) at 0B0; worker 1 .* at 1F1"):
-        simulate(orders("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), routed([1, 1], 2), Crossing.chain(2), Costs.uniform(2))
+        simulate_schedule(
+            orders("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
+            routed([1, 1], 2),
+            StageConnections.chain(2),
+            SimulationCosts.uniform(2),
+        )
 
 
 def test_a_schedule_for_another_number_of_workers_is_refused():
     with pytest.raises(ScheduleError, match="1 workers, the plan 2"):
-        simulate(orders("0F0 0B0"), routed([1, 1], 1), Crossing.chain(2), Costs.uniform(2))
+        simulate_schedule(orders("0F0 0B0"), routed([1, 1], 1), StageConnections.chain(2), SimulationCosts.uniform(2))
 
 
 def test_a_replica_without_microbatches_idles():
     routing = routed([2], 1)
-    timeline = simulate(build_schedule("1f1b", routing), routing, Crossing.chain(1), Costs.uniform(1))
+    timeline = simulate_schedule(
+        build_schedule("1f1b", routing), routing, StageConnections.chain(1), SimulationCosts.uniform(1)
+    )
     assert sorted(timeline.busy_ms) == [0, 3]
     assert timeline.bubble_of_total == 0.5
 
@@ -202,7 +216,7 @@ def test_measured_spans_become_a_timeline_that_starts_at_zero():
 
 
 def test_labels_are_read_back_into_the_instructions_that_print_them():
-    some = [Forward(1, 2), Backward(0, 11), BackwardInput(3, 0), BackwardWeight(12, 1), Reduce(2), Vote()]
+    some = [Forward(1, 2), Backward(0, 11), BackwardInput(3, 0), BackwardWeight(12, 1), ReduceGradients(2), ExchangeVotes()]
     assert [parse_instruction(str(i)) for i in some] == some
     with pytest.raises(ScheduleError, match="'1Q0' is no instruction"):
         parse_instruction("1Q0")

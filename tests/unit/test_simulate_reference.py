@@ -2,23 +2,25 @@
 
 import pytest
 
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
-from raypar.schedule.simulate import Costs, Timeline, simulate
+from raypar.schedule.simulate import SimulationCosts, Timeline, simulate_schedule
 
 
 def simulated(
     name, stages, microbatches, *, chunks=None, replicas=None, forward_ms=None, backward_ms=None, warmup=None
 ) -> Timeline:
-    chunks = registry.default_chunks(name, chunks)
-    plan = ParallelPlan.of(replicas or [1] * stages, chunks=chunks, placement=registry.placement_of(name))
-    routing = Routing(plan, Microbatches(microbatches, blocks=microbatches))
+    chunks = registry.resolve_chunks_per_worker(name, chunks)
+    plan = ParallelPlan.of(replicas or [1] * stages, chunks=chunks, placement=registry.placement_of_schedule(name))
+    routing = MicrobatchRouting(plan, Microbatches(microbatches, blocks=microbatches))
     forward, backward = forward_ms or [1] * stages, backward_ms or [2] * stages
     at = [s.position for s in plan.stages]
-    costs = Costs(
+    costs = SimulationCosts(
         *(tuple(ms[p] / chunks for p in at) for ms in (forward, [b / 2 for b in backward], [b / 2 for b in backward]))
     )
-    return simulate(registry.build_schedule(name, routing, warmup=warmup), routing, Crossing.chain(len(at)), costs)
+    return simulate_schedule(
+        registry.build_schedule(name, routing, warmup=warmup), routing, StageConnections.chain(len(at)), costs
+    )
 
 
 @pytest.mark.parametrize(

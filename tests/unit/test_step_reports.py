@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from raypar.actors.step_reports import StepReports, loss_and_norm, reconstruct_report
-from raypar.actors.worker_messages import pickle_error
-from raypar.elastic.member import WorkerStatus
+from raypar.actors.step_reports import StepReports, loss_and_grad_norm_of_step, reconstruct_lost_report
+from raypar.actors.worker_messages import pickle_error_for_client
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
@@ -66,13 +66,15 @@ def test_a_step_that_was_found_applied_is_seen_with_its_loss_and_no_time(reports
     reports.machine.progress.journalled = 4
     reports.heard(WorkerStatus(3, 5, outcomes={3: outcome, 4: outcome}))
     reports.commit(4)
-    assert reports.emit(4) == {0: reconstruct_report(outcome)}
-    assert reconstruct_report(outcome)["seconds"] == 0.0 and loss_and_norm({0: reconstruct_report(outcome)}) == (0.5, 2.0)
+    assert reports.emit(4) == {0: reconstruct_lost_report(outcome)}
+    assert reconstruct_lost_report(outcome)["seconds"] == 0.0 and loss_and_grad_norm_of_step(
+        {0: reconstruct_lost_report(outcome)}
+    ) == (0.5, 2.0)
     with pytest.raises(KeyError):
         reports.commit(3)
 
 
 def test_an_error_that_cannot_be_pickled_reaches_the_client_as_its_text():
-    assert pickle_error(None) is None
-    assert pickle.loads(pickle_error(ValueError("x"))).args == ("x",)
-    assert "ValueError" in str(pickle.loads(pickle_error(ValueError(threading.Lock()))))
+    assert pickle_error_for_client(None) is None
+    assert pickle.loads(pickle_error_for_client(ValueError("x"))).args == ("x",)
+    assert "ValueError" in str(pickle.loads(pickle_error_for_client(ValueError(threading.Lock()))))

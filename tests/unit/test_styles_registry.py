@@ -16,23 +16,23 @@ from helpers.shard_grid import graph as gpt_graph
 from torch import nn
 
 from raypar.errors import ModelError, PlanError
-from raypar.model.build import parameter_shapes
-from raypar.model.tensor_parallel.build import materialise_shard, slice_of
-from raypar.model.tensor_parallel.layout import held_elements, layout_of, outline_of_shards
+from raypar.model.layer_skeletons import parameter_shapes
+from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer, outline_graph_with_layouts
 from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.meta_check import check_by_shape
-from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
-from raypar.model.tensor_parallel.sharded_value import Sharded
+from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import STYLES, parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, share_evenly
-from raypar.plan import Microbatches, ParallelPlan, Routing
-from raypar.plan.shard_layout import LayerTraffic, ShardLayout, slice_shape
-from raypar.plan.shard_ranges import Cut, count_indices, even_range, merge_ranges
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan.shard_ranges import TensorCut, count_indices, even_ranges_by_shard, merge_ranges
+from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout, shard_slice_shape
 from raypar.schedule import registry as schedules
-from raypar.schedule.assignment import assign
+from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.worker import worker_core
-from raypar.worker.local_run import LocalJob
+from raypar.worker.run_in_one_process import OneProcessRun
 
 HEADS, WIDTH = 4, 8
 
@@ -148,7 +148,7 @@ PARTNERS = {
 @pytest.mark.parametrize("name", PARTNERS)
 def test_what_a_style_says_it_sends_is_what_the_ledger_counts(name, sequence):
     graph = on_shards.graph_of(lambda: [("a", Model(name))])
-    layout = layout_of(graph, 2, {"a.layer": str(style_for(name)), **PARTNERS[name]}, infer=False)
+    layout = compute_shard_layout(graph, 2, {"a.layer": str(style_for(name)), **PARTNERS[name]}, infer=False)
     x = torch.arange(12).view(2, 6) if name == "vocabulary" else torch.randn(2, 6, WIDTH, dtype=torch.float64)
 
     def work(group):
@@ -189,7 +189,7 @@ class ShardedScale(ShardedModule):
         super().__init__(name, group)
         self.weight = scale.weight
 
-    def forward(self, x: Sharded) -> Sharded:
+    def forward(self, x: ShardedValue) -> ShardedValue:
         return x.like(x.local * self.weight)
 
 
@@ -206,13 +206,13 @@ class ScaleStyle(ShardingStyle):
 
     def slices(self, name, module, shards):
         width = len(module.weight)
-        return {"weight": Cut(0, width, share_evenly(name, "features", width, shards))}
+        return {"weight": TensorCut(0, width, share_evenly(name, "features", width, shards))}
 
     def build(self, name, module, layout, group):
         return ShardedScale(module, name, group)
 
     def collectives(self, module):
-        return LayerTraffic()
+        return LayerCollectives()
 
 
 def scaled_mlp() -> nn.Module:
@@ -234,7 +234,7 @@ def test_a_new_style_is_a_class_and_its_name(monkeypatch, shards):
         parse_style("scale")
     monkeypatch.setitem(STYLES, ScaleStyle.name, ScaleStyle)
     graph = on_shards.graph_of(lambda: [("a", scaled_mlp()), ("b", scaled_mlp())])
-    layout = layout_of(graph, shards, {"*.scale": "scale"})
+    layout = compute_shard_layout(graph, shards, {"*.scale": "scale"})
     assert layout.styles == {f"{m}.{n}": s for m in "ab" for n, s in {"up": "column", "scale": "scale", "down": "row"}.items()}
     x, y = (torch.randn(2, 3, WIDTH, dtype=torch.float64) for _ in range(2))
     assert check_by_shape(graph, layout, F.mse_loss, {"x": x, "y": y}, "y", dtype=torch.float64)
@@ -244,10 +244,10 @@ def test_a_new_style_is_a_class_and_its_name(monkeypatch, shards):
     assert max(on_shards.errors(runs, whole, layout).values()) <= 1e-12
     for shard, run in enumerate(runs):
         for name, before in whole.parameters.items():
-            want = slice_of(layout, name, before - 0.1 * whole.gradients[name], shard)
+            want = shard_slice_of(layout, name, before - 0.1 * whole.gradients[name], shard)
             torch.testing.assert_close(run.parameters[name] - 0.1 * run.gradients[name], want, rtol=0, atol=1e-12)
     with pytest.raises(PlanError, match=r"a\.up is no Scale"):
-        layout_of(graph, shards, {"a.up": "scale"})
+        compute_shard_layout(graph, shards, {"a.up": "scale"})
 
 
 # -- the layout as data --------------------------------------------------------------------------------------------------
@@ -255,21 +255,21 @@ def test_a_new_style_is_a_class_and_its_name(monkeypatch, shards):
 
 def test_a_layout_names_styles_as_text_and_counts_what_shards_hold():
     graph = on_shards.graph_of(lambda: [("a", scaled_mlp())])
-    layout = layout_of(graph, 3)
+    layout = compute_shard_layout(graph, 3)
     assert layout.styles == {"a.up": "column", "a.down": "row"} == {n: str(parse_style(s)) for n, s in layout.styles.items()}
     shapes = parameter_shapes(graph)
     for shard in range(3):
         want = sum(
-            torch.Size(slice_shape(layout.cuts[n], s, shard)).numel() if n in layout.cuts else s.numel()
+            torch.Size(shard_slice_shape(layout.cuts[n], s, shard)).numel() if n in layout.cuts else s.numel()
             for n, s in shapes.items()
         )
-        assert held_elements(graph, layout, shard) == (want,)
+        assert held_elements_by_layer(graph, layout, shard) == (want,)
         assert want == sum(layout.elements_on_shard(n, s.numel(), shard) for n, s in shapes.items())
     assert {name: len(costs) for name, costs in layout.costs.items()} == {"a.up": 3, "a.down": 3}
 
 
 def test_a_layout_is_data_that_is_read_without_torch(tmp_path):
-    layout = layout_of(on_shards.graph_of(lambda: [("a", scaled_mlp())]), 2)
+    layout = compute_shard_layout(on_shards.graph_of(lambda: [("a", scaled_mlp())]), 2)
     file = tmp_path / "layout.pickle"
     file.write_bytes(pickle.dumps(layout))
     code = (
@@ -278,26 +278,26 @@ def test_a_layout_is_data_that_is_read_without_torch(tmp_path):
     )
     found = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "column (((0, 5),), ((5, 10),)) 0.5 False"
-    assert isinstance(layout, ShardLayout) and pickle.loads(pickle.dumps(layout)) == layout
+    assert isinstance(layout, TensorParallelLayout) and pickle.loads(pickle.dumps(layout)) == layout
 
 
 def test_the_layouts_of_all_numbers_of_shards_travel_in_the_outline_to_every_assignment():
     graph = on_shards.graph_of(lambda: [("a", scaled_mlp()), ("b", scaled_mlp())])
-    outline = outline_of_shards(graph, (4, 2, 1), {"a.*": "whole"})
-    assert outline.layouts == {count: layout_of(graph, count, {"a.*": "whole"}) for count in (1, 2, 4)}
+    outline = outline_graph_with_layouts(graph, (4, 2, 1), {"a.*": "whole"})
+    assert outline.layouts == {count: compute_shard_layout(graph, count, {"a.*": "whole"}) for count in (1, 2, 4)}
     assert outline.cuts == {count: outline.layouts[count].cuts for count in (2, 4)}
-    assert outline.layouts[2] is layout_of(graph, 2, {"a.*": "whole"}), "computed once"
+    assert outline.layouts[2] is compute_shard_layout(graph, 2, {"a.*": "whole"}), "computed once"
     plan, batches = ParallelPlan.mesh(tp=2, layers=2), Microbatches(2, 2, 4)
-    orders = schedules.build_schedule("1f1b", Routing(plan, batches))
-    for part in assign(orders, plan, outline.crossing(plan), batches, layouts=outline.layouts):
+    orders = schedules.build_schedule("1f1b", MicrobatchRouting(plan, batches))
+    for part in assign_programs_to_ranks(orders, plan, outline.crossing(plan), batches, layouts=outline.layouts):
         assert part.layouts == outline.layouts
-    assert not outline_of_shards(graph, (1,), {}).layouts
+    assert not outline_graph_with_layouts(graph, (1,), {}).layouts
 
 
 def test_workers_do_not_compute_the_layout_that_they_are_told(monkeypatch):
     cell = Cell("gpt", "1f1b", (1,), (1,), 2)
-    monkeypatch.setattr(worker_core, "layout_of", None)
-    with LocalJob(cell.job, ParallelPlan.mesh(tp=2, layers=DEPTH + 2), "1f1b", graph=gpt_graph("gpt")) as job:
+    monkeypatch.setattr(worker_core, "compute_shard_layout", None)
+    with OneProcessRun(cell.job, ParallelPlan.mesh(tp=2, layers=DEPTH + 2), "1f1b", graph=gpt_graph("gpt")) as job:
         assert all(core.layout(2).styles["block0.up"] == "column" and core.layout(1).cuts for core in job.cores)
 
 
@@ -309,8 +309,8 @@ def test_a_part_is_by_sequence_because_it_was_made_so_not_because_it_looks_like_
 
     def work(group):
         local = torch.zeros(3, 2, 5)
-        heads = Sharded(local, PartLayout(1, 4, ((2 * group.shard, 2 * group.shard + 2),), "heads"), group)
-        sequence = Sharded(local, sequence_part(4, group.shard, group.size), group)
+        heads = ShardedValue(local, LocalPartLayout(1, 4, ((2 * group.shard, 2 * group.shard + 2),), "heads"), group)
+        sequence = ShardedValue(local, sequence_part_layout(4, group.shard, group.size), group)
         moved = sequence.transpose(0, 1)
         assert heads.part.ranges == sequence.part.ranges and heads.shape == sequence.shape
         back = moved.transpose(0, 1)
@@ -324,12 +324,12 @@ def test_a_column_layer_gathers_a_part_of_the_sequence_and_refuses_one_of_heads_
     def work(group):
         sliced = linear(5, 3)
         sliced.out_features = 6
-        layer = ColumnLinear(sliced, "a.up", group, even_range(6, 2)[group.shard])
+        layer = ColumnLinear(sliced, "a.up", group, even_ranges_by_shard(6, 2)[group.shard])
         mine = (2 * group.shard, 2 * group.shard + 2)
         local = torch.ones(3, 2, 5, dtype=torch.float64)
-        made = layer(Sharded(local, sequence_part(4, group.shard, 2), group))
+        made = layer(ShardedValue(local, sequence_part_layout(4, group.shard, 2), group))
         with pytest.raises(ModelError, match=r"a\.up needs all of its input, which is cut along dim 1") as error:
-            layer(Sharded(local, PartLayout(1, 4, (mine,), "heads"), group))
+            layer(ShardedValue(local, LocalPartLayout(1, 4, (mine,), "heads"), group))
         assert "gathered" in error.value.cure
         return list(made.shape), list(made.local.shape), made.part.axis
 

@@ -9,9 +9,9 @@ from raypar.commands import train
 from raypar.config import load_job
 from raypar.errors import ActiveError, OutlivedError
 from raypar.launch import Result
-from raypar.launch.submitted_job import SUBMITTED_VARIABLE, find_unfinished_run, lasting_run_dir
+from raypar.launch.submitted_job import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
 from raypar.run_folder import RunFolder
-from raypar.worker import checkpoint
+from raypar.worker.checkpoint import checkpoint_files
 
 JOB = """
 name: small
@@ -41,8 +41,8 @@ def stopped(run_dir: Path, done: int, *words: str) -> RunFolder:
     job = load_job("small.yaml", words)
     folder = RunFolder.create(run_dir, job.name)
     folder.job.write_text(job.to_yaml())
-    aside = checkpoint.create_checkpoint(folder.checkpoints, done)
-    checkpoint.commit_checkpoint(aside, [], steps_done=done, contract=checkpoint.contract_of(job.to_spec()))
+    aside = checkpoint_files.create_checkpoint(folder.checkpoints, done)
+    checkpoint_files.commit_checkpoint(aside, [], steps_done=done, contract=checkpoint_files.contract_of_job(job.to_spec()))
     return folder
 
 
@@ -51,7 +51,9 @@ def launched(monkeypatch) -> list:
     """What `raypar train` begins or goes on with, instead of doing it."""
     made: list = []
     done = Result({}, "runs/small", "done", 8)
-    monkeypatch.setattr("raypar.launch.run_job", lambda job, tell, **rest: made.append(("new", job.run_dir)) or done)
+    monkeypatch.setattr(
+        "raypar.launch.train_job_in_new_folder", lambda job, tell, **rest: made.append(("new", job.run_dir)) or done
+    )
     monkeypatch.setattr(
         "raypar.launch.resume_job", lambda job, folder, tell, **rest: made.append(("again", folder.path)) or done
     )
@@ -59,10 +61,10 @@ def launched(monkeypatch) -> list:
 
 
 def test_runs_of_a_submitted_job_lie_where_nobody_removes_them(home, monkeypatch):
-    assert lasting_run_dir("runs/") == home / "raypar/runs"
-    assert lasting_run_dir("/shared/runs") == Path("/shared/runs")
+    assert choose_lasting_run_dir("runs/") == home / "raypar/runs"
+    assert choose_lasting_run_dir("/shared/runs") == Path("/shared/runs")
     monkeypatch.delenv(SUBMITTED_VARIABLE)
-    assert lasting_run_dir("runs/") == Path("runs")
+    assert choose_lasting_run_dir("runs/") == Path("runs")
 
 
 def test_the_same_command_again_goes_on_with_the_run_that_was_stopped(home, launched):

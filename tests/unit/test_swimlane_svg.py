@@ -4,9 +4,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
-from raypar.schedule.simulate import Costs, simulate
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.swimlane_svg import swimlane_svg, swimlanes_svg
 from raypar.schedule.timeline import Timeline
 
@@ -14,12 +14,15 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timeline_of(name, stages, microbatches, replicas=1, **costs):
-    chunks = registry.default_chunks(name)
-    plan = ParallelPlan.mesh(pp=stages, dp=replicas, chunks=chunks, placement=registry.placement_of(name))
-    routing = Routing(plan, Microbatches(microbatches, blocks=microbatches))
+    chunks = registry.resolve_chunks_per_worker(name)
+    plan = ParallelPlan.mesh(pp=stages, dp=replicas, chunks=chunks, placement=registry.placement_of_schedule(name))
+    routing = MicrobatchRouting(plan, Microbatches(microbatches, blocks=microbatches))
     n = stages * chunks
-    return simulate(
-        registry.build_schedule(name, routing), routing, Crossing.chain(n), Costs((1,) * n, (1,) * n, (1,) * n, **costs)
+    return simulate_schedule(
+        registry.build_schedule(name, routing),
+        routing,
+        StageConnections.chain(n),
+        SimulationCosts((1,) * n, (1,) * n, (1,) * n, **costs),
     )
 
 

@@ -1,19 +1,19 @@
 """Schedules and timelines as text."""
 
-from raypar.plan import Crossing, Microbatches, ParallelPlan, Routing
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
-from raypar.schedule.simulate import Costs, simulate
-from raypar.schedule.text_grid import milliseconds, nice_step, order_grid, text_grid
+from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+from raypar.schedule.text_grid import format_milliseconds, order_grid, round_tick_step, text_grid
 from raypar.schedule.timeline import Timeline
 
 
 def timeline_of(name, stages, microbatches, replicas=None, forward_ms=1.0, backward_ms=2.0):
-    chunks = registry.default_chunks(name)
-    plan = ParallelPlan.of(replicas or [1] * stages, chunks=chunks, placement=registry.placement_of(name))
-    routing = Routing(plan, Microbatches(microbatches, blocks=microbatches))
+    chunks = registry.resolve_chunks_per_worker(name)
+    plan = ParallelPlan.of(replicas or [1] * stages, chunks=chunks, placement=registry.placement_of_schedule(name))
+    routing = MicrobatchRouting(plan, Microbatches(microbatches, blocks=microbatches))
     count = stages * chunks
-    costs = Costs.uniform(count, forward_ms / chunks, backward_ms / chunks)
-    return simulate(registry.build_schedule(name, routing), routing, Crossing.chain(count), costs)
+    costs = SimulationCosts.uniform(count, forward_ms / chunks, backward_ms / chunks)
+    return simulate_schedule(registry.build_schedule(name, routing), routing, StageConnections.chain(count), costs)
 
 
 def lines(text):
@@ -21,7 +21,7 @@ def lines(text):
 
 
 def test_1f1b_on_three_stages_and_four_microbatches_in_order():
-    routing = Routing(ParallelPlan.mesh(pp=3), Microbatches(4, blocks=4))
+    routing = MicrobatchRouting(ParallelPlan.mesh(pp=3), Microbatches(4, blocks=4))
     assert order_grid(registry.build_schedule("1f1b", routing)) == (
         "F0 F1 F2 B0 F3 B1 B2 B3\n"
         "F0 F1 B0 F2 B1 F3 B2 B3\n"
@@ -30,7 +30,7 @@ def test_1f1b_on_three_stages_and_four_microbatches_in_order():
 
 
 def test_chunks_are_told_apart_by_their_stage_in_order():
-    routing = Routing(ParallelPlan.mesh(pp=1, chunks=2), Microbatches(1, blocks=1))
+    routing = MicrobatchRouting(ParallelPlan.mesh(pp=1, chunks=2), Microbatches(1, blocks=1))
     assert order_grid(registry.build_schedule("interleaved", routing)) == "0F0 1F0 1B0 0B0"
 
 
@@ -75,12 +75,12 @@ def test_measured_times_without_a_common_unit_are_drawn_at_about_the_right_place
 
 
 def test_axis_steps_are_round_numbers():
-    assert [nice_step(extent, 10) for extent in (33, 7, 0.07, 1000, 99.5)] == [5, 1, 0.01, 100, 10]
-    assert nice_step(0, 4) == 1
+    assert [round_tick_step(extent, 10) for extent in (33, 7, 0.07, 1000, 99.5)] == [5, 1, 0.01, 100, 10]
+    assert round_tick_step(0, 4) == 1
 
 
 def test_milliseconds_have_no_needless_digits():
-    assert [milliseconds(t) for t in (33, 101.25, 0.1234, 1234.5678, 0)] == [
+    assert [format_milliseconds(t) for t in (33, 101.25, 0.1234, 1234.5678, 0)] == [
         "33 ms",
         "101.25 ms",
         "0.123 ms",

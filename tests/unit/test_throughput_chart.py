@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from raypar.cli import main
-from raypar.console.run_history import run_history
+from raypar.console.run_history import build_run_history
 from raypar.run_folder import RunFolder
 from raypar.schedule.throughput_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
 
@@ -42,7 +42,7 @@ EVENTS = [
 
 
 def test_the_lines_of_a_run_folder_become_steps_workers_marks_and_pauses():
-    found = run_history(METRICS, EVENTS)
+    found = build_run_history(METRICS, EVENTS)
     assert found.steps == ((0.0, 1.0, 8.0), (1.0, 2.0, 8.0), (4.0, 5.0, 8.0), (5.0, 6.0, 8.0))
     assert [(round(at, 2), count) for at, count in found.workers] == [(0.0, 4), (2.0, 3), (2.01, 2)]
     assert found.marks == (ChartMark(2.0, "lost", "workers 2, 3 lost"), ChartMark(5.5, "joined", "worker 4 joined"))
@@ -56,30 +56,30 @@ def test_a_resumed_run_is_drawn_whole_without_the_time_in_which_nobody_was_at_it
         {"kind": "started", "text": "", "workers": workers, "time": 9006.5},
         {"kind": "lost", "worker": 1, "time": 9007.5},
     ]
-    found = run_history([*METRICS, step(5, 9008.0, 1.0)], EVENTS + more)
+    found = build_run_history([*METRICS, step(5, 9008.0, 1.0)], EVENTS + more)
     assert len(found.steps) == 5 and found.steps[-1] == pytest.approx((7.0, 8.0, 8.0))
     assert found.marks[2:] == (ChartMark(6.5, "started", "run resumed"), ChartMark(7.5, "lost", "worker 1 lost"))
     assert [count for _, count in found.workers] == [4, 3, 2, 3, 2] and len(found.pauses) == 1
 
 
 def test_a_lost_worker_without_a_seat_does_not_train_less():
-    found = run_history(METRICS, [*EVENTS, {"kind": "lost", "worker": 4, "time": 105.9}])
+    found = build_run_history(METRICS, [*EVENTS, {"kind": "lost", "worker": 4, "time": 105.9}])
     assert [count for _, count in found.workers] == [4, 3, 2]
 
 
 def test_many_marks_are_numbers_in_the_picture_and_say_there_what_they_are_but_keep_their_names():
     many = [{"kind": "lost", "worker": number, "time": 101.0 + number / 4} for number in range(12)]
-    found = run_history(METRICS, [*many, {"kind": "draining", "worker": 1, "node": "a74b0000c", "time": 105.0}])
+    found = build_run_history(METRICS, [*many, {"kind": "draining", "worker": 1, "node": "a74b0000c", "time": 105.0}])
     assert [mark.shown for mark in found.marks[:3]] == ["0", "1", "2"] and found.marks[2].label == "worker 2 lost"
     assert (found.marks[-1].shown, found.marks[-1].label) == ("a74b", "node a74b0000 will leave")
     drawing = throughput_svg(found, title="t")
     assert "numbers: workers; beside a drain: beginnings of nodes' ids" in drawing.replace("&#x27;", "'")
     assert "<title>worker 2 lost, at" in drawing
-    assert "numbers:" not in throughput_svg(run_history(METRICS, EVENTS), title="t")
+    assert "numbers:" not in throughput_svg(build_run_history(METRICS, EVENTS), title="t")
 
 
 def test_no_samples_come_in_a_pause_and_none_get_lost():
-    found = run_history(METRICS, EVENTS)
+    found = build_run_history(METRICS, EVENTS)
     bins = throughput_bins(found.steps, found.end_s)
     assert sum((end - start) * rate for start, end, rate in bins) == pytest.approx(32)
     assert any(rate == 0 and start >= 2 and end <= 4 for start, end, rate in bins)
@@ -117,7 +117,7 @@ def test_no_label_lies_on_another_or_on_a_line_or_outside_the_picture(seed):
 
 
 def test_the_drawing_tells_pauses_and_kinds_in_its_legend():
-    drawing = throughput_svg(run_history(METRICS, EVENTS), title="tiny <4 steps>")
+    drawing = throughput_svg(build_run_history(METRICS, EVENTS), title="tiny <4 steps>")
     shown = ["".join(text.itertext()) for text in ET.fromstring(drawing).iter(f"{SVG}text")]
     assert {"tiny <4 steps>", "worker lost", "worker joined", "samples/s", "workers", "time, s"} <= set(shown)
     assert "1 pause, 3.00 of 6.0 s" in shown and "driver lost" not in shown

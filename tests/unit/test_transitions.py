@@ -9,17 +9,17 @@ from helpers.transitions import declared_transitions, record_transitions
 from test_recovery_rules import WHOLE, do, layout, lost
 from test_run_machine import World as RandomWorld
 
-from raypar.elastic.diagram import draw_diagram, insert_diagram
 from raypar.elastic.digest_check import MAX_DOUBTS
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
-    DrainAsked,
+    CheckpointStateCopied,
+    DrainRequested,
     GenerationClaimed,
     GroupsAborted,
+    KeptGradientsApplied,
     PlanAdopted,
     PlanChosen,
-    SnapshotTaken,
     StacksReported,
     StepEmitted,
     StepJournalled,
@@ -28,17 +28,17 @@ from raypar.elastic.events import (
     Tick,
     ValidationEmitted,
     WorkerJoined,
-    WorkerSettled,
     WorkerSilent,
     WorkersReady,
     WorkerStatusReported,
 )
-from raypar.elastic.member import WorkerStatus
+from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.transition_table import RECOVERING, TABLE, TransitionRow, row
+from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
+from raypar.elastic.transition_table import RECOVERING, TABLE, TransitionRow, make_transition_row
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -92,7 +92,7 @@ def arrive(phase, **policy):
         case P.SAVING:
             return run(1, **({"last": 1} | policy))
         case P.ENDING:
-            return sent(arrive(P.SAVING, **policy), SnapshotTaken(1))
+            return sent(arrive(P.SAVING, **policy), CheckpointStateCopied(1))
         case P.ABORTING:
             return sent(arrive(P.FLUSHING, **policy), CTRL_C, Tick())
         case P.FAILING:
@@ -162,7 +162,7 @@ def out_of_memory(worker):
 SCENES = {
     # the start
     "a job of no steps is saved": (lambda: start(last=0), [WorkersReady()], P.SAVING),
-    "a worker was drained before the first step": (lambda: sent(start(), DrainAsked(1, "")), [WorkersReady()], P.CLAIMING),
+    "a worker was drained before the first step": (lambda: sent(start(), DrainRequested(1, "")), [WorkersReady()], P.CLAIMING),
     "a resumed job of one more step": (lambda: start(first=8), [WorkersReady()], P.FLUSHING),
     "a finished job": (lambda: start(first=9), [WorkersReady()], P.OVER),
     "a connection breaks at the start": (lambda: not_elastic(P.STARTING), [broke(1)], P.FAILING),
@@ -191,7 +191,7 @@ SCENES = {
     ),
     "a replay ends after the last checkpoint": (lambda: replaying(arrive(P.FLUSHING), saved=2), "reports of step 1", P.OVER),
     "a worker leaves after the steps in flight": (
-        lambda: sent(arrive(P.FLUSHING), DrainAsked(1, "")),
+        lambda: sent(arrive(P.FLUSHING), DrainRequested(1, "")),
         "reports of step 1",
         P.CLAIMING,
     ),
@@ -238,8 +238,8 @@ SCENES = {
         P.RUNNING,
     ),
     "a worker that was drained in a checkpoint leaves after it": (
-        lambda: sent(run(1, save_every=1), DrainAsked(1, "")),
-        [SnapshotTaken(1)],
+        lambda: sent(run(1, save_every=1), DrainRequested(1, "")),
+        [CheckpointStateCopied(1)],
         P.CLAIMING,
     ),
     "a worker dies at the end once too often": (lambda: spent(arrive(P.ENDING)), [lost(1)], P.OVER),
@@ -261,7 +261,7 @@ SCENES = {
         P.ENDING,
     ),
     "a worker that leaves has reported late": (
-        lambda: sent(arrive(P.FLUSHING), DrainAsked(1, ""), CTRL_C, Tick()),
+        lambda: sent(arrive(P.FLUSHING), DrainRequested(1, ""), CTRL_C, Tick()),
         "reports of step 1",
         P.CLAIMING,
     ),
@@ -351,7 +351,7 @@ SCENES = {
     **{
         f"a step is settled: {to.value}": (
             lambda policy=policy, events=events: sent(arrive(P.SETTLING, **policy), *events),
-            [WorkerSettled(2, WorkerStatus(1, 1, pieces=WHOLE))],
+            [KeptGradientsApplied(2, WorkerStatus(1, 1, pieces=WHOLE))],
             to,
         )
         for to, policy, events in (
@@ -368,7 +368,7 @@ SCENES = {
             WorkerStatusReported(2, WorkerStatus(0, 1, outcomes={0: "outcome"}, pieces=WHOLE)),
             WorkerStatusReported(2, WorkerStatus(1, 0, votable=True, pieces=WHOLE)),
         ),
-        [WorkerSettled(2, WorkerStatus(1, 1, pieces=WHOLE))],
+        [KeptGradientsApplied(2, WorkerStatus(1, 1, pieces=WHOLE))],
         P.PLANNING,
     ),
     "no plan fits": (lambda: arrive(P.PLANNING), [PlanChosen(2, None, "none fits")], P.WAITING),
@@ -388,8 +388,8 @@ SCENES = {
     "a silent worker is gone, steps ahead": (lambda: sent(not_elastic(P.RUNNING), SILENT), [ENDED], P.OVER),
     "a connection breaks": (lambda: not_elastic(P.RUNNING), [broke(1)], P.FAILING),
     "a connection breaks in the last steps": (lambda: not_elastic(P.FLUSHING), [broke(1)], P.FAILING),
-    "a worker is drained while no step is in flight": (lambda: idle(run()), [DrainAsked(1, "")], P.CLAIMING),
-    "a worker is drained while the last step is shown": (lambda: seen(arrive(P.FLUSHING)), [DrainAsked(1, "")], P.CLAIMING),
+    "a worker is drained while no step is in flight": (lambda: idle(run()), [DrainRequested(1, "")], P.CLAIMING),
+    "a worker is drained while the last step is shown": (lambda: seen(arrive(P.FLUSHING)), [DrainRequested(1, "")], P.CLAIMING),
     "a larger plan is worth the move": (
         lambda: asking(idle(run())),
         [PlanChosen(1, ParallelPlan.mesh(dp=3, layers=2))],
@@ -425,7 +425,7 @@ SCENES = {
     "a worker does not answer the abort": (lambda: not_elastic(P.ABORTING), [Tick()], P.OVER),
     "a worker does not answer the abort, and others can save": (lambda: arrive(P.ABORTING), [Tick()], P.CLAIMING),
     "a worker that was drained meanwhile has a seat": (
-        lambda: sent(arrive(P.ADOPTING), DrainAsked(1, ""), PlanAdopted(0, 2)),
+        lambda: sent(arrive(P.ADOPTING), DrainRequested(1, ""), PlanAdopted(0, 2)),
         [PlanAdopted(1, 2)],
         P.CLAIMING,
     ),
@@ -530,11 +530,11 @@ def test_every_declared_transition_happens():
 
 def test_the_map_has_the_tables_diagram():
     text = MAP.read_text()
-    assert insert_diagram(text) == text, "python -m raypar.elastic.diagram raypar/README.md"
+    assert insert_diagram(text) == text, "python -m raypar.elastic.transition_diagram raypar/README.md"
 
 
 def test_the_diagram_draws_an_edge_of_all_phases_of_a_group_once():
-    rows = [row(Tick, [*RECOVERING, P.RUNNING], lambda m, event: None, [P.OVER, P.CLAIMING])]
+    rows = [make_transition_row(Tick, [*RECOVERING, P.RUNNING], lambda m, event: None, [P.OVER, P.CLAIMING])]
     edges = [line.strip() for line in draw_diagram(rows).splitlines() if "-->" in line]
     inner = [f'{phase.name} -- "Tick" --> CLAIMING' for phase in (P.RUNNING, *RECOVERING[1:])]
     assert sorted(edges) == sorted(['RUNNING -- "Tick" --> OVER', 'RECOVERY -- "Tick" --> OVER', *inner])

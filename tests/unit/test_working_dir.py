@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypar.actors.working_dir import WorkingDir
+from raypar.actors.working_dir_guard import WorkingDirGuard
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def test_it_is_entered_again_once_it_is_there_anew(place):
-    working_dir = WorkingDir()
+    working_dir = WorkingDirGuard()
     working_dir.keep()
     shutil.rmtree(place)
     working_dir.keep()
@@ -30,7 +30,7 @@ def test_it_is_entered_again_once_it_is_there_anew(place):
 
 
 def test_who_goes_somewhere_else_by_himself_stays_there(place, tmp_path):
-    working_dir = WorkingDir()
+    working_dir = WorkingDirGuard()
     shutil.rmtree(place)
     working_dir.keep()
     os.chdir(tmp_path)
@@ -41,7 +41,7 @@ def test_who_goes_somewhere_else_by_himself_stays_there(place, tmp_path):
 
 @pytest.mark.parametrize("back", ["at once", "later"])
 def test_elsewhere_nothing_is_noticed_of_it(place, back):
-    working_dir = WorkingDir()
+    working_dir = WorkingDirGuard()
     with working_dir.elsewhere():
         shutil.rmtree(place)
         os.getcwd()
@@ -69,7 +69,7 @@ def test_a_ray_that_starts_too_late_is_cleared_away_and_started_again(monkeypatc
 
     import ray
 
-    from raypar.actors.ray_connection import start_with_deadline
+    from raypar.actors.ray_connection import start_ray_with_retries
 
     ended, folders = [], []
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -81,8 +81,8 @@ def test_a_ray_that_starts_too_late_is_cleared_away_and_started_again(monkeypatc
             raise Exception("The current node timed out during startup.")
 
     with contextlib.ExitStack() as stack:
-        assert start_with_deadline(start, stack) == folders[2] and len(set(folders)) == 3
+        assert start_ray_with_retries(start, stack) == folders[2] and len(set(folders)) == 3
         assert ended == [1, 2] and [folder.exists() for folder in folders] == [False, False, True]
     assert ended == [1, 2, 3] and not folders[2].exists()
     with pytest.raises(Exception, match="memory"), contextlib.ExitStack() as stack:
-        start_with_deadline(lambda folder: (_ for _ in ()).throw(MemoryError("no memory")), stack)
+        start_ray_with_retries(lambda folder: (_ for _ in ()).throw(MemoryError("no memory")), stack)

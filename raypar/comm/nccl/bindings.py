@@ -47,7 +47,7 @@ NUMBERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class NcclLibrary:
+class NcclInstallation:
     """The NCCL of this process, and the CuPy and PyTorch that use it."""
 
     cupy: str
@@ -67,17 +67,17 @@ class NcclLibrary:
         where = ", ".join(self.paths) or "a place that is not known"
         torch_cuda = "no CUDA" if self.torch_cuda is None else f"CUDA {self.torch_cuda}"
         return (
-            f"NCCL {format_version(self.version)} from {where}; CuPy {self.cupy} for CUDA {self.cupy_cuda}, built with NCCL "
-            f"{format_version(self.built_for)}; PyTorch for {torch_cuda}"
+            f"NCCL {format_nccl_version(self.version)} from {where}; CuPy {self.cupy} for CUDA {self.cupy_cuda}, built with "
+            f"NCCL {format_nccl_version(self.built_for)}; PyTorch for {torch_cuda}"
         )
 
 
-def format_version(version: int) -> str:
+def format_nccl_version(version: int) -> str:
     """22907 -> 2.29.7 (codes before 2.9 were shorter; these versions are too old anyway)."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def install_advice(cuda: int | None) -> str:
+def cupy_install_command(cuda: int | None) -> str:
     """The command that installs CuPy for a CUDA version."""
     if cuda in (12, 13):
         return f"pip install 'raypar[cuda{cuda}]'"
@@ -102,7 +102,7 @@ def cupy_packages() -> list[str]:
     return sorted(name for name in names if name == "cupy" or name.startswith("cupy-cuda"))
 
 
-def load_bindings() -> Any:
+def load_nccl_bindings() -> Any:
     """The module `cupy.cuda.nccl`, loaded. Raises `ClusterError` when there is no CuPy, or no libnccl for it."""
     cuda = cuda_of_torch()
     try:
@@ -114,12 +114,12 @@ def load_bindings() -> Any:
         others = [name for name in cupy_packages() if cuda is not None and name not in ("cupy", f"cupy-cuda{cuda}x")]
         remove = f"pip uninstall -y {' '.join(others)} && " if others else ""
         raise ClusterError(
-            f"the nccl transport needs CuPy, which cannot be imported ({error})", cure=remove + install_advice(cuda)
+            f"the nccl transport needs CuPy, which cannot be imported ({error})", cure=remove + cupy_install_command(cuda)
         ) from error
     if not nccl.available:
         import cupy
 
-        check_same_cuda(cuda, cuda_of_cupy(), str(cupy.__version__))
+        check_same_cuda_version(cuda, cuda_of_cupy(), str(cupy.__version__))
         raise ClusterError(
             "CuPy finds no libnccl.so.2 in this process",
             cure="PyTorch's CUDA builds bring it: install one, or `pip install nvidia-nccl-cu13` (-cu12 for CUDA 12)",
@@ -128,16 +128,16 @@ def load_bindings() -> Any:
 
 
 def nccl_version() -> int:
-    """The version of the NCCL of this process, as in `NcclLibrary.version`."""
-    return int(load_bindings().get_version())
+    """The version of the NCCL of this process, as in `NcclInstallation.version`."""
+    return int(load_nccl_bindings().get_version())
 
 
-def nccl_library() -> NcclLibrary:
-    """The library that is loaded in this process, logged and not checked (`check_library`)."""
-    nccl = load_bindings()
+def find_nccl_installation() -> NcclInstallation:
+    """The library that is loaded in this process, logged and not checked (`check_nccl_installation`)."""
+    nccl = load_nccl_bindings()
     import cupy
 
-    found = NcclLibrary(
+    found = NcclInstallation(
         cupy=str(cupy.__version__),
         cupy_cuda=cuda_of_cupy(),
         torch_cuda=cuda_of_torch(),
@@ -156,22 +156,22 @@ def loaded_library_paths(name: str) -> tuple[str, ...]:
     return tuple(sorted(path for path in paths if Path(path).name.startswith(name)))
 
 
-def check_library(found: NcclLibrary, environment: Mapping[str, str] = os.environ) -> None:
+def check_nccl_installation(found: NcclInstallation, environment: Mapping[str, str] = os.environ) -> None:
     """Raise `ClusterError` for an NCCL that cannot do what the transport needs, whatever the device."""
     there = cupy_packages()
     if len(there) > 1:
         raise ClusterError(
             f"{' and '.join(there)} are installed side by side, and overwrite each other's files",
-            cure=f"pip uninstall -y {' '.join(there)} && {install_advice(found.torch_cuda)}",
+            cure=f"pip uninstall -y {' '.join(there)} && {cupy_install_command(found.torch_cuda)}",
         )
     if int(found.cupy.partition(".")[0]) < OLDEST_CUPY:
         raise ClusterError(
-            f"CuPy {found.cupy} is too old, {OLDEST_CUPY} is the oldest that works", cure=install_advice(found.torch_cuda)
+            f"CuPy {found.cupy} is too old, {OLDEST_CUPY} is the oldest that works", cure=cupy_install_command(found.torch_cuda)
         )
     if found.version < OLDEST:
         raise ClusterError(
-            f"NCCL {format_version(found.version)} ({', '.join(found.paths)}) is too old, "
-            f"{format_version(OLDEST)} is the oldest that works",
+            f"NCCL {format_nccl_version(found.version)} ({', '.join(found.paths)}) is too old, "
+            f"{format_nccl_version(OLDEST)} is the oldest that works",
             cure="install a newer PyTorch, which brings its own, or `pip install -U nvidia-nccl-cu13` (-cu12 for CUDA 12)",
         )
     if environment.get("NCCL_COMM_BLOCKING") == "0":
@@ -187,22 +187,22 @@ def check_library(found: NcclLibrary, environment: Mapping[str, str] = os.enviro
         )
 
 
-def check_cuda(found: NcclLibrary) -> None:
+def check_cuda_versions(found: NcclInstallation) -> None:
     """Raise `ClusterError` when CuPy and PyTorch are for different CUDA versions, or PyTorch for none."""
     if found.torch_cuda is None:
         raise ClusterError(
             f"PyTorch {torch.__version__} was built without CUDA, so that it has no tensors for NCCL",
             cure="install a CUDA build of PyTorch (pip install torch), or plan for CPU workers",
         )
-    check_same_cuda(found.torch_cuda, found.cupy_cuda, found.cupy)
+    check_same_cuda_version(found.torch_cuda, found.cupy_cuda, found.cupy)
 
 
-def check_same_cuda(torch_cuda: int | None, cupy_cuda: int, cupy: str) -> None:
+def check_same_cuda_version(torch_cuda: int | None, cupy_cuda: int, cupy: str) -> None:
     """Raise `ClusterError` when CuPy and PyTorch are for different CUDA versions."""
     if torch_cuda not in (None, cupy_cuda):
         raise ClusterError(
             f"PyTorch is for CUDA {torch_cuda}, CuPy {cupy} for CUDA {cupy_cuda}: two libraries of one name",
-            cure=f"pip uninstall -y cupy-cuda{cupy_cuda}x && {install_advice(torch_cuda)}",
+            cure=f"pip uninstall -y cupy-cuda{cupy_cuda}x && {cupy_install_command(torch_cuda)}",
         )
 
 
@@ -226,7 +226,7 @@ def check_gpu_count(wanted: int, there: int) -> None:
 
 def new_unique_id() -> bytes:
     """A new unique id (128 bytes), for one communicator; this process listens until all its ranks have connected."""
-    return bytes(load_bindings().get_unique_id())
+    return bytes(load_nccl_bindings().get_unique_id())
 
 
 class NcclCommunicator:
@@ -237,7 +237,7 @@ class NcclCommunicator:
 
     def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
         """Blocks until all ranks have connected, however long that takes."""
-        self._nccl = load_bindings()
+        self._nccl = load_nccl_bindings()
         with self._translated("making a communicator"):
             self._comm = self._nccl.NcclCommunicator(size, unique_id, rank)
 

@@ -38,7 +38,7 @@ class CommunicatorStream:
         self.calls = 0
         """Operations enqueued so far."""
         self._token = device.empty((self.size,), torch.int32, self.device_stream)
-        """What `warm_up` moves."""
+        """What `warm_up_process` moves."""
 
     @property
     def others(self) -> list[int]:

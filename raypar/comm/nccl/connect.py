@@ -68,7 +68,7 @@ def connect_nccl(
         mine = sorted({key for key in communicators if control.rank in key.members and len(key.members) > 1})
         check_communicator_keys(mine, control.rank, control.size, device)
         hellos = exchange_hellos(control, device, mine, deadline, deadline_s)
-        check_compatible(hellos, mine, control.rank)
+        check_ranks_compatible(hellos, mine, control.rank)
     except BaseException:
         control.close()
         raise
@@ -78,12 +78,12 @@ def connect_nccl(
     try:
         ready = {rank: control.recv(None, source=rank, tag=READY_TAG) for rank in others}
         making.wait(ready, deadline, deadline_s)
-        send_to_all(control, {})
-        receive_from_all(ready, deadline, deadline_s, "made all communicators", lambda: raise_peer_failure(ready))
+        send_document_to_all(control, {})
+        wait_for_all_messages(ready, deadline, deadline_s, "made all communicators", lambda: raise_peer_failure(ready))
     except BaseException as error:
         if isinstance(error, CommError) and not isinstance(error, GroupAborted):
             with contextlib.suppress(CommError):
-                send_to_all(control, {"what": error.what, "cure": error.cure})
+                send_document_to_all(control, {"what": error.what, "cure": error.cure})
         transport = NcclTransport(control, device, making.give_up(), report_stuck)
         transport.abort(f"rank {control.rank} gave up connecting: {error}")
         transport.close()
@@ -122,14 +122,14 @@ def exchange_hellos(
         "communicators": [[list(key.members), key.operation, key.channel] for key in keys],
         "ids": {str(key): bindings.new_unique_id().hex() for key in keys if key.members[0] == control.rank},
     }
-    send_to_all(control, hello, HELLO_TAG)
+    send_document_to_all(control, hello, HELLO_TAG)
     others = [rank for rank in range(control.size) if rank != control.rank]
     handles = {rank: control.recv(None, source=rank, tag=HELLO_TAG) for rank in others}
-    receive_from_all(handles, deadline, deadline_s, "said what NCCL and device it has")
+    wait_for_all_messages(handles, deadline, deadline_s, "said what NCCL and device it has")
     return [hello if rank == control.rank else receive_hello(handles[rank], rank) for rank in range(control.size)]
 
 
-def check_compatible(hellos: Sequence[Mapping[str, Any]], keys: Sequence[CommunicatorKey], rank: int) -> None:
+def check_ranks_compatible(hellos: Sequence[Mapping[str, Any]], keys: Sequence[CommunicatorKey], rank: int) -> None:
     """Raise for what the ranks cannot do together. All ranks find the same, except about communicators."""
     versions: dict[int, list[int]] = {}
     devices: dict[str, list[int]] = {}
@@ -137,7 +137,9 @@ def check_compatible(hellos: Sequence[Mapping[str, Any]], keys: Sequence[Communi
         versions.setdefault(hello["version"], []).append(other)
         devices.setdefault(hello["device"], []).append(other)
     if len(versions) > 1:
-        who = "; ".join(f"{bindings.format_version(version)}: ranks {ranks}" for version, ranks in sorted(versions.items()))
+        who = "; ".join(
+            f"{bindings.format_nccl_version(version)}: ranks {ranks}" for version, ranks in sorted(versions.items())
+        )
         raise ClusterError(
             f"the ranks have different versions of NCCL, which do not understand each other ({who})",
             cure="install the same PyTorch, or the same nvidia-nccl package, on all nodes",
@@ -243,7 +245,7 @@ class CommunicatorSetup(threading.Thread):
             raise self._error
 
 
-def send_to_all(control: TcpTransport, document: Mapping[str, Any], tag: int = READY_TAG) -> None:
+def send_document_to_all(control: TcpTransport, document: Mapping[str, Any], tag: int = READY_TAG) -> None:
     """Send a document to all other ranks."""
     text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
     for rank in range(control.size):
@@ -295,7 +297,7 @@ def raise_peer_failure(ready: Mapping[int, Handle]) -> None:
             raise CommError(what if GAVE_UP in what else f"rank {rank} {GAVE_UP}: {what}", cure=cure)
 
 
-def receive_from_all(
+def wait_for_all_messages(
     handles: Mapping[int, Handle], deadline: float, deadline_s: float, what: str, check: Callable[[], None] = lambda: None
 ) -> None:
     """Wait for a message of each rank; raises `CommTimeout` naming ranks that sent none. `check` is called repeatedly."""

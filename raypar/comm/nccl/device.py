@@ -152,9 +152,9 @@ class CudaDevice:
     """GPU number `index` of those this process sees. Raises `ClusterError` when there is none, or no CuPy or NCCL for it."""
 
     def __init__(self, index: int = 0) -> None:
-        found = bindings.nccl_library()
-        bindings.check_library(found)
-        bindings.check_cuda(found)
+        found = bindings.find_nccl_installation()
+        bindings.check_nccl_installation(found)
+        bindings.check_cuda_versions(found)
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             raise ClusterError(

@@ -20,8 +20,8 @@ from raypar.comm.communicator_key import CommunicatorKey
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.handle import NcclBatchHandle, NcclHandle
-from raypar.comm.nccl.messages import Mailbox
 from raypar.comm.nccl.pending_operations import PendingOperations
+from raypar.comm.nccl.tagged_messages import Mailbox
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.comm.transport import Handle
 from raypar.errors import CommError
@@ -109,8 +109,8 @@ class NcclTransport(PendingOperations):
         if self._on_host(out):
             return self.control.reduce_scatter(out, pieces, group=group, channel=channel)
         key, me, (out, *parts) = self._enter("reduce_scatter", group, channel, out, *pieces)
-        check_count(key, parts)
-        check_same(key, out, parts[me])
+        check_one_tensor_per_rank(key, parts)
+        check_own_tensors_match(key, out, parts[me])
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
         received = out.nbytes * (len(parts) - 1)
         kept = [out, *parts]
@@ -123,8 +123,8 @@ class NcclTransport(PendingOperations):
         if self._on_host(mine):
             return self.control.all_gather(pieces, mine, group=group, channel=channel)
         key, me, (mine, *outs) = self._enter("all_gather", group, channel, mine, *pieces)
-        check_count(key, outs)
-        check_same(key, mine, outs[me])
+        check_one_tensor_per_rank(key, outs)
+        check_own_tensors_match(key, mine, outs[me])
         sent = mine.nbytes * (len(outs) - 1)
         received = sum(out.nbytes for out in outs) - outs[me].nbytes
         kept = [mine, *outs]
@@ -138,9 +138,9 @@ class NcclTransport(PendingOperations):
             return self.control.all_to_all(outs, pieces, group=group, channel=channel)
         key, me, both = self._enter("all_to_all", group, channel, *outs, *pieces)
         into, parts = both[: len(outs)], both[len(outs) :]
-        check_count(key, into)
-        check_count(key, parts)
-        check_same(key, into[me], parts[me])
+        check_one_tensor_per_rank(key, into)
+        check_one_tensor_per_rank(key, parts)
+        check_own_tensors_match(key, into[me], parts[me])
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
         received = sum(out.nbytes for out in into) - into[me].nbytes
         return self._run(
@@ -300,7 +300,7 @@ def copy_in_stream(source: Tensor, target: Tensor) -> None:
             target.copy_(source)
 
 
-def check_count(key: CommunicatorKey, tensors: Sequence[Tensor]) -> None:
+def check_one_tensor_per_rank(key: CommunicatorKey, tensors: Sequence[Tensor]) -> None:
     """Raise `CommError` unless there is one tensor for each rank of the group."""
     if len(tensors) != len(key.members):
         raise CommError(
@@ -308,7 +308,7 @@ def check_count(key: CommunicatorKey, tensors: Sequence[Tensor]) -> None:
         )
 
 
-def check_same(key: CommunicatorKey, one: Tensor, other: Tensor) -> None:
+def check_own_tensors_match(key: CommunicatorKey, one: Tensor, other: Tensor) -> None:
     """Raise `CommError` unless a rank's own part has one size and dtype in both places.
 
     NCCL is given one size for both, and would write over other memory.

@@ -36,7 +36,7 @@ PAUSE_S = 0.05
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class PendingConnection:
+class UnauthenticatedConnection:
     """A connection that has not proven itself, and is dropped at the deadline."""
 
     __slots__ = ("deadline", "handshake", "socket")
@@ -57,7 +57,7 @@ class Acceptor:
         self._listeners = {listener.fileno(): listener for listener in listeners}
         self._credential = credential
         self._arrived = arrived
-        self._pending: dict[int, PendingConnection] = {}
+        self._pending: dict[int, UnauthenticatedConnection] = {}
         """By descriptor, the oldest first; only the thread touches it."""
         self._lock = threading.Lock()
         """Guards `_proven` and `_by_fd`."""
@@ -154,7 +154,7 @@ class Acceptor:
             if len(self._pending) >= MAX_PENDING:
                 self._make_room()
             sock.setblocking(False)
-            pending = PendingConnection(sock, AcceptorHandshake(self._credential), time.monotonic() + HANDSHAKE_S)
+            pending = UnauthenticatedConnection(sock, AcceptorHandshake(self._credential), time.monotonic() + HANDSHAKE_S)
             self._pending[sock.fileno()] = pending
             self._epoll.register(sock, select.EPOLLIN)
             self._read(pending)  # its HELLO has usually come already
@@ -165,7 +165,7 @@ class Acceptor:
             silent = (p for p in self._pending.values() if not p.handshake.challenged)
             self._drop(next(silent, None) or next(iter(self._pending.values())))
 
-    def _read(self, pending: PendingConnection) -> None:
+    def _read(self, pending: UnauthenticatedConnection) -> None:
         """Read bytes of a handshake. Nothing that a stranger sends may end this thread."""
         sock, handshake = pending.socket, pending.handshake
         try:
@@ -188,7 +188,7 @@ class Acceptor:
         if handshake.claim is not None:
             self._admit(pending, handshake.claim)
 
-    def _admit(self, pending: PendingConnection, claim: RankClaim) -> None:
+    def _admit(self, pending: UnauthenticatedConnection, claim: RankClaim) -> None:
         """Keep a proven connection until it is taken. It replaces an earlier one of the same rank, which that peer has lost."""
         fd, key = pending.socket.fileno(), (claim.generation, claim.rank)
         del self._pending[fd]
@@ -217,7 +217,7 @@ class Acceptor:
         with contextlib.suppress(OSError):
             self._epoll.unregister(sock.fileno())
 
-    def _drop(self, pending: PendingConnection) -> None:
+    def _drop(self, pending: UnauthenticatedConnection) -> None:
         """Close a connection that has not proven itself."""
         fd = pending.socket.fileno()
         del self._pending[fd]

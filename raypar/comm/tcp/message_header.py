@@ -107,12 +107,12 @@ def unpack_header(data: memoryview) -> tuple[MessageHeader, int] | None:
     shape = struct.unpack_from(f"<{dims}Q", data, HEADER_BYTES)
     if check != zlib.crc32(data[HEADER_BYTES:length]):
         raise damaged_header_error(f"shape {shape}")
-    if check_tensor_bytes(shape, SENDABLE_DTYPES[code]) != nbytes:
+    if announced_tensor_bytes(shape, SENDABLE_DTYPES[code]) != nbytes:
         raise damaged_header_error(f"{nbytes} bytes for shape {shape}")
     return MessageHeader(generation, channel, tag, SENDABLE_DTYPES[code], shape, nbytes), length
 
 
-def check_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def announced_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes of a tensor that a peer has announced. Raises `CommError` for one that this machine cannot hold."""
     if math.prod(max(1, length) for length in shape) >= 1 << 62:  # PyTorch's own sizes and strides are 63-bit
         raise damaged_header_error(f"shape {tuple(shape)}")

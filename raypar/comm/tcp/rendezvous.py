@@ -35,7 +35,7 @@ REDIAL_S, MAX_REDIAL_S = 0.01, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRank:
+class GenerationRank:
     """One rank's place in a generation."""
 
     generation: int
@@ -78,7 +78,7 @@ class Listener:
             self._reason = reason
             os.eventfd_write(self._wake, 1)
 
-    def connect(self, me: GroupRank, addresses: Sequence[str], deadline_s: float) -> dict[int, socket.socket]:
+    def connect(self, me: GenerationRank, addresses: Sequence[str], deadline_s: float) -> dict[int, socket.socket]:
         """Connected, non-blocking sockets of all other ranks.
 
         Raises `CommTimeout` naming the ranks that did not come, `CommError` naming one that cannot be reached,
@@ -121,7 +121,7 @@ class DialAttempt:
 class Rendezvous:
     """Connects this worker with all other ranks of one generation, in one thread."""
 
-    def __init__(self, listener: Listener, me: GroupRank, addresses: Sequence[str]) -> None:
+    def __init__(self, listener: Listener, me: GenerationRank, addresses: Sequence[str]) -> None:
         self.listener = listener
         self.me = me
         self.addresses = addresses

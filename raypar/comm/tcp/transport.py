@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raypar.comm.collectives import MessageTransport
-from raypar.comm.message_operation import MessageOperation, OperationMessage, take_oldest
+from raypar.comm.collectives import MessageBasedTransport
+from raypar.comm.phased_operation import PhasedOperation, PostedMessage, take_oldest
 from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
 from raypar.errors import CommError, GroupAborted
 
@@ -38,7 +38,7 @@ class OutgoingMessage:
 
     __slots__ = ("buffers", "message")
 
-    def __init__(self, message: OperationMessage, buffers: list[bytes | memoryview]) -> None:
+    def __init__(self, message: PostedMessage, buffers: list[bytes | memoryview]) -> None:
         self.message = message
         """Keeps the tensor alive."""
         self.buffers = buffers
@@ -55,7 +55,7 @@ class EarlyMessage:
         """Where it is received."""
         self.complete = complete
         """Whether all of it has arrived."""
-        self.message: OperationMessage | None = None
+        self.message: PostedMessage | None = None
         """Its receive, if that was posted before all of it had arrived."""
 
 
@@ -94,7 +94,7 @@ class PeerConnection:
         """Headers and small messages are read into it."""
         self.staged = 0
         """Bytes in `staging` that are not parsed."""
-        self.into: OperationMessage | EarlyMessage | None = None
+        self.into: PostedMessage | EarlyMessage | None = None
         """The message that is being received."""
         self.body: memoryview | None = None
         """The memory of its tensor, if it did not come whole with its header."""
@@ -115,14 +115,14 @@ class PeerConnection:
         """What the I/O thread is woken for."""
 
 
-class TcpTransport(MessageTransport):
+class TcpTransport(MessageBasedTransport):
     """One rank's end of a TCP mesh. `close` it: the I/O thread keeps it alive."""
 
     def __init__(self, rank: int, size: int, generation: int, sockets: dict[int, socket.socket]) -> None:
         super().__init__(rank, size, generation)
         self._match = threading.Lock()
         """Guards `_posted` and `_arrived`."""
-        self._posted: dict[SourceChannelTag, deque[OperationMessage]] = {}
+        self._posted: dict[SourceChannelTag, deque[PostedMessage]] = {}
         """Receives whose messages have not come."""
         self._arrived: dict[SourceChannelTag, deque[EarlyMessage]] = {}
         """Messages whose receives are not posted."""
@@ -136,7 +136,7 @@ class TcpTransport(MessageTransport):
         """Held by the waiting thread that does its own I/O; further ones wait for `_settled`."""
         self._waiter_thread = 0
         """Its identity."""
-        self._waited: MessageOperation | None = None
+        self._waited: PhasedOperation | None = None
         """The operation that it waits for."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Wakes it when another thread has settled the operation."""
@@ -158,8 +158,8 @@ class TcpTransport(MessageTransport):
 
     # -- sending
 
-    def post_send(self, message: OperationMessage) -> None:
-        """See `MessageTransport.post_send`."""
+    def post_send(self, message: PostedMessage) -> None:
+        """See `MessageBasedTransport.post_send`."""
         tensor = message.tensor
         assert tensor is not None
         if message.peer == self.rank:
@@ -180,7 +180,7 @@ class TcpTransport(MessageTransport):
             if unsent:
                 message.fail(self._gone(connection, message))
 
-    def _send_to_self(self, message: OperationMessage, tensor: Tensor) -> None:
+    def _send_to_self(self, message: PostedMessage, tensor: Tensor) -> None:
         arrival = EarlyMessage(tensor.detach().clone(), complete=True)
         key = (self.rank, message.channel, message.tag)
         with self._match:
@@ -195,7 +195,7 @@ class TcpTransport(MessageTransport):
         """Send queued messages until the socket is full. Any thread; one at a time."""
         queue = connection.queue
         while queue and not connection.unsent and connection.writing.acquire(False):
-            sent: list[OperationMessage] = []
+            sent: list[PostedMessage] = []
             reason = None
             try:
                 while queue:
@@ -236,8 +236,8 @@ class TcpTransport(MessageTransport):
 
     # -- receiving
 
-    def post_recv(self, message: OperationMessage) -> None:
-        """See `MessageTransport.post_recv`."""
+    def post_recv(self, message: PostedMessage) -> None:
+        """See `MessageBasedTransport.post_recv`."""
         key = (message.peer, message.channel, message.tag)
         with self._match:
             arrival = take_oldest(self._arrived, key)
@@ -252,7 +252,7 @@ class TcpTransport(MessageTransport):
             if self._aborted is not None or connection.lost is not None:
                 message.fail(self._gone(connection, message))
 
-    def _hand_over(self, message: OperationMessage, tensor: Tensor) -> None:
+    def _hand_over(self, message: PostedMessage, tensor: Tensor) -> None:
         """Complete a receive with a message that has arrived in a tensor of its own."""
         if message.tensor is None:
             message.tensor = tensor
@@ -263,7 +263,7 @@ class TcpTransport(MessageTransport):
                 message.tensor.copy_(tensor)
         self._received(message)
 
-    def _fits(self, message: OperationMessage, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    def _fits(self, message: PostedMessage, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         out = message.tensor
         if out is None or (out.dtype == dtype and out.shape == torch.Size(shape)):
             return True
@@ -276,13 +276,13 @@ class TcpTransport(MessageTransport):
         )
         return False
 
-    def _received(self, message: OperationMessage) -> None:
+    def _received(self, message: PostedMessage) -> None:
         if message.channel == 0:
             assert message.tensor is not None
             self.ledger.count("recv", received=message.tensor.nbytes)
         message.complete()
 
-    def _drain(self, connection: PeerConnection, until: MessageOperation | None = None) -> None:
+    def _drain(self, connection: PeerConnection, until: PhasedOperation | None = None) -> None:
         """Read all that has arrived (or until the operation `until` is settled). Any thread; one at a time."""
         with connection.reading:
             reason = None
@@ -381,7 +381,7 @@ class TcpTransport(MessageTransport):
 
     def _body_done(self, connection: PeerConnection) -> None:
         into, connection.into, connection.body, connection.filled = connection.into, None, None, 0
-        if isinstance(into, OperationMessage):
+        if isinstance(into, PostedMessage):
             self._received(into)
             return
         assert into is not None
@@ -393,8 +393,8 @@ class TcpTransport(MessageTransport):
 
     # -- waiting
 
-    def wait_for(self, operation: MessageOperation, timeout_s: float | None) -> bool:
-        """See `MessageTransport.wait_for`: the caller itself reads from the operation's peers."""
+    def wait_for(self, operation: PhasedOperation, timeout_s: float | None) -> bool:
+        """See `MessageBasedTransport.wait_for`: the caller itself reads from the operation's peers."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._waiter.acquire(False):
             return self._wait_beside(operation, deadline)
@@ -432,7 +432,7 @@ class TcpTransport(MessageTransport):
                 self._watch(connection)
             self._waiter.release()
 
-    def _wait_beside(self, operation: MessageOperation, deadline: float | None) -> bool:
+    def _wait_beside(self, operation: PhasedOperation, deadline: float | None) -> bool:
         """Wait while another thread does I/O of its own: it and the I/O thread read from this operation's peers."""
         with self._settled:
             self._others_waiting += 1
@@ -442,8 +442,8 @@ class TcpTransport(MessageTransport):
             finally:
                 self._others_waiting -= 1
 
-    def settled(self, operation: MessageOperation) -> None:
-        """See `MessageTransport.settled`."""
+    def settled(self, operation: PhasedOperation) -> None:
+        """See `MessageBasedTransport.settled`."""
         if self._waited is operation and self._waiter_thread != threading.get_ident() and not self._closed:
             os.eventfd_write(self._wake, 1)
         if self._others_waiting:
@@ -473,7 +473,7 @@ class TcpTransport(MessageTransport):
 
     # -- ending
 
-    def _gone(self, connection: PeerConnection, message: OperationMessage) -> CommError:
+    def _gone(self, connection: PeerConnection, message: PostedMessage) -> CommError:
         if self._aborted is not None:
             return GroupAborted(self._aborted, cure="this generation is over; connect the next one")
         return CommError(
@@ -494,7 +494,7 @@ class TcpTransport(MessageTransport):
             pending = [outgoing.message for outgoing in connection.queue]
             connection.queue.clear()
         into = connection.into
-        if isinstance(into, OperationMessage):
+        if isinstance(into, PostedMessage):
             pending.append(into)
         elif into is not None and into.message is not None:
             pending.append(into.message)

@@ -13,6 +13,6 @@ of `raypar/README.md` says of all runs. The rules (`tests/helpers/same_shards.py
 5. Cross-entropy on parts of the vocabulary: `cross_entropy.py`.
 """
 
-# Importing them fills the table of operations of `sharded_value.Sharded`.
+# Importing them fills the table of operations of `sharded_value.ShardedValue`.
 from raypar.model.tensor_parallel import cross_entropy as cross_entropy
 from raypar.model.tensor_parallel import sharded_operations as sharded_operations

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.build import canonical_names, state_shapes
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
+from raypar.model.layer_skeletons import canonical_names, state_shapes
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel import functions
-from raypar.model.tensor_parallel.functions import select_ranges
+from raypar.model.tensor_parallel import autograd_collectives
+from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
-from raypar.model.tensor_parallel.sharded_value import Sharded
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import parse_style
-from raypar.plan.shard_layout import ShardLayout
-from raypar.plan.shard_ranges import even_range
+from raypar.plan.shard_ranges import even_ranges_by_shard
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 
-def slice_of(layout: ShardLayout, name: str, whole: Tensor, shard: int) -> Tensor:
+def shard_slice_of(layout: TensorParallelLayout, name: str, whole: Tensor, shard: int) -> Tensor:
     """A shard's slice of the whole parameter (or of a gradient or optimizer state of its shape), in memory of its own."""
     cut = layout.cuts.get(name)
     part = whole if cut is None else select_ranges(whole, cut.dim, cut.held[shard])
@@ -35,13 +35,13 @@ def materialise_shard(
     first: int,
     last: int,
     *,
-    layout: ShardLayout,
+    layout: TensorParallelLayout,
     group: ShardGroup,
     seed: int,
     dtype: torch.dtype,
     values: Mapping[str, Tensor] | None = None,
 ) -> dict[str, nn.Module]:
-    """Layer name -> this shard's module, for layers [first, last). The counterpart of `model.build.materialise`.
+    """Layer name -> this shard's module, for layers [first, last). The counterpart of `model.layer_skeletons.materialise`.
 
     `values`: slices of parameters and whole buffers by name, used as they are. None: the initial values, each tensor made whole
     and cut before the next one is made. The layers read and return this shard's tensors (see `_LayerBoundary`). With one shard
@@ -49,23 +49,23 @@ def materialise_shard(
     """
     if values is None:
         stream = initial_values_of(graph, seed).stream(state_shapes(graph, first, last), dtype)
-        values = {name: slice_of(layout, name, whole, group.shard) if group.size > 1 else whole for name, whole in stream}
+        values = {name: shard_slice_of(layout, name, whole, group.shard) if group.size > 1 else whole for name, whole in stream}
     slices = values
 
     def make(index: int) -> nn.Module:
         name = graph.layers[index].name
         return materialise(graph, index, index + 1, seed=seed, dtype=dtype, values=slices)[name]
 
-    return layers_of_shard(graph, first, last, make, layout=layout, group=group, whole=False)
+    return build_shard_modules(graph, first, last, make, layout=layout, group=group, whole=False)
 
 
-def layers_of_shard(
+def build_shard_modules(
     graph: Graph,
     first: int,
     last: int,
     make: Callable[[int], nn.Module],
     *,
-    layout: ShardLayout,
+    layout: TensorParallelLayout,
     group: ShardGroup,
     whole: bool,
 ) -> dict[str, nn.Module]:
@@ -75,7 +75,7 @@ def layers_of_shard(
     """
     canonical = canonical_names(graph)
     edges = _StageEdges(graph, first, last)
-    parts: dict[str, PartLayout] = {}
+    parts: dict[str, LocalPartLayout] = {}
     modules: dict[str, nn.Module] = {}
     for index in range(first, last):
         layer, module = graph.layers[index], make(index)
@@ -88,7 +88,9 @@ def layers_of_shard(
     return modules
 
 
-def _cut_parameters(root: nn.Module, layer: str, canonical: Mapping[str, str], layout: ShardLayout, shard: int) -> None:
+def _cut_parameters(
+    root: nn.Module, layer: str, canonical: Mapping[str, str], layout: TensorParallelLayout, shard: int
+) -> None:
     """Replace whole parameters by slices, one at a time. A parameter that stands at several places stays one."""
     made: dict[int, nn.Parameter] = {}
     for path, part in root.named_modules():
@@ -98,11 +100,13 @@ def _cut_parameters(root: nn.Module, layer: str, canonical: Mapping[str, str], l
                 continue
             name = canonical.get(prefix + key, prefix + key)
             if id(parameter) not in made and name in layout.cuts:
-                made[id(parameter)] = nn.Parameter(slice_of(layout, name, parameter.detach(), shard), parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(
+                    shard_slice_of(layout, name, parameter.detach(), shard), parameter.requires_grad
+                )
             part._parameters[key] = made.get(id(parameter), parameter)
 
 
-def _replace_layers(root: nn.Module, layer: str, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+def _replace_layers(root: nn.Module, layer: str, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
     """Put what its style builds in the place of every layer that has one. Returns the root, which may be such a layer."""
     for path, part in list(root.named_modules()):
         name = f"{layer}.{path}" if path else layer
@@ -137,7 +141,12 @@ class _LayerBoundary:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], layer: Layer, group: ShardGroup, edges: _StageEdges, parts: dict[str, PartLayout]
+        self,
+        forward: Callable[..., Any],
+        layer: Layer,
+        group: ShardGroup,
+        edges: _StageEdges,
+        parts: dict[str, LocalPartLayout],
     ) -> None:
         self._forward, self._layer, self._group, self._edges = forward, layer, group, edges
         self._parts = parts
@@ -152,19 +161,23 @@ class _LayerBoundary:
             return self._leave(self._layer.outputs[0], made)
         return tuple(self._leave(name, value) for name, value in zip(self._layer.outputs, made, strict=True))
 
-    def _enter(self, name: str, x: Tensor) -> Tensor | Sharded:
+    def _enter(self, name: str, x: Tensor) -> Tensor | ShardedValue:
         group, part = self._group, self._parts.get(name)
         if part is not None:
-            return Sharded(x, part, group)
+            return ShardedValue(x, part, group)
         if group.sequence and x.is_floating_point() and x.dim() == 3:
-            return Sharded(functions.scatter_to_shards(x, 1, group), sequence_part(x.shape[1], group.shard, group.size), group)
+            return ShardedValue(
+                autograd_collectives.scatter_to_shards(x, 1, group),
+                sequence_part_layout(x.shape[1], group.shard, group.size),
+                group,
+            )
         return x
 
     def _leave(self, name: str, made: Any) -> Any:
         self._parts.pop(name, None)
         if name == self._edges.output:
             self._group.output = None
-        if not isinstance(made, Sharded):
+        if not isinstance(made, ShardedValue):
             return made
         group, part = self._group, made.part
         by_sequence = made.by_sequence and made.dim() == 3
@@ -177,7 +190,7 @@ class _LayerBoundary:
                 cure="end what a column layer begins with a row layer, or give it the style gathered (plan.styles)",
             )
         if name in self._edges.leaving:
-            return functions.gather_from_shards(made.local, 1, even_range(part.size, group.size), group)
+            return autograd_collectives.gather_from_shards(made.local, 1, even_ranges_by_shard(part.size, group.size), group)
         self._parts[name] = part
         return made.local
 
@@ -189,9 +202,9 @@ def sharded_loss(loss: Callable[..., Any], group: ShardGroup) -> Callable[..., A
 
     def run(output: Tensor, *others: Any) -> Any:
         part = group.output
-        found = loss(output if part is None else Sharded(output, part, group), *others)
+        found = loss(output if part is None else ShardedValue(output, part, group), *others)
         for value in found if isinstance(found, tuple) else (found,):
-            if isinstance(value, Sharded):
+            if isinstance(value, ShardedValue):
                 raise ModelError(
                     f"the loss returned a value {list(value.shape)} of which every shard has a part only",
                     cure="end the loss in torch.nn.functional.cross_entropy, or give the output layer the style gathered",

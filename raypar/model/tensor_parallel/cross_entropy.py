@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
-from raypar.model.tensor_parallel.functions import first_derivative_only
+from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.sharded_value import Sharded, implements, refusal
+from raypar.model.tensor_parallel.sharded_value import ShardedValue, implements, unsupported_on_part_error
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -68,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
 @implements("cross_entropy")
 def _cross_entropy(
     func: Callable[..., Any],
-    logits: Sharded,
+    logits: ShardedValue,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -80,7 +80,7 @@ def _cross_entropy(
     """As `F.cross_entropy` with class ids as targets. Raises `ModelError` for class weights and probabilities."""
     classes = 1 if logits.dim() > 1 else 0
     if logits.part.dim != classes:
-        raise refusal("cross_entropy", logits, "needs logits that are cut by classes")
+        raise unsupported_on_part_error("cross_entropy", logits, "needs logits that are cut by classes")
     if weight is not None or target.is_floating_point() or size_average is not None or reduce is not None:
         raise ModelError(
             "cross_entropy of logits that are cut by vocabulary knows no class weights, probabilities, size_average or reduce",

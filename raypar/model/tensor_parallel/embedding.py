@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.tensor_parallel import functions
+from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.part_layout import sequence_part
+from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
-from raypar.model.tensor_parallel.sharded_value import Sharded
+from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.plan.shard_ranges import IndexRanges
 
 
@@ -36,7 +36,7 @@ class VocabularyEmbedding(ShardedModule):
         if embedding.padding_idx is not None and self.start <= embedding.padding_idx < self.stop:
             self.padding_idx = embedding.padding_idx - self.start
 
-    def forward(self, ids: Tensor) -> Tensor | Sharded:
+    def forward(self, ids: Tensor) -> Tensor | ShardedValue:
         """The embedded ids. Raises `IndexError` for an id outside the vocabulary, as `nn.Embedding` does."""
         inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
         if ids.device.type != "cpu":  # nothing waits for the device
@@ -50,11 +50,11 @@ class VocabularyEmbedding(ShardedModule):
         rows = F.embedding((ids - self.start).masked_fill(absent, 0), self.weight, self.padding_idx)
         part = rows.masked_fill(absent.unsqueeze(-1), 0.0)
         if not self.group.sequence:
-            return functions.reduce_from_shards(part, self.group)
+            return autograd_collectives.reduce_from_shards(part, self.group)
         if ids.dim() != 2:
             raise ModelError(
                 f"{self.name} sees ids of shape {list(ids.shape)}, sequence parallelism needs [batch, sequence]",
                 cure="give the embedding the style whole, or set plan.sequence_parallel: false",
             )
-        made = functions.reduce_scatter_to_shards(part, 1, self.group)
-        return Sharded(made, sequence_part(ids.shape[1], self.group.shard, self.group.size), self.group)
+        made = autograd_collectives.reduce_scatter_to_shards(part, 1, self.group)
+        return ShardedValue(made, sequence_part_layout(ids.shape[1], self.group.shard, self.group.size), self.group)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.comm import blocking_routines
+from raypar.comm import blocking_code_as_routine
 from raypar.comm.transport import Handle, Transport
-from raypar.model.tensor_parallel.part_layout import PartLayout
-from raypar.plan.shard_ranges import IndexRanges, even_range
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
+from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 
 class ShardGroup:
@@ -50,7 +50,7 @@ class ShardGroup:
         """(`linear.SharedInput`, the tensor they read) of the value that column layers of the running layer read last."""
         self.recording = False
         """Whether the running layer was called with gradients."""
-        self.output: PartLayout | None = None
+        self.output: LocalPartLayout | None = None
         """How the last forward pass left the model's output cut; None: it is whole."""
         self.waited_ns = 0
         """Time that layers have waited for other shards since somebody set it to 0."""
@@ -64,7 +64,7 @@ class ShardGroup:
         """Block until the operation is done; under the cooperative scheduler other workers run meanwhile."""
         if not handle.done():
             start = time.perf_counter_ns()
-            blocking_routines.wait_for(handle, f"{what} of shard {self.shard}", self.timeout_s)
+            blocking_code_as_routine.wait_for(handle, f"{what} of shard {self.shard}", self.timeout_s)
             self.waited_ns += time.perf_counter_ns() - start
 
     def post_sum(self, tensor: Tensor) -> Handle:
@@ -102,7 +102,7 @@ class ShardGroup:
         """
         pieces = [
             tensor[(slice(None),) * dim + (slice(*(spans[0] if spans else (0, 0))),)].contiguous()
-            for spans in even_range(tensor.shape[dim], self.size)
+            for spans in even_ranges_by_shard(tensor.shape[dim], self.size)
         ]
         out = torch.empty_like(pieces[self.shard])
         return out, self.transport.reduce_scatter(out, pieces, group=self.ranks, channel=self.channel), pieces

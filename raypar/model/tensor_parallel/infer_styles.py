@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from raypar.model.build import skeleton
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.styles.by_heads import HeadStyle, find_head_counts
+from raypar.model.layer_skeletons import skeleton
 from raypar.model.tensor_parallel.styles.column import ColumnStyle
 from raypar.model.tensor_parallel.styles.heads import HeadsStyle
+from raypar.model.tensor_parallel.styles.heads_base import HeadStyle, find_head_counts
 from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
 from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle
 from raypar.model.tensor_parallel.styles.qkv import QkvStyle

@@ -12,18 +12,20 @@ from typing import Any
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.build import outline_of, parameter_shapes, skeleton
 from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import outline_graph, parameter_shapes, skeleton
 from raypar.model.tensor_parallel.infer_styles import infer_styles
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 from raypar.model.tensor_parallel.styles.whole import WholeStyle
-from raypar.plan import Outline
-from raypar.plan.shard_layout import ShardLayout
-from raypar.plan.shard_ranges import Cut
+from raypar.plan import ModelOutline
+from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 
-def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None, *, infer: bool = True) -> ShardLayout:
+def compute_shard_layout(
+    graph: Graph, shards: int, styles: Mapping[str, str] | None = None, *, infer: bool = True
+) -> TensorParallelLayout:
     """How the model is cut over so many shards; computed once for a graph.
 
     `styles`: pattern of module or parameter names (`block*.up`, `*.up.weight`) -> style; the first that matches counts. What
@@ -34,11 +36,11 @@ def layout_of(graph: Graph, shards: int, styles: Mapping[str, str] | None = None
     key = (shards, tuple((styles or {}).items()), infer)
     if key not in kept:
         kept[key] = _compute_layout(graph, shards, styles or {}, infer=infer)
-    found: ShardLayout = kept[key]
+    found: TensorParallelLayout = kept[key]
     return found
 
 
-def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, infer: bool) -> ShardLayout:
+def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, infer: bool) -> TensorParallelLayout:
     modules = {name: (module, parents) for name, module, parents in _modules_with_parameters(graph)}
     given = _styles_by_pattern(modules, styles)
     chosen = dict(given)
@@ -46,7 +48,7 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
         inferred = {intern(name): style for name, style in infer_styles(graph).items() if name not in given}
         chosen |= _without_unequal_ties(graph, inferred, given)
     found: dict[str, ShardingStyle] = {}
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, TensorCut] = {}
     once: dict[Any, Any] = {}  # equal answers, and names, are one object: the layout of a deep model is sent to every worker
     for name, style in chosen.items():
         module, parents = modules[name]
@@ -58,7 +60,7 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
             cuts |= {intern(f"{name}.{key}"): once.setdefault(cut, cut) for key, cut in slices.items()}
     _check_ties(graph, found, cuts)
     costs = {name: style.cost(name, modules[name][0], shards) for name, style in found.items()}
-    return ShardLayout(
+    return TensorParallelLayout(
         shards=shards,
         styles={name: intern(str(style)) for name, style in found.items()},
         cuts=cuts,
@@ -68,17 +70,19 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
     )
 
 
-def outline_of_shards(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> Outline:
+def outline_graph_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> ModelOutline:
     """The graph without the model, and how it is cut over these numbers of shards. Without shards: not at all."""
     counts = set(shards)
     if max(counts, default=1) == 1:
-        return outline_of(graph)
-    layouts = {count: layout_of(graph, count, styles) for count in sorted(counts)}
+        return outline_graph(graph)
+    layouts = {count: compute_shard_layout(graph, count, styles) for count in sorted(counts)}
     cuts = {count: layout.cuts for count, layout in layouts.items() if count > 1}
-    return replace(outline_of(graph), cuts=cuts, layouts=layouts)
+    return replace(outline_graph(graph), cuts=cuts, layouts=layouts)
 
 
-def held_elements(graph: Graph, layout: ShardLayout, shard: int, *, ties_once: bool = True) -> tuple[int, ...]:
+def held_elements_by_layer(
+    graph: Graph, layout: TensorParallelLayout, shard: int, *, ties_once: bool = True
+) -> tuple[int, ...]:
     """By layer: how many elements of its parameters a shard holds. `ties_once`: at their first use; else in every layer."""
     counted: set[str] = set()
     found = []
@@ -137,7 +141,7 @@ def _without_unequal_ties(
     return kept
 
 
-def _check_ties(graph: Graph, styles: Mapping[str, ShardingStyle], cuts: Mapping[str, Cut]) -> None:
+def _check_ties(graph: Graph, styles: Mapping[str, ShardingStyle], cuts: Mapping[str, TensorCut]) -> None:
     """Raises `PlanError` if the names of one parameter are cut differently."""
     for names in graph.ties:
         for other in names[1:]:

@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
-from raypar.model import split_linear
-from raypar.model.split_linear import (
-    CastStash,
+from raypar.model import split_linear_backward
+from raypar.model.split_linear_backward import (
+    CastMarkingStash,
     DeferredWeightGradient,
     Stash,
-    adds_to_weights,
+    accumulates_weight_gradient,
     as_matrix,
     bias_gradient,
+    find_deferrable_modules,
     in_compute_dtype,
     input_gradient,
     is_autocast_enabled,
-    splittable,
 )
-from raypar.model.tensor_parallel import functions
-from raypar.model.tensor_parallel.gradient_reuse import GradientBuffer
+from raypar.model.tensor_parallel import autograd_collectives
+from raypar.model.tensor_parallel.gradient_memory_reuse import KeptGradientMemory
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.part_layout import PartLayout, sequence_part
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
-from raypar.model.tensor_parallel.sharded_value import Sharded, take_part
-from raypar.plan.shard_ranges import IndexRanges, even_range
+from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
+from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 
 class ShardedLinear(ShardedModule):
@@ -49,13 +49,13 @@ class ShardedLinear(ShardedModule):
         self.register_parameter("bias", linear._parameters["bias"])
         self.stash: Callable[[], Stash] | None = None
         """Where a zero-bubble schedule wants what the weight gradient needs. None: autograd computes that gradient."""
-        self._buffer = GradientBuffer()
+        self._buffer = KeptGradientMemory()
         """The memory that the weight's gradient had in the last step."""
 
     def _stash(self) -> Stash | None:
         stash = self.stash() if self.stash is not None and torch.is_grad_enabled() else None
         if stash is not None and is_autocast_enabled(self.weight.device):
-            return CastStash(stash, object())  # a new object: on shards each call casts for itself
+            return CastMarkingStash(stash, object())  # a new object: on shards each call casts for itself
         return stash
 
     def keep_gradient(self) -> None:
@@ -68,16 +68,16 @@ class ShardedLinear(ShardedModule):
         Same call and bits as `split_linear.weight_gradient`.
         """
         memory = self._buffer.take(gradient, x)
-        if memory is None or not split_linear.is_row_major(self.weight):
-            return split_linear.weight_gradient(gradient, x, self.weight)
+        if memory is None or not split_linear_backward.is_row_major(self.weight):
+            return split_linear_backward.weight_gradient(gradient, x, self.weight)
         # `.data` has a version count of its own, which this first writing does not raise.
         return torch.mm(gradient.t(), x, out=memory).data
 
 
-def split_sharded_linears(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
-    """As `split_linear.split_linears`, for the linear layers that are cut over shards."""
+def defer_sharded_weight_gradients(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
+    """As `split_linear.defer_weight_gradients`, for the linear layers that are cut over shards."""
     chosen: list[nn.Module] = []
-    for part in splittable(module, ShardedLinear):
+    for part in find_deferrable_modules(module, ShardedLinear):
         assert isinstance(part, ShardedLinear)
         part.stash = stash
         chosen.append(part)
@@ -106,14 +106,14 @@ class ColumnLinear(ShardedLinear):
         self.held = held
         """The output features that this shard makes."""
         self.axis = axis
-        """What the output's cut dim counts (`PartLayout.axis`)."""
+        """What the output's cut dim counts (`LocalPartLayout.axis`)."""
         self.shares_input = shares_input
         """Whether other layers read the same x (q, k and v). Their gradients of x are summed before they are communicated, so
         one value costs one collective however many layers read it."""
         self.gather = gather
         """Whether the output is made whole again."""
 
-    def forward(self, x: Tensor | Sharded) -> Tensor | Sharded:
+    def forward(self, x: Tensor | ShardedValue) -> Tensor | ShardedValue:
         """y, whole if `gather`, else this shard's part."""
         local, seq = _input_of(self, x)
         made: Tensor
@@ -123,9 +123,9 @@ class ColumnLinear(ShardedLinear):
             operands = in_compute_dtype(local, self.weight, self.bias)
             made = _Column.apply(*operands, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if self.gather:
-            even = even_range(self.out_features, self.group.size)
-            return functions.gather_from_shards(made, made.dim() - 1, even, self.group)
-        return Sharded(made, PartLayout(made.dim() - 1, self.out_features, self.held, self.axis), self.group)
+            even = even_ranges_by_shard(self.out_features, self.group.size)
+            return autograd_collectives.gather_from_shards(made, made.dim() - 1, even, self.group)
+        return ShardedValue(made, LocalPartLayout(made.dim() - 1, self.out_features, self.held, self.axis), self.group)
 
 
 class RowLinear(ShardedLinear):
@@ -140,9 +140,9 @@ class RowLinear(ShardedLinear):
         self.held = held
         """The input features that this shard reads."""
 
-    def forward(self, x: Tensor | Sharded) -> Tensor | Sharded:
+    def forward(self, x: Tensor | ShardedValue) -> Tensor | ShardedValue:
         """y. Raises `ModelError` where x is cut otherwise than the weight."""
-        if isinstance(x, Sharded):
+        if isinstance(x, ShardedValue):
             x.check_recorded()
             if x.part.dim != x.dim() - 1 or x.part.ranges != self.held:
                 raise ModelError(
@@ -159,7 +159,7 @@ class RowLinear(ShardedLinear):
         made: Tensor = _Row.apply(*operands, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if not self.group.sequence:
             return made
-        return Sharded(made, sequence_part(local.shape[1], self.group.shard, self.group.size), self.group)
+        return ShardedValue(made, sequence_part_layout(local.shape[1], self.group.shard, self.group.size), self.group)
 
 
 def _check_sequence(name: str, dims: int) -> None:
@@ -171,9 +171,9 @@ def _check_sequence(name: str, dims: int) -> None:
         )
 
 
-def _input_of(layer: ColumnLinear, x: Tensor | Sharded) -> tuple[Tensor, int | None]:
+def _input_of(layer: ColumnLinear, x: Tensor | ShardedValue) -> tuple[Tensor, int | None]:
     """(this shard's tensor of the input, the whole length of dim 1 if that is cut)."""
-    if not isinstance(x, Sharded):
+    if not isinstance(x, ShardedValue):
         return x, None
     x.check_recorded()
     if x.by_sequence:
@@ -192,9 +192,9 @@ def _weight_gradients(
     They are the second and third argument of the autograd function. `added_apart`: the bias was added to the layer's output,
     not by the matrix product.
     """
-    summed = gradient if added_apart else split_linear.bias_gradient_operand(gradient, rows, x)
+    summed = gradient if added_apart else split_linear_backward.bias_gradient_operand(gradient, rows, x)
     flat = as_matrix(x)
-    if stash is not None and ctx.needs_input_grad[1] and adds_to_weights(ctx):
+    if stash is not None and ctx.needs_input_grad[1] and accumulates_weight_gradient(ctx):
         stash.append(DeferredWeightGradient(layer, rows, flat, summed, layer.weight_gradient))
         return None, None
     weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None
@@ -216,12 +216,12 @@ class _Column(torch.autograd.Function):
         ctx.seq, ctx.group, ctx.layer, ctx.stash = seq, group, layer, stash
         ctx.set_materialize_grads(False)
         if seq is not None:
-            x = group.join(x, 1, even_range(seq, group.size), "the sequence's parts")
+            x = group.join(x, 1, even_ranges_by_shard(seq, group.size), "the sequence's parts")
         ctx.save_for_backward(x, weight)
-        return split_linear.linear_forward(x, weight, bias)
+        return split_linear_backward.linear_forward(x, weight, bias)
 
     @staticmethod
-    @functions.first_derivative_only
+    @autograd_collectives.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -285,7 +285,7 @@ class _Arrive(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @functions.first_derivative_only
+    @autograd_collectives.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pending, ctx.shared.pending = ctx.shared.pending, None
         return (None if pending is None else pending.take()), None
@@ -298,10 +298,10 @@ class _Depart(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if shared.seq is None:
             return x.view_as(x)
-        return shared.group.join(x, 1, even_range(shared.seq, shared.group.size), "the sequence's parts")
+        return shared.group.join(x, 1, even_ranges_by_shard(shared.seq, shared.group.size), "the sequence's parts")
 
     @staticmethod
-    @functions.first_derivative_only
+    @autograd_collectives.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -319,7 +319,7 @@ class _Late(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @functions.first_derivative_only
+    @autograd_collectives.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.left:  # the reader's output has no gradient
             return None, None, None
@@ -342,10 +342,10 @@ class _Reader(torch.autograd.Function):
         ctx.layer, ctx.stash, ctx.left = layer, stash, left
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return split_linear.linear_forward(x, weight, bias)
+        return split_linear_backward.linear_forward(x, weight, bias)
 
     @staticmethod
-    @functions.first_derivative_only
+    @autograd_collectives.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -358,7 +358,9 @@ class _Reader(torch.autograd.Function):
         ctx.left[:] = [rows, flat]
         # What `_Late` gets is only a sign that it may begin.
         sign = rows.new_zeros(()).expand(weight.shape)
-        bias = bias_gradient(split_linear.bias_gradient_operand(gradient, rows, x)) if ctx.needs_input_grad[2] else None
+        bias = (
+            bias_gradient(split_linear_backward.bias_gradient_operand(gradient, rows, x)) if ctx.needs_input_grad[2] else None
+        )
         return dx, sign, bias, None, None, None
 
 
@@ -388,20 +390,20 @@ class _Row(torch.autograd.Function):
         ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        made = split_linear.linear_forward(x, weight, None)
+        made = split_linear_backward.linear_forward(x, weight, None)
         what = "the sum of a layer's outputs"
         made = group.scatter(made, 1, what) if group.sequence else group.sum(made, what)
         return made if bias is None else made.add_(bias)
 
     @staticmethod
-    @functions.first_derivative_only
+    @autograd_collectives.first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
             return (None,) * 6
         x, weight = ctx.saved_tensors
         if ctx.seq is not None:
-            gradient = ctx.group.join(gradient, 1, even_range(ctx.seq, ctx.group.size), "the parts of a gradient")
+            gradient = ctx.group.join(gradient, 1, even_ranges_by_shard(ctx.seq, ctx.group.size), "the parts of a gradient")
         rows = as_matrix(gradient)
         dx = input_gradient(rows, weight, as_matrix(x)).reshape(x.shape) if ctx.needs_input_grad[0] else None
         return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash, added_apart=True), None, None, None)

@@ -13,19 +13,19 @@ from torch import Tensor
 import raypar
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import CommError, RayparError
-from raypar.model.build import build_on_meta, convert_dtype
 from raypar.model.graph import Graph
-from raypar.model.tensor_parallel.build import layers_of_shard, sharded_loss
+from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
+from raypar.model.tensor_parallel.build import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.parameter_access import ParameterAccess
-from raypar.plan.shard_layout import ShardLayout
+from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.plan.shard_ranges import count_indices
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.user_code import USER_CODE_ERRORS, reraise_ctrl_c
 
 
 def check_by_shape(
     graph: Graph,
-    layout: ShardLayout,
+    layout: TensorParallelLayout,
     loss: Callable[..., Any],
     batch: Mapping[str, Tensor],
     target: str,
@@ -35,8 +35,8 @@ def check_by_shape(
 ) -> bool:
     """Send a microbatch through the layers and the loss on the meta device, once for every size of shard.
 
-    Raises the `ModelError` of what cannot be computed on a part, or would be wrong (`ParameterAccess`). Code that reads numbers
-    cannot run this way: then False is returned, and what is wrong shows in the first step.
+    Raises the `ModelError` of what cannot be computed on a part, or would be wrong (`ParameterMisuseDetector`). Code that reads
+    numbers cannot run this way: then False is returned, and what is wrong shows in the first step.
     """
     kinds = {
         tuple((len(cut.held[t]), count_indices(cut.held[t])) for cut in layout.cuts.values()): t for t in range(layout.shards)
@@ -45,18 +45,18 @@ def check_by_shape(
         group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence=sequence)
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
         with torch.enable_grad(), torch.device("meta"):
-            modules = layers_of_shard(
+            modules = build_shard_modules(
                 graph,
                 0,
                 len(graph.layers),
-                lambda i: convert_dtype(build_on_meta(graph.layers[i]), dtype),
+                lambda i: convert_module_dtype(build_on_meta(graph.layers[i]), dtype),
                 layout=layout,
                 group=group,
                 whole=True,
             )
             place = "the model"
             try:
-                with ParameterAccess(modules, layout, group) as access:
+                with ParameterMisuseDetector(modules, layout, group) as access:
                     for layer in graph.layers:
                         access.layer, place = layer.name, f"layer {layer.name!r}"
                         made = modules[layer.name](*(values[name] for name in layer.inputs))

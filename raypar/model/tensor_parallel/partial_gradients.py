@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from raypar.comm.transport import Routine, Wait
+from raypar.comm.transport import Routine, RoutineWait
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.plan.shard_ranges import Cut, IndexRanges, count_indices, intersect_ranges, positions_of
+from raypar.plan.shard_ranges import IndexRanges, TensorCut, count_indices, intersect_ranges, positions_of_indices
 
 
 def sum_partial_gradients(
-    gradients: Mapping[str, Tensor | None], *, partial: set[str], cuts: Mapping[str, Cut], group: ShardGroup
+    gradients: Mapping[str, Tensor | None], *, partial: set[str], cuts: Mapping[str, TensorCut], group: ShardGroup
 ) -> Routine[None]:
     """Sum over the shards, in place, the gradients `name -> tensor` (names in the same order on every shard).
 
@@ -37,13 +37,13 @@ def sum_partial_gradients(
             shape = list(gradient.shape)
             shape[cut.dim] = count_indices(cut.shared)
             mine = intersect_ranges(cut.held[group.shard], cut.shared)
-            pairs = [(cut.dim, positions_of(cut.held[group.shard], mine), positions_of(cut.shared, mine))]
+            pairs = [(cut.dim, positions_of_indices(cut.held[group.shard], mine), positions_of_indices(cut.shared, mine))]
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(shape), pairs))
         elif name in partial:
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(gradient.shape), []))
     for parts in jobs.values():
         flat = torch.cat([_spread(g, room, pairs).reshape(-1) for g, room, pairs in parts])
-        yield Wait(group.post_sum(flat), f"the partial gradients of shard {group.shard}")
+        yield RoutineWait(group.post_sum(flat), f"the partial gradients of shard {group.shard}")
         at = 0
         for gradient, room, pairs in parts:
             total = flat[at : at + room.numel()].view(room.shape)

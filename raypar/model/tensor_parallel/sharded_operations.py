@@ -1,4 +1,4 @@
-"""Torch functions on a part of a value, where the parts of other shards are not needed: the table behind `Sharded`."""
+"""Torch functions on a part of a value, where the parts of other shards are not needed: the table behind `ShardedValue`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypar.errors import ModelError
-from raypar.model.tensor_parallel.functions import select_ranges
-from raypar.model.tensor_parallel.part_layout import PartLayout
+from raypar.model.tensor_parallel.autograd_collectives import select_ranges
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.sharded_value import (
-    Sharded,
-    align_parts,
+    ShardedValue,
     common_ranges,
+    cut_operands_alike,
     implements,
     narrow_part,
-    refusal,
     take_part,
+    unsupported_on_part_error,
 )
 from raypar.plan.shard_ranges import IndexRanges, count_indices, ranges_within, scale_ranges
 
@@ -41,57 +41,59 @@ ELEMENTWISE = (
 
 
 @implements(*ELEMENTWISE, any_place=True)
-def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Sharded:
+def elementwise_on_parts(func: Callable[..., Any], *args: Any, **kwargs: Any) -> ShardedValue:
     """Any function that computes each element from the elements at the same place, broadcast or not."""
     if func.__name__ in ("to", "type_as"):
-        x: Sharded = args[0]
-        if not isinstance(x, Sharded):
-            raise refusal(func.__name__, args[1])
-        return x.like(func(x.local, *(a.local if isinstance(a, Sharded) else a for a in args[1:]), **kwargs))
-    tensors, model = align_parts(func.__name__, [*args, *kwargs.values()])
+        x: ShardedValue = args[0]
+        if not isinstance(x, ShardedValue):
+            raise unsupported_on_part_error(func.__name__, args[1])
+        return x.like(func(x.local, *(a.local if isinstance(a, ShardedValue) else a for a in args[1:]), **kwargs))
+    tensors, model = cut_operands_alike(func.__name__, [*args, *kwargs.values()])
     made = func(*tensors[: len(args)], **dict(zip(kwargs, tensors[len(args) :], strict=True)))
     return model.like(made)
 
 
-def _write_into(func: Callable[..., Any], x: Sharded, other: Any) -> Sharded:
+def _write_into(func: Callable[..., Any], x: ShardedValue, other: Any) -> ShardedValue:
     """`x += other`: writes into the part itself, so that views and other names of `x` see it, as with a whole tensor."""
-    (part, operand), _ = align_parts(func.__name__, (x, other))
+    (part, operand), _ = cut_operands_alike(func.__name__, (x, other))
     if part is not x.local:
-        raise refusal(func.__name__, x, "would write into less than is here")
+        raise unsupported_on_part_error(func.__name__, x, "would write into less than is here")
     x.like(func(part, operand))
     return x
 
 
 def _add_operators() -> None:
-    """Give `Sharded` its operators: `a + b` with its mirrored form and `a += b`, `a < b`, `a @ b`."""
+    """Give `ShardedValue` its operators: `a + b` with its mirrored form and `a += b`, `a < b`, `a @ b`."""
     for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
         function = getattr(operator, name)
-        setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
-        setattr(Sharded, f"__r{name}__", lambda self, other, f=function: elementwise(f, other, self))
+        setattr(ShardedValue, f"__{name}__", lambda self, other, f=function: elementwise_on_parts(f, self, other))
+        setattr(ShardedValue, f"__r{name}__", lambda self, other, f=function: elementwise_on_parts(f, other, self))
         into = getattr(operator, f"i{name}")
-        setattr(Sharded, f"__i{name}__", lambda self, other, f=into: _write_into(f, self, other))
+        setattr(ShardedValue, f"__i{name}__", lambda self, other, f=into: _write_into(f, self, other))
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         function = getattr(operator, name)
-        setattr(Sharded, f"__{name}__", lambda self, other, f=function: elementwise(f, self, other))
+        setattr(ShardedValue, f"__{name}__", lambda self, other, f=function: elementwise_on_parts(f, self, other))
     for name, whole in (
         ("__neg__", lambda self: self.like(-self.local)),
-        ("__matmul__", lambda self, other: matmul(torch.matmul, self, other)),
-        ("__rmatmul__", lambda self, other: matmul(torch.matmul, other, self)),
+        ("__matmul__", lambda self, other: matmul_parts(torch.matmul, self, other)),
+        ("__rmatmul__", lambda self, other: matmul_parts(torch.matmul, other, self)),
     ):
-        setattr(Sharded, name, whole)
+        setattr(ShardedValue, name, whole)
 
 
 _add_operators()
 
 
 @implements("detach")
-def _detach(func: Callable[..., Any], x: Sharded) -> Sharded:
+def _detach(func: Callable[..., Any], x: ShardedValue) -> ShardedValue:
     """Also where no gradients are recorded."""
-    return Sharded(x.local.detach(), x.part, x.group)
+    return ShardedValue(x.local.detach(), x.part, x.group)
 
 
 @implements("dropout")
-def _dropout(func: Callable[..., Any], x: Sharded, p: float = 0.5, training: bool = True, inplace: bool = False) -> Sharded:
+def _dropout(
+    func: Callable[..., Any], x: ShardedValue, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> ShardedValue:
     """The whole value's mask is drawn: whether an element is dropped depends on its place in the whole value alone."""
     if not training or p == 0.0:
         return x
@@ -102,7 +104,7 @@ def _dropout(func: Callable[..., Any], x: Sharded, p: float = 0.5, training: boo
     return x.like(x.local * mask)
 
 
-def dropout_mask(x: Sharded, p: float) -> Tensor:
+def dropout_mask(x: ShardedValue, p: float) -> Tensor:
     """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value."""
     with torch.no_grad():
         drawn = F.dropout(torch.ones(x.shape, dtype=x.local.dtype, device=x.local.device), p, True)
@@ -117,46 +119,46 @@ def _sizes(shape: Sequence[Any]) -> Sequence[int]:
 
 
 @implements("view", "reshape")
-def _view(func: Callable[..., Any], x: Sharded, *shape: Any, **kwargs: Any) -> Sharded:
+def _view(func: Callable[..., Any], x: ShardedValue, *shape: Any, **kwargs: Any) -> ShardedValue:
     """To another shape; a view as another dtype is refused."""
     if shape and isinstance(shape[0], torch.dtype):
-        raise refusal("view(dtype)", x)
+        raise unsupported_on_part_error("view(dtype)", x)
     return x.reshaped(_sizes(kwargs.get("shape", shape)))
 
 
 @implements("view_as", "reshape_as")
-def _view_as(func: Callable[..., Any], x: Sharded, other: Tensor | Sharded) -> Sharded:
+def _view_as(func: Callable[..., Any], x: ShardedValue, other: Tensor | ShardedValue) -> ShardedValue:
     """To the shape of another value."""
     return x.reshaped(other.shape)
 
 
 @implements("flatten")
-def _flatten(func: Callable[..., Any], x: Sharded, start_dim: int = 0, end_dim: int = -1) -> Sharded:
+def _flatten(func: Callable[..., Any], x: ShardedValue, start_dim: int = 0, end_dim: int = -1) -> ShardedValue:
     """Several dims become one."""
     shape, start, end = list(x.shape), start_dim % x.dim(), end_dim % x.dim()
     return x.reshaped([*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
 @implements("unflatten")
-def _unflatten(func: Callable[..., Any], x: Sharded, dim: int, sizes: Sequence[int]) -> Sharded:
+def _unflatten(func: Callable[..., Any], x: ShardedValue, dim: int, sizes: Sequence[int]) -> ShardedValue:
     """One dim becomes several."""
     shape, at = list(x.shape), dim % x.dim()
     known = prod(n for n in sizes if n != -1)
     return x.reshaped([*shape[:at], *(shape[at] // known if n == -1 else n for n in sizes), *shape[at + 1 :]])
 
 
-def _moved(x: Sharded, order: Sequence[int]) -> Sharded:
-    return Sharded(x.local.permute(*order), x.part.at(list(order).index(x.part.dim)), x.group)
+def _moved(x: ShardedValue, order: Sequence[int]) -> ShardedValue:
+    return ShardedValue(x.local.permute(*order), x.part.at(list(order).index(x.part.dim)), x.group)
 
 
 @implements("permute")
-def _permute(func: Callable[..., Any], x: Sharded, *dims: Any) -> Sharded:
+def _permute(func: Callable[..., Any], x: ShardedValue, *dims: Any) -> ShardedValue:
     """The dims in another order."""
     return _moved(x, [d % x.dim() for d in _sizes(dims)])
 
 
 @implements("transpose", "swapaxes", "swapdims")
-def _transpose(func: Callable[..., Any], x: Sharded, dim0: int, dim1: int) -> Sharded:
+def _transpose(func: Callable[..., Any], x: ShardedValue, dim0: int, dim1: int) -> ShardedValue:
     """Two dims exchanged."""
     order = list(range(x.dim()))
     a, b = dim0 % x.dim(), dim1 % x.dim()
@@ -165,7 +167,7 @@ def _transpose(func: Callable[..., Any], x: Sharded, dim0: int, dim1: int) -> Sh
 
 
 @implements("movedim", "moveaxis")
-def _movedim(func: Callable[..., Any], x: Sharded, source: int, destination: int) -> Sharded:
+def _movedim(func: Callable[..., Any], x: ShardedValue, source: int, destination: int) -> ShardedValue:
     """One dim at another place."""
     order = [d for d in range(x.dim()) if d != source % x.dim()]
     order.insert(destination % x.dim(), source % x.dim())
@@ -173,60 +175,64 @@ def _movedim(func: Callable[..., Any], x: Sharded, source: int, destination: int
 
 
 @implements("unsqueeze")
-def _unsqueeze(func: Callable[..., Any], x: Sharded, dim: int) -> Sharded:
+def _unsqueeze(func: Callable[..., Any], x: ShardedValue, dim: int) -> ShardedValue:
     """A new dim of size 1."""
     at = dim % (x.dim() + 1)
-    return Sharded(x.local.unsqueeze(at), x.part.at(x.part.dim + (at <= x.part.dim)), x.group)
+    return ShardedValue(x.local.unsqueeze(at), x.part.at(x.part.dim + (at <= x.part.dim)), x.group)
 
 
 @implements("squeeze")
-def _squeeze(func: Callable[..., Any], x: Sharded, dim: int | None = None) -> Sharded:
+def _squeeze(func: Callable[..., Any], x: ShardedValue, dim: int | None = None) -> ShardedValue:
     """Without a dim of size 1."""
     if dim is None:
-        raise refusal("squeeze without a dim", x, "would depend on the size of the part")
+        raise unsupported_on_part_error("squeeze without a dim", x, "would depend on the size of the part")
     at = dim % x.dim()
     if x.shape[at] != 1:
         return x
     if at == x.part.dim:
-        raise refusal("squeeze", x)
-    return Sharded(x.local.squeeze(at), x.part.at(x.part.dim - (at < x.part.dim)), x.group)
+        raise unsupported_on_part_error("squeeze", x)
+    return ShardedValue(x.local.squeeze(at), x.part.at(x.part.dim - (at < x.part.dim)), x.group)
 
 
 @implements("expand")
-def _expand(func: Callable[..., Any], x: Sharded, *sizes: Any) -> Sharded:
+def _expand(func: Callable[..., Any], x: ShardedValue, *sizes: Any) -> ShardedValue:
     """Repeats dims of size 1, but not the cut dim."""
     shape = list(_sizes(sizes))
     new = len(shape) - x.dim()
     at = x.part.dim + new
     if shape[at] not in (-1, x.part.size):
-        raise refusal("expand", x, "repeats the cut dim")
+        raise unsupported_on_part_error("expand", x, "repeats the cut dim")
     shape[at] = x.local.shape[x.part.dim]
-    return Sharded(x.local.expand(*shape), x.part.at(at), x.group)
+    return ShardedValue(x.local.expand(*shape), x.part.at(at), x.group)
 
 
 @implements("repeat_interleave")
-def _repeat_interleave(func: Callable[..., Any], x: Sharded, repeats: int, dim: int | None = None, **kwargs: Any) -> Sharded:
+def _repeat_interleave(
+    func: Callable[..., Any], x: ShardedValue, repeats: int, dim: int | None = None, **kwargs: Any
+) -> ShardedValue:
     """Each index of a dim several times over: a key head for each of its query heads."""
     if dim is None or not isinstance(repeats, int):
-        raise refusal("repeat_interleave", x)
+        raise unsupported_on_part_error("repeat_interleave", x)
     at, part = dim % x.dim(), x.part
     if at == part.dim:
-        part = PartLayout(at, part.size * repeats, scale_ranges(part.ranges, repeats), part.axis)
-    return Sharded(x.local.repeat_interleave(repeats, at), part, x.group)
+        part = LocalPartLayout(at, part.size * repeats, scale_ranges(part.ranges, repeats), part.axis)
+    return ShardedValue(x.local.repeat_interleave(repeats, at), part, x.group)
 
 
 @implements("unbind")
-def _unbind(func: Callable[..., Any], x: Sharded, dim: int = 0) -> tuple[Sharded, ...]:
+def _unbind(func: Callable[..., Any], x: ShardedValue, dim: int = 0) -> tuple[ShardedValue, ...]:
     """Slices along a dim that is not cut."""
     at = dim % x.dim()
     if at == x.part.dim:
-        raise refusal("unbind", x)
+        raise unsupported_on_part_error("unbind", x)
     part = x.part.at(x.part.dim - (at < x.part.dim))
-    return tuple(Sharded(local, part, x.group) for local in x.local.unbind(at))
+    return tuple(ShardedValue(local, part, x.group) for local in x.local.unbind(at))
 
 
 @implements("split", "chunk")
-def _split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Sharded, ...]:
+def _split(
+    func: Callable[..., Any], x: ShardedValue, sizes: Any = None, dim: int = 0, **kwargs: Any
+) -> tuple[ShardedValue, ...]:
     """Pieces along a dim. Along the cut dim each is what this shard has of the whole piece (q, k, v of a fused layer)."""
     if sizes is None:
         (sizes,) = kwargs.values()  # split_size, split_size_or_sections, chunks
@@ -239,25 +245,25 @@ def _split(func: Callable[..., Any], x: Sharded, sizes: Any = None, dim: int = 0
     pieces, start, local = [], 0, 0
     for size in sizes:
         ranges = ranges_within(x.part.ranges, start, start + size)
-        part = PartLayout(at, size, ranges, x.part.axis)
-        pieces.append(Sharded(x.local.narrow(at, local, count_indices(ranges)), part, x.group))
+        part = LocalPartLayout(at, size, ranges, x.part.axis)
+        pieces.append(ShardedValue(x.local.narrow(at, local, count_indices(ranges)), part, x.group))
         start, local = start + size, local + count_indices(ranges)
     return tuple(pieces)
 
 
 @implements("__getitem__", "select", "narrow")
-def _getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharded:
+def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> ShardedValue:
     """Slices, numbers, None and Ellipsis that leave the cut dim whole."""
     if func is not None and func.__name__ != "__getitem__":
         if index[0] % x.dim() == x.part.dim:
-            raise refusal(func.__name__, x)
+            raise unsupported_on_part_error(func.__name__, x)
         if func.__name__ == "narrow":
             return x.like(x.local.narrow(*index))
         part = x.part.at(x.part.dim - (index[0] % x.dim() < x.part.dim))
-        return Sharded(x.local.select(*index), part, x.group)
+        return ShardedValue(x.local.select(*index), part, x.group)
     entries = list(index[0]) if isinstance(index[0], tuple) else [index[0]]
     if not all(e is None or e is Ellipsis or isinstance(e, (int, slice)) for e in entries):
-        raise refusal("indexing", x, "by tensors or lists is not possible on a part")
+        raise unsupported_on_part_error("indexing", x, "by tensors or lists is not possible on a part")
     if Ellipsis not in entries:
         entries.append(Ellipsis)
     at = entries.index(Ellipsis)
@@ -273,21 +279,21 @@ def _getitem(func: Callable[..., Any] | None, x: Sharded, *index: Any) -> Sharde
         dim += 1
     own = entry
     if not isinstance(own, slice) or own.indices(x.part.size) != (0, x.part.size, 1):
-        raise refusal("indexing", x, "along that dim needs the parts of other shards")
+        raise unsupported_on_part_error("indexing", x, "along that dim needs the parts of other shards")
     # A slice to the whole's end is one to the part's end.
     entries = [slice(None) if e is own and isinstance(e, slice) else e for e in entries]
-    return Sharded(x.local[tuple(entries)], x.part.at(place), x.group)
+    return ShardedValue(x.local[tuple(entries)], x.part.at(place), x.group)
 
 
 @implements("cat", "concat", "stack", any_place=True)
-def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Sharded:
+def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> ShardedValue:
     """Along a dim that is not cut."""
-    parts, model = align_parts(func.__name__, tensors)
+    parts, model = cut_operands_alike(func.__name__, tensors)
     if func.__name__ == "stack":
         at = dim % (model.dim() + 1)
-        return Sharded(torch.stack(parts, at), model.part.at(model.part.dim + (at <= model.part.dim)), model.group)
+        return ShardedValue(torch.stack(parts, at), model.part.at(model.part.dim + (at <= model.part.dim)), model.group)
     if dim % model.dim() == model.part.dim:
-        raise refusal(func.__name__, model)
+        raise unsupported_on_part_error(func.__name__, model)
     return model.like(torch.cat(parts, dim))
 
 
@@ -295,69 +301,71 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Shar
 
 
 @implements("mean", "sum", "amax", "amin", "var", "std")
-def _reduce(func: Callable[..., Any], x: Sharded, dim: Any = None, *args: Any, **kwargs: Any) -> Sharded:
+def _reduce(func: Callable[..., Any], x: ShardedValue, dim: Any = None, *args: Any, **kwargs: Any) -> ShardedValue:
     """Over dims that are not cut. Other arguments are passed on."""
     dims = [dim] if type(dim) is int else dim
     if not isinstance(dims, (list, tuple)) or not dims or any(d % x.dim() == x.part.dim for d in dims):
-        raise refusal(func.__name__, x)
+        raise unsupported_on_part_error(func.__name__, x)
     x.check_recorded()
     made = func(x.local, dim, *args, **kwargs)
     before = 0 if made.dim() == x.dim() else sum(d % x.dim() < x.part.dim for d in dims)
-    return Sharded(made, x.part.at(x.part.dim - before), x.group)
+    return ShardedValue(made, x.part.at(x.part.dim - before), x.group)
 
 
 @implements("softmax", "log_softmax", "cumsum")
-def _along(func: Callable[..., Any], x: Sharded, dim: int, *args: Any, **kwargs: Any) -> Sharded:
+def _along(func: Callable[..., Any], x: ShardedValue, dim: int, *args: Any, **kwargs: Any) -> ShardedValue:
     """Along a dim that is not cut."""
     if dim % x.dim() == x.part.dim:
-        raise refusal(func.__name__, x)
+        raise unsupported_on_part_error(func.__name__, x)
     return x.like(func(x.local, dim, *args, **kwargs))
 
 
 @implements("layer_norm", "rms_norm")
-def _norm(func: Callable[..., Any], x: Sharded, normalized_shape: Sequence[int], *args: Any, **kwargs: Any) -> Sharded:
+def _norm(
+    func: Callable[..., Any], x: ShardedValue, normalized_shape: Sequence[int], *args: Any, **kwargs: Any
+) -> ShardedValue:
     """Over last dims that are not cut. The gradients of weight and bias are sums over shards."""
     if x.part.dim >= x.dim() - len(normalized_shape):
-        raise refusal(func.__name__, x)
+        raise unsupported_on_part_error(func.__name__, x)
     return x.like(func(x.local, normalized_shape, *_seen(x, args), **dict(zip(kwargs, _seen(x, kwargs.values()), strict=True))))
 
 
-def _seen(x: Sharded, values: Any) -> list[Any]:
+def _seen(x: ShardedValue, values: Any) -> list[Any]:
     """Whole tensors that are computed with a part: their gradients are sums over shards. Other values as they are."""
     return [take_part(v, 0, ((0, v.shape[0]),), x.group) if isinstance(v, Tensor) else v for v in values]
 
 
 @implements("linear")
-def _linear(func: Callable[..., Any], x: Sharded, weight: Tensor, bias: Tensor | None = None) -> Sharded:
+def _linear(func: Callable[..., Any], x: ShardedValue, weight: Tensor, bias: Tensor | None = None) -> ShardedValue:
     """A whole linear layer on a part of the rows."""
     if x.part.dim == x.dim() - 1:
-        raise refusal("linear", x)
+        raise unsupported_on_part_error("linear", x)
     return x.like(F.linear(x.local, *_seen(x, (weight, bias))))
 
 
 @implements("matmul", "bmm", any_place=True)
-def matmul(func: Callable[..., Any], left: Any, right: Any) -> Sharded:
+def matmul_parts(func: Callable[..., Any], left: Any, right: Any) -> ShardedValue:
     """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
-    cut: Sharded = left if isinstance(left, Sharded) else right
+    cut: ShardedValue = left if isinstance(left, ShardedValue) else right
     back, ranges = cut.dim() - cut.part.dim, cut.part.ranges
     summed = 1 if cut is left else 2
     if left.dim() < 2 or right.dim() < 2 or back == summed:
-        raise refusal("matmul", cut)
-    if isinstance(left, Sharded) and isinstance(right, Sharded):
+        raise unsupported_on_part_error("matmul", cut)
+    if isinstance(left, ShardedValue) and isinstance(right, ShardedValue):
         if back < 3 or right.dim() - right.part.dim != back:
-            raise refusal("matmul", left, "needs both to be cut along the same batch dim")
+            raise unsupported_on_part_error("matmul", left, "needs both to be cut along the same batch dim")
         ranges = common_ranges("matmul", ranges, right)
         parts = [narrow_part(left, ranges).local, narrow_part(right, ranges).local]
     else:
         parts = [_beside(cut, x, back) for x in (left, right)]
     cut.check_recorded()
     made = torch.matmul(*parts)
-    return Sharded(made, PartLayout(made.dim() - back, cut.part.size, ranges, cut.part.axis), cut.group)
+    return ShardedValue(made, LocalPartLayout(made.dim() - back, cut.part.size, ranges, cut.part.axis), cut.group)
 
 
-def _beside(cut: Sharded, x: Any, back: int) -> Tensor:
+def _beside(cut: ShardedValue, x: Any, back: int) -> Tensor:
     """A factor of a product: the part itself, or what is multiplied with the part of a whole tensor."""
-    if isinstance(x, Sharded):
+    if isinstance(x, ShardedValue):
         return x.local
     if back > 2 and x.dim() >= back and x.shape[-back] != 1:
         return take_part(x, x.dim() - back, cut.part.ranges, cut.group)
@@ -370,28 +378,30 @@ def _beside(cut: Sharded, x: Any, back: int) -> Tensor:
 @implements("scaled_dot_product_attention", any_place=True)
 def _attention(
     func: Callable[..., Any],
-    query: Sharded,
-    key: Sharded,
-    value: Sharded,
+    query: ShardedValue,
+    key: ShardedValue,
+    value: ShardedValue,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Sharded:
+) -> ShardedValue:
     """Attention by heads: q [..., heads, seq, width] is cut along heads; k and v have at least the heads that these need."""
     at = query.dim() - 3
-    if not isinstance(query, Sharded) or query.part.dim != at:
-        cut = query if isinstance(query, Sharded) else key if isinstance(key, Sharded) else value
-        raise refusal("scaled_dot_product_attention", cut, "is possible where heads (the third dim from the right) are cut")
+    if not isinstance(query, ShardedValue) or query.part.dim != at:
+        cut = query if isinstance(query, ShardedValue) else key if isinstance(key, ShardedValue) else value
+        raise unsupported_on_part_error(
+            "scaled_dot_product_attention", cut, "is possible where heads (the third dim from the right) are cut"
+        )
     gqa = False
     pair = []
     for x in (key, value):
-        if isinstance(x, Sharded) and x.part.dim != at:
-            raise refusal("scaled_dot_product_attention", x, "needs keys and values that are cut by heads")
-        spans = x.part.ranges if isinstance(x, Sharded) else ((0, x.shape[at]),)
+        if isinstance(x, ShardedValue) and x.part.dim != at:
+            raise unsupported_on_part_error("scaled_dot_product_attention", x, "needs keys and values that are cut by heads")
+        spans = x.part.ranges if isinstance(x, ShardedValue) else ((0, x.shape[at]),)
         heads = x.shape[at]
-        local = x.local if isinstance(x, Sharded) else take_part(x, at, spans, query.group)
+        local = x.local if isinstance(x, ShardedValue) else take_part(x, at, spans, query.group)
         if heads not in (1, query.part.size) and (not enable_gqa or query.part.size % heads):
             raise ModelError(
                 f"{query.part.size} query heads and {heads} key heads in scaled_dot_product_attention",
@@ -406,10 +416,10 @@ def _attention(
             local = local.index_select(at, torch.tensor(needed, device=local.device))
         pair.append(local)
     if pair[0].shape[at] != pair[1].shape[at]:
-        raise refusal("scaled_dot_product_attention", query, "has keys and values of different heads")
-    if isinstance(attn_mask, Sharded):
+        raise unsupported_on_part_error("scaled_dot_product_attention", query, "has keys and values of different heads")
+    if isinstance(attn_mask, ShardedValue):
         if attn_mask.dim() - attn_mask.part.dim != 3 or attn_mask.part.ranges != query.part.ranges:
-            raise refusal(
+            raise unsupported_on_part_error(
                 "scaled_dot_product_attention", attn_mask, "needs a mask that is whole or cut by heads as the queries are"
             )
         mask: Tensor | None = attn_mask.local
@@ -447,8 +457,8 @@ def _needed(queries: IndexRanges, group: int, held: IndexRanges) -> tuple[int, l
 
 
 def _dropped_attention(
-    query: Sharded, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None
-) -> Sharded:
+    query: ShardedValue, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None
+) -> ShardedValue:
     """softmax(q k^T) v with dropout of the probabilities, whose mask is the whole value's."""
     q, at = query.local, query.dim() - 3
     if key.shape[at] != q.shape[at]:

@@ -1,6 +1,6 @@
 """A value of which each shard holds a part: what users' own forward functions compute with between sharded layers.
 
-A `Sharded` value stands in for the whole tensor. It has the whole shape, so code written for one process
+A `ShardedValue` value stands in for the whole tensor. It has the whole shape, so code written for one process
 (`view(b, s, heads, -1)`, `width // heads`) runs unchanged, and computes on this shard's part. Like `torch.fx.Proxy` it is
 no tensor, but takes part in torch's functions through `__torch_function__`. An operation that needs the parts of other
 shards is refused by name; none gives a wrong result.
@@ -17,24 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.tensor_parallel.functions import copy_to_shards, select_ranges
+from raypar.model.tensor_parallel.autograd_collectives import copy_to_shards, select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.part_layout import SEQUENCE, PartLayout, sequence_part
+from raypar.model.tensor_parallel.local_part_layout import SEQUENCE, LocalPartLayout, sequence_part_layout
 from raypar.plan.shard_ranges import (
     IndexRanges,
-    common_factor,
     count_indices,
     intersect_ranges,
-    positions_of,
+    positions_of_indices,
     repeat_ranges,
     scale_ranges,
+    view_ranges_as_dims,
 )
 
 Implementation = Callable[..., Any]
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 """Name of a torch function or method -> implementation(function, *args, **kwargs) for values that are cut."""
 _ANY_PLACE: set[str] = set()
-"""Names of functions whose `Sharded` argument need not be the first."""
+"""Names of functions whose `ShardedValue` argument need not be the first."""
 
 
 def implements(*names: str, any_place: bool = False) -> Callable[[Implementation], Implementation]:
@@ -48,7 +48,7 @@ def implements(*names: str, any_place: bool = False) -> Callable[[Implementation
     return enter
 
 
-def refusal(name: str, x: Sharded, why: str = "needs the parts of other shards") -> ModelError:
+def unsupported_on_part_error(name: str, x: ShardedValue, why: str = "needs the parts of other shards") -> ModelError:
     """The error for an operation that cannot be computed on a part alone; `name`: of the operation."""
     of = f"{name} of a value {list(x.shape)} that is cut along dim {x.part.dim}"
     if x.part.axis == SEQUENCE:
@@ -64,7 +64,7 @@ def refusal(name: str, x: Sharded, why: str = "needs the parts of other shards")
     )
 
 
-class Sharded:
+class ShardedValue:
     """A value that is cut over the shards of a group.
 
     `local`: this shard's part, as a tensor; `part`: which part it is; `group`: the shards that have the others.
@@ -72,7 +72,7 @@ class Sharded:
 
     __slots__ = ("group", "local", "part")
 
-    def __init__(self, local: Tensor, part: PartLayout, group: ShardGroup) -> None:
+    def __init__(self, local: Tensor, part: LocalPartLayout, group: ShardGroup) -> None:
         self.local, self.part, self.group = local, part, group
 
     @classmethod
@@ -83,8 +83,10 @@ class Sharded:
         if not args and "input" in named:
             args = (named.pop("input"),)
         found = IMPLEMENTATIONS.get(name)
-        if found is None or not (name in _ANY_PLACE or isinstance(args[0], Sharded)):
-            raise refusal(name, next(v for v in flatten_arguments((*args, *named.values())) if isinstance(v, Sharded)))
+        if found is None or not (name in _ANY_PLACE or isinstance(args[0], ShardedValue)):
+            raise unsupported_on_part_error(
+                name, next(v for v in flatten_arguments((*args, *named.values())) if isinstance(v, ShardedValue))
+            )
         return found(func, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -94,13 +96,13 @@ class Sharded:
         if name in _OF_THE_PART:
             return getattr(self.local, name)
         if hasattr(Tensor, name) and not name.startswith("__"):
-            raise refusal(name, self)
+            raise unsupported_on_part_error(name, self)
         raise AttributeError(name)
 
-    def like(self, local: Tensor) -> Sharded:
+    def like(self, local: Tensor) -> ShardedValue:
         """What was computed from this value: cut as it is, other dims may have other sizes."""
         self.check_recorded()
-        return Sharded(local, self.part, self.group)
+        return ShardedValue(local, self.part, self.group)
 
     def check_recorded(self) -> None:
         """Raises `ModelError` where gradients are recorded but switched off for the code that uses this value.
@@ -129,7 +131,7 @@ class Sharded:
         A value that is cut along its sequence may have been moved or reshaped; then it is not.
         """
         part, group = self.part, self.group
-        return part.axis == SEQUENCE and self.dim() > 2 and part == sequence_part(part.size, group.shard, group.size)
+        return part.axis == SEQUENCE and self.dim() > 2 and part == sequence_part_layout(part.size, group.shard, group.size)
 
     def size(self, dim: int | None = None) -> Any:
         """As of a tensor."""
@@ -158,15 +160,15 @@ class Sharded:
         return IMPLEMENTATIONS["__getitem__"](None, self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise refusal("writing into a part", self, "is not possible")
+        raise unsupported_on_part_error("writing into a part", self, "is not possible")
 
     def __bool__(self) -> bool:
-        raise refusal("a condition", self)
+        raise unsupported_on_part_error("a condition", self)
 
     def __repr__(self) -> str:
         return f"Sharded({list(self.shape)}, dim {self.part.dim} cut, {list(self.part.ranges)} here)"
 
-    def reshaped(self, shape: Sequence[int]) -> Sharded:
+    def reshaped(self, shape: Sequence[int]) -> ShardedValue:
         """As `Tensor.reshape`. Raises `ModelError` when the part here is no block of the new shape."""
         now = self.shape
         if -1 in shape:
@@ -177,9 +179,9 @@ class Sharded:
             raise ModelError(f"a value of shape {list(now)} cannot be viewed as {list(shape)}", cure="check the sizes")
         found = _viewed(tuple(now), tuple(shape), self.part)
         if found is None:
-            raise refusal(f"view({', '.join(map(str, shape))})", self, self._unviewable(shape))
+            raise unsupported_on_part_error(f"view({', '.join(map(str, shape))})", self, self._unviewable(shape))
         local, part = found
-        return Sharded(self.local.reshape(local), part, self.group)
+        return ShardedValue(self.local.reshape(local), part, self.group)
 
     def _unviewable(self, shape: Sequence[int]) -> str:
         """Why the part here is no block of that shape."""
@@ -221,7 +223,9 @@ def flatten_arguments(arguments: Sequence[Any]) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=1024)
-def _viewed(old: tuple[int, ...], new: tuple[int, ...], part: PartLayout) -> tuple[tuple[int, ...], PartLayout] | None:
+def _viewed(
+    old: tuple[int, ...], new: tuple[int, ...], part: LocalPartLayout
+) -> tuple[tuple[int, ...], LocalPartLayout] | None:
     """(shape of the local tensor, which part it is) after a view; None when the part is no block of the new shape."""
     a = b = 0  # dims [a, i) of old and [b, j) of new have the same product: the smallest such group that holds the cut dim
     i = j = 0
@@ -242,14 +246,14 @@ def _viewed(old: tuple[int, ...], new: tuple[int, ...], part: PartLayout) -> tup
         j += 1
     inner = prod(old[part.dim + 1 : i])
     merged = repeat_ranges(scale_ranges(part.ranges, inner), part.size * inner, prod(old[a : part.dim]))
-    found = common_factor(merged, new[b:j])
+    found = view_ranges_as_dims(merged, new[b:j])
     if found is None:
         return None
     place, ranges = found
     dim = b + place
     local = list(new)
     local[dim] = count_indices(ranges)
-    return tuple(local), PartLayout(dim, new[dim], ranges, part.axis)
+    return tuple(local), LocalPartLayout(dim, new[dim], ranges, part.axis)
 
 
 def take_part(x: Tensor, dim: int, ranges: IndexRanges, group: ShardGroup) -> Tensor:
@@ -266,15 +270,15 @@ def take_part(x: Tensor, dim: int, ranges: IndexRanges, group: ShardGroup) -> Te
     return select_ranges(x, dim, ranges)
 
 
-def narrow_part(x: Sharded, ranges: IndexRanges) -> Sharded:
+def narrow_part(x: ShardedValue, ranges: IndexRanges) -> ShardedValue:
     """The value with fewer indices of the cut dim: `ranges`, of which this shard has all."""
     if ranges == x.part.ranges:
         return x
-    local = select_ranges(x.local, x.part.dim, positions_of(x.part.ranges, ranges))
-    return Sharded(local, x.part.narrowed_to(ranges), x.group)
+    local = select_ranges(x.local, x.part.dim, positions_of_indices(x.part.ranges, ranges))
+    return ShardedValue(local, x.part.narrowed_to(ranges), x.group)
 
 
-def common_ranges(name: str, ranges: IndexRanges, other: Sharded) -> IndexRanges:
+def common_ranges(name: str, ranges: IndexRanges, other: ShardedValue) -> IndexRanges:
     """The indices that both of two values have here: those of one of them, which the other must contain.
 
     Only so does some shard compute every element. The parts may differ because a key head serves queries of several shards.
@@ -282,35 +286,39 @@ def common_ranges(name: str, ranges: IndexRanges, other: Sharded) -> IndexRanges
     """
     both = intersect_ranges(ranges, other.part.ranges)
     if both not in (ranges, other.part.ranges):
-        raise refusal(name, other, f"meets one of which {list(ranges)} are here, not {list(other.part.ranges)}")
+        raise unsupported_on_part_error(
+            name, other, f"meets one of which {list(ranges)} are here, not {list(other.part.ranges)}"
+        )
     return both
 
 
-def align_parts(name: str, values: Sequence[Any]) -> tuple[list[Any], Sharded]:
-    """(values that are broadcast together, each as the tensor of this shard's part; one `Sharded` value that is cut so).
+def cut_operands_alike(name: str, values: Sequence[Any]) -> tuple[list[Any], ShardedValue]:
+    """(values that are broadcast together, each as the tensor of this shard's part; one `ShardedValue` value that is cut so).
 
     Whole tensors are cut where they have the cut dim. Raises `ModelError` when the parts are not of the same dim.
     """
-    sharded = [v for v in values if isinstance(v, Sharded)]
+    sharded = [v for v in values if isinstance(v, ShardedValue)]
     first = max(sharded, key=lambda v: v.dim())
     back = first.dim() - first.part.dim
     ranges = first.part.ranges
     for other in sharded:
         if other.dim() - other.part.dim != back or other.part.size != first.part.size:
-            raise refusal(name, other, f"meets one {list(first.shape)} that is cut along dim {first.part.dim}")
+            raise unsupported_on_part_error(
+                name, other, f"meets one {list(first.shape)} that is cut along dim {first.part.dim}"
+            )
         if other.part.ranges != ranges:
             ranges = common_ranges(name, ranges, other)
-    dims = max(v.dim() for v in values if isinstance(v, (Tensor, Sharded)))
+    dims = max(v.dim() for v in values if isinstance(v, (Tensor, ShardedValue)))
     found: list[Any] = []
     for value in values:
-        if isinstance(value, Sharded):
+        if isinstance(value, ShardedValue):
             found.append(narrow_part(value, ranges).local)
         elif isinstance(value, Tensor):
             cut = value.dim() >= back and value.shape[-back] != 1
             found.append(take_part(value, value.dim() - back, ranges, first.group) if cut else _take_all(value, first.group))
         else:
             found.append(value)
-    return found, Sharded(first.local, PartLayout(dims - back, first.part.size, ranges, first.part.axis), first.group)
+    return found, ShardedValue(first.local, LocalPartLayout(dims - back, first.part.size, ranges, first.part.axis), first.group)
 
 
 def _take_all(x: Tensor, group: ShardGroup) -> Tensor:

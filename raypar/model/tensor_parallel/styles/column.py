@@ -10,9 +10,15 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
-from raypar.model.tensor_parallel.styles.style import COLUMN_TRAFFIC, LinearStyle, cut_output, features_per_part, share_evenly
-from raypar.plan.shard_layout import LayerTraffic, ShardLayout
-from raypar.plan.shard_ranges import Cut, repeat_ranges
+from raypar.model.tensor_parallel.styles.style import (
+    COLUMN_TRAFFIC,
+    LinearStyle,
+    cut_linear_by_output,
+    features_per_part,
+    share_evenly,
+)
+from raypar.plan.shard_ranges import TensorCut, repeat_ranges
+from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +47,19 @@ class ColumnStyle(LinearStyle):
         """See `ShardingStyle`."""
         return f"/{self.parts}" if self.parts > 1 else ""
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         part = features_per_part(name, self, module.out_features, self.parts, "output")
         even = share_evenly(name, "output features", part, shards)
-        return cut_output(module, tuple(repeat_ranges(ranges, part, self.parts) for ranges in even))
+        return cut_linear_by_output(module, tuple(repeat_ranges(ranges, part, self.parts) for ranges in even))
 
-    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         held = layout.cuts[f"{name}.weight"].held[group.shard]
         return ColumnLinear(module, name, group, held, axis="features", shares_input=name in layout.shared_inputs)
 
-    def collectives(self, module: nn.Module) -> LayerTraffic:
+    def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
         return COLUMN_TRAFFIC

@@ -10,9 +10,9 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
-from raypar.model.tensor_parallel.styles.style import COLUMN_TRAFFIC, LinearStyle, cut_output, share_evenly
-from raypar.plan.shard_layout import LayerCollective, LayerTraffic, ShardLayout
-from raypar.plan.shard_ranges import Cut
+from raypar.model.tensor_parallel.styles.style import COLUMN_TRAFFIC, LinearStyle, cut_linear_by_output, share_evenly
+from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, TensorParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,19 @@ class GatheredStyle(LinearStyle):
     summary: ClassVar[str] = "Linear: cut by output features, which are then gathered"
     input_group: ClassVar[str | None] = "features"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
-        return cut_output(module, share_evenly(name, "output features", module.out_features, shards))
+        return cut_linear_by_output(module, share_evenly(name, "output features", module.out_features, shards))
 
-    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         held = layout.cuts[f"{name}.weight"].held[group.shard]
         shares = name in layout.shared_inputs
         return ColumnLinear(module, name, group, held, axis="features", shares_input=shares, gather=True)
 
-    def collectives(self, module: nn.Module) -> LayerTraffic:
+    def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
         gather = LayerCollective("all_gather", "forward", "output")
-        return LayerTraffic((gather, *COLUMN_TRAFFIC.plain), (gather, *COLUMN_TRAFFIC.sequence))
+        return LayerCollectives((gather, *COLUMN_TRAFFIC.plain), (gather, *COLUMN_TRAFFIC.sequence))

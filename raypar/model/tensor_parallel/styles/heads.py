@@ -8,22 +8,22 @@ from typing import ClassVar
 
 from torch import nn
 
-from raypar.model.tensor_parallel.styles.by_heads import HeadOutputStyle
-from raypar.model.tensor_parallel.styles.style import cut_output, features_per_part
-from raypar.plan.shard_ranges import Cut, scale_ranges
+from raypar.model.tensor_parallel.styles.heads_base import HeadColumnStyle
+from raypar.model.tensor_parallel.styles.style import cut_linear_by_output, features_per_part
+from raypar.plan.shard_ranges import TensorCut, scale_ranges
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsStyle(HeadOutputStyle):
+class HeadsStyle(HeadColumnStyle):
     """Each shard makes the queries of its heads."""
 
     name: ClassVar[str] = "heads"
     summary: ClassVar[str] = "Linear that makes queries: cut by heads (heads:8 when the module does not say how many)"
     input_group: ClassVar[str | None] = "heads"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         queries = self.query_heads(name, shards)
         unit = features_per_part(name, self, module.out_features, self.heads, "output")
-        return cut_output(module, tuple(scale_ranges(ranges, unit) for ranges in queries))
+        return cut_linear_by_output(module, tuple(scale_ranges(ranges, unit) for ranges in queries))

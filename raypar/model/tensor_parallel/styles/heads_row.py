@@ -10,10 +10,10 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import RowLinear
-from raypar.model.tensor_parallel.styles.by_heads import HeadStyle
+from raypar.model.tensor_parallel.styles.heads_base import HeadStyle
 from raypar.model.tensor_parallel.styles.style import ROW_TRAFFIC, features_per_part
-from raypar.plan.shard_layout import LayerTraffic, ShardLayout
-from raypar.plan.shard_ranges import Cut, scale_ranges
+from raypar.plan.shard_ranges import TensorCut, scale_ranges
+from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,18 @@ class HeadsRowStyle(HeadStyle):
     name: ClassVar[str] = "heads-row"
     summary: ClassVar[str] = "Linear that reads attention's output: cut by input features, by heads"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         unit = features_per_part(name, self, module.in_features, self.heads, "input")
         held = tuple(scale_ranges(ranges, unit) for ranges in self.query_heads(name, shards))
-        return {"weight": Cut(1, module.in_features, held)}
+        return {"weight": TensorCut(1, module.in_features, held)}
 
-    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].held[group.shard])
 
-    def collectives(self, module: nn.Module) -> LayerTraffic:
+    def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
         return ROW_TRAFFIC

@@ -8,19 +8,19 @@ from typing import ClassVar
 
 from torch import nn
 
-from raypar.model.tensor_parallel.styles.by_heads import HeadOutputStyle
-from raypar.model.tensor_parallel.styles.style import cut_output, features_per_part
-from raypar.plan.shard_ranges import Cut, merge_ranges, scale_ranges, shift_ranges
+from raypar.model.tensor_parallel.styles.heads_base import HeadColumnStyle
+from raypar.model.tensor_parallel.styles.style import cut_linear_by_output, features_per_part
+from raypar.plan.shard_ranges import TensorCut, merge_ranges, scale_ranges, shift_ranges
 
 
 @dataclass(frozen=True, slots=True)
-class QkvStyle(HeadOutputStyle):
+class QkvStyle(HeadColumnStyle):
     """Each shard makes its part of the queries, of the keys and of the values."""
 
     name: ClassVar[str] = "qkv"
     summary: ClassVar[str] = "Linear that makes [queries, keys, values]: each cut by heads (qkv:8 or qkv:8/2)"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         queries, keys = self.query_heads(name, shards), self.key_heads(name, shards)
@@ -30,4 +30,4 @@ class QkvStyle(HeadOutputStyle):
             merge_ranges(scale_ranges((*mine, *shift_ranges(own, q), *shift_ranges(own, q + kv)), unit))
             for mine, own in zip(queries, keys, strict=True)
         )
-        return cut_output(module, held)
+        return cut_linear_by_output(module, held)

@@ -9,19 +9,19 @@ from typing import ClassVar
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.styles.by_heads import HeadOutputStyle
-from raypar.model.tensor_parallel.styles.style import cut_output, features_per_part
-from raypar.plan.shard_ranges import Cut, scale_ranges
+from raypar.model.tensor_parallel.styles.heads_base import HeadColumnStyle
+from raypar.model.tensor_parallel.styles.style import cut_linear_by_output, features_per_part
+from raypar.plan.shard_ranges import TensorCut, scale_ranges
 
 
 @dataclass(frozen=True, slots=True)
-class QkvInterleavedStyle(HeadOutputStyle):
+class QkvInterleavedStyle(HeadColumnStyle):
     """Each shard makes query, key and value of its heads."""
 
     name: ClassVar[str] = "qkv-interleaved"
     summary: ClassVar[str] = "Linear that makes [query, key, value] head after head: cut by heads"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         queries = self.query_heads(name, shards)
@@ -31,4 +31,4 @@ class QkvInterleavedStyle(HeadOutputStyle):
                 cure="qkv-interleaved needs as many key heads as query heads; give it the style whole",
             )
         unit = features_per_part(name, self, module.out_features, self.heads, "output")
-        return cut_output(module, tuple(scale_ranges(ranges, unit) for ranges in queries))
+        return cut_linear_by_output(module, tuple(scale_ranges(ranges, unit) for ranges in queries))

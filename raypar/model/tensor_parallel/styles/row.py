@@ -11,8 +11,8 @@ from torch import nn
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import RowLinear
 from raypar.model.tensor_parallel.styles.style import ROW_TRAFFIC, LinearStyle, share_evenly
-from raypar.plan.shard_layout import LayerTraffic, ShardLayout
-from raypar.plan.shard_ranges import Cut
+from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,16 @@ class RowStyle(LinearStyle):
     name: ClassVar[str] = "row"
     summary: ClassVar[str] = "Linear: cut by input features; the shards' contributions are summed"
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
-        return {"weight": Cut(1, module.in_features, share_evenly(name, "input features", module.in_features, shards))}
+        return {"weight": TensorCut(1, module.in_features, share_evenly(name, "input features", module.in_features, shards))}
 
-    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
         return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].held[group.shard])
 
-    def collectives(self, module: nn.Module) -> LayerTraffic:
+    def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
         return ROW_TRAFFIC

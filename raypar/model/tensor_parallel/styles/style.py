@@ -12,8 +12,14 @@ from torch import nn
 
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.plan.shard_layout import LayerCollective, LayerTraffic, ShardCost, ShardLayout, slice_shape
-from raypar.plan.shard_ranges import Cut, IndexRanges, even_range
+from raypar.plan.shard_ranges import IndexRanges, TensorCut, even_ranges_by_shard
+from raypar.plan.tensor_parallel_layout import (
+    LayerCollective,
+    LayerCollectives,
+    ShardWorkShare,
+    TensorParallelLayout,
+    shard_slice_shape,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +65,31 @@ class ShardingStyle(ABC):
         """Raises the `PlanError` that says why a module cannot be cut in this style; `name`: its qualified name."""
 
     @abstractmethod
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """Parameter (`weight`, `bias`) -> which part each shard holds. What is not named, buffers too, is whole on every shard.
 
         Raises `PlanError` with the numbers that do not fit.
         """
 
     @abstractmethod
-    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """The `ShardedModule` that this shard runs in the place of `module`, whose parameters are slices already."""
 
     @abstractmethod
-    def collectives(self, module: nn.Module) -> LayerTraffic:
+    def collectives(self, module: nn.Module) -> LayerCollectives:
         """What the layer sends over shards for each microbatch."""
 
-    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardCost, ...]:
+    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
         """By shard: its share of the layer's work and memory. By default the work goes by the elements of the weight."""
         slices = self.slices(name, module, shards)
         parameters = {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None}
 
         def share(shard: int, keys: Sequence[str]) -> float:
-            here = {key: slice_shape(slices[key], parameters[key], shard) for key in keys if key in slices}
+            here = {key: shard_slice_shape(slices[key], parameters[key], shard) for key in keys if key in slices}
             whole = sum(prod(parameters[key]) for key in keys)
             return sum(prod(here.get(key, parameters[key])) for key in keys) / whole if whole else 1.0
 
-        return tuple(ShardCost(share(shard, ["weight"]), share(shard, [*parameters])) for shard in range(shards))
+        return tuple(ShardWorkShare(share(shard, ["weight"]), share(shard, [*parameters])) for shard in range(shards))
 
 
 class LinearStyle(ShardingStyle):
@@ -94,16 +100,16 @@ class LinearStyle(ShardingStyle):
     def check_fits(self, name: str, module: nn.Module) -> None:
         """See `ShardingStyle`."""
         if not is_plain_linear(module):
-            raise does_not_fit(self, name, module)
+            raise style_misfit_error(self, name, module)
 
 
-COLUMN_TRAFFIC = LayerTraffic(
+COLUMN_TRAFFIC = LayerCollectives(
     plain=(LayerCollective("all_reduce", "backward", "input"),),
     sequence=(LayerCollective("all_gather", "forward", "input"), LayerCollective("reduce_scatter", "backward", "input")),
 )
 """A layer that needs all of its input and makes a part of its output (Megatron's f)."""
 
-ROW_TRAFFIC = LayerTraffic(
+ROW_TRAFFIC = LayerCollectives(
     plain=(LayerCollective("all_reduce", "forward", "output"),),
     sequence=(LayerCollective("reduce_scatter", "forward", "output"), LayerCollective("all_gather", "backward", "output")),
 )
@@ -126,7 +132,7 @@ def _is_replaceable(module: nn.Module) -> bool:
     return module._parameters.get("weight") is not None and "forward" not in vars(module) and not any(hooks)
 
 
-def does_not_fit(style: ShardingStyle, name: str, module: nn.Module) -> PlanError:
+def style_misfit_error(style: ShardingStyle, name: str, module: nn.Module) -> PlanError:
     """The error for a module of another class than the style is for, or one that does more than its class."""
     known = isinstance(module, (nn.Linear, nn.Embedding))
     return PlanError(
@@ -144,7 +150,7 @@ def share_evenly(name: str, what: str, total: int, shards: int) -> tuple[IndexRa
             f"{name} has {total} {what} for {shards} shards: some would have none",
             cure=f"set plan.shards <= {total}, or give it and the layers it works with the style whole (plan.styles)",
         )
-    return even_range(total, shards)
+    return even_ranges_by_shard(total, shards)
 
 
 def features_per_part(name: str, style: ShardingStyle, features: int, parts: int, which: str) -> int:
@@ -157,7 +163,7 @@ def features_per_part(name: str, style: ShardingStyle, features: int, parts: int
     return features // parts
 
 
-def cut_output(module: nn.Linear, held: tuple[IndexRanges, ...]) -> dict[str, Cut]:
+def cut_linear_by_output(module: nn.Linear, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
     """Slices of a linear layer of which shard t makes the output features `held[t]`: rows of the weight, and the bias."""
-    cut = Cut(0, module.out_features, held)
+    cut = TensorCut(0, module.out_features, held)
     return {key: cut for key, parameter in module._parameters.items() if parameter is not None}

@@ -19,14 +19,14 @@ from raypar.model.tensor_parallel.styles.style import (
     COLUMN_TRAFFIC,
     ROW_TRAFFIC,
     ShardingStyle,
-    cut_output,
-    does_not_fit,
+    cut_linear_by_output,
     is_plain_embedding,
     is_plain_linear,
     share_evenly,
+    style_misfit_error,
 )
-from raypar.plan.shard_layout import LayerTraffic, ShardCost, ShardLayout
-from raypar.plan.shard_ranges import Cut
+from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.tensor_parallel_layout import LayerCollectives, ShardWorkShare, TensorParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,22 @@ class VocabularyStyle(ShardingStyle):
     def check_fits(self, name: str, module: nn.Module) -> None:
         """See `ShardingStyle`."""
         if not is_plain_linear(module) and not is_plain_embedding(module):
-            raise does_not_fit(self, name, module)
+            raise style_misfit_error(self, name, module)
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
             raise PlanError(
                 f"{name} scales by what is in all of its vocabulary (max_norm, scale_grad_by_freq)",
                 cure="give it the style whole",
             )
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
         if isinstance(module, nn.Embedding):
             ids = module.num_embeddings
-            return {"weight": Cut(0, ids, share_evenly(name, "rows of vocabulary", ids, shards))}
+            return {"weight": TensorCut(0, ids, share_evenly(name, "rows of vocabulary", ids, shards))}
         assert isinstance(module, nn.Linear)
-        return cut_output(module, share_evenly(name, "output features", module.out_features, shards))
+        return cut_linear_by_output(module, share_evenly(name, "output features", module.out_features, shards))
 
-    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         held = layout.cuts[f"{name}.weight"].held[group.shard]
         if isinstance(module, nn.Embedding):
@@ -62,11 +62,11 @@ class VocabularyStyle(ShardingStyle):
         assert isinstance(module, nn.Linear)
         return ColumnLinear(module, name, group, held, axis="vocabulary")
 
-    def collectives(self, module: nn.Module) -> LayerTraffic:
+    def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`. The cross-entropy of logits that are cut gathers three numbers a token besides."""
         return ROW_TRAFFIC if isinstance(module, nn.Embedding) else COLUMN_TRAFFIC
 
-    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardCost, ...]:
+    def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
         """See `ShardingStyle`. Every shard of an embedding looks up a row for each id of the batch, and masks the others'."""
         shares = ShardingStyle.cost(self, name, module, shards)
         return tuple(replace(share, compute=1.0) for share in shares) if isinstance(module, nn.Embedding) else shares

@@ -10,8 +10,8 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
-from raypar.plan.shard_layout import LayerTraffic, ShardLayout
-from raypar.plan.shard_ranges import Cut
+from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class WholeStyle(ShardingStyle):
     def check_fits(self, name: str, module: nn.Module) -> None:
         """Any module fits."""
 
-    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, Cut]:
+    def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """None: a layer without slices is left out of the layout."""
         return {}
 
-    def build(self, name: str, module: nn.Module, layout: ShardLayout, group: ShardGroup) -> nn.Module:
+    def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """The module itself: nothing of it is cut."""
         return module
 
-    def collectives(self, module: nn.Module) -> LayerTraffic:
+    def collectives(self, module: nn.Module) -> LayerCollectives:
         """None."""
-        return LayerTraffic()
+        return LayerCollectives()

@@ -1,0 +1,280 @@
+"""The client's side of a run: starts the driver actor, follows its events, passes Ctrl-C on, removes what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypar import __version__
+from raypar.actors.driver_actor import ABANDONED_S, DriverActor
+from raypar.actors.driver_shutdown import CLIENT_GONE_S
+from raypar.actors.journal import Journal
+from raypar.actors.run_request import RunRequest
+from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
+from raypar.elastic.actions import EndKind
+from raypar.errors import ActiveError, ClusterError, OutlivedError, RayparError, WorkerLost
+
+GRACE_S = 1.5
+"""How long the steps in flight may take after Ctrl-C before they are voided."""
+
+TURN_S = 0.5
+"""Time of one wait for the driver; signals are looked at in between."""
+
+DRIVER_SILENT_S = 30.0
+"""How long the driver may take to answer: it only reports what has happened."""
+
+DRIVER_START_S = 300.0
+"""How long the driver's process may take to start: more than half a minute on a busy machine."""
+
+ALONE_S = 10.0
+"""Time without a poll after which a driver has lost its client: clients poll all the time."""
+
+DRIVER_BACK_S = 60.0
+"""How long Ray may take to restart the driver of an elastic run."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: kind of end, reason, number of steps of the job that are done, error of a failed run."""
+
+    end: EndKind
+    why: str
+    done: int
+    error: Exception | None
+
+
+def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEnd:
+    """Run a request on the Ray cluster this process is connected to, until the run is over; `tell` gets every event.
+
+    The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
+    Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself is lost.
+    """
+    place = run_namespace(request.run)
+    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    try:
+        driver = (
+            ray.remote(DriverActor)
+            .options(
+                name="driver",
+                namespace=place,
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=-1 if request.policy.elastic else 0,
+                max_concurrency=100,
+                scheduling_strategy=home,  # beside the client, not on a node that may be the one to go
+            )
+            .remote(request.run)
+        )
+    except ValueError as error:
+        raise active_run_error(request.run) from error
+    try:
+        with collecting_signals() as asked:
+            return _follow(driver, request, tell, asked)
+    finally:
+        remove_run_from_cluster(driver, request.run)
+
+
+def remove_run_from_cluster(driver: Any, run: str) -> None:
+    """Remove the driver and whatever the run has left on the cluster."""
+    with contextlib.suppress(Exception):
+        ray.kill(driver, no_restart=True)
+    with contextlib.suppress(Exception):
+        remove_leftover_placement_groups(run)
+    with contextlib.suppress(Exception):
+        Journal(run).erase()
+
+
+def refuse_active_run(run: str) -> None:
+    """Raise `ActiveError` if a driver of this run lives on the Ray cluster this process is connected to.
+
+    A driver that has lost its client is told to save and end first; then `OutlivedError` is raised, and the next attempt to
+    resume finds the newer checkpoint.
+    """
+    try:
+        driver = ray.get_actor("driver", namespace=run_namespace(run))
+    except ValueError:
+        return
+    epoch = cursor = 0
+    until_s, ends = time.monotonic() + DRIVER_SILENT_S, list[dict[str, Any]]()
+    try:
+        alone_s = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
+        if alone_s < ALONE_S:
+            raise active_run_error(run)
+        driver.stop.remote("its client is gone, and it is to be resumed", GRACE_S)
+        while not ends and time.monotonic() < until_s:
+            events, epoch, cursor = ray.get(driver.events.remote(epoch, cursor, 0.3), timeout=DRIVER_SILENT_S)
+            ends = [event for event in events if event["kind"] == "end"]
+    except RayError as error:  # it does not answer, or dies
+        raise active_run_error(run) from error
+    if not ends:
+        raise active_run_error(run)
+    remove_run_from_cluster(driver, run)
+    raise OutlivedError(
+        f"run {run!r} was still active on this cluster, without a client for {alone_s:.0f} s; now it has ended, "
+        f"after {ends[0]['done']} steps",
+        cure="the driver has saved: run the same command again to resume from its last checkpoint",
+    )
+
+
+def active_run_error(run: str) -> ActiveError:
+    """The error when another run of this name is active."""
+    minutes = (ABANDONED_S + CLIENT_GONE_S) / 60
+    ends = f"one whose client is gone saves its state and ends by itself within {minutes:.0f} minutes"
+    return ActiveError(
+        f"a run called {run!r} is active on this cluster",
+        cure=f"end that one with Ctrl-C where it was started ({ends}), or choose another name",
+    )
+
+
+def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> RunEnd:
+    """How the run ended. Until then every event of the driver is told, once. `asked`: the signals received so far."""
+    return RunFollower(driver, request, tell, asked).follow()
+
+
+class RunFollower:
+    """Polls the driver of one run until the run is over, waits for a driver that Ray restarts, and passes Ctrl-C on."""
+
+    def __init__(self, driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> None:
+        self.driver = driver
+        self.request = request
+        self.tell = tell
+        self.asked = asked
+        """Signals received: the first one asks the driver to save and end, the second one ends the run at once."""
+        self.epoch = self.cursor = 0
+        """Up to where the driver's events have been received (`EventFeed.after`)."""
+        self.last_step = {"step": request.policy.first, "validation": -1, "checkpoint": -1}
+        """Kind of event -> the last step told of it. A restarted driver sends these events again."""
+        self.stop_sent = False
+        """Whether the driver that lives now has been told of the first signal."""
+        self.lost_s: float | None = None
+        """Since when the driver has been dead; None while it lives."""
+        self.patience_s = DRIVER_START_S
+        """How long the driver may take for its next answer."""
+        self.started: Any = driver.start.remote(request)
+        """The pending call that starts the run; None once it has returned."""
+
+    def follow(self) -> RunEnd:
+        """Poll until an event says how the run ended. Raises `WorkerLost` or `ClusterError` for a driver that is lost."""
+        while True:
+            asking = self.driver.events.remote(self.epoch, self.cursor, 0.3)
+            self._await_answer(asking)
+            if len(self.asked) > 1:
+                return RunEnd("interrupted", f"{self.asked[1]} again: ended without waiting", self.last_step["step"], None)
+            for event in self._receive(asking):
+                if event["kind"] == "end":
+                    error = pickle.loads(event["error"]) if event["error"] is not None else None
+                    return RunEnd(event["end"], event["why"], event["done"], error)
+                if self._is_new(event):
+                    self._say(event)
+            if self.asked and not self.stop_sent and self.lost_s is None:
+                self.stop_sent = True
+                text = f"{self.asked[0]}: finishing the step and saving"
+                self._say({"kind": "stopping", "time": time.time(), "text": text})
+                self.driver.stop.remote(self.asked[0], GRACE_S)
+
+    def _await_answer(self, asking: Any) -> None:
+        """Wait for an answer of the driver. The silent driver of an elastic run is killed, and Ray starts another one."""
+        if wait_for_driver_answer(asking, self.asked, self.patience_s):
+            return
+        self.patience_s = min(self.patience_s, DRIVER_SILENT_S) if self.asked else self.patience_s
+        what = f"the driver does not answer for {self.patience_s:.0f} s"
+        cure = "look at its node; `raypar resume` goes on from the last checkpoint"
+        if not self.request.policy.elastic:
+            raise WorkerLost(what, cure=cure)
+        self._say({"kind": "warning", "text": f"{what}: it is ended and started again"})
+        ray.kill(self.driver, no_restart=False)
+        if not wait_for_driver_answer(asking, self.asked, DRIVER_BACK_S):
+            raise WorkerLost(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure=cure)
+
+    def _receive(self, asking: Any) -> list[dict[str, Any]]:
+        """The events in the driver's answer; none while the driver is dead and may be restarted."""
+        try:
+            events, self.epoch, self.cursor = ray.get(asking)
+            if self.started is not None and ray.wait([self.started], timeout=0)[0]:
+                ray.get(self.started)
+                self.started = None
+        except RayTaskError as error:  # unforeseen; for example another version of raypar on the cluster
+            if isinstance(error, RayparError):
+                raise
+            raise ClusterError(
+                f"the driver could not begin: {error.cause!r}",
+                cure=f"if the cluster has another raypar than this machine (here {__version__}), install the same; else please "
+                "report it",
+            ) from error
+        except RayActorError as error:
+            self._wait_for_restart(error)
+            return []
+        self.lost_s, self.patience_s = None, DRIVER_SILENT_S
+        return list(events)
+
+    def _wait_for_restart(self, error: RayActorError) -> None:
+        """Note that the driver is dead. Raises `WorkerLost` if Ray does not restart it, or not in time."""
+        now = time.monotonic()
+        self.lost_s = now if self.lost_s is None else self.lost_s
+        final = not self.request.policy.elastic or isinstance(error, ActorDiedError)
+        if final or now - self.lost_s > DRIVER_BACK_S:
+            cure = "`raypar resume` goes on from the last checkpoint"
+            raise WorkerLost(f"the driver was lost: {str(error).strip().splitlines()[0]}", cure=cure) from error
+        if self.started is not None:  # it died before it had begun
+            self.started = self.driver.start.remote(self.request)
+        self.stop_sent = False
+        time.sleep(0.1)
+
+    def _is_new(self, event: dict[str, Any]) -> bool:
+        """Whether the event has not been told before."""
+        kind = event["kind"]
+        if kind not in self.last_step:
+            return True
+        if event["step"] <= self.last_step[kind]:
+            return False
+        self.last_step[kind] = event["step"]
+        return True
+
+    def _say(self, event: dict[str, Any]) -> None:
+        """Tell an event. After SIGHUP the terminal is gone: that must not keep the driver from saving."""
+        try:
+            self.tell(event)
+        except OSError:
+            if not self.asked:
+                raise
+
+
+def wait_for_driver_answer(asking: Any, asked: list[str], patience_s: float) -> bool:
+    """Whether the driver answers or dies within `patience_s`.
+
+    After Ctrl-C the driver has `DRIVER_SILENT_S` at most; a second Ctrl-C ends the wait. Turns are counted, not seconds: time
+    in which this process itself was stopped (Ctrl-Z, a frozen container) does not count.
+    """
+    turns = patience_s / TURN_S
+    while not ray.wait([asking], timeout=TURN_S)[0] and len(asked) < 2:
+        turns = min(turns, DRIVER_SILENT_S / TURN_S) - 1 if asked else turns - 1
+        if turns < 0:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def collecting_signals() -> Iterator[list[str]]:
+    """Collect the names of signals (Ctrl-C, SIGTERM, SIGHUP) instead of raising; in other threads than the main one, none."""
+    asked: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+    heard = [n for n in names if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # nohup is respected
+    before = {number: signal.signal(number, lambda n, frame: asked.append(names[signal.Signals(n)])) for number in heard}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

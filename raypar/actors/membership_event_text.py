@@ -1,0 +1,80 @@
+"""Events about workers and generations, as sentences for users and as facts for programs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from raypar.elastic.actions import AdoptPlan, ReportStraggler
+from raypar.plan import ParallelPlan
+
+
+def describe_generation(order: AdoptPlan) -> str:
+    """A new generation in words: number of workers, plan, and where the state comes from."""
+    moved = sum(move.piece.size for move in order.moves)
+    state = f"{moved:,} parameters and their optimizer state move"
+    if order.load:
+        where = f"from the checkpoint after {order.done} steps" if order.done else "from the initial weights"
+        state = f"no copy is left in memory, so all begin again {where}"
+    elif order.cut:
+        state = f"the last copy was lost, so all go back to the mirror's cut after {order.done} steps; {state}"
+    return f"{len(order.members)} workers, {order.plan.describe()}; {state}"
+
+
+def generation_facts(order: AdoptPlan, schedule: str) -> dict[str, Any]:
+    """A new generation as data. `state`: beginning, checkpoint, cut (the mirror's) or live; `moved_elements`: of parameters."""
+    if order.load:
+        state = "checkpoint" if order.done else "beginning"
+    else:
+        state = "cut" if order.cut else "live"
+    return {
+        "generation": order.generation,
+        "workers": list(order.members),
+        "plan": order.plan.describe(),
+        "shards": format_shards(order.plan),
+        "schedule": schedule,
+        "step": order.done,
+        "moved_elements": sum(move.piece.size for move in order.moves),
+        "state": state,
+    }
+
+
+def format_shards(plan: ParallelPlan) -> str:
+    """The number of shards of a plan's layers as text: `2`, or `2/1` where stages differ."""
+    return "/".join(str(count) for count, _ in groupby(shard_count_by_layer(plan)))
+
+
+def shard_count_by_layer(plan: ParallelPlan) -> tuple[int, ...]:
+    """Number of shards of every layer: the only part of a plan on which results depend."""
+    return tuple(stage.shards for stage in plan.stages for _ in range(stage.first, stage.last))
+
+
+def recovery_finished_text(order: AdoptPlan, seconds: float, again: int) -> str:
+    """The line when a new generation has committed its first step. `again`: steps to replay, which were reported before."""
+    text = f"training goes on with {len(order.members)} workers, {order.plan.describe()}, after {seconds:.2f} s"
+    return f"{text}; {again} steps are executed again" if again else text
+
+
+def worker_lost_event(coordinate: str, who: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """The event of a lost worker: text and facts. `who`: facts of the worker (`WorkerRegistry.who`)."""
+    where = f", node {who['node']}, pid {who['pid']}" if "pid" in who else ""
+    text = f"{coordinate} (worker {who['worker']}{where}) is lost: {why}"
+    return {"text": text, "coordinate": coordinate, "why": why, **who}
+
+
+def describe_why_worker_given_up(why: str) -> str:
+    """Why a worker that has not died is given up: it hangs, cannot be reached, or computes wrongly."""
+    cause = "did not answer (it hangs, or cannot be reached)" if why == "did not answer" else why
+    return f"{cause}; its process is killed"
+
+
+def straggler_text(found: ReportStraggler, coordinate: str, who: Mapping[str, Any]) -> str:
+    """The line when a worker has become slow, or is not slow any more."""
+    place = coordinate.partition("(")[2].rstrip(")")
+    at = f"worker {found.worker} ({place}, node {who.get('node', 'unknown')})"
+    like = "in its first steps" if found.alone else "its replicas"
+    if found.over:
+        return f"{at} is as fast as {like} again"
+    text = f"{at} takes {found.times:.1f} times as long as {like} for {found.steps} steps"
+    return f"{text}; it is asked to leave" if found.leaves else text

@@ -1,0 +1,41 @@
+"""Writes the pictures of a step: predicted and measured swimlanes, and a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from raypar.actors.run_request import RunRequest
+from raypar.run_folder import replace_file_atomically
+from raypar.schedule.chrome_trace import chrome_trace
+from raypar.schedule.swimlane_svg import swimlanes_svg
+from raypar.schedule.timeline import Timeline
+
+Rows = Sequence[Sequence[tuple[str, float, float]]]
+"""Per rank: label, start and end in ms of that worker's clock."""
+
+
+def write_step_timeline_files(request: RunRequest, step: int, spans: Rows, nodes: Sequence[str]) -> None:
+    """Writes `swimlane.svg` and `trace.json` into the run folder; raises `OSError`. `nodes[rank]`: the machine of a worker."""
+    names = [request.plan.coordinate(rank) for rank in range(request.plan.world)]
+    measured = Timeline.from_spans(align_node_clocks(spans, nodes), names)
+    predicted = replace(request.predicted, names=tuple(names))
+    panels = [("predicted before the run", predicted), (f"measured: step {step}", measured)]
+    edges = [(e.src, e.dst) for e in request.crossing.edges]
+    folder = Path(request.folder)
+    workers = f"{request.plan.world} workers = {request.plan.describe()}"
+    title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.cut.count} microbatches"
+    replace_file_atomically(folder / "swimlane.svg", swimlanes_svg(panels, title=title, edges=edges).encode())
+    trace = json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run))
+    replace_file_atomically(folder / "trace.json", trace.encode())
+
+
+def align_node_clocks(rows: Rows, nodes: Sequence[str]) -> Rows:
+    """The rows on one clock. Other machines' clocks are shifted so that the vote ends everywhere at the same time."""
+    ends = [next((end for label, _, end in reversed(row) if label == "V"), 0.0) for row in rows]
+    shift = {node: ends[0] - ends[nodes.index(node)] for node in set(nodes)}
+    if nodes:
+        shift[nodes[0]] = 0.0
+    return [[(label, a + shift[node], b + shift[node]) for label, a, b in row] for row, node in zip(rows, nodes, strict=True)]

@@ -1,0 +1,105 @@
+"""A GPU worker's address, for all its generations: transports of a `TcpEndpoint`, over which NCCL's communicators are made."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+
+from raypar.comm.communicator_key import CommunicatorKey
+from raypar.comm.nccl import connect
+from raypar.comm.nccl.device import Device
+from raypar.comm.nccl.transport import NcclTransport
+from raypar.comm.tcp.endpoint import TcpEndpoint
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.transport import TcpTransport
+from raypar.errors import GroupAborted
+
+MAKING_S = 60.0
+"""Limit of making a generation's communicators, some tens of them. Deadlines of those who wait for this worker are longer."""
+
+
+class NcclEndpoint:
+    """See `comm.worker_endpoint.WorkerEndpoint`: NCCL for tensors on `device`, TCP for those in host memory and for control."""
+
+    def __init__(self, mesh: TcpEndpoint, device: Device) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._lock = threading.Lock()
+        """Guards all attributes below."""
+        self._aborts = 0
+        """Calls of `abort_connect` so far."""
+        self._reason = ""
+        """Of the last of them."""
+        self._control: TcpTransport | None = None
+        """The connected sockets, while NCCL's communicators are being made over them."""
+        self._stuck: tuple[str, ...] = ()
+        """Communicators that NCCL has not ended, of all generations."""
+
+    @classmethod
+    def listen(cls, host: str, device: Device, *, credential: RunCredential, near: bool = True) -> NcclEndpoint:
+        """See `TcpEndpoint.listen`."""
+        return cls(TcpEndpoint.listen(host, credential=credential, near=near), device)
+
+    @property
+    def address(self) -> str:
+        """See `WorkerEndpoint.address`."""
+        return self._mesh.address
+
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """See `WorkerEndpoint.stuck`: of transports, and of a `connect` that failed."""
+        with self._lock:
+            return self._stuck
+
+    def connect(
+        self,
+        *,
+        rank: int,
+        size: int,
+        addresses: Sequence[str],
+        generation: int,
+        deadline_s: float,
+        communicators: Collection[CommunicatorKey] = (),
+    ) -> NcclTransport:
+        """See `WorkerEndpoint.connect`. Raises what `TcpEndpoint.connect` and `connect_nccl` raise."""
+        deadline = time.monotonic() + deadline_s
+        with self._lock:
+            aborts = self._aborts
+        control = self._mesh.connect(rank=rank, size=size, addresses=addresses, generation=generation, deadline_s=deadline_s)
+        with self._lock:
+            aborted = self._aborts != aborts
+            self._control = None if aborted else control
+        if aborted:
+            control.close()
+            raise GroupAborted(self._reason, cure="connect the next generation")
+        try:
+            left_s = max(0.0, deadline - time.monotonic())
+            return connect.connect_nccl(
+                control,
+                device=self._device,
+                communicators=communicators,
+                deadline_s=min(left_s, MAKING_S),
+                report_stuck=self._add_stuck,
+            )
+        finally:
+            with self._lock:
+                self._control = None
+
+    def _add_stuck(self, names: Sequence[str]) -> None:
+        with self._lock:
+            self._stuck = (*self._stuck, *names)
+
+    def abort_connect(self, reason: str) -> None:
+        """See `WorkerEndpoint.abort_connect`; also ends a `connect` that waits inside NCCL."""
+        with self._lock:
+            self._aborts += 1
+            self._reason = reason
+            control = self._control
+        self._mesh.abort_connect(reason)
+        if control is not None:
+            control.abort(reason)
+
+    def close(self) -> None:
+        """See `WorkerEndpoint.close`."""
+        self._mesh.close()

@@ -1,0 +1,368 @@
+"""Messages between the ranks of an `nccl` transport, matched by tag.
+
+NCCL knows no tags: what one rank sends another arrives in the order of the sends. So the sender enqueues at once, and
+announces tag, dtype and shape over the control transport. The receiver enqueues the receives in the order of the
+announcements, each into the posted receive that it matches, or into fresh memory until one is posted.
+
+Therefore tags may overtake, a send never waits for others' receives, and shapes travel, as over TCP. Tensors in host memory
+travel among the announcements, so that they match alike.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from raypar.comm.communicator_key import CommunicatorKey
+from raypar.comm.nccl.communicator_stream import CommunicatorStream
+from raypar.comm.nccl.handle import NcclHandle
+from raypar.comm.nccl.pending_operations import PendingOperations
+from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, take_oldest
+from raypar.comm.tcp.message_header import DTYPE_CODES, SENDABLE_DTYPES, announced_tensor_bytes
+from raypar.comm.tcp.transport import TcpTransport
+from raypar.errors import CommError
+
+ANNOUNCEMENTS = 1
+"""Channel of the control transport that announcements use; collectives of a transport use others."""
+
+ON_DEVICE, ON_HOST, GOODBYE = range(3)
+"""What a frame announces: a message in its communicator; a message whose bytes follow the frame; that the sender closes, with
+its operation counts, which follow the frame."""
+
+MAX_ANNOUNCED_DIMS = 16
+ANNOUNCEMENT = struct.Struct(f"<BBBxIQ{MAX_ANNOUNCED_DIMS}Q")
+"""Kind (one of the above), dtype code, number of dims, bytes of a goodbye, tag, dims."""
+
+MAX_GOODBYE_BYTES = 1 << 20
+"""Size limit of a goodbye: some tens of bytes for each communicator that two ranks share."""
+
+SourceTag = tuple[int, int]
+"""(source, tag)"""
+
+
+class AnnouncementSend(PhasedOperation):
+    """An announcement on its way to a peer. With `handle`, a message in host memory follows it."""
+
+    def __init__(self, control: TcpTransport, peer: int, handle: NcclHandle | None) -> None:
+        super().__init__(control, "announcement", (peer,), ANNOUNCEMENTS)
+        self._handle = handle
+
+    def fail(self, error: CommError) -> None:
+        """See `PhasedOperation.fail`; the handle of the message fails too."""
+        if self._handle is not None:
+            reason = error.what.removeprefix(f"{self.describe()}: ")
+            self._handle.fail(type(error)(f"{self._handle.describe()}: {reason}", error.cure))
+        super().fail(error)
+
+
+class HostMessageEvent:
+    """See `StreamEvent`: the event of a message in host memory, once it has left or arrived. Streams need not wait for it."""
+
+    def __init__(self, sending: AnnouncementSend | None) -> None:
+        self._sending = sending
+
+    def query(self) -> bool:
+        """See `StreamEvent.query`. When the message is lost, its handle has failed before."""
+        return self._sending is None or self._sending.settled
+
+    def wait(self, check: Callable[[], object]) -> None:
+        """See `StreamEvent.wait`: only the host uses the memory, after `query`."""
+
+
+ARRIVED = HostMessageEvent(None)
+"""The event of a message that is in host memory already."""
+
+
+class AnnouncementReceive(PhasedOperation):
+    """The endless operation that takes a peer's announcements as they come; it fails when the peer is lost."""
+
+    def __init__(self, mailbox: Mailbox, owner: PendingOperations, peer: int) -> None:
+        super().__init__(owner.control, "announcements", (peer,), ANNOUNCEMENTS, mailbox.take_announcements(peer))
+        self._owner = owner
+        self._peer = peer
+
+    def fail(self, error: CommError) -> None:
+        """See `PhasedOperation.fail`; the peer is lost."""
+        super().fail(error)
+        self._owner.peer_lost(self._peer, error.what.removeprefix(f"{self.describe()}: "))
+
+
+class Mailbox:
+    """One rank's messages: posted receives, and messages that came before their receive was posted."""
+
+    def __init__(self, owner: PendingOperations) -> None:
+        self._owner = owner
+        self._announcing = [threading.Lock() for _ in range(owner.size)]
+        """By peer: held while a message is launched and announced, so that both have one order."""
+        self._matching = threading.Lock()
+        """Guards `_posted` and `_arrived`."""
+        self._posted: dict[SourceTag, deque[NcclHandle]] = {}
+        self._arrived: dict[SourceTag, deque[NcclHandle]] = {}
+
+    def listen(self) -> None:
+        """Take the announcements of all other ranks, from here on."""
+        for peer in range(self._owner.size):
+            if peer != self._owner.rank:
+                AnnouncementReceive(self, self._owner, peer).start()
+
+    def clear(self) -> None:
+        """Forget all messages: the generation is over."""
+        self._posted.clear()
+        self._arrived.clear()
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> NcclHandle:
+        """See `Transport.send`."""
+        handle = NcclHandle(self._owner, f"send tag {tag}", (to,), (tensor,))
+        self._owner.ledger.count("send", sent=tensor.nbytes)
+        if to == self._owner.rank:
+            self._send_to_self(tensor, tag)
+            handle.launch(self._owner.device.record_event())
+            return handle
+        if not self._owner.device.owns(tensor):
+            frame = pack_announcement(ON_HOST, tensor, tag)
+            with self._owner.hold(self._announcing[to]):
+                if self._owner.track(handle):
+                    handle.on_control = True
+                    handle.launch(HostMessageEvent(self._announce(to, frame, tensor, handle)))
+            return handle
+        frame = pack_announcement(ON_DEVICE, tensor, tag)
+        stream = self._owner.stream_of(CommunicatorKey((self._owner.rank, to), "message"))
+        with self._owner.hold(self._announcing[to]), self._owner.hold(stream.lock):
+            handle.number_in(stream)
+            if self._owner.track(handle):
+                self._owner.launch(stream, handle, lambda: stream.message(tensor))
+                self._announce(to, frame)
+        return handle
+
+    def _send_to_self(self, tensor: Tensor, tag: int) -> None:
+        with torch.no_grad():
+            copy = tensor.clone()
+        arrived = NcclHandle(self._owner, f"message tag {tag}", (self._owner.rank,), (copy,), out=copy)
+        arrived.launch(self._owner.device.record_event())
+        with self._matching:
+            handle = take_oldest(self._posted, (self._owner.rank, tag))
+            if handle is None:
+                self._arrived.setdefault((self._owner.rank, tag), deque()).append(arrived)
+            else:
+                self._give(handle, arrived)
+
+    def recv(self, given: Tensor | None, out: Tensor | None, source: int, tag: int) -> NcclHandle:
+        """See `Transport.recv`. `given` is the caller's tensor, `out` the same memory without its history."""
+        handle = NcclHandle(self._owner, f"recv tag {tag}", (source,), () if out is None else (out,), out=given)
+        if out is not None:
+            handle.start = self._owner.device.record_event()
+            if source != self._owner.rank and self._owner.device.owns(out):
+                self._owner.stream_of(CommunicatorKey((source, self._owner.rank), "message"))
+        with self._owner.hold(self._matching):  # a thread that launches an announced receive holds it, and may hang inside NCCL
+            arrived = take_oldest(self._arrived, (source, tag))
+            if arrived is not None:
+                self._give(handle, arrived)
+            elif self._owner.track(handle):
+                self._posted.setdefault((source, tag), deque()).append(handle)
+        return handle
+
+    def _give(self, handle: NcclHandle, arrived: NcclHandle) -> None:
+        """Give a message that has arrived, or is on its way in its communicator, to its receive. `_matching` is held."""
+        came, event = arrived.out, arrived.event
+        assert came is not None and event is not None
+        handle.stream_name, handle.number = arrived.stream_name, arrived.number
+        if handle.out is None:
+            handle.out = came
+            handle.kept = (came,)
+        elif not self._fits(handle, came.dtype, came.shape, self._owner.device.owns(came)):
+            self._owner.wake()
+            return
+        else:
+            (out,) = handle.kept
+            handle.kept = (out, came)
+            assert handle.start is not None
+            if handle.peers[0] == self._owner.rank or not self._owner.device.owns(came):
+                handle.start.wait(self._owner.check_alive)
+                event.wait(self._owner.check_alive)
+                with torch.no_grad():
+                    out.copy_(came)
+                event = self._owner.device.record_event()
+            else:
+                stream = self._owner.stream_of(CommunicatorKey((handle.peers[0], self._owner.rank), "message")).device_stream
+                stream.wait_event(handle.start)  # and `event` is in this stream already
+                stream.run(lambda: out.copy_(came))
+                event = stream.record_event()
+        self._owner.ledger.count("recv", received=came.nbytes)
+        handle.launch(event)
+        self._owner.track(handle)
+        self._owner.wake()
+
+    def take_announcements(self, peer: int) -> Phases:
+        """The phases of `AnnouncementReceive`: take the peer's announcements, one after the other."""
+        frame = torch.empty(ANNOUNCEMENT.size, dtype=torch.uint8)
+        while True:
+            yield OperationPhase((), [(frame, peer, 0)])
+            kind, dtype, shape, more, tag = unpack_announcement(bytes(frame.numpy()))
+            if kind == GOODBYE:
+                text = torch.empty(more, dtype=torch.uint8)
+                yield OperationPhase((), [(text, peer, 1)])
+                self._owner.peer_closed(peer, unpack_goodbye(bytes(text.numpy())))
+            elif kind == ON_HOST:
+                with self._matching:
+                    handle, wanted = self._take_posted(peer, tag, dtype, shape, on_device=False)
+                if handle is not None and handle.out is not None:
+                    (into,) = handle.kept
+                else:
+                    into = self._owner.control.pool.empty(shape, dtype)
+                yield OperationPhase((), [(into, peer, 1)])
+                self._arrived_on_host(handle, wanted, peer, tag, into)
+            else:
+                self._launch_announced(peer, tag, dtype, shape)
+
+    def _take_posted(
+        self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
+    ) -> tuple[NcclHandle | None, bool]:
+        """(posted receive, wanted) for an announced message: the receive that it matches, if one is posted.
+
+        `wanted` is False if the message does not fit its receive, which has failed. `_matching` is held.
+        """
+        handle = take_oldest(self._posted, (source, tag))
+        if handle is None or handle.out is None or self._fits(handle, dtype, shape, on_device):
+            return handle, True
+        self._owner.wake()
+        return None, False
+
+    def _launch_announced(self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Launch the receive of the next message in the communicator from `source`. Runs in the thread that read it."""
+        stream = self._owner.stream_of(CommunicatorKey((source, self._owner.rank), "message"))
+        self._owner.device.bind()
+        with self._matching, self._owner.hold(stream.lock):
+            self._owner.check_alive()
+            handle, wanted = self._take_posted(source, tag, dtype, shape, on_device=True)
+            posted = handle is not None
+            if handle is None:
+                handle = NcclHandle(self._owner, f"message tag {tag}", (source,))
+                if wanted:
+                    self._arrived.setdefault((source, tag), deque()).append(handle)
+                self._owner.track(handle)
+            if handle.out is None:
+                handle.out = self._owner.device.empty(shape, dtype, stream.device_stream)
+                handle.kept = (handle.out,)
+            (into,) = handle.kept
+            self._owner.launch(stream, handle, lambda: stream.message(into), after_current=False)
+        if posted:
+            self._owner.ledger.count("recv", received=into.nbytes)
+        self._owner.wake()
+
+    def _arrived_on_host(self, handle: NcclHandle | None, wanted: bool, source: int, tag: int, tensor: Tensor) -> None:
+        """A whole message in host memory has arrived in `tensor`: the posted receive's own one, if that has one."""
+        if not wanted:
+            return
+        with self._matching:
+            if handle is None:
+                arrived = NcclHandle(self._owner, f"message tag {tag}", (source,), (tensor,), out=tensor)
+                arrived.launch(ARRIVED)
+                posted = take_oldest(self._posted, (source, tag))
+                if posted is None:
+                    self._arrived.setdefault((source, tag), deque()).append(arrived)
+                else:
+                    self._give(posted, arrived)
+                return
+        self._owner.ledger.count("recv", received=tensor.nbytes)
+        if handle.out is None:
+            handle.out = tensor
+        handle.launch(ARRIVED)
+        self._owner.wake()
+
+    def _fits(self, handle: NcclHandle, dtype: torch.dtype, shape: Sequence[int], on_device: bool) -> bool:
+        """Whether a message has the dtype, shape and device of its posted receive, which fails if not."""
+        out = handle.out
+        assert out is not None
+        if out.dtype == dtype and out.shape == torch.Size(shape) and self._owner.device.owns(out) == on_device:
+            return True
+        places = {True: self._owner.device.name, False: "the host"}
+        where = "" if self._owner.device.owns(out) == on_device else f" on {places[on_device]}, not {places[not on_device]}"
+        handle.fail(
+            CommError(
+                f"{handle.describe()} expects {out.dtype} {tuple(out.shape)}, "
+                f"rank {handle.peers[0]} sent {dtype} {tuple(shape)}{where}",
+                cure="both ends must agree on dtype, shape and device; tags must be unique among pending messages of a pair",
+            )
+        )
+        return False
+
+    def _announce(
+        self, to: int, frame: bytearray, following: Tensor | None = None, handle: NcclHandle | None = None
+    ) -> AnnouncementSend:
+        """Send an announcement, and what follows it; the peer's lock in `_announcing` is held.
+
+        A lost announcement needs no report of its own: its peer is lost too.
+        """
+        messages = [(torch.frombuffer(frame, dtype=torch.uint8), to, 0)]
+        if following is not None:
+            messages.append((following, to, 1))
+        sending = AnnouncementSend(self._owner.control, to, handle)
+        sending.post(OperationPhase(messages, ()))
+        sending.posted()
+        return sending
+
+    def goodbye(self, streams: Collection[CommunicatorStream], patience_s: float) -> bool:
+        """Tell each rank how many operations this rank has posted in the communicators that both share.
+
+        Returns False if some thread is still posting, and does not finish within `patience_s`.
+        """
+        until = time.monotonic() + patience_s
+        with ExitStack() as stack:
+            for lock in (*self._announcing, *(stream.lock for stream in streams)):
+                if not lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                    return False
+                stack.callback(lock.release)
+            for peer in range(self._owner.size):
+                if peer != self._owner.rank:
+                    shared = {stream.name: stream.calls for stream in streams if peer in stream.key.members}
+                    text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
+                    frame = ANNOUNCEMENT.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MAX_ANNOUNCED_DIMS)
+                    self._announce(peer, bytearray(frame), text)
+        return True
+
+
+def pack_announcement(kind: int, tensor: Tensor, tag: int) -> bytearray:
+    """The announcement of one message. Raises `CommError` for a dtype, shape or tag that cannot travel."""
+    code, dims = DTYPE_CODES.get(tensor.dtype), tensor.dim()
+    if code is None or dims > MAX_ANNOUNCED_DIMS or not 0 <= tag < 1 << 64:
+        raise CommError(
+            f"cannot send {tensor.dtype} with {dims} dims and tag {tag}",
+            cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_ANNOUNCED_DIMS} dims",
+        )
+    return bytearray(ANNOUNCEMENT.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MAX_ANNOUNCED_DIMS - dims)))
+
+
+def unpack_announcement(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int]:
+    """(kind, dtype, shape, bytes of a goodbye, tag) of a frame. Raises `CommError` for a damaged one."""
+    kind, code, dims, more, tag, *shape = ANNOUNCEMENT.unpack(frame)
+    if (
+        kind > GOODBYE
+        or code >= len(SENDABLE_DTYPES)
+        or dims > MAX_ANNOUNCED_DIMS
+        or any(shape[dims:])
+        or more > MAX_GOODBYE_BYTES
+    ):
+        raise CommError(
+            f"an announcement is damaged (kind {kind}, dtype code {code}, {dims} dims, {more} bytes)", cure="abort the group"
+        )
+    announced_tensor_bytes(shape[:dims], SENDABLE_DTYPES[code])
+    return kind, SENDABLE_DTYPES[code], tuple(shape[:dims]), more, tag
+
+
+def unpack_goodbye(text: bytes) -> dict[str, int]:
+    """Communicator -> operations that the closing rank has posted in it. Raises `CommError` for a damaged goodbye."""
+    try:
+        counts = json.loads(text)
+    except ValueError:
+        counts = None
+    if not isinstance(counts, dict) or not all(type(count) is int for count in counts.values()):
+        raise CommError("a goodbye is damaged", cure="abort the group")
+    return counts

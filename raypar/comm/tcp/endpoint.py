@@ -1,0 +1,61 @@
+"""A worker's address over TCP, for all its generations."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Collection, Sequence
+
+from raypar.comm.communicator_key import CommunicatorKey
+from raypar.comm.tcp.handshake import RunCredential
+from raypar.comm.tcp.rendezvous import GenerationRank, Listener
+from raypar.comm.tcp.transport import TcpTransport
+from raypar.errors import CommError
+
+
+class TcpEndpoint:
+    """See `comm.worker_endpoint.WorkerEndpoint`: TCP between machines, Unix sockets inside one."""
+
+    stuck: tuple[str, ...] = ()
+    """See `WorkerEndpoint.stuck`: a socket can always be closed."""
+
+    def __init__(self, host: str, credential: RunCredential, near: bool) -> None:
+        self._listener = Listener(host, credential, near)
+
+    @classmethod
+    def listen(cls, host: str = "127.0.0.1", *, credential: RunCredential, near: bool = True) -> TcpEndpoint:
+        """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach).
+
+        `credential`: only workers that have the same one are let in. `near`: workers of this machine connect through a Unix
+        socket instead.
+        """
+        if not hasattr(select, "epoll"):
+            raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
+        return cls(host, credential, near)
+
+    @property
+    def address(self) -> str:
+        """See `WorkerEndpoint.address`."""
+        return self._listener.address
+
+    def connect(
+        self,
+        *,
+        rank: int,
+        size: int,
+        addresses: Sequence[str],
+        generation: int,
+        deadline_s: float,
+        communicators: Collection[CommunicatorKey] = (),
+    ) -> TcpTransport:
+        """See `WorkerEndpoint.connect`. `communicators` are not needed: one socket between two ranks carries all their
+        operations."""
+        me = GenerationRank(generation, rank, size)
+        return TcpTransport(rank, size, generation, self._listener.connect(me, addresses, deadline_s))
+
+    def abort_connect(self, reason: str) -> None:
+        """See `WorkerEndpoint.abort_connect`."""
+        self._listener.abort(reason)
+
+    def close(self) -> None:
+        """See `WorkerEndpoint.close`."""
+        self._listener.close()

@@ -1,0 +1,189 @@
+"""What a training run prints: numbered start-up lines, a progress line, lines for events; or JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, TextIO
+
+from raypar.console.event_lines import EventNarrator, count_noun, replay_line
+from raypar.console.fault_summary import COUNTED, summarize_faults
+from raypar.run_folder import FULL
+
+if TYPE_CHECKING:
+    from raypar.launch.result import Result
+
+STAGES = ("read", "checked", "planned", "connected", "started", "built")
+EVERY_S = 10.0
+"""How often a progress line is printed where the output is not a terminal."""
+REDRAW_S = 0.1
+"""How often the progress line is redrawn on a terminal."""
+
+
+class EventPrinter:
+    """Prints the events of a run; call it with each event. On a terminal the progress line is redrawn in place."""
+
+    def __init__(self, *, steps: int, as_json: bool = False, start_s: float | None = None, out: TextIO | None = None) -> None:
+        self.out = out or sys.stdout
+        self.start_s = time.monotonic() if start_s is None else start_s
+        """When the command was started."""
+        self.steps, self.as_json = steps, as_json
+        self.live = self.out.isatty()
+        """Whether the progress line can be redrawn."""
+        self.drawn_s = float("-inf")
+        """When the progress line was last drawn."""
+        self.width = 0
+        """Length of the progress line that is being redrawn; 0 if the last line is complete."""
+        self.validation: float | None = None
+        """The last validation loss."""
+        self.members = ""
+        """Generation and workers for the progress line; empty in the first generation."""
+        self.again = False
+        """Whether the last progress line was one of replayed steps."""
+        self.words = EventNarrator()
+        """Makes the lines of events."""
+        self.faults: list[dict[str, Any]] = []
+        """Faults and changes of the run, counted at its end; of a resumed run also those of before."""
+        self.recent: deque[dict[str, Any]] = deque(maxlen=20)
+        """The last steps, for their mean speed."""
+        self.seconds = self.samples = self.counted = 0.0
+        """Sums over all steps that were shown."""
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Show an event."""
+        if event["kind"] == "stage":
+            event = {**event, "seconds": round(time.monotonic() - self.start_s, 3)}
+        if self.as_json:
+            self.line(json.dumps({"time": time.time(), **event}))
+            return
+        kind = event["kind"]
+        if kind in COUNTED:
+            self.faults.append(event)
+        if kind == "stage":
+            number = STAGES.index(event["stage"]) + 1
+            first, *more = event["text"].splitlines()
+            self.line(
+                "\n".join([f"[{number}/{len(STAGES)}] {first} ... {event['seconds']:.1f} s", *("      " + m for m in more)])
+            )
+        elif kind == "step":
+            self.recent.append(event)
+            self.seconds += event["seconds"]
+            self.samples += event["samples_per_s"] * event["seconds"]
+            self.counted += event["count"]
+            self.again = False
+            self.progress(event)
+        elif kind == "replay":
+            self.replay(event)
+        elif kind == "validation":
+            self.validation = event["validation_loss"]
+            self.line(f"step {event['step']}: validation loss {self.validation:.4f}")
+        elif kind not in ("started", "end") and (words := self.words(event)) is not None:  # those two are told otherwise
+            if kind == "generation":
+                self.membership(event)
+            self.line(words)
+
+    def membership(self, event: dict[str, Any]) -> None:
+        """Note a new generation: other workers train, at another speed."""
+        shards = f", {event['plan'].rpartition(' x ')[2]}" if "shard" in event.get("plan", "") else ""
+        self.members = (
+            f"  gen {event['generation']}, {count_noun(len(event['workers']), 'worker')}{shards}"
+            if event["generation"] > 1
+            else ""
+        )
+        self.recent.clear()
+
+    def progress(self, event: dict[str, Any]) -> None:
+        """Draw the progress line: `step 50/200  loss 2.41  3,100 samples/s ...`, after a recovery also `gen 3, 3 workers`."""
+        now, last = time.monotonic(), event["step"] >= self.steps
+        first = len(self.recent) == 1
+        if not (first or last or now - self.drawn_s > (REDRAW_S if self.live else EVERY_S)):
+            return
+        self.drawn_s = now
+        seconds = sum(e["seconds"] for e in self.recent)
+        samples = sum(e["samples_per_s"] * e["seconds"] for e in self.recent) / seconds
+        counted = sum(e["count"] for e in self.recent) / seconds
+        speed = f"{samples:,.0f} samples/s" + (f"  {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
+        bubble = sum(e["bubble"] for e in self.recent) / len(self.recent)
+        skipped = "  skipped: not finite" if event.get("skipped") else ""
+        text = (
+            f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}  {speed}  bubble {100 * bubble:.0f} %  "
+            f"ETA {format_duration(event['eta_s'])}{self.members}{skipped}"
+        )
+        self.draw(text)
+
+    def replay(self, event: dict[str, Any]) -> None:
+        """Draw the progress of replayed steps, for which there is no step event: `executing steps again: 20 of 25`."""
+        now, last = time.monotonic(), event["step"] >= event["until"]
+        if self.again and not last and now - self.drawn_s <= (REDRAW_S if self.live else EVERY_S):
+            return
+        self.drawn_s, self.again = now, True
+        self.draw(replay_line(event))
+
+    def draw(self, text: str) -> None:
+        """Print a progress line; on a terminal it replaces the one before."""
+        if self.live:
+            self.put("\r" + text.ljust(self.width))
+            self.width = len(text)
+        else:
+            self.line(text)
+
+    def line(self, text: str) -> None:
+        """Print a complete line, below the progress line if there is one."""
+        ended, self.width = "\n" * (self.width > 0), 0
+        self.put(ended + text + "\n")
+
+    def put(self, text: str) -> None:
+        """Print and flush. If the output is a file on a full disk, the text is lost and the run continues."""
+        try:
+            self.out.write(text)
+            self.out.flush()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+
+    def speed(self) -> str:
+        """The mean speed of all steps: `310 samples/s, 39,700 tokens/s`."""
+        if not self.seconds:
+            return "no steps"
+        samples, counted = self.samples / self.seconds, self.counted / self.seconds
+        return f"{samples:,.0f} samples/s" + (f", {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
+
+    def finish(self, result: Result) -> int:
+        """Print the result; its last line is the hash of the weights. Returns the exit code."""
+        if self.as_json:
+            facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
+            self.line(json.dumps({"kind": "result", **facts}))
+            return 0
+        lines = [f"{result.why}: {result.done} steps, {self.speed()}"]
+        survived = summarize_faults(self.faults)
+        if survived is not None:
+            lines.append(f"survived: {survived}")
+        if self.validation is not None:
+            lines.append(f"validation loss {self.validation:.4f}")
+        if result.sample:
+            lines += ["sample:", *("    " + line for line in result.sample.splitlines())]
+        name = result.handle
+        if result.picture_path:
+            lines.append(
+                f"picture: {result.picture_path} (the schedule as predicted and as measured; trace.json opens in Perfetto)"
+            )
+        if result.end == "stopped":
+            lines.append(f"next: raypar resume {name}, also under another plan: raypar resume {name} --set plan.stages=...")
+        else:
+            lines.append(f"next: raypar export {name} --out model.safetensors; train again with --set plan.schedule=zb-h1")
+        if result.weights_sha256:
+            lines.append(f"weights sha256 {result.weights_sha256}")
+        self.line("\n".join(lines))
+        return 0
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as text: `45 s`, `3 min 05 s`, `2 h 10 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,97 @@
+"""Silent workers of a run that is not elastic: each holds the only copy of some state, so the run waits for them.
+
+Silence alone ends nothing before `last_copy_wait_s`; a process or machine that is gone ends the run at once. In an elastic run
+silence begins a recovery, which does its own waiting (`last_copy.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from raypar.elastic.actions import TellUser, WarnUser
+from raypar.elastic.events import CallFailed, Tick, WorkerAnswered, WorkerSilent
+from raypar.elastic.last_copy_holders import TELL_EVERY_S
+from raypar.elastic.message_wording import format_worker_numbers, verb_form
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_failure import fail_run
+from raypar.elastic.run_state import RunState
+from raypar.errors import CommTimeout, WorkerLost
+
+WAITS_IN = (Phase.STARTING, Phase.RUNNING, Phase.FLUSHING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)
+RESUME = "look at its node; `raypar resume` goes on from the last checkpoint"
+
+
+def wait_for_silent_worker(m: RunState, event: WorkerSilent) -> None:
+    """Begin to wait for a worker that answers no pings; where no wait is wanted, count it as failed."""
+    silent = m.health.silent_since_s
+    if m.policy.elastic or m.phase not in WAITS_IN or not _may_wait(m):
+        fail_silent_worker(m, event.worker, event.seconds)
+    elif event.worker not in silent:
+        silent[event.worker] = m.timer.now_s
+        tell_of_silent_worker_wait(m, [event.worker])
+
+
+def end_wait_for_worker(m: RunState, event: WorkerAnswered) -> None:
+    """Note that a silent worker has answered. Time limits begin anew when no other one is waited for."""
+    since_s = m.health.silent_since_s.pop(event.worker, None)
+    if since_s is None:
+        return
+    waited_s = m.timer.now_s - since_s
+    m.decide(TellUser(f"worker {event.worker} answers again, after a wait of {waited_s:.1f} s"), "it was waited for")
+    if not m.health.silent_since_s:
+        m.timer.since_s = m.timer.now_s
+        if m.timer.deadline_s is not None:
+            m.timer.deadline_s += waited_s
+
+
+def check_silent_worker_wait(m: RunState, event: Tick) -> bool:
+    """End the wait for silent workers where that is due. True while there is one: the phase's time limits do not count then.
+
+    After Ctrl-C no worker is waited for: in a phase with a grace for that, the grace decides.
+    """
+    silent = m.health.silent_since_s
+    if not silent or (m.stopping.interrupted and m.phase in (Phase.FLUSHING, Phase.VALIDATING)):
+        return False
+    gone = sorted(event.ended & set(silent))
+    late = [worker for worker, since_s in silent.items() if m.timer.now_s - since_s >= m.policy.last_copy_wait_s]
+    if gone:
+        what = f"{format_worker_numbers(gone)} {verb_form(gone, 'was', 'were')} lost: the process or its machine is gone"
+        fail_run(m, CallFailed("lost", WorkerLost(what, cure=RESUME), gone[0]))
+    elif late or not _may_wait(m):
+        worker = min(silent, key=lambda w: silent[w])
+        fail_silent_worker(m, worker, m.timer.now_s - silent[worker])
+    elif m.timer.now_s - m.health.silence_told_s >= TELL_EVERY_S:
+        tell_of_silent_worker_wait(m, silent)
+    return True
+
+
+def _may_wait(m: RunState) -> bool:
+    """Whether silent workers are waited for: not after Ctrl-C, and not where no wait is wanted."""
+    return bool(m.policy.last_copy_wait_s) and not m.stopping.interrupted
+
+
+def tell_of_silent_worker_wait(m: RunState, workers: Collection[int]) -> None:
+    """Tell people which workers the run waits for, and for how long."""
+    m.health.silence_told_s = m.timer.now_s
+    begin_s = min(m.health.silent_since_s[worker] for worker in workers)
+    left_s = m.policy.last_copy_wait_s - (m.timer.now_s - begin_s)
+    saved = f"the checkpoint after {m.progress.saved} steps is left" if m.progress.saved else "there is no checkpoint"
+    m.decide(
+        WarnUser(f"waiting for {describe_silent_workers(workers)}; {left_s:.0f} s left, then the run ends ({saved})"),
+        "silence alone is no evidence of a death",
+    )
+
+
+def describe_silent_workers(workers: Collection[int]) -> str:
+    """`worker 1: it answers no pings, but ...`: which workers are waited for, and why."""
+    they = verb_form(workers, "it answers", "they answer")
+    ended = verb_form(workers, "its process has", "their processes have")
+    only = f"the run is not elastic, so nobody else has {verb_form(workers, 'its', 'their')} state"
+    return f"{format_worker_numbers(workers)}: {they} no pings, but nothing says that {ended} ended; {only}"
+
+
+def fail_silent_worker(m: RunState, worker: int, seconds: float) -> None:
+    """Treat the worker's silence like a broken connection: the rule for that is applied next."""
+    error = CommTimeout(f"worker {worker} has not answered for {seconds:.0f} s", cure=RESUME)
+    m.health.silent_since_s.clear()
+    m.next_event = CallFailed("aborted", error, worker)

@@ -1,0 +1,111 @@
+"""Silent workers that hold the only copy of some state, and the sentences about waiting for them.
+
+`recovery_rules.py` decides how long the run waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from raypar.elastic import state_sources
+from raypar.elastic.buddies import assign_buddies
+from raypar.elastic.generation_guard import WorkerStatus
+from raypar.elastic.message_wording import format_worker_numbers, verb_form
+from raypar.elastic.run_state import RunState
+from raypar.plan import ParallelPlan
+from raypar.plan.ownership import same_state_keys
+from raypar.plan.pieces import Piece, count_shared_elements, pieces_nobody_holds, subtract_pieces
+
+TELL_EVERY_S = 30.0
+"""How often people are told again what the run waits for."""
+
+
+def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
+    """Those of the `silent` workers without whom some of the state would be lost.
+
+    Nobody, if all of the state is elsewhere: live in the workers that answer, in a complete snapshot of the mirror, or in a
+    checkpoint of this very step. Nobody either, if the state would be incomplete even with the silent workers.
+    """
+    if m.membership.plan is None or not silent:
+        return ()
+    answering = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in silent}
+    done = count_steps_of_answering_workers(m, silent)
+    if _needs_no_worker(m, done) and len(answering.keys() - m.membership.leaving) >= m.policy.min_workers:
+        return ()
+    need = dict(enumerate(m.layout(m.membership.plan)))
+    lost = pieces_nobody_holds(_live_pieces(m, answering, done), need)
+    if not lost or state_sources.find_newest_mirror_snapshot(m, need, without=silent) is not None:
+        return ()
+    held = find_expected_pieces(m)
+    in_snapshots = [piece for stand in answering.values() for pieces in stand.cuts.values() for piece in pieces]
+    in_silent = [piece for worker in silent for piece in held.get(worker, ())]
+    if subtract_pieces(lost, [*in_snapshots, *in_silent]):
+        return ()
+    return tuple(worker for worker in sorted(silent) if count_shared_elements(lost, held.get(worker, ())))
+
+
+def _needs_no_worker(m: RunState, done: int) -> bool:
+    """Whether the state after `done` steps can be had without a worker's memory: it is initial, or in a checkpoint."""
+    return done <= m.policy.first or state_sources.get_trusted_checkpoint_step(m) == done
+
+
+def _live_pieces(m: RunState, stands: Mapping[int, WorkerStatus], done: int) -> dict[int, tuple[Piece, ...]]:
+    """Worker -> its pieces of the state after `done` steps.
+
+    A worker that has not applied the last step, but has kept the gradients for it, counts: it can still apply it.
+    """
+    sound = {worker: stand for worker, stand in stands.items() if stand.done is not None and worker not in m.trust.tainted}
+    return {w: s.pieces for w, s in sound.items() if s.done == done or (s.done == done - 1 and s.votable)}
+
+
+def count_steps_of_answering_workers(m: RunState, silent: Collection[int]) -> int:
+    """The number of steps after which the workers that answer would continue."""
+    stands = {w: s.done for w, s in m.recovery.stands.items() if w not in silent and w not in m.trust.tainted}
+    return max((done for done in stands.values() if done is not None), default=m.progress.committed)
+
+
+def find_expected_pieces(m: RunState) -> dict[int, list[Piece]]:
+    """Worker -> the pieces of state that it should hold; for workers that cannot be asked.
+
+    These are the pieces of its seats, in the plan that trained last and in one that was being adopted since, and the mirror's
+    copies that it keeps for others.
+    """
+    found: dict[int, list[Piece]] = {}
+    seatings: list[tuple[ParallelPlan, tuple[int, ...]]] = []
+    if m.membership.plan is not None:
+        seatings.append((m.membership.plan, m.membership.members))
+    if m.recovery.former is not None:
+        seatings.append((m.recovery.former.plan, m.recovery.former.members))
+    for plan, members in seatings:
+        layout = m.layout(plan)
+        for worker, pieces in zip(members, layout, strict=True):
+            found.setdefault(worker, []).extend(pieces)
+        if m.mirror.first is not None or m.mirror.complete:
+            keepers = assign_buddies([m.membership.nodes.get(worker, "") for worker in members], same_state_keys(layout))
+            for rank, keeper in keepers.items():
+                found[members[keeper]].extend(layout[rank])
+    return found
+
+
+def describe_wait_for_last_copy(m: RunState, holders: Collection[int], unheard: Collection[int]) -> str:
+    """The sentence about the workers that are waited for: what only they hold, and whether they answer pings."""
+    held = find_expected_pieces(m)
+    pieces = sorted({piece for worker in holders for piece in held[worker]})
+    names = ", ".join(map(str, pieces[:2])) + (f" and {len(pieces) - 2} more" if len(pieces) > 2 else "")
+    steps = count_steps_of_answering_workers(m, holders)
+    what = f"{format_worker_numbers(holders)}: no other memory has the state after {steps} steps ({names})"
+    silent = sorted(set(holders) & set(unheard))
+    if not silent:
+        answers = verb_form(holders, "it answers", "they answer")
+        return f"{what}; {answers} pings, so {verb_form(holders, 'it lives', 'they live')}"
+    who = f"{format_worker_numbers(silent)} {verb_form(silent, 'answers', 'answer')} no pings"
+    return f"{what}; {who}, but nothing says that {verb_form(silent, 'its process has', 'their processes have')} ended"
+
+
+def describe_failed_wait(m: RunState, holders: Collection[int]) -> str:
+    """The sentence about what happens when the wait for them ends in vain."""
+    saved = state_sources.get_trusted_checkpoint_step(m)
+    if saved is not None:
+        return f"then all go back to the checkpoint after {saved} steps"
+    durable = state_sources.can_restore_from_disk_or_start(m, count_steps_of_answering_workers(m, holders))
+    return "then all begin again" if durable else "then the run is lost"

@@ -1,0 +1,15 @@
+"""How sentences name workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+def format_worker_numbers(workers: Collection[int]) -> str:
+    """`worker 5` or `workers 3, 5`, the lowest number first."""
+    return f"worker{'s' * (len(workers) != 1)} {', '.join(map(str, sorted(workers)))}"
+
+
+def verb_form(workers: Collection[int], one: str, several: str) -> str:
+    """The form of a verb or noun that fits the number of workers: `has` or `have`."""
+    return one if len(workers) == 1 else several

@@ -1,0 +1,35 @@
+"""What a trained model generates, shown at the end of its run."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.job_spec import JobSpec
+
+
+def generate_text_with_checkpoint(spec: JobSpec, checkpoint: Path) -> str | None:
+    """The text that the model's module generates with the checkpoint's weights; None if the module has no function for it.
+
+    The function is `generate(model, ...)`, defined beside the model's function. It gets those of `model.args` that it has
+    parameters for. If it raises, the run does not fail: the text then says what was raised.
+    """
+    from torch import nn
+
+    from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
+    from raypar.worker.preflight import find_sibling_function
+
+    generate = find_sibling_function(spec.model, "generate")
+    if generate is None:
+        return None
+    try:
+        model = spec.model.call()
+        if not isinstance(model, nn.Module):
+            return None
+        model.load_state_dict(dict(CheckpointTensors(checkpoint)), strict=False)
+        taken = inspect.signature(generate).parameters
+        return str(generate(model, **{key: value for key, value in spec.model.args.items() if key in taken}))
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        return f"({spec.model.label} has a generate function beside it, but it raised {error_text(error)})"

@@ -1,0 +1,148 @@
+"""From a checked job and its plan to the request that a driver runs. All checks that a plan needs are made here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import ConfigError
+from raypar.launch.chosen_plan import ChosenPlan
+from raypar.launch.result_neutral_options import ResultNeutralOptions
+from raypar.run_folder import RunFolder
+from raypar.worker.job_spec import JobSpec
+
+if TYPE_CHECKING:
+    from raypar.actors.run_request import RunRequest
+    from raypar.config import ElasticConfig
+    from raypar.elastic.run_policy import RunPolicy
+    from raypar.worker.preflight import PreflightResult
+
+MIRROR_COST = 0.02
+"""Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
+
+
+def prepare_run_request(
+    spec: JobSpec, checked: PreflightResult, chosen: ChosenPlan, options: ResultNeutralOptions
+) -> Callable[[RunFolder, str | None], RunRequest]:
+    """Makes the driver's request, once the run folder and the driver's host are known.
+
+    Lowers the schedule, so that a bad one is refused before anything starts. Raises `ConfigError` or `PlanError`.
+    """
+    from ray import cloudpickle
+
+    from raypar.actors.run_request import RunRequest
+    from raypar.callbacks import Callbacks
+    from raypar.model.tensor_parallel.layout import outline_graph_with_layouts
+    from raypar.planner.plan_search import possible_shard_counts
+    from raypar.worker.backend import make_backend
+    from raypar.worker.checkpoint.checkpoint_files import contract_of_job
+    from raypar.worker.preflight import check_other_shard_counts
+    from raypar.worker.worker_assignments import make_worker_assignments
+
+    shards = possible_shard_counts(chosen.plan)
+    if options.elastic is not None:
+        check_worker_limits(options.elastic, chosen.plan.world)
+        check_other_shard_counts(spec, checked, chosen.plan, shards)
+    outline = outline_graph_with_layouts(checked.graph, shards, dict(spec.styles))
+    lowered = make_worker_assignments(
+        spec, checked.graph, chosen.plan, chosen.orders, validation_samples=checked.validation_samples
+    )
+    backend = make_backend(spec.device)
+    policy = build_run_machine_policy(spec, chosen.plan.world, options, backend.deadlines)
+    backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
+
+    def request(folder: RunFolder, host: str | None) -> RunRequest:
+        return RunRequest(
+            run=folder.name,
+            folder=str(folder.path.resolve()),
+            policy=policy,
+            plan=chosen.plan,
+            schedule_name=chosen.schedule,
+            predicted=chosen.predicted,
+            crossing=lowered[0].crossing,
+            cut=spec.cut,
+            spec=cloudpickle.dumps(spec),
+            assignments=tuple(cloudpickle.dumps(a) for a in lowered),
+            callbacks=cloudpickle.dumps(Callbacks(options.callbacks)),
+            contract=contract_of_job(spec),
+            outline=outline,
+            profile=chosen.profile,
+            validation_cut=lowered[0].validation_cut,
+            resume=str(options.resume.resolve()) if options.resume is not None else None,
+            keep=options.keep,
+            host=host,
+            trace=choose_traced_steps(policy.first, policy.end, options.trace_every),
+            max_time_s=options.max_time_s,
+            wait_for_workers_s=options.wait_for_workers_s,
+            orphan_timeout_s=options.orphan_timeout_s,
+            gpus=backend.gpus_per_worker,
+            environment=backend.environment,
+        )
+
+    return request
+
+
+def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
+    """Raise `ConfigError` if a plan of `world` workers is outside of the limits of an elastic run."""
+    if elastic.min_workers > world:
+        raise ConfigError(
+            f"elastic.min_workers is {elastic.min_workers}, but the plan has {world} workers",
+            cure=f"set it to {world} or less",
+        )
+    if (elastic.max_workers or world) < world:
+        raise ConfigError(
+            f"elastic.max_workers is {elastic.max_workers}, but the plan has {world} workers",
+            cure=f"set it to {world} or more, or leave it out",
+        )
+
+
+def build_run_machine_policy(
+    spec: JobSpec, world: int, options: ResultNeutralOptions, deadlines: Mapping[str, Any]
+) -> RunPolicy:
+    """What the run machine goes by: how far to train, when to save and validate, which deadlines hold.
+
+    `deadlines`: of the kind of device (`DeviceBackend.deadlines`).
+    """
+    from raypar.elastic.run_policy import RunPolicy
+
+    return RunPolicy(
+        workers=world,
+        last=spec.steps,
+        first=options.first,
+        validates=spec.validation is not None,
+        validate_every=spec.validation.every if spec.validation is not None else 0,
+        save_every=options.save_every,
+        save_at_end=options.save_at_end,
+        stop_at=options.stop_at_step,
+        **(elastic_policy_fields(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
+        **deadlines,
+    )
+
+
+def elastic_policy_fields(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
+    """The fields of `RunPolicy` that an elastic run sets. Deadlines are short: a wrong suspicion costs a recovery, not the
+    run."""
+    return {
+        "elastic": True,
+        "hires": True,
+        "min_workers": elastic.min_workers,
+        "max_workers": elastic.max_workers,
+        "standbys": elastic.standbys,
+        "grow_after_s": elastic.grow_after_s,
+        "step_deadline_s": elastic.step_deadline_s,
+        "step_deadline_times": 5.0,
+        "capacity_s": wait_for_workers_s,
+        "last_copy_wait_s": elastic.last_copy_wait_s,
+        "replace_stragglers": elastic.stragglers == "replace",
+        "straggler_times": elastic.straggler_times,
+        "mirror_every": elastic.mirror if isinstance(elastic.mirror, int) else 0,
+        "mirror_cost": MIRROR_COST if elastic.mirror == "auto" else 0.0,
+    }
+
+
+def choose_traced_steps(first: int, end: int, every: int) -> Collection[int]:
+    """Steps whose instructions are timed; the latest one is drawn. Without `every`: a few, the first among them, because the
+    run may end early."""
+    if every:
+        return range(first, end, every)
+    return frozenset(s for s in (first, first + 4, first + 20, first + 100, end - 1) if first <= s < end)

@@ -1,0 +1,88 @@
+"""What decides about a run, but never about its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import ConfigError
+from raypar.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from raypar.config import ElasticConfig, Job
+    from raypar.launch.chosen_plan import ChosenPlan
+
+EventHandler = Callable[[dict[str, Any]], None]
+"""Gets every event of a run, as a dict with its `kind`."""
+
+
+@dataclass(frozen=True)
+class ResultNeutralOptions:
+    """Everything about a run that cannot change its results. Times in seconds."""
+
+    folder: Callable[[ChosenPlan], RunFolder]
+    """Makes or finds the run folder and writes job and plan into it; called when all input has been found good."""
+    resume: Path | None = None
+    """The checkpoint folder to resume from."""
+    first: int = 0
+    """Steps that are done in the checkpoint to resume from."""
+    save_every: int = 0
+    """Steps from one checkpoint to the next; 0: at the end only."""
+    save_at_end: bool = True
+    """Whether the end of the run is saved."""
+    keep: int = 2
+    """How many checkpoints are kept."""
+    trace_every: int = 0
+    """Steps from one measured step to the next; 0: a few steps only."""
+    stop_at_step: int | None = None
+    """Number of steps after which the run saves and stops, to be resumed."""
+    max_time_s: float | None = None
+    """Time after which the run saves and stops."""
+    callbacks: tuple[Any, ...] = ()
+    """The user's callbacks and trackers."""
+    address: str | None = None
+    """The Ray cluster to join; None: `RAY_ADDRESS`, else a local Ray cluster."""
+    local_nodes: int = 1
+    """Nodes of the local Ray cluster."""
+    wait_for_workers_s: float = 300.0
+    """How long the run waits for a cluster that has room for its workers."""
+    orphan_timeout_s: float = 60.0
+    """How long a worker waits for its driver before it exits."""
+    elastic: ElasticConfig | None = None
+    """How the run grows, shrinks and recovers; None: it does none of these."""
+
+
+def result_neutral_options_from_job(
+    job: Job,
+    folder: Callable[[ChosenPlan], RunFolder],
+    stop_at_step: int | None,
+    address: str | None,
+    local_nodes: int = 1,
+) -> ResultNeutralOptions:
+    """What a job file and the command line say about the run.
+
+    Raises `ConfigError` for callbacks that cannot be made, impossible local nodes and a step to stop at below 1.
+    """
+    from raypar.actors.ray_connection import check_local_node_count
+    from raypar.callbacks import callbacks_from_job
+
+    check_local_node_count(address, local_nodes)
+
+    if stop_at_step is not None and stop_at_step < 1:
+        raise ConfigError(f"--stop-at-step {stop_at_step}", cure="give 1 step or more")
+    return ResultNeutralOptions(
+        folder=folder,
+        save_every=job.checkpoint.every,
+        save_at_end=job.checkpoint.at_end,
+        keep=job.checkpoint.keep,
+        trace_every=job.trace_every,
+        callbacks=callbacks_from_job(job),
+        stop_at_step=stop_at_step,
+        max_time_s=job.max_time_s,
+        address=address,
+        local_nodes=local_nodes,
+        wait_for_workers_s=job.wait_for_workers_s,
+        elastic=job.elastic,
+    )

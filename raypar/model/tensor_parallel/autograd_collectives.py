@@ -1,0 +1,148 @@
+"""Communication between the shards of a stage as autograd functions: Megatron's f and g, and their sequence parallel forms.
+
+f (`copy_to_shards`) passes a value on and sums its gradients over the shards. g (`reduce_from_shards`) sums a value and passes
+its gradient on (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Under sequence parallelism f gathers a value and scatters
+the sum of its gradients, and g the other way round (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Sums are in shard
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.comm.buffer_pool import as_aligned
+from raypar.errors import ModelError
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for the backward of an autograd function that communicates: it cannot be differentiated again.
+
+    Autograd would take the received tensors for constants, and second derivatives would silently be wrong. The decorated
+    backward raises `ModelError` where autograd would record it.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "a gradient through layers that are cut over shards is taken with create_graph=True: they have no second "
+                "derivatives",
+                cure="give the layers it goes through the style whole (plan.styles), or set plan.shards: 1",
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None
+        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format), "the sum of a value's gradients"), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return group.sum(x.clone(memory_format=torch.contiguous_format), "the sum of a value")
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
+        ctx.dim, ctx.mine = dim, held[group.shard]
+        ctx.set_materialize_grads(False)
+        return group.join(x, dim, held, "a value's parts")
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        return (None if gradient is None else as_aligned(select_ranges(gradient, ctx.dim, ctx.mine))), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+        ctx.dim, ctx.held, ctx.group = dim, even_ranges_by_shard(x.shape[dim], group.size), group
+        ctx.set_materialize_grads(False)
+        return as_aligned(select_ranges(x, dim, ctx.held[group.shard]))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None
+        return ctx.group.join(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+        ctx.dim, ctx.held, ctx.group = dim, even_ranges_by_shard(x.shape[dim], group.size), group
+        ctx.set_materialize_grads(False)
+        return group.scatter(x, dim, "the sum of a value")
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None
+        return ctx.group.join(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
+
+
+def select_ranges(x: Tensor, dim: int, ranges: IndexRanges) -> Tensor:
+    """The indices `ranges` of one dim of a tensor; a view where they are one run."""
+    if len(ranges) <= 1:
+        start, stop = ranges[0] if ranges else (0, 0)
+        return x.narrow(dim, start, stop - start)
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def copy_to_shards(x: Tensor, group: ShardGroup) -> Tensor:
+    """f: the value, which all shards hold whole and each uses for its part; the gradients are summed over the shards."""
+    return _Copy.apply(x, group) if x.requires_grad and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]
+
+
+def reduce_from_shards(x: Tensor, group: ShardGroup) -> Tensor:
+    """g: the sum of what the shards have computed, which all of them hold whole and use alike."""
+    return _Sum.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+    """g of sequence parallelism: this shard's even part, along `dim`, of the sum over the shards."""
+    return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
+    """This shard's even part, along `dim`, of a value that all shards hold whole; the gradients of the parts are gathered."""
+    return _Split.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_from_shards(x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
+    """The whole value, of which shard t holds the run `held[t]` along `dim`; all shards use it alike."""
+    return _Join.apply(x, dim, held, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,34 @@
+"""Which part of a value one shard has, and what the cut dim means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
+
+SEQUENCE = "sequence"
+"""The axis that sequence parallelism cuts. Others are named by the styles: features, heads, vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPartLayout:
+    """This shard has the indices `ranges` of dim `dim` (counted from the left), which is `size` long in the whole value."""
+
+    dim: int
+    size: int
+    ranges: IndexRanges
+    axis: str
+    """What the cut dim counts. Operations move and reshape the dim; its meaning stays the one it was made with."""
+
+    def at(self, dim: int) -> LocalPartLayout:
+        """The same part after an operation that has moved the cut dim to `dim`."""
+        return LocalPartLayout(dim, self.size, self.ranges, self.axis)
+
+    def narrowed_to(self, ranges: IndexRanges) -> LocalPartLayout:
+        """The part with these indices of the same dim."""
+        return LocalPartLayout(self.dim, self.size, ranges, self.axis)
+
+
+def sequence_part_layout(size: int, shard: int, shards: int) -> LocalPartLayout:
+    """A shard's part of [batch, sequence, ...] under sequence parallelism, the sequence being `size` long."""
+    return LocalPartLayout(1, size, even_ranges_by_shard(size, shards)[shard], SEQUENCE)

@@ -1,0 +1,70 @@
+"""The uniform plans that could be chosen for a number of workers: (replicas, stages) x schedules x chunks, layers balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raypar.plan import Microbatches, ParallelPlan
+from raypar.plan.microbatches import contiguous_part
+from raypar.planner.layer_partition import balanced_cuts
+from raypar.planner.model_profile import ModelProfile
+from raypar.schedule import registry
+
+SCHEDULES: dict[str, tuple[int, ...]] = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
+"""Schedule -> numbers of chunks that a worker may have under it. `naive` is left out: it is never better than GPipe. A pipeline
+of one stage gets 1F1B, which keeps one activation."""
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """One plan with its schedule.
+
+    `bound_ms`: a lower bound of a step: the compute of its busiest worker, or of all workers on the processors they share.
+    """
+
+    replicas: int
+    stages: int
+    schedule: str
+    chunks: int
+    plan: ParallelPlan
+    bound_ms: float
+
+
+def enumerate_candidates(profile: ModelProfile, workers: int, cut: Microbatches, shards: int = 1) -> Iterator[PlanCandidate]:
+    """Every uniform plan on at most `workers` workers in which each worker has work.
+
+    So there are no more replicas than blocks or microbatches, no more stages than layers. Layers are cut so that the slowest
+    stage is as fast as possible.
+    """
+    layers, seats = len(profile.layers), workers // shards
+    for stages in range(1, min(seats, layers) + 1):
+        for replicas in range(1, min(seats // stages, cut.blocks, cut.count) + 1):
+            for schedule in SCHEDULES if stages > 1 else ("1f1b",):
+                for chunks in SCHEDULES[schedule]:
+                    if stages * chunks <= layers:
+                        yield _candidate(profile, replicas, stages, shards, schedule, chunks, cut)
+
+
+def _candidate(
+    profile: ModelProfile, replicas: int, stages: int, shards: int, schedule: str, chunks: int, cut: Microbatches
+) -> PlanCandidate:
+    sums = profile.work_sums()
+    cuts = balanced_cuts(sums, stages * chunks)
+    plan = ParallelPlan.mesh(
+        dp=replicas,
+        pp=stages,
+        tp=shards,
+        layers=len(profile.layers),
+        chunks=chunks,
+        placement=registry.placement_of_schedule(schedule),
+        cuts=cuts,
+    )
+    busiest = max(
+        sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)
+    )
+    most = max(sum(len(cut.of_block(b)) for b in contiguous_part(r, replicas, cut.blocks)) for r in range(replicas))
+    bound = busiest * most / shards
+    if profile.processors is not None:
+        bound = max(bound, sums[-1] * cut.count / profile.processors)
+    return PlanCandidate(replicas, stages, schedule, chunks, plan, bound)

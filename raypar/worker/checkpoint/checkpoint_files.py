@@ -1,0 +1,590 @@
+"""Checkpoints on disk: state by (qualified parameter name, kind, slice), readable under any plan and by one process.
+
+    checkpoints/step_00000050/manifest.json  worker_0000.safetensors  worker_0001.safetensors ...
+
+Workers write shards into `.tmp-step_...`; the driver adds the manifest and renames, so a folder with the final name is whole.
+Torch is imported where tensors are touched only: the driver and the command line handle manifests without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from raypar.errors import CheckpointError
+from raypar.plan.shard_ranges import IndexRanges
+from raypar.untrusted_files import READABLE, open_regular_file, parse_untrusted_json, read_limited_bytes, shorten
+from raypar.worker.checkpoint.manifest import (
+    BUFFER,
+    CACHE,
+    DTYPES,
+    FORMAT,
+    MANIFEST,
+    PARAMETER,
+    TIE,
+    Manifest,
+    ManifestEntry,
+    Scalar,
+    Slice,
+    StateName,
+    check_header_matches_manifest,
+    manifest_checksum,
+    manifest_to_json,
+    parse_manifest,
+)
+from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
+from raypar.worker.job_spec import JobSpec, Ref, stable_argument_text, without_addresses
+
+__all__ = [  # of the manifest, for those who handle checkpoints
+    "BUFFER",
+    "CACHE",
+    "FORMAT",
+    "MANIFEST",
+    "PARAMETER",
+    "TIE",
+    "Manifest",
+    "ManifestEntry",
+    "Scalar",
+    "Slice",
+    "StateName",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MANIFEST_BYTES = 256 << 20
+"""Size limit of a manifest: half a million entries."""
+
+
+@dataclass(frozen=True)
+class TensorSlices:
+    """Which indices of one dim of an unsharded tensor of `shape` a tensor has; no `spans`: it is the whole."""
+
+    shape: tuple[int, ...]
+    dim: int
+    spans: IndexRanges
+
+    def of(self, tensor: Tensor) -> Iterator[tuple[Slice, Tensor]]:
+        """The tensor in blocks, each with its place in the whole."""
+        whole = tuple((0, n) for n in self.shape)
+        if not self.spans:
+            yield whole, tensor
+        at = 0
+        for start, stop in self.spans:
+            yield (*whole[: self.dim], (start, stop), *whole[self.dim + 1 :]), tensor.narrow(self.dim, at, stop - start)
+            at += stop - start
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What one worker has written."""
+
+    file: str
+    nbytes: int
+    sha256: str
+    entries: tuple[ManifestEntry, ...]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------------
+
+
+def create_checkpoint(root: Path, steps_done: int) -> Path:
+    """A new, empty folder aside, in which workers write. Raises `CheckpointError` when the disk does not let us."""
+    folder = root / f".tmp-step_{steps_done:08d}"
+    with _disk(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    return folder
+
+
+def write_shard(
+    folder: Path,
+    file_name: str,
+    tensors: Mapping[StateName, Tensor],
+    scalars: Mapping[StateName, Scalar] | None = None,
+    slices: Mapping[StateName, TensorSlices] | None = None,
+    ties: Mapping[str, Sequence[str]] | None = None,
+) -> ShardRecord:
+    """Write CPU tensors as one safetensors file. `slices`: which parts of an unsharded tensor it is, where not the whole.
+
+    `ties`: first name of a tied parameter -> its other names. Streams: no second copy in memory, and the checksum is taken
+    in the same pass. Raises `CheckpointError` (disk full, ...).
+    """
+    entries = [ManifestEntry(name, kind, value=value) for (name, kind), value in (scalars or {}).items()]
+    specs: list[tuple[str, str, Sequence[int]]] = []
+    written: list[Tensor] = []
+    for (name, kind), tensor in tensors.items():
+        held = (slices or {}).get((name, kind)) or TensorSlices(tuple(tensor.shape), 0, ())
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name} ({kind}) has dtype {dtype}, which checkpoints do not hold", cure="use a real dtype")
+        for number, (part, piece) in enumerate(held.of(tensor)):
+            key = (name if kind == PARAMETER else f"{name}#{kind}") + (f"@{number}" if number else "")
+            specs.append((key, dtype, piece.shape))
+            written.append(piece)
+            entries.append(ManifestEntry(name, kind, held.shape, dtype, part, file_name, key))
+            if kind == PARAMETER:
+                entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
+    nbytes, digest = write_safetensors(folder / file_name, specs, written)
+    return ShardRecord(file_name, nbytes, digest, tuple(entries))
+
+
+def write_safetensors(
+    path: Path,
+    specs: Sequence[tuple[str, str, Sequence[int]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Write `tensors` one after the other under the (key, dtype, shape) of `specs`; returns bytes and sha256 of the file.
+
+    Raises `CheckpointError` (disk full, ...).
+    """
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for key, dtype, shape in specs:
+        end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
+        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    # The format: length of the header (8 bytes, little endian), header, tensors; padded so that tensors lie at multiples of 8.
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with _disk(path), open(path, "wb") as file:
+        for piece in itertools.chain((len(text).to_bytes(8, "little"), text), map(_raw, tensors)):
+            file.write(piece)
+            digest.update(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return 8 + len(text) + offset, digest.hexdigest()
+
+
+def _raw(tensor: Tensor) -> Any:
+    import torch
+
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
+
+
+def commit_checkpoint(
+    folder: Path,
+    records: Sequence[ShardRecord],
+    *,
+    steps_done: int,
+    contract: Mapping[str, Any],
+    metrics: Mapping[str, Any] | None = None,
+) -> Path:
+    """Add the manifest and give the folder its final name. One that is there already is replaced. Returns the new path."""
+    body = manifest_to_json(
+        [entry for record in records for entry in record.entries],
+        {record.file: (record.nbytes, record.sha256) for record in records},
+        steps_done=steps_done,
+        contract=contract,
+        metrics=metrics or {},
+    )
+    final = folder.with_name(f"step_{steps_done:08d}")
+    old = folder.with_name(f".old-step_{steps_done:08d}")
+    with _disk(final):
+        with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+            json.dump(body, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(folder)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        folder.rename(final)
+        _sync(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def discard_checkpoint(folder: Path) -> None:
+    """Forget a checkpoint that could not be finished; the last good one stays."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_old_checkpoints(root: Path, count: int) -> None:
+    """Remove all but the newest `count` checkpoints, and what unfinished ones before them have left."""
+    steps = _steps(root)
+    for _, path in steps[:-count]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in root.glob(".*-step_*"):
+        left = re.fullmatch(r"\.(?:tmp|old)-step_([0-9]+)", path.name)
+        if left is not None and steps and int(left[1]) < steps[-1][0]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Read a checkpoint's manifest. Raises `CheckpointError` when it is missing, altered, of another format, or says what no
+    checkpoint can have (`worker/checkpoint/manifest.py`); no other file is opened."""
+    file = path / MANIFEST
+    text = read_limited_bytes(
+        file, follow=False, limit=MANIFEST_BYTES, error=CheckpointError, cure="give the folder of a checkpoint"
+    )
+    try:
+        body = parse_untrusted_json(text)
+        if not isinstance(body, dict):
+            raise ValueError("it holds no keys and values")
+        if "sha256" not in body:
+            raise ValueError("it has no checksum")
+        if body.pop("sha256") != manifest_checksum(body):
+            raise CheckpointError(f"{shorten(file)} was altered: its checksum is another", cure="use another checkpoint")
+        if type(body.get("format")) is not int or body["format"] != FORMAT:
+            raise CheckpointError(
+                f"{shorten(path)} has checkpoint format {shorten(body.get('format'))}, this raypar reads {FORMAT}",
+                cure="use the raypar that wrote it",
+            )
+        return parse_manifest(body, path)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{shorten(file)} is damaged: {shorten(str(error), 600)}", cure="use another checkpoint"
+        ) from error
+
+
+def verify_checkpoint(path: Path) -> Manifest:
+    """The manifest, after every file's length, checksum and header were compared with it. Raises `CheckpointError`."""
+    manifest = load_manifest(path)
+    for name, (_, sha256) in manifest.files.items():
+        with _open(manifest, name) as file:
+            found = hashlib.sha256()
+            with _reading(path / name):
+                while piece := file.read(1 << 22):
+                    found.update(piece)
+            if found.hexdigest() != sha256:
+                raise CheckpointError(
+                    f"{shorten(path / name)} was altered: its checksum is another", cure="use another checkpoint"
+                )
+            _header_of(manifest, name, file)
+    return manifest
+
+
+@contextlib.contextmanager
+def _open(manifest: Manifest, name: str) -> Iterator[BinaryIO]:
+    """Open one of the checkpoint's files. Raises `CheckpointError` for a link, and for another length than the manifest's."""
+    path, nbytes = manifest.path / name, manifest.files[name][0]
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{shorten(path)} is missing", cure="use another checkpoint")
+    with open_regular_file(path, follow=False, error=CheckpointError, cure="use another checkpoint") as file:
+        there = os.fstat(file.fileno()).st_size
+        if there != nbytes:
+            raise CheckpointError(
+                f"{shorten(path)} has {there:,} bytes instead of {nbytes:,}: it was "
+                + ("truncated" if there < nbytes else "added to"),
+                cure="use another checkpoint",
+            )
+        yield file
+
+
+def _header_of(manifest: Manifest, name: str, file: BinaryIO) -> SafetensorsHeader:
+    """The header of an open file. Raises `CheckpointError` if it and the manifest disagree on the file's tensors."""
+    path = manifest.path / name
+    header = parse_safetensors_header(file, path)
+    try:
+        check_header_matches_manifest(manifest, name, header)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{shorten(path)} is not what {MANIFEST} says: {shorten(str(error), 400)}",
+            cure="use another checkpoint",
+        ) from error
+    return header
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn errors of the file system inside into a `CheckpointError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {shorten(path)}: {error.strerror or error}",
+            cure="look after the disk, or use another checkpoint",
+        ) from error
+
+
+def latest_usable_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
+    """(the newest checkpoint that is whole, why newer ones were skipped)."""
+    skipped = []
+    for _, path in reversed(_steps(root)):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            skipped.append(f"skipped {path.name}: {error.what}")
+        else:
+            return path, skipped
+    return None, skipped
+
+
+def read_checkpoint_state(
+    path: Path, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
+) -> dict[str, dict[str, Any]]:
+    """name -> {"parameter": tensor, "exp_avg": tensor, "step": tensor or number, ...}, unsharded, for these names or all.
+
+    `take(name, tensor)`: what is kept of each, one tensor being held whole at a time. Reads only what is asked for. Raises
+    `CheckpointError` for names that are not there, missing slices and damaged files.
+    """
+    manifest = load_manifest(path)
+    wanted = set(manifest.shapes if names is None else names)
+    missing = sorted(wanted - set(manifest.shapes))
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {path} has no parameter {missing[0]!r}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            cure="use a checkpoint of this model",
+        )
+    return _read(manifest, [e for e in manifest.entries if e.name in wanted], take)
+
+
+def read_checkpoint_buffers(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """name -> buffer, of those of `names` that the checkpoint has. Raises `CheckpointError` for damaged files."""
+    if not names:
+        return {}
+    manifest = load_manifest(path)
+    entries = [e for e in manifest.entries if e.name in names and e.kind in (BUFFER, CACHE)]
+    return {name: value for name, kinds in _read(manifest, entries).items() for value in kinds.values()}
+
+
+def _read(
+    manifest: Manifest,
+    entries: Sequence[ManifestEntry],
+    take: Callable[[str, Tensor], Tensor] | None = None,
+    headers: dict[str, tuple[tuple[int, ...], SafetensorsHeader]] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
+
+    Checksums are not compared: `verify` did that, perhaps in another process and some time ago. Length and header are compared
+    with the manifest again, in the file that is then read and stays open: a file that was replaced meanwhile by one of another
+    size or shape is refused. Other bytes in the same places are not noticed before the next `verify`.
+    `headers`: cache of parsed headers: file -> (its identity in the file system, header).
+    """
+    import torch
+
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        files: dict[str, tuple[BinaryIO, SafetensorsHeader]] = {}
+
+        def header_in(opened: BinaryIO, name: str) -> SafetensorsHeader:
+            about = os.fstat(opened.fileno())
+            same = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+            if headers is None or headers.get(name, ((), None))[0] != same:
+                header = _header_of(manifest, name, opened)
+                if headers is not None:
+                    headers[name] = same, header
+                return header
+            return headers[name][1]
+
+        def tensor_of(entry: ManifestEntry) -> Tensor:
+            if entry.file not in files:
+                opened = stack.enter_context(_open(manifest, entry.file))
+                files[entry.file] = opened, header_in(opened, entry.file)
+            file, header = files[entry.file]
+            tensor = torch.empty(entry.part, dtype=getattr(torch, entry.dtype))
+            with _reading(manifest.path / entry.file):
+                file.seek(header.tensors[entry.key].start)
+                read = file.readinto(_raw(tensor)) if tensor.numel() else 0  # type: ignore[attr-defined]
+            if read != tensor.nbytes:
+                raise CheckpointError(
+                    f"{shorten(manifest.path / entry.file)} ends within {shorten(entry.key)}: it was truncated just now",
+                    cure="use another checkpoint",
+                )
+            return tensor
+
+        for (name, kind), group in itertools.groupby(entries, lambda entry: (entry.name, entry.kind)):
+            parts = list(group)
+            kinds = found.setdefault(name, {})
+            if not parts[0].file:
+                kinds[kind] = parts[0].value
+                continue
+            whole = tensor_of(parts[0])
+            if len(parts) > 1:
+                first, whole = whole, torch.empty(parts[0].shape, dtype=whole.dtype)
+                for entry in parts:
+                    whole[tuple(slice(a, b) for a, b in entry.slice)] = first if entry is parts[0] else tensor_of(entry)
+            kinds[kind] = whole if take is None else take(name, whole)
+    return found
+
+
+class CheckpointTensors(Mapping[str, "Tensor"]):
+    """The parameters of a checkpoint (or, with `kinds`, buffers too), each read when it is asked for."""
+
+    def __init__(self, path: Path, kinds: Collection[str] = (PARAMETER,)) -> None:
+        self._manifest = load_manifest(path)
+        self._headers: dict[str, tuple[tuple[int, ...], SafetensorsHeader]] = {}
+        self._entries: dict[str, list[ManifestEntry]] = {}
+        for entry in self._manifest.entries:
+            if entry.kind in kinds:
+                self._entries.setdefault(entry.name, []).append(entry)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = _read(self._manifest, self._entries[name], headers=self._headers)[name][self._entries[name][0].kind]
+        return tensor
+
+    def specs(self) -> list[tuple[str, str, Sequence[int]]]:
+        """(name, dtype, shape) of each, for `write_safetensors`; nothing is read for it."""
+        return [(name, entries[0].dtype, entries[0].shape) for name, entries in self._entries.items()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def checkpoint_weights_hash(path: Path) -> str:
+    """The weights hash (raypar/README.md, rule 10) of a checkpoint; neither the model nor its code is needed."""
+    from raypar.worker.norm_and_weights_hash import weights_hash
+
+    return weights_hash(CheckpointTensors(path))
+
+
+# -- belonging together --------------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint_fits_model(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> None:
+    """`shapes`: of the model's parameters (ties once). Raises `CheckpointError` naming the first that differ."""
+    there, wanted = manifest.shapes, {name: tuple(shape) for name, shape in shapes.items()}
+    only_model, only_there = [n for n in wanted if n not in there], [n for n in there if n not in wanted]
+    differ = [n for n in wanted if n in there and there[n] != wanted[n]]
+    texts = [f"only the model has {_first(only_model)}"] * bool(only_model)
+    texts += [f"only the checkpoint has {_first(only_there)}"] * bool(only_there)
+    texts += [f"{n} is {list(wanted[n])} in the model and {list(there[n])} in the checkpoint" for n in differ[:3]]
+    if texts:
+        raise CheckpointError(
+            f"checkpoint {manifest.path} belongs to another model: {'; '.join(texts)}",
+            cure="set model and model.args as they were when it was written",
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+_OF_SHARDS = {"styles": "plan.styles", "sequence_parallel": "plan.sequence_parallel"}
+"""Key of the contract -> key of the job file, of what decides bits only where a plan has shards. A run may go on with others,
+as it may with another number of shards."""
+
+
+def contract_of_job(spec: JobSpec) -> dict[str, Any]:
+    """Everything of a job that its bits depend on, as JSON values; `steps` and validation are not among it."""
+    made = {
+        "seed": spec.seed,
+        "batch_size": spec.batch_size,
+        "microbatches": spec.microbatches,
+        "virtual_replicas": spec.cut.blocks,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "threads": spec.threads,
+        "reduction": spec.reduction,
+        "non_finite": spec.non_finite,
+        "clip_norm": spec.clip_norm,
+        "model": _ref(spec.model),
+        "loss": _ref(spec.loss),
+        "data": _ref(spec.data.dataset),
+        "optimizer": {**_ref(spec.optimizer.optimizer), "groups": [[p, dict(o)] for p, o in spec.optimizer.groups]},
+        "lr_schedule": _ref(spec.lr_schedule) if spec.lr_schedule is not None else None,
+    }
+    # Without shards neither matters: jobs that say nothing of them have the contract they had before there were any.
+    made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
+    made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
+    plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
+    return plain
+
+
+def _as_text(value: Any) -> str:
+    """An argument that is no JSON value; a tensor with all of its values, which its `repr` has not."""
+    return (
+        stable_argument_text(value)
+        if hasattr(value, "tolist") or isinstance(value, (set, frozenset))
+        else without_addresses(repr(value))
+    )
+
+
+def _ref(ref: Ref) -> dict[str, Any]:
+    return {"function": ref.label, "args": dict(ref.args)}
+
+
+_MOVED = {"raypar.worker.tokens": "raypar.token_files"}
+"""Modules whose classes users name: former path -> present path. Checkpoints and job files of before have the former."""
+
+
+def _with_present_paths(value: Any) -> Any:
+    """A contract in which users' names of raypar's own classes are the present ones."""
+    if isinstance(value, dict):
+        return {key: _with_present_paths(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_with_present_paths(part) for part in value]
+    for former, present in _MOVED.items() if isinstance(value, str) else ():
+        value = value.replace(former, present)
+    return value
+
+
+def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
+    """A line for each part of the contract that differs from the checkpoint's, but for those of shards (`_OF_SHARDS`)."""
+    # Checkpoints from before there was a choice say nothing of the device.
+    then, now = _with_present_paths({"device": "cpu", **manifest.contract}), _with_present_paths(contract_of_job(spec))
+    return [
+        f"{k} was {shorten(repr(then.get(k)))}, is {v!r}" for k, v in now.items() if k not in _OF_SHARDS and then.get(k) != v
+    ]
+
+
+def list_changed_shard_settings(manifest: Manifest, spec: JobSpec) -> list[str]:
+    """Keys of the job file that say how layers are cut over shards and differ from the checkpoint's."""
+    now = contract_of_job(spec)
+    return [name for key, name in _OF_SHARDS.items() if manifest.contract.get(key) != now.get(key)]
+
+
+def check_contract(manifest: Manifest, spec: JobSpec) -> None:
+    """Raises `CheckpointError` when going on would not give the bits of one undisturbed run."""
+    differences = list_contract_differences(manifest, spec)
+    if differences:
+        raise CheckpointError(
+            f"checkpoint {manifest.path} belongs to another job: {'; '.join(differences)}",
+            cure="resume with these as they were (plan, steps and validation may change), or train a new run",
+        )
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """As `_reading`, for what is written."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}", cure="free disk space or set run_dir to a disk that has some"
+        ) from error
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _steps(root: Path) -> list[tuple[int, Path]]:
+    """(steps done, folder), ascending; none where `root` does not exist. Raises `CheckpointError` if it cannot be read."""
+    try:
+        paths = list(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {root}: {error.strerror or error}", cure=READABLE) from error
+    found = [(re.fullmatch(r"step_([0-9]+)", path.name), path) for path in paths]
+    return sorted((int(match[1]), path) for match, path in found if match)

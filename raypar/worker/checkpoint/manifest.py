@@ -1,0 +1,335 @@
+"""A checkpoint's manifest, checked in full before any of it is used. Pure: no file is opened here.
+
+A checksum says that a manifest is as it was written, not who wrote it. So every type, range and total is checked: names of
+files lead nowhere else, every slice of every tensor is there once, and shapes account for no more bytes than the files have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from raypar.untrusted_files import shorten
+from raypar.worker.checkpoint.safetensors_header import (
+    ITEM_BYTES,
+    MAX_ELEMENTS,
+    SafetensorsHeader,
+    element_count,
+    is_int64_count,
+    parse_shape,
+)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PARAMETER = "parameter"
+"""The kind of a parameter's own values; other kinds are the optimizer's keys (`exp_avg`, `step`, ...)."""
+BUFFER, CACHE = "buffer", "non-persistent buffer"
+"""The kinds of buffers. Both are state, put back when a run goes on; exports have those that are persistent."""
+TIE = "tie"
+"""The kind of a tied parameter's other names: the entry leads to the tensor of its first name. For exports only."""
+
+StateName = tuple[str, str]
+"""(qualified parameter name, kind)."""
+Slice = tuple[tuple[int, int], ...]
+"""[start, stop) of every dim of the unsharded tensor."""
+Scalar = float | int | bool | None
+
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "uint64": "U64", "uint32": "U32", "uint16": "U16",
+}  # fmt: skip
+"""torch -> safetensors."""
+NOT_FINITE = {repr(value): value for value in (math.inf, -math.inf, math.nan)}
+"""JSON has no infinities; written as text they come back as they were."""
+
+
+@dataclass(frozen=True)
+class ManifestEntry:
+    """One tensor in a file, or one number. `shape`: of the unsharded tensor; `slice`: the part that the file has."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    slice: Slice = ()
+    file: str = ""
+    key: str = ""
+    value: Scalar = None
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of the part that the file has."""
+        return tuple(stop - start for start, stop in self.slice)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. `files`: name -> (bytes, sha256); `contract`: what its bits depend on (`contract_of_job`);
+    `entries`: ascending, those of one name and kind together."""
+
+    path: Path
+    steps_done: int
+    contract: Mapping[str, Any]
+    entries: tuple[ManifestEntry, ...]
+    files: Mapping[str, tuple[int, str]]
+    metrics: Mapping[str, Any]
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Other name of a tied parameter -> its first name."""
+        first = {(e.file, e.key): e.name for e in self.entries if e.kind == PARAMETER}
+        return {e.name: first[e.file, e.key] for e in self.entries if e.kind == TIE}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Mapping[str, ManifestEntry]]:
+        """File -> key -> what lies there; ties left out."""
+        found: dict[str, dict[str, ManifestEntry]] = {file: {} for file in self.files}
+        for entry in self.entries:
+            if entry.file and entry.kind != TIE:
+                found[entry.file][entry.key] = entry
+        return found
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameter name -> shape of the unsharded tensor."""
+        return {e.name: e.shape for e in self.entries if e.kind == PARAMETER}
+
+
+def manifest_to_json(
+    entries: Collection[ManifestEntry],
+    files: Mapping[str, tuple[int, str]],
+    *,
+    steps_done: int,
+    contract: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The manifest as JSON values, checksum included; `parse` reads them back."""
+    assert len({(e.name, e.kind, e.slice) for e in entries}) == len(entries), "two workers wrote the same slice"
+    body = {
+        "format": FORMAT,
+        "steps_done": steps_done,
+        "contract": dict(contract),
+        "metrics": dict(metrics),
+        "files": {name: {"bytes": nbytes, "sha256": sha256} for name, (nbytes, sha256) in files.items()},
+        "entries": [_entry_to_json(e) for e in sorted(entries, key=_place)],
+    }
+    return {**body, "sha256": manifest_checksum(body)}
+
+
+def manifest_checksum(body: Mapping[str, Any]) -> str:
+    """The checksum of everything in a manifest but the checksum."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def parse_manifest(body: Mapping[str, Any], path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path` from JSON values. Raises `ValueError` for whatever a checkpoint cannot have."""
+    _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries"})
+    steps_done, contract, metrics = body["steps_done"], body["contract"], body["metrics"]
+    if not is_int64_count(steps_done):
+        raise ValueError(f"steps_done is {shorten(steps_done)}, not a whole number >= 0")
+    named = re.fullmatch(r"step_([0-9]+)", path.name)
+    if named is not None and int(named[1]) != steps_done:
+        raise ValueError(f"steps_done is {steps_done}, but its folder is {path.name}")
+    for what, value in (("contract", contract), ("metrics", metrics), ("files", body["files"])):
+        if not isinstance(value, dict):
+            raise ValueError(f"{what} is {shorten(value)}, not keys and values")
+    if not isinstance(body["entries"], list):
+        raise ValueError(f"entries is {shorten(body['entries'])}, not a list")
+    files = {_file_name(name): _file(name, found) for name, found in body["files"].items()}
+    entries = tuple(sorted((_entry(number, found) for number, found in enumerate(body["entries"])), key=_place))
+    _check_files(entries, files)
+    for (name, kind), group in itertools.groupby(entries, lambda entry: (entry.name, entry.kind)):
+        _check_whole(f"{shorten(name)} ({shorten(kind)})", list(group))
+    _check_kinds(entries)
+    _check_ties(entries)
+    return Manifest(path, steps_done, contract, entries, files, metrics)
+
+
+def check_header_matches_manifest(manifest: Manifest, file: str, header: SafetensorsHeader) -> None:
+    """Raises `ValueError` where a file's header and the manifest do not say the same of its tensors."""
+    named = manifest.tensors[file]
+    absent, unknown = sorted(named.keys() - header.tensors.keys()), sorted(header.tensors.keys() - named.keys())
+    if absent or unknown:
+        which, key = ("only the manifest", absent[0]) if absent else ("only the file", unknown[0])
+        raise ValueError(f"{which} has the tensor {shorten(key)!r}")
+    for key, entry in named.items():
+        there = header.tensors[key]
+        if (there.dtype, there.shape) != (DTYPES[entry.dtype], entry.part):
+            raise ValueError(
+                f"tensor {shorten(key)!r} is {there.dtype} of shape {shorten(list(there.shape))}, by the manifest "
+                f"{DTYPES[entry.dtype]} of shape {shorten(list(entry.part))}"
+            )
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------------
+
+
+def _place(entry: ManifestEntry) -> tuple[str, str, Slice]:
+    return entry.name, entry.kind, entry.slice
+
+
+def _entry_to_json(entry: ManifestEntry) -> dict[str, Any]:
+    named = {"name": entry.name, "kind": entry.kind}
+    if not entry.file:
+        value = entry.value
+        return {**named, "value": repr(value) if isinstance(value, float) and not math.isfinite(value) else value}
+    shape, part = list(entry.shape), [list(pair) for pair in entry.slice]
+    return {**named, "shape": shape, "dtype": entry.dtype, "slice": part, "file": entry.file, "key": entry.key}
+
+
+def _keys(found: Any, what: str, wanted: set[str]) -> None:
+    """Raises `ValueError` unless `found` is a JSON object with exactly these keys."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is {shorten(found)}, not keys and values")
+    if found.keys() != wanted:
+        missing, unknown = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
+        raise ValueError(f"{what} has no {missing[0]!r}" if missing else f"{what} has an unknown key {shorten(unknown[0])!r}")
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f"{what} is {shorten(value) or 'empty'!r}, not a printable text")
+    return value
+
+
+def _file_name(name: str) -> str:
+    """`name`, which can only be that of a file in the checkpoint's own folder. Raises `ValueError`."""
+    if not name or not name.isprintable() or "/" in name or "\\" in name or name in (".", "..", MANIFEST) or len(name) > 255:
+        raise ValueError(f"{shorten(name)!r} is no name of a file in the checkpoint's folder")
+    return name
+
+
+def _file(name: str, found: Any) -> tuple[int, str]:
+    """(bytes, sha256) of a file, as its manifest gives them. Raises `ValueError`."""
+    what = f"file {shorten(name)!r}"
+    _keys(found, what, {"bytes", "sha256"})
+    nbytes, sha256 = found["bytes"], found["sha256"]
+    if not is_int64_count(nbytes):
+        raise ValueError(f"{what} has {shorten(nbytes)} bytes, not a whole number >= 0")
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise ValueError(f"{what} has the sha256 {shorten(sha256)}, not 64 hexadecimal digits")
+    return nbytes, sha256
+
+
+def _entry(number: int, found: Any) -> ManifestEntry:
+    """The `number`th entry, from its JSON value. Raises `ValueError`."""
+    what = f"entry {number}"
+    if isinstance(found, dict) and "file" not in found:
+        _keys(found, what, {"name", "kind", "value"})
+        return ManifestEntry(
+            _text(found["name"], f"{what}: name"), _text(found["kind"], f"{what}: kind"), value=_value(found["value"], what)
+        )
+    _keys(found, what, {"name", "kind", "shape", "dtype", "slice", "file", "key"})
+    name, kind, key = (_text(found[each], f"{what}: {each}") for each in ("name", "kind", "key"))
+    dtype, file = found["dtype"], found["file"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{what} ({shorten(name)}): dtype {shorten(dtype)} is none of {', '.join(DTYPES)}")
+    shape = parse_shape(found["shape"])
+    if not isinstance(file, str):
+        raise ValueError(f"{what} ({shorten(name)}): file is {shorten(file)}, not a text")
+    return ManifestEntry(name, kind, shape, dtype, _slice(found["slice"], shape, f"{what} ({shorten(name)})"), file, key)
+
+
+def _value(value: Any, what: str) -> Scalar:
+    """A number of an optimizer's state, from its JSON value. Raises `ValueError`."""
+    if isinstance(value, str) and value in NOT_FINITE:
+        return NOT_FINITE[value]
+    if value is None or isinstance(value, bool):
+        return value
+    if (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) <= MAX_ELEMENTS):
+        return value
+    raise ValueError(f"{what}: value is {shorten(value)}, not a number of 64 bits, true, false, null, 'inf', '-inf' or 'nan'")
+
+
+def _slice(found: Any, shape: tuple[int, ...], what: str) -> Slice:
+    """The part of a tensor of `shape`, from its JSON value; `what`: the tensor in messages. Raises `ValueError`."""
+    pairs = isinstance(found, list) and all(isinstance(p, list) and len(p) == 2 and all(map(is_int64_count, p)) for p in found)
+    if not pairs or len(found) != len(shape):
+        raise ValueError(
+            f"{what}: slice {shorten(found)} is not a pair of whole numbers for each dim of {shorten(list(shape))}"
+        )
+    part = tuple((start, stop) for start, stop in found)
+    for (start, stop), size in zip(part, shape, strict=True):
+        if not start <= stop <= size or (start == stop and size > 0):
+            raise ValueError(f"{what}: slice {shorten(found)} is reversed, empty or out of shape {shorten(list(shape))}")
+    return part
+
+
+def _check_files(entries: Sequence[ManifestEntry], files: Mapping[str, tuple[int, str]]) -> None:
+    """Raises `ValueError` unless every tensor lies under a key of its own in a listed file that has bytes for it."""
+    taken: dict[str, int] = dict.fromkeys(files, 0)
+    keys: set[tuple[str, str]] = set()
+    for entry in entries:
+        if not entry.file and entry.dtype:
+            raise ValueError(f"{shorten(entry.name)} ({shorten(entry.kind)}) lies in a file without a name")
+        if entry.file and entry.file not in files:
+            raise ValueError(
+                f"{shorten(entry.name)} lies in {shorten(entry.file)!r}, which is not among the checkpoint's files"
+            )
+        if entry.file and entry.kind != TIE:
+            if (entry.file, entry.key) in keys:
+                raise ValueError(f"two entries lead to the tensor {shorten(entry.key)!r} of {shorten(entry.file)!r}")
+            keys.add((entry.file, entry.key))
+            taken[entry.file] += element_count(entry.part) * ITEM_BYTES[DTYPES[entry.dtype]]
+            if taken[entry.file] > files[entry.file][0]:
+                raise ValueError(
+                    f"the tensors of {shorten(entry.file)!r} up to {shorten(entry.name)} have {taken[entry.file]:,} bytes "
+                    f"or more, the file has {files[entry.file][0]:,}"
+                )
+
+
+def _check_whole(what: str, parts: Sequence[ManifestEntry]) -> None:
+    """Raises `ValueError` unless the ascending slices of a tensor make it whole without overlap, or a number is there once."""
+    first = parts[0]
+    if any((bool(e.file), e.shape, e.dtype) != (bool(first.file), first.shape, first.dtype) for e in parts):
+        raise ValueError(f"{what} has several shapes or dtypes")
+    if not first.file:
+        if len(parts) > 1:
+            raise ValueError(f"{what} is there {len(parts)} times")
+        return
+    whole = tuple((0, size) for size in first.shape)
+    cut = sorted({dim for e in parts for dim, span in enumerate(e.slice) if span != whole[dim]})
+    if len(cut) > 1:
+        raise ValueError(f"{what} is cut along dims {shorten(cut)}, not along one")
+    have, total = sum(element_count(e.part) for e in parts), element_count(first.shape)
+    overlap = len(parts) > 1 and not cut
+    for one, other in itertools.pairwise(parts if cut else ()):
+        overlap |= other.slice[cut[0]][0] < one.slice[cut[0]][1]
+    if overlap:
+        raise ValueError(f"slices of {what} overlap")
+    if have != total:
+        raise ValueError(f"it has {have:,} of {total:,} elements of {what}")
+
+
+def _check_kinds(entries: Sequence[ManifestEntry]) -> None:
+    """Raises `ValueError` for a name of several kinds (parameter, buffer, tie), and for one of these that is a number."""
+    known: dict[str, str] = {}
+    for entry in entries:
+        if entry.kind in (PARAMETER, BUFFER, CACHE, TIE):
+            if not entry.file:
+                raise ValueError(f"{shorten(entry.name)} ({entry.kind}) is a number, not a tensor")
+            if known.setdefault(entry.name, entry.kind) != entry.kind:
+                raise ValueError(f"{shorten(entry.name)} is both {known[entry.name]} and {entry.kind}")
+
+
+def _check_ties(entries: Sequence[ManifestEntry]) -> None:
+    """Raises `ValueError` for a tie that does not lead to the slices of one parameter."""
+    parameters = {(e.file, e.key): e for e in entries if e.kind == PARAMETER}
+    first: dict[str, str] = {}
+    for entry in entries:
+        if entry.kind == TIE:
+            there = parameters.get((entry.file, entry.key))
+            if there is None or (there.shape, there.dtype, there.slice) != (entry.shape, entry.dtype, entry.slice):
+                raise ValueError(f"{shorten(entry.name)} is tied to {shorten(entry.key)!r}, which is no such parameter")
+            if first.setdefault(entry.name, there.name) != there.name:
+                raise ValueError(
+                    f"{shorten(entry.name)} is tied to both {shorten(first[entry.name])} and {shorten(there.name)}"
+                )

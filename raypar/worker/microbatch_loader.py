@@ -1,0 +1,404 @@
+"""From a user's data set to the fields of one microbatch, as the numerics contract says (raypar/README.md, rule 1).
+
+Samples are read either here, in the thread that asks (`processes: 0`: nothing else may touch torch's generator while layers
+compute), or ahead of time in CPU processes of their own. Both give the same bits: a sample depends on (seed, epoch, id) only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for_sentinel
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
+from raypar.plan.microbatches import Microbatches
+from raypar.plan.seeds import seed_of
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.job_spec import DataSpec
+from raypar.worker.process.environment_guard import Warnings
+from raypar.worker.process.torch_state_guard import DEFAULT_TORCH_STATE, TorchStateGuard
+
+FIELD_NAMES = ("x", "y", "z")
+"""Names of a tuple sample's fields, unless `data.names` gives others."""
+
+WHERE_FIELDS_ARE_NAMED = (
+    "name the fields there are: data.input and data.target (tuples: data.names) in a job file, data_input=, data_target= and "
+    "data_names= of Trainer"
+)
+"""Cure of errors about fields of samples."""
+
+READ_TIMEOUT_S = 120.0
+"""How long data processes may take over one microbatch, their own start included."""
+
+AHEAD_BYTES = 32 << 20
+"""How much of the next step is read while the votes on this one are waited for."""
+
+SamplePosition = tuple[int, int]
+"""(epoch, sample id)."""
+
+
+def make_dataset(spec: DataSpec) -> Any:
+    """Call the user's data set function. Raises `UserCodeError` when it raises, `DataError` for what cannot be read by id."""
+    try:
+        dataset = spec.dataset.call()
+    except RayparError:
+        raise
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        raise UserCodeError(
+            f"the data set function {spec.dataset.label} raised {error_text(error)}\n{traceback.format_exc()}",
+            cure="run it by itself with data.args",
+        ) from error
+    dataset_size(dataset, spec.dataset.label)
+    return dataset
+
+
+def dataset_size(dataset: Any, label: str = "") -> int:
+    """Number of samples. Raises `DataError` for an empty data set and for one without `__len__` and `__getitem__`."""
+    name = label or type(dataset).__name__
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
+    if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"data set {name} is a {type(dataset).__name__}, which cannot be read by sample id",
+            cure="give it __len__ and __getitem__ (a map-style data set); an iterable one can be listed, or saved, first",
+        )
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise DataError(f"data set {name} has no length: {error}", cure="give it a __len__ that returns an int") from error
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        raise UserCodeError(
+            f"data set {name} has no length: it raised {error_text(error)}\n{traceback.format_exc()}",
+            cure="call its __len__ by itself",
+        ) from error
+    if size == 0:
+        raise DataError(f"data set {name} is empty", cure="check data.args: its path, split and context length")
+    return size
+
+
+@dataclass
+class SampleOrder:
+    """Which sample lies at each position of the endless stream. `size` samples an epoch; not `shuffle`d: 0, 1, 2, ..."""
+
+    seed: int
+    size: int
+    shuffle: bool = True
+    _permutations: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise DataError(f"a data set of {self.size} samples", cure="give it at least one")
+
+    def ids(self, start: int, stop: int) -> list[SamplePosition]:
+        """(epoch, id) of stream positions [start, stop)."""
+        found: list[SamplePosition] = []
+        while start < stop:
+            epoch, first = divmod(start, self.size)
+            last = min(self.size, first + stop - start)
+            entries = self._order(epoch)[first:last].tolist() if self.shuffle else range(first, last)
+            found += [(epoch, entry) for entry in entries]
+            start += last - first
+        return found
+
+    def _order(self, epoch: int) -> Tensor:
+        """Kept for two epochs: a step may reach from one into the next."""
+        if epoch not in self._permutations:
+            generator = torch.Generator().manual_seed(seed_of(self.seed, "epoch", epoch))
+            while len(self._permutations) > 1:
+                del self._permutations[min(self._permutations)]
+            self._permutations[epoch] = torch.randperm(self.size, generator=generator)
+        return self._permutations[epoch]
+
+
+@dataclass(frozen=True)
+class SampleReader:
+    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process.
+
+    `guard`: restores process state that a sample leaves changed, so that the next one does not depend on it.
+    """
+
+    dataset: Any
+    names: tuple[str, ...]
+    fields: tuple[str, ...]
+    seed: int
+    guard: TorchStateGuard | None = None
+
+    def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
+        """field -> [samples, ...], fresh memory. Leaves python, numpy and torch seeded by the last sample."""
+        columns: list[list[Tensor]] = [[] for _ in self.fields]
+        # Who promises to draw no random numbers need not have them seeded; it does not change a bit.
+        seeded = not getattr(self.dataset, "raypar_thread_safe", False)
+        for epoch, index in places:
+            if seeded:
+                here = seed_of(self.seed, "sample", epoch, index) % 2**32
+                random.seed(here)
+                numpy.random.seed(here)
+                # The CPU's share of torch.manual_seed, which takes 65 us: it visits every kind of device.
+                torch.default_generator.manual_seed(here)
+            try:
+                sample = self.dataset[index]
+            except USER_CODE_ERRORS as error:
+                reraise_ctrl_c(error)
+                raise UserCodeError(
+                    f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}\n{traceback.format_exc()}",
+                    cure=f"read it by itself: dataset[{index}]",
+                ) from error
+            if self.guard is not None:
+                self.guard.check("the data set's __getitem__")
+            for column, name in zip(columns, self.fields, strict=True):
+                column.append(self._tensor(sample, name, index))
+        return {name: self._stack(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
+
+    def _tensor(self, sample: Any, name: str, index: int) -> Tensor:
+        if isinstance(sample, Mapping):
+            found: Mapping[str, Any] = sample
+        else:
+            values = sample if isinstance(sample, (tuple, list)) else (sample,)
+            names = self.names or FIELD_NAMES
+            if len(values) > len(names):
+                raise DataError(
+                    f"sample {index} has {len(values)} fields, but names for {len(names)}: {', '.join(names)}",
+                    cure=f"name all {len(values)} in data.names (data_names= of Trainer), or return a dict",
+                )
+            found = dict(zip(names, values, strict=False))
+        if name not in found:
+            raise DataError(
+                f"sample {index} has no field {name!r}, only {', '.join(map(str, found)) or 'none at all'}",
+                cure=WHERE_FIELDS_ARE_NAMED,
+            )
+        value = found[name]
+        if isinstance(value, Tensor):
+            return value.detach()
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"sample {index}, field {name!r}: a {type(value).__name__} cannot be made a tensor: {error}",
+                cure="return tensors, arrays or numbers",
+            ) from error
+
+    @staticmethod
+    def _stack(name: str, column: list[Tensor], places: Sequence[SamplePosition]) -> Tensor:
+        kinds = [(tuple(value.shape), value.dtype) for value in column]
+        if kinds.count(kinds[0]) != len(kinds):
+            usual = Counter(kinds).most_common(1)[0][0]
+            odd, (epoch, index) = next((k, p) for k, p in zip(kinds, places, strict=True) if k != usual)
+            other = next(p[1] for k, p in zip(kinds, places, strict=True) if k == usual)
+            raise DataError(
+                f"sample {index} (epoch {epoch}), field {name!r}: expected shape {usual[0]} {usual[1]} as in sample {other} "
+                f"of the same microbatch, found shape {odd[0]} {odd[1]}",
+                cure="pad or crop samples to one shape, and give every sample the same dtype",
+            )
+        return torch.stack(column)
+
+
+class MicrobatchLoader:
+    """The microbatches of one data set, by (step, microbatch).
+
+    `cut.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
+    (stages of one worker that read batch fields), so that it is read once and let go after its last use. `guard`: gets lines
+    about process state that samples leave changed, here or in the data processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        spec: DataSpec,
+        order: SampleOrder,
+        cut: Microbatches,
+        *,
+        seed: int,
+        fields: Sequence[str],
+        readers: int = 1,
+        timeout_s: float = READ_TIMEOUT_S,
+        guard: TorchStateGuard | None = None,
+    ) -> None:
+        dataset_size(dataset, spec.dataset.label)
+        self._spec, self._order, self._cut = spec, order, cut
+        self._seed, self._fields, self._readers, self._timeout_s = seed, tuple(fields), readers, timeout_s
+        self._guard = guard
+        self._reader = SampleReader(dataset, spec.names, self._fields, seed, guard)
+        self._pool: ProcessPoolExecutor | None = None
+        self._pending: dict[tuple[int, int], Future[_Answer]] = {}
+        self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]] = {}
+
+    def places(self, step: int, microbatch: int) -> list[SamplePosition]:
+        """(epoch, id) of the samples of a microbatch."""
+        samples = self._cut.samples(microbatch)
+        start = step * self._cut.batch_size
+        return self._order.ids(start + samples.start, start + samples.stop)
+
+    def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
+        """Start reading these in the data processes, if there are any; those under way already are left alone."""
+        if not self._spec.processes:
+            return
+        for key in [key for key in self._pending if key[0] < step - 1]:
+            self._pending.pop(key).cancel()
+        for microbatch in microbatches:
+            key = (step, microbatch)
+            if key not in self._pending and key not in self._kept:
+                self._pending[key] = self._submit(self.places(*key))
+
+    def read_ahead(self, step: int, microbatches: Sequence[int]) -> None:
+        """Read these now, about `AHEAD_BYTES` of them, while others are waited for. What goes wrong is raised by `get`."""
+        room = 0 if self._spec.processes else AHEAD_BYTES
+        for key in [(step, microbatch) for microbatch in microbatches if (step, microbatch) not in self._kept]:
+            if room <= 0:
+                return
+            try:
+                batch = self._reader.read(self.places(*key))
+            except RayparError:
+                return
+            self._kept[key] = batch, self._readers
+            room -= sum(tensor.nbytes for tensor in batch.values())
+
+    def get(self, step: int, microbatch: int) -> dict[str, Tensor]:
+        """Field -> [samples, ...]; fresh tensors. Raises `DataError` or `UserCodeError`, also when the deadline has passed."""
+        key = (step, microbatch)
+        for old in [k for k in self._kept if k[0] != step]:
+            del self._kept[old]
+        batch, left = self._kept.pop(key, (None, self._readers))
+        if batch is None:
+            places = self.places(step, microbatch)
+            batch = self._wait(key, places) if self._spec.processes else self._reader.read(places)
+        if left > 1:
+            self._kept[key] = (batch, left - 1)
+        return batch
+
+    def close(self) -> None:
+        """End the data processes; what is still being read is dropped. Idempotent."""
+        self._pending.clear()
+        self._kept.clear()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            processes = list((getattr(pool, "_processes", None) or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            # A sample that takes for ever must not keep us: the processes hold nothing that could be lost.
+            for process in processes:
+                process.terminate()
+
+    def _submit(self, places: list[SamplePosition]) -> Future[_Answer]:
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._spec.processes,
+                multiprocessing.get_context("spawn"),
+                initializer=_start,
+                initargs=(self._spec, self._fields, self._seed),
+            )
+        try:
+            return self._pool.submit(_read, places)
+        except BrokenProcessPool as error:
+            raise self._died(error) from error
+
+    def _wait(self, key: tuple[int, int], places: list[SamplePosition]) -> dict[str, Tensor]:
+        future = self._pending.pop(key, None) or self._submit(places)
+        where = f"step {key[0] + 1}, microbatch {key[1]} (samples {_ids(places)})"
+        try:
+            packed, left = future.result(self._timeout_s)
+            if self._guard is not None:
+                self._guard.pass_on(left)
+            return _unpack(packed)
+        except FutureTimeout:
+            future.cancel()
+            raise UserCodeError(
+                f"the data set did not give {where} within {self._timeout_s:g} s, read by {self._spec.processes} processes",
+                cure="raise data.processes (data_processes= of Trainer), make __getitem__ cheaper, or find what it waits for",
+            ) from None
+        except BrokenProcessPool as error:
+            raise self._died(error, where) from error
+        except RayparError as error:
+            error.args = (f"{where}: {error.what}", error.cure)
+            error.what = error.args[0]
+            raise
+
+    def _died(self, error: Exception, where: str = "the samples") -> RayparError:
+        target = self._spec.dataset.target
+        if not isinstance(target, str) and getattr(target, "__module__", "") in {"__main__", None}:
+            return ConfigError(
+                f"data processes cannot import {self._spec.dataset.label}: it lives in the script that was started",
+                cure="put it into a module of its own and name it module:name, or set data.processes: 0",
+            )
+        return UserCodeError(
+            f"a data process died while it read {where}: {error}",
+            cure="it may have run out of memory (lower data.processes), or the data set crashed: try data.processes: 0",
+        )
+
+
+def _ids(places: Sequence[SamplePosition]) -> str:
+    shown = ", ".join(str(index) for _, index in places[:8])
+    return shown + (f", ... {len(places)} in all" if len(places) > 8 else "")
+
+
+# -- in the data processes ---------------------------------------------------------------------------------------------------
+
+_Packed = dict[str, tuple[bytearray, torch.dtype, tuple[int, ...]]]
+_Answer = tuple[_Packed, Warnings]
+"""A microbatch, and lines about process state that the data set has left changed."""
+
+_reader: SampleReader | RayparError | None = None
+"""Of this data process; an error when the data set could not be made."""
+
+
+def _start(spec: DataSpec, fields: tuple[str, ...], seed: int) -> None:
+    """Runs once in every data process: makes the data set, and sees to it that the process ends with its parent."""
+    global _reader
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # Not PR_SET_PDEATHSIG: that follows the thread which started us, and actor methods run in threads that come and go.
+        threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+    guard = TorchStateGuard(
+        threads=1, base=DEFAULT_TORCH_STATE
+    )  # the arguments are unpickled, and the data set's module imported, by now
+    guard.establish("the module of the data set")
+    try:
+        with guard.watching(f"the data set function {spec.dataset.label}"):
+            dataset = make_dataset(spec)
+        _reader = SampleReader(dataset, spec.names, fields, seed, guard)
+    except RayparError as error:
+        _reader = error
+
+
+def _follow(sentinel: int) -> None:
+    wait_for_sentinel([sentinel])
+    os._exit(1)
+
+
+def _read(places: list[SamplePosition]) -> _Answer:
+    if isinstance(_reader, RayparError):
+        raise _reader
+    assert _reader is not None and _reader.guard is not None, "_start runs first"
+    packed = _pack(_reader.read(places))
+    _reader.guard.check_all("the data set's __getitem__")
+    return packed, _reader.guard.lines()
+
+
+def _pack(batch: Mapping[str, Tensor]) -> _Packed:
+    """Plain bytes: torch's own way to another process is shared memory, one file descriptor a tensor."""
+    return {
+        name: (bytearray(t.contiguous().reshape(-1).view(torch.uint8).numpy().data), t.dtype, tuple(t.shape))
+        for name, t in batch.items()
+    }
+
+
+def _unpack(packed: _Packed) -> dict[str, Tensor]:
+    return {
+        name: torch.frombuffer(data, dtype=dtype).clone().reshape(shape) if data else torch.empty(shape, dtype=dtype)
+        for name, (data, dtype, shape) in packed.items()
+    }

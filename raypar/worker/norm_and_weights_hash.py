@@ -1,0 +1,55 @@
+"""The parts of the numerics contract that are arithmetic: norm, factor, weights hash (raypar/README.md, rules 7 and 10)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.comm.buffer_pool import as_aligned
+from raypar.plan.balanced_tensor_shares import CANONICAL_PIECE
+
+
+def sum_squared_gradients(gradients: Sequence[Tensor]) -> list[float]:
+    """For each parameter the float64 sum, in order, of the squared pieces of its unscaled gradient.
+
+    All pieces are read back at once: one wait for the device, however many parameters there are.
+    """
+    if not gradients:
+        return []
+    with torch.no_grad():
+        flat = [as_aligned(gradient).view(-1) for gradient in gradients]
+        pieces = [one.split(CANONICAL_PIECE) if len(one) > CANONICAL_PIECE else (one,) for one in flat]
+        found = iter(torch.stack([piece.dot(piece) for parts in pieces for piece in parts]).tolist())
+    squares = []
+    for parts in pieces:
+        total = 0.0
+        for _ in parts:
+            total += next(found)
+        squares.append(total)
+    return squares
+
+
+def gradient_norm_and_factor(squares: Sequence[float], count: float, clip_norm: float | None) -> tuple[float, float]:
+    """(norm of the scaled gradient, the one factor it is multiplied by). `squares` in parameter order, `count` > 0 units."""
+    total = 0.0
+    for square in squares:
+        total += square
+    if count == 0 or not math.isfinite(total):
+        return (math.nan if count == 0 else math.sqrt(total) if total == math.inf else math.nan), 0.0
+    norm = math.sqrt(total) / count
+    if clip_norm is None:
+        return norm, 1.0 / count
+    return norm, min(1.0, clip_norm / (norm + 1e-6)) / count
+
+
+def weights_hash(parameters: Mapping[str, Tensor]) -> str:
+    """sha256 over all parameters sorted by name: name, zero byte, contiguous little-endian bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(parameters):
+        flat = parameters[name].detach().cpu().reshape(-1).contiguous()
+        digest.update(f"{name}\0".encode() + flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

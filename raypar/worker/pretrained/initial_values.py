@@ -1,0 +1,103 @@
+"""Initial values of a run with `init_from`: each tensor is read from the file when it is needed, and not kept."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raypar.errors import CheckpointError
+from raypar.model.graph import Graph
+from raypar.model.initial_values_protocol import DimRanges, InitialValues
+from raypar.model.layer_skeletons import parameter_shapes, persistent_buffers, state_on_meta
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.pretrained.weights_file import FLOATING, open_weights, resolve_weights_path
+from raypar.worker.pretrained.weights_matching import match_weights
+
+
+@dataclass(frozen=True)
+class WeightsFromFile:
+    """`InitialValues` from a file; of what the file lacks, the model's own."""
+
+    path: Path
+    """What `weights_file.resolve` returned."""
+    fingerprint: str
+    """`WeightsFile.fingerprint` of the file when `names` was made."""
+    names: Mapping[str, str]
+    """The model's name -> the file's (`WeightsMatch.names`)."""
+    own: InitialValues
+    """The model's own values."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user: casts, tensors that are not used."""
+
+    def stream(self, names: Collection[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See `InitialValues`. The model's own values are made only if some of `names` need them.
+
+        Raises `CheckpointError` if the path leads to another file here, as it may on another node.
+        """
+        yield from self._read({name: None for name in names if name in self.names}, dtype)
+        rest = [name for name in names if name not in self.names]
+        if rest:
+            yield from self.own.stream(rest, dtype)
+
+    def stream_slices(self, slices: Mapping[str, DimRanges], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See `InitialValues`. Of what the file has the slice alone is read. Raises as `stream` does."""
+        there = {name: each for name, each in slices.items() if name in self.names}
+        if there:
+            yield from self._read(there, dtype)
+
+    def _read(self, slices: Mapping[str, DimRanges | None], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """(name, its slice, None: all of it) from the file. Raises `CheckpointError` if it is another one."""
+        with open_weights(self.path) as file:
+            found = file.fingerprint()
+            if found != self.fingerprint:
+                raise CheckpointError(
+                    f"{self.path} is another file on {socket.gethostname()} than where the run was started: its fingerprint is "
+                    f"{found[:12]}, not {self.fingerprint[:12]}",
+                    cure="put one file in a place that all nodes share, or the same file on each of them",
+                )
+            for name, part in slices.items():
+                stored = self.names[name]
+                yield name, file.read(stored, dtype if file.names[stored].dtype in FLOATING else None, part)
+
+    def release(self) -> None:
+        """See `InitialValues`."""
+        self.own.release()
+
+
+def with_weights_fingerprint(spec: JobSpec) -> JobSpec:
+    """The job with the absolute path and the fingerprint of what `init_from` names, so that all workers read the same file.
+
+    Raises `CheckpointError`.
+    """
+    if spec.init_from is None:
+        return spec
+    path, _ = resolve_weights_path(spec.init_from.path)
+    with open_weights(path) as file:
+        fingerprint = file.fingerprint()
+    return replace(spec, init_from=replace(spec.init_from, path=str(path.resolve())), init_fingerprint=fingerprint)
+
+
+def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> WeightsFromFile:
+    """The initial values of `graph` under `spec.init_from`. Raises `CheckpointError` for weights of another model."""
+    source = spec.init_from
+    assert source is not None
+    state = state_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
+    kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
+    path, _ = resolve_weights_path(source.path) if not spec.init_fingerprint else (Path(source.path), ())
+    with open_weights(path) as file:
+        found = match_weights(
+            file,
+            {name: tuple(tensor.shape) for name, tensor in state.items() if name in kept},
+            graph.ties,
+            [name for name in state if name not in kept],
+            source=source,
+            dtype=spec.dtype,
+            dtypes={name: tensor.dtype for name, tensor in state.items()},
+        )
+        fingerprint = spec.init_fingerprint or file.fingerprint()
+    return WeightsFromFile(path, fingerprint, found.names, own, (*found.notes, *own.notes))

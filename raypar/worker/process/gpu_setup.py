@@ -1,0 +1,69 @@
+"""A process that computes on a GPU: its settings, the generators of its random numbers, batches from the host."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from raypar.comm.buffer_pool import CPU
+
+GPU_WORKER_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"""Variables that a GPU worker's process is started with. Without the first, the order of cuBLAS's sums may depend on what else
+the GPU is doing. Without the second, Ray may show every worker all GPUs (some clusters are set up so), and each would take the
+first."""
+
+
+def configure_torch(device: torch.device, *, exact: bool) -> None:
+    """Set this process's PyTorch up; once per process.
+
+    `exact`: equal computations must give equal bits at all times (`raypar/README.md`, the numerics contract). Operations that
+    cannot promise that raise. A warning would not do: PyTorch then leaves some that can (memory-efficient attention) inexact.
+    """
+    if device == CPU or not exact:
+        return
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling would write all memory once more
+    torch.backends.cudnn.benchmark = False
+
+
+def make_seeder(device: torch.device) -> Callable[[int], Any]:
+    """A function that seeds the generators that layers draw from: PyTorch's, Python's and NumPy's (rule 3 of the contract).
+
+    It is cheaper than `torch.manual_seed`, which visits every kind of device (65 us).
+    """
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def seed(number: int) -> None:
+        for generator in generators:
+            generator.manual_seed(number)
+        random.seed(number % 2**32)
+        numpy.random.seed(number % 2**32)
+
+    return seed
+
+
+class HostBatchSource(Protocol):
+    """See `worker.step.interpreter.BatchSource`."""
+
+    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
+        """The fields of one microbatch."""
+
+
+@dataclass(frozen=True)
+class DeviceBatchSource:
+    """See `HostBatchSource`: `source`, whose tensors are copied to a device."""
+
+    source: HostBatchSource
+    device: torch.device
+
+    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
+        """See `HostBatchSource.get`."""
+        return {name: tensor.to(self.device) for name, tensor in self.source.get(step, microbatch).items()}

@@ -1,0 +1,429 @@
+"""Guards the global PyTorch state that decides results (grad mode, default dtype, threads, ...) against users' code.
+
+Which code ran earlier in a process depends on the plan, so results must not depend on state that an earlier call left changed.
+Every call of users' code therefore begins in the same state: after each call the state is compared and restored, and a line
+tells the user what was left changed, and by what. What cannot be restored (tensors made in inference mode) is an error.
+Generators are not compared: they are seeded before every call (`worker.process.gpu_setup.make_seeder`,
+`worker.microbatch_loader.SampleReader`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+
+from raypar.errors import UserCodeError
+from raypar.worker.process.environment_guard import EnvironmentGuard
+
+_PRECISIONS = (
+    ("generic", "all"),
+    *((backend, operation) for backend in ("mkldnn", "cuda") for operation in ("all", "matmul", "conv", "rnn")),
+)
+_PARALLEL_GRAIN = 32768
+"""Elements below which PyTorch runs an elementwise operation in one thread."""
+
+_C = torch._C
+_float32_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
+_saved_tensors_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
+_SMALLEST = 1e-310
+"""A denormal double: times 1 it is 0 if the processor flushes denormal numbers."""
+
+
+class GlobalTorchState(NamedTuple):
+    """The global state on which PyTorch's results depend, besides generators.
+
+    Fields that code tends to switch in mid-run are compared after every call of users' code (see `read_per_call_state`). The
+    rest are compared once a step, and after every call of a worker's first step: reading all of them takes 30 us with cold
+    caches.
+    """
+
+    inference: bool
+    """`torch.inference_mode`; of the thread. Tensors made in it can never be trained on."""
+    grad: bool
+    """`torch.set_grad_enabled`; of the thread."""
+    autocast: tuple[bool, torch.dtype, bool]
+    """`torch.autocast` on any device, the CPU's autocast dtype, whether casts are cached; of the thread."""
+    default_dtype: torch.dtype
+    """`torch.set_default_dtype`; of the process."""
+    threads: int
+    """`torch.set_num_threads`; of the thread, inherited by threads it has not met. Decides the order of sums."""
+    function_modes: int
+    """How many `TorchFunctionMode`s are entered: `torch.set_default_device`, `with torch.device(...)`; of the thread."""
+    dispatch_modes: int
+    """How many `TorchDispatchMode`s are entered; of the thread."""
+    saved_tensors_hooks: bool
+    """Whether `torch.autograd.graph.saved_tensors_hooks` are entered; of the thread."""
+    anomaly: tuple[bool, bool]
+    """`torch.autograd.set_detect_anomaly`, and whether it refuses NaN; of the process."""
+    deterministic: tuple[bool, bool, bool]
+    """`torch.use_deterministic_algorithms`, its `warn_only`, whether memory is filled; of the process."""
+    flush_denormal: bool
+    """`torch.set_flush_denormal`; of the thread. Threads that OpenMP starts meanwhile keep it for ever."""
+    precisions: tuple[str, ...]
+    """`torch.set_float32_matmul_precision` and `fp32_precision` of the backends (`_PRECISIONS`); of the process.
+
+    "none" (never set) computes as "ieee" does, so both are recorded as "none".
+    """
+    mkldnn: tuple[bool, bool]
+    """`torch.backends.mkldnn.enabled` and `deterministic`; of the process."""
+    cudnn: tuple[bool, bool, bool]
+    """`torch.backends.cudnn.enabled`, `benchmark` and `deterministic`; of the process."""
+    attention: tuple[bool, bool, bool, bool]
+    """`torch.backends.cuda.enable_flash_sdp` and its like (efficient, math, cuDNN); of the process, on CPUs too."""
+
+
+def read_global_torch_state() -> GlobalTorchState:
+    """The state of this thread and process now."""
+    precision = _float32_precision
+    return GlobalTorchState(
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        (_C._is_any_autocast_enabled(), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        _C._len_torch_function_stack(),
+        _C._len_torch_dispatch_stack(),
+        _saved_tensors_hooks(True) is not None,
+        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        (
+            _C._get_deterministic_algorithms(),
+            _C._get_deterministic_algorithms_warn_only(),
+            _C._get_deterministic_fill_uninitialized_memory(),
+        ),
+        _SMALLEST * 1.0 == 0.0,
+        tuple(["none" if (found := precision(*place)) == "ieee" else found for place in _PRECISIONS]),
+        (_C._get_mkldnn_enabled(), _C._get_mkldnn_deterministic()),
+        (_C._get_cudnn_enabled(), _C._get_cudnn_benchmark(), _C._get_cudnn_deterministic()),
+        (
+            _C._get_flash_sdp_enabled(),
+            _C._get_mem_efficient_sdp_enabled(),
+            _C._get_math_sdp_enabled(),
+            _C._get_cudnn_sdp_enabled(),
+        ),
+    )
+
+
+PerCallState = tuple[object, ...]
+"""Some fields of `GlobalTorchState`, as `read_per_call_state` reads them."""
+
+_QUICK: tuple[Callable[[], object], ...] = (
+    torch.is_inference_mode_enabled,
+    torch.is_grad_enabled,
+    _C._is_any_autocast_enabled,
+    torch.get_default_dtype,
+    torch.get_num_threads,
+    _C._len_torch_function_stack,
+    _C._len_torch_dispatch_stack,
+    torch.is_anomaly_enabled,
+    _C._get_deterministic_algorithms,
+)
+
+
+def read_per_call_state() -> PerCallState:
+    """The part of the state that is compared after every call.
+
+    Read through a table, because looking the names up in torch takes longer than the calls.
+    """
+    return (*[read() for read in _QUICK], _saved_tensors_hooks(True) is not None, _SMALLEST * 1.0 == 0.0)
+
+
+def select_per_call_state(state: GlobalTorchState) -> PerCallState:
+    """What `read_per_call_state` returns in this state."""
+    return (
+        *(state.inference, state.grad, state.autocast[0], state.default_dtype, state.threads),
+        *(state.function_modes, state.dispatch_modes, state.anomaly[0], state.deterministic[0]),
+        *(state.saved_tensors_hooks, state.flush_denormal),
+    )
+
+
+def state_with_default_contexts() -> GlobalTorchState:
+    """The state now, with contexts and thread modes at PyTorch's defaults.
+
+    Flags of backends stay: whoever runs a plan in its own process may have chosen them.
+    """
+    return read_global_torch_state()._replace(
+        inference=False,
+        grad=True,
+        default_dtype=torch.float32,
+        function_modes=0,
+        dispatch_modes=0,
+        saved_tensors_hooks=False,
+        anomaly=(False, True),
+        flush_denormal=False,
+    )
+
+
+DEFAULT_TORCH_STATE = state_with_default_contexts()
+"""The state when this module was imported: that of a fresh process, if no users' code has run before."""
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------------
+
+_LEFT_INFERENCE_MODE: list[Any] = []
+"""Objects that hold inference mode at a value. PyTorch restores the mode when one is freed, so they are kept for ever."""
+
+
+def _set_inference(value: bool) -> None:
+    _LEFT_INFERENCE_MODE.append(_C._InferenceMode(value))
+
+
+def _set_autocast(value: tuple[bool, torch.dtype, bool]) -> None:
+    """Leave every `autocast` that is entered, and clear its cache of cast weights."""
+    enabled, dtype, cache = value
+    assert not enabled, "autocast is never on between calls"
+    for kind in ("cpu", "cuda"):
+        torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_cache_enabled(cache)
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
+
+
+def _set_function_modes(value: int) -> None:
+    torch.set_default_device(None)
+    while _C._len_torch_function_stack() > value:
+        _pop_function_mode()
+
+
+def _set_dispatch_modes(value: int) -> None:
+    while _C._len_torch_dispatch_stack() > value:
+        _pop_dispatch_mode()
+
+
+def _set_saved_tensors_hooks(value: bool) -> None:
+    assert not value, "no hooks are entered between calls"
+    while _saved_tensors_hooks(True) is not None:
+        _C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _set_deterministic(value: tuple[bool, bool, bool]) -> None:
+    on, warn_only, fill = value
+    _C._set_deterministic_algorithms(on, warn_only=warn_only)
+    _C._set_deterministic_fill_uninitialized_memory(fill)
+
+
+def _set_precisions(value: tuple[str, ...]) -> None:
+    torch.set_float32_matmul_precision("highest")  # also behind the older API, which the setters below do not reach
+    for place, precision in zip(_PRECISIONS, value, strict=True):
+        _C._set_fp32_precision_setter(*place, precision)
+
+
+def _set_mkldnn(value: tuple[bool, bool]) -> None:
+    _C._set_mkldnn_enabled(value[0])
+    _C._set_mkldnn_deterministic(value[1])
+
+
+def _set_cudnn(value: tuple[bool, bool, bool]) -> None:
+    _C._set_cudnn_enabled(value[0])
+    _C._set_cudnn_benchmark(value[1])
+    _C._set_cudnn_deterministic(value[2])
+
+
+def _set_attention(value: tuple[bool, bool, bool, bool]) -> None:
+    flash, efficient, plain, cudnn = value
+    _C._set_sdp_use_flash(flash)
+    _C._set_sdp_use_mem_efficient(efficient)
+    _C._set_sdp_use_math(plain)
+    _C._set_sdp_use_cudnn(cudnn)
+
+
+@dataclass(frozen=True)
+class RestorableSetting:
+    """How to restore one field of `GlobalTorchState`, and how messages speak of it."""
+
+    write: Callable[[Any], None]
+    """Sets the field to a value."""
+    call: str
+    """The user's call that changes it; `{}` stands for the value found."""
+    cure: str
+
+
+_FOR_ALL = "such settings hold for all layers, whichever worker has them; leave it out"
+
+SETTINGS: Mapping[str, RestorableSetting] = {
+    "inference": RestorableSetting(_set_inference, "torch.inference_mode()", "enter it by `with torch.inference_mode():`"),
+    "grad": RestorableSetting(
+        torch.set_grad_enabled,
+        "torch.set_grad_enabled({})",
+        "use it as a context manager: `with torch.no_grad():` around what needs no gradient",
+    ),
+    "autocast": RestorableSetting(_set_autocast, "torch.autocast", "enter it by `with torch.autocast(...):`"),
+    "default_dtype": RestorableSetting(
+        torch.set_default_dtype,
+        "torch.set_default_dtype({})",
+        "give dtype=... to what makes tensors; the model's own is the job's `dtype`",
+    ),
+    "threads": RestorableSetting(torch.set_num_threads, "torch.set_num_threads({})", "set the job's `threads`"),
+    "function_modes": RestorableSetting(
+        _set_function_modes,
+        "torch.set_default_device or `with torch.device(...)`",
+        "give device=... to what makes tensors, or use `with torch.device(...):`",
+    ),
+    "dispatch_modes": RestorableSetting(_set_dispatch_modes, "a TorchDispatchMode", "enter it by `with`"),
+    "saved_tensors_hooks": RestorableSetting(
+        _set_saved_tensors_hooks, "torch.autograd.graph.saved_tensors_hooks", "enter them by `with saved_tensors_hooks(...):`"
+    ),
+    "anomaly": RestorableSetting(
+        lambda value: torch.set_anomaly_enabled(*value),
+        "torch.autograd.set_detect_anomaly (enabled, check_nan) = {}",
+        "use `with torch.autograd.detect_anomaly():`, in `raypar debug`",
+    ),
+    "deterministic": RestorableSetting(
+        _set_deterministic, "torch.use_deterministic_algorithms (on, warn_only, fill memory) = {}", _FOR_ALL
+    ),
+    "flush_denormal": RestorableSetting(torch.set_flush_denormal, "torch.set_flush_denormal({})", _FOR_ALL),
+    "precisions": RestorableSetting(
+        _set_precisions,
+        "torch.set_float32_matmul_precision or a backend's fp32_precision or allow_tf32",
+        _FOR_ALL,
+    ),
+    "mkldnn": RestorableSetting(
+        _set_mkldnn, "torch.backends.mkldnn (enabled, deterministic) = {}", "use `with mkldnn.flags(...):`"
+    ),
+    "cudnn": RestorableSetting(
+        _set_cudnn, "torch.backends.cudnn (enabled, benchmark, deterministic) = {}", "use `with cudnn.flags(...):`"
+    ),
+    "attention": RestorableSetting(
+        _set_attention,
+        "torch.backends.cuda.enable_..._sdp (flash, efficient, math, cudnn) = {}",
+        "use `with torch.nn.attention.sdpa_kernel(...):`",
+    ),
+}
+"""By field of `GlobalTorchState`, in its order, in which they are restored."""
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------------
+
+
+class TorchStateGuard(EnvironmentGuard):
+    """Compares the state of the process after calls of users' code, restores it, and keeps a line for the user.
+
+    There is one for each worker (or data process). One thread uses it at a time. At the next step that may be another thread,
+    which `establish` puts into the expected state.
+    """
+
+    training: GlobalTorchState
+    """The state expected in training."""
+    evaluating: GlobalTorchState
+    """The state expected in validation: the same without gradients."""
+    thorough: bool
+    """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
+    _quick: dict[bool, PerCallState]
+    """Whether in validation -> the expected `read_per_call_state`."""
+    _threads: threading.local
+    """Of each thread: whether its OpenMP threads have been started (`has_team`)."""
+
+    def __init__(self, threads: int, base: GlobalTorchState | None = None) -> None:
+        """`threads`: the job's. `base`: the expected state; by default the present one, so make the guard before users' code is
+        imported."""
+        super().__init__()
+        off = (False, *DEFAULT_TORCH_STATE.autocast[1:])
+        self._expect((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
+        self.thorough = False
+        self._threads = threading.local()
+        self.enter_thread()
+
+    def accept(self) -> None:
+        """Expect the present state from now on: raypar itself has changed it."""
+        self._expect(read_global_torch_state())
+        self.accept_environment()
+
+    def _expect(self, training: GlobalTorchState) -> None:
+        self.training, self.evaluating = training, training._replace(grad=False)
+        self._quick = {False: select_per_call_state(self.training), True: select_per_call_state(self.evaluating)}
+
+    @contextlib.contextmanager
+    def accepting_contexts(self) -> Iterator[None]:
+        """Within this context expect the present state, with the contexts that raypar itself has entered."""
+        before = self.training
+        self._expect(read_global_torch_state())
+        try:
+            yield
+        finally:
+            self._expect(before)
+
+    def enter_thread(self) -> None:
+        """Set this thread's number of threads, and start its OpenMP threads before users' code changes any setting.
+
+        OpenMP threads keep the floating-point mode of the moment they start for ever; no call could restore it.
+        """
+        threads = self.training.threads
+        torch.set_num_threads(threads)
+        if threads > 1 and not getattr(self._threads, "has_team", False):
+            self._threads.has_team = True
+            torch.set_flush_denormal(self.training.flush_denormal)
+            torch.zeros(threads * _PARALLEL_GRAIN, dtype=torch.int8, device="cpu").add_(1)
+
+    def establish(self, since: str = "code that runs between steps (a thread of the job's own?)") -> None:
+        """Put this thread into the expected state, before a step or a validation pass. `since`: what to blame for changes."""
+        self.enter_thread()
+        self.check(since)
+
+    def check(self, caller: str, *, evaluating: bool = False, thorough: bool = False) -> tuple[str, ...]:
+        """The fields that a call of users' code has left changed; restores them. `thorough`: compare all of `GlobalTorchState`.
+
+        Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
+        """
+        if not (thorough or self.thorough) and read_per_call_state() == self._quick[evaluating]:
+            return ()
+        left = self._restore(caller, read_global_torch_state(), self.evaluating if evaluating else self.training)
+        if self.thorough:
+            self.check_environment(caller)
+        return left
+
+    def check_all(self, callers: str) -> None:
+        """Compare all of the state, once a step, before its results are used. `callers`: all users' code called since.
+
+        Raises `UserCodeError` for a change that `check` did not see: later calls have computed with it.
+        """
+        found = read_global_torch_state()
+        left = self._restore(callers, found, self.training)
+        if left:
+            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in left)
+            raise UserCodeError(
+                f"{callers} left {calls} behind: what came after that has computed with it",
+                cure=SETTINGS[left[0]].cure,
+            )
+        self.thorough = not self.check_environment(callers)
+
+    @contextlib.contextmanager
+    def watching(self, caller: str) -> Iterator[None]:
+        """Restore on exit the state found on entry; for users' code that runs once (the model function, imports, ...)."""
+        before = read_global_torch_state()
+        with super().watching(caller):
+            yield
+            self._restore(caller, read_global_torch_state(), before)
+
+    def _restore(self, caller: str, found: GlobalTorchState, wanted: GlobalTorchState) -> tuple[str, ...]:
+        """The fields in which `found` differs from `wanted`; restores them. Raises `UserCodeError` if that is not possible."""
+        if found == wanted:
+            return ()
+        left = [name for name in GlobalTorchState._fields if getattr(found, name) != getattr(wanted, name)]
+        if "inference" in left and "grad" in left:
+            left.remove("grad")  # inference mode switches it off itself
+        for name in left:
+            SETTINGS[name].write(getattr(wanted, name))
+        torch.set_grad_enabled(wanted.grad)
+        if "inference" in left:
+            raise UserCodeError(
+                f"{caller} entered torch.inference_mode() and did not leave it: what was made in it cannot be trained on",
+                cure=SETTINGS["inference"].cure,
+            )
+        now = read_global_torch_state()
+        still = [name for name in left if getattr(now, name) != getattr(wanted, name)]
+        if still:
+            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in still)
+            raise UserCodeError(f"{caller} left {calls}, which cannot be set back", cure=SETTINGS[still[0]].cure)
+        for name in left:
+            setting = SETTINGS[name]
+            self.tell(name, caller, setting.call.format(getattr(found, name)), setting.cure)
+        return tuple(left)

@@ -1,0 +1,131 @@
+"""Which communicators a worker's part of a plan needs, known before anything is built, because NCCL's are made first.
+
+Only operations that move the device's memory are counted. Host memory (votes, counts of gradients, the mirror, lists of
+state) and barriers travel over the control transport's sockets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import product
+
+from raypar.comm.communicator_key import FAST, SHARDS, CommunicatorKey
+from raypar.comm.nccl.device import MAX_COMMUNICATORS
+from raypar.errors import PlanError
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
+from raypar.plan.addition_tree import covering_nodes
+from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.schedule.instructions import Communication
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.step.tied_gradients import tied_gradient_senders
+from raypar.worker.worker_assignments import ProgramAssignment
+
+MAX_DIRECT = 8
+"""Most neighbours with which a worker hands over state directly. Each takes a communicator beside those of the steps, of which
+there are some tens at most, and all workers wait while it is made."""
+
+
+def required_communicators(
+    part: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+) -> frozenset[CommunicatorKey]:
+    """All communicators that one rank needs in a generation; every member of a communicator names it.
+
+    `layout(shards)`: how the model is cut over that many shards (`WorkerCore.layout`).
+    """
+    assignment = part.assignment
+    found = {CommunicatorKey(pair, "message") for pair in direct_state_transfers(part) if rank in pair}
+    if assignment is not None:
+        plan = assignment.plan
+        for instruction in (*assignment.program, *assignment.validation_program):
+            if isinstance(instruction, Communication):
+                found.add(CommunicatorKey(instruction.ends(rank), "message"))
+        found |= {key for key in _ties(plan, assignment.crossing.ties, layout) if rank in key.members}
+        for stage in plan.stages_of(rank):
+            fast, shards = spec.reduction == "fast", plan.stages[stage].shards
+            found |= set(_reduction(MicrobatchRouting(plan, spec.cut), stage, plan.seats[rank].shard, fast))
+            if shards > 1:
+                # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
+                last = plan.stages[stage].last == max(other.last for other in plan.stages)
+                gathers = last or "all_gather" in layout(shards).operations(sequence=False)
+                found |= set(_shards(plan, stage, plan.seats[rank].replica, spec.sequence_parallel, gathers))
+    return frozenset(found)
+
+
+def check_communicator_limit(
+    spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
+) -> None:
+    """Raise `PlanError` where a worker would use more communicators than make progress beside each other on any GPU.
+
+    A GPU with few multiprocessors takes fewer, which its worker says before the first step (`check_communicator_keys`).
+    """
+    layout = cache(lambda shards: compute_shard_layout(graph, shards, dict(spec.styles)))
+    counts = [len(required_communicators(AdoptOrder(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
+    used, most = max(counts), MAX_COMMUNICATORS - MAX_DIRECT * elastic
+    if used > most:
+        kept = f", {MAX_DIRECT} more being kept for state that changes hands in an elastic run" * elastic
+        raise PlanError(
+            f"{plan.coordinate(counts.index(used))} would use {used} NCCL communicators (one for each worker that it sends to, "
+            "one for each that it receives from, some for its replicas and shards); a GPU surely works "
+            f"on {most} at a time{kept}",
+            cure="give neighbouring stages numbers of replicas that are closer to each other, so that each talks to fewer",
+        )
+
+
+def direct_state_transfers(part: AdoptOrder) -> frozenset[tuple[int, int]]:
+    """(source, dest) ranks of state that moves from device to device when the generation begins.
+
+    Sources without a seat in the generation are included. Empty if a worker would have more than `MAX_DIRECT` neighbours: then
+    all state travels through host memory.
+    """
+    pairs = {(part.ranks[move.source], part.ranks[move.dest]) for move in part.moves}
+    pairs = {pair for pair in pairs if pair[0] != pair[1]}
+    neighbours = Counter(rank for pair in pairs for rank in pair)
+    return frozenset(pairs) if max(neighbours.values(), default=0) <= MAX_DIRECT else frozenset()
+
+
+def _ties(
+    plan: ParallelPlan, ties: Iterable[TiedParameter], layout: Callable[[int], TensorParallelLayout]
+) -> Iterator[CommunicatorKey]:
+    """Messages by which workers with a tied parameter get its gradients of other stages, each from one replica
+    (`worker.step.tied_gradients`)."""
+    for tie in ties:
+        for source in tie.stages:
+            for stage in tie.stages:
+                if plan.stages[source].position == plan.stages[stage].position:
+                    continue
+                for replica, shard in product(range(plan.stages[stage].replicas), range(plan.stages[stage].shards)):
+                    sender, receiver = replica % plan.stages[source].replicas, plan.rank(stage, replica, shard)
+                    for giver, _ in tied_gradient_senders(plan, tie.name, source, stage, shard, layout):
+                        yield CommunicatorKey((plan.rank(source, sender, giver), receiver), "message")
+
+
+def _reduction(routing: MicrobatchRouting, stage: int, shard: int, fast: bool) -> Iterator[CommunicatorKey]:
+    """Collectives that reduce gradients over the replicas of a stage (`comm.gradient_reduction`)."""
+    group = routing.plan.replica_ranks(stage, shard)
+    if len(group) == 1:
+        return
+    if fast:
+        yield CommunicatorKey(group, "all_reduce", FAST + stage)
+        return
+    subtrees = [len(covering_nodes(routing.run(stage, r), routing.microbatches.blocks)) for r in range(len(group))]
+    if subtrees != [1, 1]:  # two with one subtree each swap them whole
+        yield CommunicatorKey(group, "all_to_all", stage)
+    yield CommunicatorKey(group, "all_gather", stage)
+
+
+def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gathers: bool) -> Iterator[CommunicatorKey]:
+    """Collectives of the layers of one replica (`model.tensor_parallel.group.ShardGroup`).
+
+    `gathers`: they gather also where they do not cut the sequence.
+    """
+    group = tuple(plan.rank(stage, replica, shard) for shard in range(plan.stages[stage].shards))
+    yield CommunicatorKey(group, "all_reduce", SHARDS + stage)
+    if sequence or gathers:
+        yield CommunicatorKey(group, "all_gather", SHARDS + stage)
+    if sequence:
+        yield CommunicatorKey(group, "reduce_scatter", SHARDS + stage)

@@ -1,0 +1,148 @@
+"""A whole plan in one process: every worker's core over the local transport, interleaved by the cooperative scheduler.
+
+It is the executable specification of a run: `raypar debug` steps through it, the parity grid compares it with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from raypar.comm import blocking_code_as_routine
+from raypar.comm.blocking_code_as_routine import as_routine
+from raypar.comm.buffer_pool import CPU
+from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
+from raypar.comm.transport import Routine
+from raypar.model.graph import Graph
+from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.schedule import registry
+from raypar.schedule.instructions import Instruction, Schedule
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.step.optimizer import optimizer_state
+from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
+from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, merge_validation_losses
+
+T = TypeVar("T")
+
+
+class OneProcessRun:
+    """All workers of one plan."""
+
+    spec: JobSpec
+    """The job."""
+    plan: ParallelPlan
+    """The plan that is run."""
+    graph: Graph
+    """The whole model."""
+    guard: TorchStateGuard
+    """Restores process state that users' code leaves changed; all workers are in one process."""
+    warnings: list[str]
+    """Lines about process state that users' code has left changed so far (see `TorchStateGuard`)."""
+    mesh: LocalMesh
+    """The workers' transports."""
+    scheduler: CooperativeScheduler
+    """Lets the workers take turns."""
+    cores: list[WorkerCore]
+    """The workers, by rank."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        plan: ParallelPlan,
+        schedule: str | Schedule,
+        *,
+        graph: Graph | None = None,
+        seed: int | None = None,
+        cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
+        before: Callable[[int, Instruction], None] | None = None,
+        device: torch.device = CPU,
+        guard: TorchStateGuard | None = None,
+    ) -> None:
+        """`schedule`: a name of the registry, or a schedule of the user's. `seed`: picks the order in which workers that can
+        run take turns; results do not depend on it. `cost_ms`, `before`: see `Interpreter`."""
+        self.spec, self.plan = spec, plan
+        self.guard = guard if guard is not None else TorchStateGuard(spec.threads)
+        if graph is None:
+            self.guard.establish("the process that made this run")
+            graph = make_layer_graph(spec, self.guard.watching)
+        self.graph = graph
+        order = registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut)) if isinstance(schedule, str) else schedule
+        self.warnings = []
+        self.mesh = LocalMesh(plan.world)
+        self.scheduler = CooperativeScheduler(seed)
+        samples = 0
+        if spec.validation is not None:
+            samples = spec.validation.samples or len(spec.validation.data.dataset.call())
+        self.cores = [WorkerCore(spec, graph=self.graph, device=device, guard=self.guard) for _ in range(plan.world)]
+        parts = make_worker_assignments(spec, self.graph, plan, order, validation_samples=samples)
+        for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):
+            core.adopt(part, transport, cost_ms=cost_ms, before=before)
+
+    def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
+        """One step on every worker; their reports by rank."""
+        reports = self._run([core.routine(step, trace=trace) for core in self.cores])
+        self._keep_warnings(reports)
+        return reports
+
+    def validate(self, step: int) -> float:
+        """The validation loss."""
+        reports = self._run([core.validation_routine(step) for core in self.cores])
+        self._keep_warnings(reports)
+        return merge_validation_losses(reports)
+
+    def _keep_warnings(self, reports: Sequence[StepReport | ValidationReport]) -> None:
+        self.warnings += [line for report in reports for _, line in report.warnings]
+
+    def _run(self, routines: list[Routine[T]]) -> list[T]:
+        """Run one routine for each worker. Layers on shards wait for each other in the middle of a layer, so their workers run
+        in threads that take turns."""
+        return self.scheduler.run(
+            [
+                as_routine(partial(blocking_code_as_routine.run_or_yield, routine)) if core.blocks else routine
+                for core, routine in zip(self.cores, routines, strict=True)
+            ],
+            self.mesh,
+        )
+
+    def parameters(self) -> dict[str, list[Tensor]]:
+        """Parameter -> the copy of every worker that has it; of a parameter that is cut over shards, each worker's slice."""
+        return self._collect(lambda parameter: parameter.detach())
+
+    def gradients(self) -> dict[str, list[Tensor | None]]:
+        """Parameter -> every worker's copy of its scaled gradient in the last step."""
+        return self._collect(lambda parameter: parameter.grad)
+
+    def _collect(self, read: Callable[[Tensor], Any]) -> dict[str, list[Any]]:
+        """Parameter -> what `read` returns for it on every worker that has it."""
+        found: dict[str, list[Any]] = {}
+        for core in self.cores:
+            for stage in core.stages.values():
+                for name, parameter in stage.parameters.items():
+                    found.setdefault(name, []).append(read(parameter))
+        return found
+
+    def optimizer_state(self) -> dict[str, list[dict[str, Any]]]:
+        """Parameter -> every worker's optimizer state of it."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for core in self.cores:
+            for optimizer in core.end.optimizers.values():
+                for name, state in optimizer_state(optimizer).items():
+                    found.setdefault(name, []).append(state)
+        return found
+
+    def close(self) -> None:
+        """Stop the workers' loaders and transports."""
+        for core in self.cores:
+            core.close()
+
+    def __enter__(self) -> OneProcessRun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,67 @@
+"""A stage's state at step 0: values of parameters and buffers, and digests by which workers compare them."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from raypar.model.graph import Graph
+from raypar.model.initial_values import initial_values_of
+from raypar.model.layer_skeletons import state_on_meta, state_shapes
+from raypar.model.tensor_parallel.build import shard_slice_of
+from raypar.plan.tensor_parallel_layout import shard_slice_shape
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.stage.stage_shard import StageShard
+
+
+@dataclass
+class InitialStageState:
+    """A stage's parameters and buffers at step 0."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> tensor for `build_stage` to take over: a slice if the stage is cut over shards."""
+    digests: dict[str, int] = field(default_factory=dict)
+    """Name -> crc32 of the whole tensor's bytes; where only a slice was read, name and indices -> crc32 of its bytes."""
+
+
+def make_initial_stage_state(
+    graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None
+) -> InitialStageState:
+    """The initial state of layers [first, last). Raises `ModelError`.
+
+    Of tensors that come from a file, a shard reads its slices only. Other tensors are made whole, and cut one after the other.
+    """
+    made = InitialStageState()
+    dtype = getattr(torch, spec.dtype)
+    initial, names = initial_values_of(graph, spec.seed), state_shapes(graph, first, last)
+    if shard is not None:
+        cuts = {name: shard.layout.cuts[name] for name in names if name in shard.layout.cuts}
+        slices = {name: (cut.dim, cut.held[shard.group.shard]) for name, cut in cuts.items()}
+        for name, part in initial.stream_slices(slices, dtype):
+            made.digests[f"{name} (indices {slices[name][1]} of dim {slices[name][0]})"] = tensor_crc32(part)
+            made.values[name] = part
+    for name, whole in initial.stream([name for name in names if name not in made.values], dtype):
+        made.digests[name] = tensor_crc32(whole)
+        made.values[name] = whole if shard is None else shard_slice_of(shard.layout, name, whole, shard.group.shard)
+    return made
+
+
+def make_unfilled_stage_state(
+    graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None
+) -> dict[str, Tensor]:
+    """Name -> uninitialised tensor for the state of layers [first, last), for `build_stage` to take over; the caller fills
+    them."""
+    found: dict[str, Tensor] = {}
+    for name, whole in state_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
+        cut = shard.layout.cuts.get(name) if shard is not None else None
+        local = whole.shape if shard is None or cut is None else shard_slice_shape(cut, whole.shape, shard.group.shard)
+        found[name] = torch.empty(local, dtype=whole.dtype)
+    return found
+
+
+def tensor_crc32(tensor: Tensor) -> int:
+    """crc32 of a contiguous CPU tensor's bytes."""
+    return zlib.crc32(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())) if tensor.numel() else 0

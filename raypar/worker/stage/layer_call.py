@@ -1,0 +1,221 @@
+"""One layer's forward as one callable: seed the generators, run the layer, check what it did.
+
+All that may decide the bits of a layer's forward is an argument of `LayerCall`: the pass (which random numbers), the weights
+and the inputs. Two features wrap the call later on; neither is built.
+
+- Recomputation keeps the arguments in place of the activations, and makes the same call once more in the backward pass. The
+  outputs have the same bits, because the call seeds the generators itself. Aliases of the inputs are arguments, made by the
+  caller, so that their hooks still see one gradient each. `torch.utils.checkpoint` must not stop early: it would do so by an
+  exception inside the layer, which the call takes for the layer's own.
+- Mixed precision enters `torch.autocast` around the call, for each call anew: autocast belongs to a thread, and a stage is run
+  by a generator that may go on in another one.
+
+A wrapper has the type `LayerFunction`, takes the place of the call in `Stage.layers`, and enters contexts of its own (autocast,
+saved-tensor hooks) together with `TorchStateGuard.accepting_contexts`. Otherwise the check after the layer would undo them.
+`tests/parity/test_layer_call.py` wraps calls in both ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from raypar.errors import RayparError, UserCodeError
+from raypar.model.graph import Layer
+from raypar.plan.seeds import seed_of
+from raypar.user_code import USER_CODE_ERRORS
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.layer_inputs import ALIGN_GRADIENT, make_input_alias
+from raypar.worker.stage.stage_coordinate import StageCoordinate
+from raypar.worker.stage.weights import LayerBuffer, LayerTensors
+
+
+class PassContext(NamedTuple):
+    """One pass of a microbatch through a stage's layers."""
+
+    step: int
+    """The step, from 0; in validation the last one begun, which messages name."""
+    microbatch: int
+    """Index of the microbatch in the step, or in the validation pass."""
+    training: bool
+    """False in validation."""
+    seeds: Mapping[str, int]
+    """Layer name -> seed of the layer's random numbers in this pass (rule 3 of the numerics contract)."""
+
+
+# Both compute the seeds of all layers at once: between two layers this code would have to be fetched from memory again.
+
+
+def training_pass_context(seed: int, step: int, microbatch: int, layers: Sequence[str]) -> PassContext:
+    """The pass of a microbatch in a training step. `seed`: the job's; `layers`: names."""
+    return PassContext(step, microbatch, True, {name: seed_of(seed, "forward", step, microbatch, name) for name in layers})
+
+
+def validation_pass_context(seed: int, step: int, microbatch: int, layers: Sequence[str]) -> PassContext:
+    """The pass of a microbatch in validation, which draws the same random numbers after every step."""
+    return PassContext(step, microbatch, False, {name: seed_of(seed, "validation", microbatch, name) for name in layers})
+
+
+LayerFunction = Callable[[PassContext, LayerTensors, Sequence[Tensor]], tuple[Tensor, ...]]
+"""(pass, weights, inputs) -> outputs in the order of the layer's names: a `LayerCall`, or what wraps one."""
+
+
+class LayerCall:
+    """Seeds the generators, runs one layer, and checks what the layer did. Equal arguments give equal bits.
+
+    Raises `UserCodeError`, with stage, layer and microbatch, for what the layer raises. Refuses a layer that writes into its
+    inputs or buffers, returns other outputs than it declares, or loses the gradient.
+    """
+
+    layer: Layer
+    """The layer that is run."""
+    label: str
+    """The layer's name in messages."""
+    _coordinate: StageCoordinate
+    """The stage's place in the plan, for messages."""
+    _seed_generators: Callable[[int], Any]
+    """Seeds every generator from which layers draw."""
+    _guard: TorchStateGuard
+    """Restores process state that the layer leaves changed."""
+
+    def __init__(
+        self, layer: Layer, *, coordinate: StageCoordinate, seed_generators: Callable[[int], Any], guard: TorchStateGuard
+    ) -> None:
+        self.layer, self.label = layer, f"layer {layer.name!r}"
+        self._coordinate, self._seed_generators, self._guard = coordinate, seed_generators, guard
+
+    def __call__(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The layer's outputs, each a tensor of its own."""
+        training = forward_pass.training
+        buffer_versions = [buffer.tensor._version for buffer in weights.buffers]
+        input_versions = [tensor._version for tensor in inputs]
+        self._seed_generators(forward_pass.seeds[self.layer.name])
+        try:
+            result = weights.module(*inputs)
+        except USER_CODE_ERRORS as error:
+            raise self._error(forward_pass, inputs, input_versions, error) from error
+        changed = self._guard.check(self.label, evaluating=not training)
+        if [tensor._version for tensor in inputs] != input_versions:
+            _refuse_written_inputs(self.layer, inputs, input_versions)
+        for buffer, version in zip(weights.buffers, buffer_versions, strict=True):
+            _check_buffer(self.layer, buffer, version)
+        outputs = result if isinstance(result, tuple) else (result,)
+        if len(outputs) != len(self.layer.outputs) or not all(isinstance(o, Tensor) for o in outputs):
+            raise _wrong_outputs(self.layer, outputs)
+        if training:
+            if "grad" in changed:
+                self._check_graph(forward_pass, weights, inputs, outputs)
+            if len(outputs) > 1:
+                return alias_repeated_outputs(outputs)
+        return outputs
+
+    def _error(
+        self, forward_pass: PassContext, inputs: Sequence[Tensor], versions: Sequence[int], error: BaseException
+    ) -> RayparError:
+        """The error to raise for what the layer raised."""
+        if isinstance(error, RuntimeError) and _is_about_writing(error):
+            _refuse_written_inputs(self.layer, inputs, versions, error)
+        shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in zip(self.layer.inputs, inputs, strict=True))
+        code = f"{self.label} (inputs: {shapes})"
+        return self._coordinate.user_code_error(code, forward_pass.step, forward_pass.microbatch, error)
+
+    def _check_graph(
+        self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Raises `UserCodeError` if a layer that left gradients switched off has returned a tensor without a graph.
+
+        The guard switches gradients on again after the layer only, too late for what the layer itself has computed.
+        """
+        trained = any(p.requires_grad for p in (*inputs, *weights.module.parameters()))
+        if trained and not all(out.requires_grad for out in outputs if out.is_floating_point() or out.is_complex()):
+            place = self._coordinate.describe(forward_pass.step, forward_pass.microbatch)
+            raise UserCodeError(
+                f"{self.label} left torch.set_grad_enabled(False) behind and returned a tensor without a gradient, "
+                f"{place}: it and what comes before it would not be trained",
+                cure="use it as a context manager: `with torch.no_grad():` around what needs no gradient",
+            )
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------------
+
+_WRITTEN_IN_PLACE = (
+    "is a view and is being modified inplace",
+    "a leaf Variable that requires grad is being used in an in-place operation",
+    "a view of a leaf Variable that requires grad is being used in an in-place operation",
+)
+"""What PyTorch says when a layer writes into an alias or into a value from another stage."""
+
+
+def _is_about_writing(error: Exception) -> bool:
+    return any(words in str(error) for words in _WRITTEN_IN_PLACE)
+
+
+@contextlib.contextmanager
+def refuse_input_writes(layer: Layer, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Refuses a layer that writes into its inputs inside. Other readers would see the change in their own stage only.
+
+    Raises `UserCodeError`, also in place of PyTorch's error about the aliases through which layers read.
+    """
+    versions = [tensor._version for tensor in inputs]
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_about_writing(error):
+            _refuse_written_inputs(layer, inputs, versions, error)
+        raise
+    if [tensor._version for tensor in inputs] != versions:
+        _refuse_written_inputs(layer, inputs, versions)
+
+
+def _refuse_written_inputs(
+    layer: Layer, inputs: Sequence[Tensor], versions: Sequence[int], error: Exception | None = None
+) -> NoReturn:
+    """Raises `UserCodeError` for a layer that has written into an input. `versions`: of the inputs before the call; `error`:
+    what PyTorch said, if it has refused the writing."""
+    written = [name for name, t, version in zip(layer.inputs, inputs, versions, strict=True) if t._version != version]
+    raise UserCodeError(
+        f"layer {layer.name!r} writes into its input {' or '.join(map(repr, written or layer.inputs))} in place, "
+        "which other layers may read too" + (f" ({error})" if error is not None else ""),
+        cure="use the operation that returns a new tensor (inplace=False, relu instead of relu_), or clone the input first",
+    ) from error
+
+
+def _check_buffer(layer: Layer, buffer: LayerBuffer, version: int) -> None:
+    """Raises `UserCodeError` if forward has changed a buffer. `version`: of its tensor before the call."""
+    if buffer.persistent and buffer.owner._buffers.get(buffer.key) is not buffer.tensor:
+        raise UserCodeError(
+            f"layer {layer.name!r} replaces its buffer {buffer.path!r} in forward: replicas would no longer be equal",
+            cure="compute it from the inputs, or register a buffer that is only a cache with persistent=False",
+        )
+    if buffer.tensor._version != version:
+        raise UserCodeError(
+            f"layer {layer.name!r} writes into its buffer {buffer.path!r} in forward: replicas would no longer be equal",
+            cure="compute it from the inputs; a buffer that is only a cache: register it with persistent=False, and "
+            "assign a new tensor to it instead of writing into the old one",
+        )
+
+
+def _wrong_outputs(layer: Layer, outputs: tuple[Any, ...]) -> UserCodeError:
+    """The error for a layer that has not returned one tensor for each of its output names."""
+    got = ", ".join(type(o).__name__ for o in outputs)
+    return UserCodeError(
+        f"layer {layer.name!r} returned ({got}) where {len(layer.outputs)} tensor(s) {layer.outputs} were declared",
+        cure="return one tensor per name in the layer's outputs",
+    )
+
+
+def alias_repeated_outputs(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The outputs, with an alias in each place where a tensor stands for a second time.
+
+    A tensor that a layer returns under two names is two values, each with gradients of its own to add (rule 4).
+    """
+    seen: set[int] = set()
+    found = []
+    for output in outputs:
+        again = id(output) in seen and output.requires_grad
+        seen.add(id(output))
+        found.append(make_input_alias(output, ALIGN_GRADIENT) if again else output)
+    return tuple(found)

@@ -1,0 +1,354 @@
+"""One replica of one stage: its layers, run forward and backward a microbatch at a time by the numerics contract.
+
+`worker/stage_builder.py` makes stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from raypar.comm.buffer_pool import as_aligned
+from raypar.errors import RayparError
+from raypar.model.graph import Graph
+from raypar.model.split_linear_backward import Stash
+from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
+from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.user_code import USER_CODE_ERRORS
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.deferred_weight_gradients import DeferredGradients, sum_deferred_gradients
+from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
+from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
+from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
+from raypar.worker.stage.layer_inputs import LayerInputs
+from raypar.worker.stage.loss_call import LossCall
+from raypar.worker.stage.stage_coordinate import StageCoordinate
+from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.weights import ParameterUse, StageWeights
+
+Batch = Mapping[str, Tensor]
+"""The fields of one microbatch, collated."""
+
+
+def count_returned_gradients(graph: Graph, plan: ParallelPlan, value: str, consumer_stage: int) -> int:
+    """How many gradients of `value` a consuming stage sends back: one for each layer, or one sum from the last consumer.
+
+    Gradients are added from the last consumer to the first, so only the stage that has the last one may add up its own.
+    """
+    consumers = graph.consumers(value)
+    stage = plan.stages[consumer_stage]
+    here = [c for c in consumers if stage.first <= c < stage.last]
+    return 1 if consumers[-1] in here else len(here)
+
+
+def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """((g3 + g2) + g1), the undefined ones skipped; `gradients` from the last consumer to the first."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
+
+
+@dataclass
+class StageLayer:
+    """One layer in a stage's forward pass: read the inputs, call the layer, name the outputs."""
+
+    inputs: LayerInputs
+    """Reads the layer's arguments."""
+    call: LayerFunction
+    """Runs the layer: a `LayerCall`, or what wraps one."""
+    outputs: tuple[str, ...]
+    """Names of the values that the layer writes."""
+
+
+@dataclass(frozen=True)
+class StageValues:
+    """The values that enter and leave a stage."""
+
+    batch_fields: tuple[str, ...]
+    """Fields of the batch that the stage's layers and the loss read."""
+    outgoing: tuple[str, ...]
+    """Values written here that layers of other stages read."""
+    gradient_counts: Mapping[str, int]
+    """Value from another stage -> how many gradients go back for it (`count_returned_gradients`)."""
+
+
+@dataclass
+class _Microbatch:
+    """What one microbatch keeps between forward and backward."""
+
+    received: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Value from another stage -> one leaf for each layer here that reads it, in layer order."""
+    produced: dict[str, Tensor] = field(default_factory=dict)
+    """Outgoing value -> tensor with its graph."""
+    loss: Tensor | None = None
+    """The loss's sum with its graph, where the stage has the last layer."""
+    stash: Stash = field(default_factory=list)
+    """What split Linears have put off."""
+
+
+@dataclass(eq=False)
+class Stage:
+    """The layers of one stage on one replica (and shard): forward and backward of microbatches."""
+
+    graph: Graph
+    """The whole model."""
+    index: int
+    """Number of the stage in the plan."""
+    coordinate: StageCoordinate
+    """The stage's place in the plan, for messages."""
+    seed: int
+    """The job's seed."""
+    routing: MicrobatchRouting
+    """Which replica runs a microbatch, and the blocks of microbatches."""
+    shard: StageShard | None
+    """Which shard of the stage this is; None if the stage is not cut."""
+    guard: TorchStateGuard
+    """Restores process state that users' code leaves changed."""
+    weights: StageWeights
+    """The tensors that the layers compute with."""
+    layers: list[StageLayer]
+    """The layers in order."""
+    loss: LossCall | None
+    """Computes the loss where the stage has the last layer, else None."""
+    values: StageValues
+    """The values that enter and leave the stage."""
+    gradients: GradientAccumulator
+    """Adds up gradients of the parameters' uses over microbatches and blocks."""
+    hooks: LayerBackwardHooks
+    """Called when a backward pass comes by a layer's inputs."""
+    deferred: DeferredGradients
+    """Weight gradients that split Linears put off."""
+    gradient_buffers: GradientReusePolicy
+    """Memory in which weight gradients of cut Linears lie, from step to step."""
+
+    step: int = -1
+    """The step under way, from 0; -1 before the first."""
+    losses: dict[int, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
+    """Microbatch -> (sum, count) of its loss, in the last step or validation pass."""
+    _live: dict[int, _Microbatch] = field(default_factory=dict)
+    """What each microbatch under way keeps."""
+    _made_training: list[tuple[nn.Module, bool]] = field(init=False)
+    """Every module and its training mode as made: what a constructor has put into evaluation mode stays in it."""
+    _training: bool = True
+    """Whether the modules are in training mode now."""
+
+    def __post_init__(self) -> None:
+        self._made_training = [(part, part.training) for module in self.modules.values() for part in module.modules()]
+
+    # -- what others read ----------------------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Layer name -> module."""
+        return self.weights.modules
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Canonical name -> parameter, frozen ones too."""
+        return self.weights.parameters
+
+    @property
+    def uses(self) -> list[ParameterUse]:
+        """(qualified name, shape, dtype) of every trainable use of a parameter, in layer order."""
+        return self.weights.uses
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Qualified name -> buffer as it was given, whatever forward has put in its place since."""
+        return self.weights.buffers
+
+    @property
+    def persistent(self) -> frozenset[str]:
+        """Names of the buffers that exports contain."""
+        return self.weights.persistent
+
+    @property
+    def batch_fields(self) -> tuple[str, ...]:
+        """Fields of the batch that the stage reads."""
+        return self.values.batch_fields
+
+    @property
+    def on_ready(self) -> Ready | None:
+        """Called when the subtree sums of some uses are final, once for each use and step; where possible from inside the last
+        backward pass."""
+        return self.gradients.on_ready
+
+    @on_ready.setter
+    def on_ready(self, call: Ready | None) -> None:
+        self.gradients.on_ready = call
+
+    @property
+    def waited_ns(self) -> int:
+        """How long layers have waited for other shards in this step."""
+        return 0 if self.shard is None else self.shard.group.waited_ns
+
+    def partial_uses(self) -> tuple[int, ...]:
+        """Uses of parameters that are whole on every shard but have met parts of values: their gradients are parts of a sum."""
+        return () if self.shard is None else self.weights.uses_of(tuple(self.shard.group.partial))
+
+    # -- life of a stage -----------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Forget the last step. Gradients of parameters (`.grad`) are no longer valid."""
+        self.step = step
+        self.losses.clear()
+        self._live.clear()
+        if self.shard is not None:
+            self.shard.group.waited_ns = 0
+        self.gradient_buffers.begin_step()
+        self.gradients.begin()
+        self._train(True)
+
+    def free(self, microbatch: int) -> None:
+        """The microbatch's activations have had their last use."""
+        self._live.pop(microbatch, None)
+
+    def release(self) -> None:
+        """The stage is not used any more: break the circles in which modules, their forwards and hooks hold each other."""
+        for module in self.modules.values():
+            for part in module.modules():
+                vars(part).pop("forward", None)
+                vars(part).pop("stash", None)
+        self.hooks.release()
+        vars(self).clear()
+
+    def _train(self, mode: bool) -> None:
+        if mode != self._training:
+            self._training = mode
+            for part, made in self._made_training:
+                part.training = mode and made
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """`received`: values from other stages; `batch`: fields of this microbatch. Returns the values other stages use."""
+        self.gradient_buffers.forward()
+        live = self._live[microbatch] = _Microbatch()
+        self.deferred.stash = live.stash
+        values: dict[str, Tensor] = {**received, **batch}
+        forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
+        for position, layer in enumerate(self.layers):
+            inputs = layer.inputs.read(values, live.received)
+            outputs = layer.call(forward_pass, self.weights.of_layer(position), inputs)
+            values.update(zip(layer.outputs, outputs, strict=True))
+        live.produced = {name: values[name] for name in self.values.outgoing}
+        if self.loss is not None:
+            total, count = self.loss(forward_pass, values)
+            self.losses[microbatch] = (total.detach(), count)
+            live.loss = total
+        return {name: as_aligned(value.detach()) for name, value in live.produced.items()}
+
+    def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """As `forward`, in evaluation mode, keeping nothing but the losses."""
+        self._train(False)
+        forward_pass = validation_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
+        with torch.no_grad():
+            values = {**batch, **received}
+            for position, layer in enumerate(self.layers):
+                inputs = layer.inputs.read_for_evaluation(values)
+                outputs = layer.call(forward_pass, self.weights.of_layer(position), inputs)
+                values.update(zip(layer.outputs, outputs, strict=True))
+            if self.loss is not None:
+                self.losses[microbatch] = self.loss(forward_pass, values)
+        return {name: as_aligned(values[name]) for name in self.values.outgoing}
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
+    ) -> dict[str, tuple[Tensor | None, ...]]:
+        """The whole backward pass of a microbatch.
+
+        `gradients[v]`: those of value v from consumers in other stages, last consumer first. Returns the gradients of each
+        received value, one for each layer here that reads it, last first (one sum where this stage has the last consumer).
+        """
+        return self._backward(microbatch, gradients, halves=2)
+
+    def backward_input(
+        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
+    ) -> dict[str, tuple[Tensor | None, ...]]:
+        """As `backward`, but what Linears need for their weights' gradients is kept for `backward_weight`."""
+        return self._backward(microbatch, gradients, halves=1)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weight gradients that `backward_input` put off."""
+        block = self.routing.microbatches.block(microbatch)
+        self._add_deferred(microbatch, block)
+        self.gradients.finished(block, 1)
+
+    def _backward(
+        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]], *, halves: int
+    ) -> dict[str, tuple[Tensor | None, ...]]:
+        """`halves`: 2 for the whole backward pass, 1 for its input half."""
+        self.gradient_buffers.backward()
+        live = self._live[microbatch]
+        self.deferred.stash = live.stash  # a layer that checkpoints runs its forward again in here
+        block = self.routing.microbatches.block(microbatch)
+        self.gradients.enter(block, join=halves == 2 and not self.deferred.parameters)
+        roots, starts = self._roots(live, gradients)
+        self._run_autograd(microbatch, block if halves == 2 and self.gradients.settles(block) else None, roots, starts)
+        if halves == 2 and live.stash:
+            self._add_deferred(microbatch, block)
+        returned = self._gradients_of_received(live)
+        live.received.clear()
+        live.produced.clear()
+        live.loss = None
+        self.gradients.finished(block, halves)
+        return returned
+
+    def _roots(
+        self, live: _Microbatch, gradients: Mapping[str, Sequence[Tensor | None]]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The tensors at which the backward pass starts, and the gradient of each (None: 1, of the loss)."""
+        roots: list[Tensor] = []
+        starts: list[Tensor | None] = []
+        for name, value in live.produced.items():
+            gradient = fold_gradients(gradients.get(name, ()))
+            if gradient is not None and value.requires_grad:
+                roots.append(value)
+                starts.append(gradient)
+        if live.loss is not None and live.loss.requires_grad:
+            roots.append(live.loss)
+            starts.append(None)
+        return roots, starts
+
+    def _run_autograd(
+        self, microbatch: int, closes: int | None, roots: Sequence[Tensor], starts: Sequence[Tensor | None]
+    ) -> None:
+        """`closes`: the block that this pass closes, if finished gradients are to be handed over inside the pass."""
+        self.hooks.begin(closes)
+        try:
+            if roots:
+                torch.autograd.backward(roots, starts)
+        except RayparError:
+            raise
+        except USER_CODE_ERRORS as error:
+            raise self.coordinate.user_code_error("the backward pass", self.step, microbatch, error) from error
+        finally:
+            self.hooks.end()
+            if self.shard is not None:
+                self.shard.group.shared = None  # a layer that checkpoints has run its forward again in here
+        self.guard.check("the backward pass")
+
+    def _gradients_of_received(self, live: _Microbatch) -> dict[str, tuple[Tensor | None, ...]]:
+        """Received value -> its gradients, last consumer first, as `backward` returns them."""
+        counts = self.values.gradient_counts
+        returned: dict[str, tuple[Tensor | None, ...]] = {}
+        for name, leaves in live.received.items():
+            found = [None if leaf.grad is None else as_aligned(leaf.grad) for leaf in reversed(leaves)]
+            returned[name] = (fold_gradients(found),) if counts[name] == 1 else tuple(found)
+        for name, count in counts.items():
+            returned.setdefault(name, (None,) * count)
+        return returned
+
+    def _add_deferred(self, microbatch: int, block: int) -> None:
+        """Compute the weight gradients that the microbatch has put off, and add them to the block's."""
+        stash = self._live[microbatch].stash
+        sums = sum_deferred_gradients(stash, self.weights)
+        stash.clear()
+        self.gradients.add_deferred(block, sums)

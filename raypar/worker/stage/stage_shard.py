@@ -1,0 +1,76 @@
+"""One worker's shard of a stage, as the end of a step and checkpoints see it: sums over shards, what it counts and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from raypar.comm.transport import Routine
+from raypar.model.tensor_parallel.autograd_collectives import select_ranges
+from raypar.model.tensor_parallel.build import shard_slice_of
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
+from raypar.plan.shard_ranges import TensorCut, positions_of_indices
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.worker.checkpoint.checkpoint_files import TensorSlices
+
+
+@dataclass(frozen=True)
+class StageShard:
+    """Which shard a worker has, and how that is cut out of the stage."""
+
+    group: ShardGroup
+    """The shards of this replica of the stage, and which of them this is."""
+    layout: TensorParallelLayout
+    """How the model is cut over so many shards."""
+
+    def complete(self, names: Sequence[str], gradients: Sequence[Tensor | None], partial: Collection[int]) -> Routine[None]:
+        """Add up over shards, in place, the gradients of uses of parameters (`names`) that are parts of a sum.
+
+        They are those of parameters that several shards hold elements of, and of `partial`: indices of uses of parameters that
+        every shard holds whole but that have met parts of values.
+        """
+        parts = [i for i, name in enumerate(names) if i in partial or name in self._overlapping]
+        yield from sum_partial_gradients(
+            {names[i]: gradients[i] for i in parts},
+            partial={names[i] for i in partial},
+            cuts=self._overlapping,
+            group=self.group,
+        )
+
+    def counted(self, name: str, gradient: Tensor) -> Tensor:
+        """The elements of a parameter's gradient that this shard counts in the norm: each element is counted by one shard."""
+        if name not in self.layout.cuts and self.group.shard > 0:
+            return gradient.new_empty(0)
+        return self.owned(name, gradient)
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This shard's slice of an unsharded parameter, or of optimizer state of its shape. State of another shape is returned
+        as it is: every shard has it."""
+        cut = self.layout.cuts.get(name)
+        if cut is None or whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.size:
+            return whole
+        return shard_slice_of(self.layout, name, whole, self.group.shard)
+
+    def owned(self, name: str, local: Tensor) -> Tensor:
+        """The elements of this shard's slice that no shard before this one has."""
+        cut, shard = self._overlapping.get(name), self.group.shard
+        if cut is None:
+            return local
+        return select_ranges(local, cut.dim, positions_of_indices(cut.held[shard], cut.owned(shard))).contiguous()
+
+    def slices(self, name: str, local: Tensor) -> TensorSlices:
+        """Where the elements of `owned` lie in the unsharded tensor."""
+        cut = self.layout.cuts[name]
+        shape = (*local.shape[: cut.dim], cut.size, *local.shape[cut.dim + 1 :])
+        return TensorSlices(shape, cut.dim, cut.owned(self.group.shard))
+
+    @cached_property
+    def _overlapping(self) -> Mapping[str, TensorCut]:
+        """Parameter -> its cut, where several shards hold the same indices."""
+        return {name: cut for name, cut in self.layout.cuts.items() if cut.shared}

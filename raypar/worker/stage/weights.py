@@ -1,0 +1,123 @@
+"""The tensors that a stage's layers compute with: parameters, one leaf for each use of one, and buffers.
+
+A stage asks `StageWeights.of_layer` at every layer boundary; no other code knows where the tensors come from. Today they are
+whole parameters (or a shard's slices of them), which lie in the modules all the time. Weights that are cast for a layer,
+gathered from the replicas that own them, or fetched from host memory are to be made in `of_layer`, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raypar.model.graph import Graph, Layer
+from raypar.model.layer_skeletons import canonical_names
+
+
+class ParameterUse(NamedTuple):
+    """One layer's use of a trainable parameter: a leaf with a gradient of its own (rule 6 of the numerics contract)."""
+
+    name: str
+    """Qualified name (`layer.path`) under which this layer has the parameter; a tie's other names stay as they are."""
+    shape: torch.Size
+    """Shape of the tensor that this worker holds."""
+    dtype: torch.dtype
+    """Dtype of the parameter, and of its summed gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuffer:
+    """A buffer as the stage was given it: part of the stage's state, which forward may not change."""
+
+    path: str
+    """The buffer's path in its layer."""
+    owner: nn.Module
+    """The module that has the buffer."""
+    key: str
+    """Its name in `owner`."""
+    tensor: Tensor
+    """Its value when the stage was built."""
+    persistent: bool
+    """Whether PyTorch's `state_dict` has it. Forward may put another tensor in the place of one that is not (a cache)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """What one layer computes with."""
+
+    module: nn.Module
+    """The layer's module, with the tensors in their places."""
+    buffers: tuple[LayerBuffer, ...]
+    """The module's buffers as they were given."""
+    uses: range
+    """Indices in `StageWeights.uses` of this layer's uses."""
+
+
+class StageWeights:
+    """The tensors of one stage, by layer, by parameter and by use."""
+
+    layer_names: tuple[str, ...]
+    """Names of the stage's layers, in order."""
+    modules: Mapping[str, nn.Module]
+    """Layer name -> module, in layer order."""
+    parameters: dict[str, nn.Parameter]
+    """Canonical name -> parameter, frozen ones too. A tied parameter stands once, as its first use in this stage."""
+    uses: list[ParameterUse]
+    """Every use of a trainable parameter, in layer order."""
+    leaves: list[nn.Parameter]
+    """By index of `uses`: the tensor to whose `.grad` autograd adds. Leaves of a tie share their memory."""
+    buffers: dict[str, Tensor]
+    """Qualified name -> buffer as it was given, whatever forward has put in its place since."""
+    persistent: frozenset[str]
+    """Names of the buffers that exports contain."""
+    _layers: list[LayerTensors]
+    """By position of the layer in the stage."""
+    _use_of: dict[int, int]
+    """`id` of a leaf -> index of its use."""
+
+    def __init__(self, graph: Graph, layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> None:
+        canonical = canonical_names(graph)
+        self.layer_names = tuple(layer.name for layer in layers)
+        self.modules, self.parameters = modules, {}
+        self.uses, self.leaves, self._layers = [], [], []
+        for layer in layers:
+            first = len(self.uses)
+            for path, parameter in modules[layer.name].named_parameters():
+                name = f"{layer.name}.{path}"
+                home = self.parameters.setdefault(canonical.get(name, name), parameter)
+                if home is not parameter:
+                    parameter.data = home.data  # one memory, but a leaf and a gradient for every layer that uses it
+                if parameter.requires_grad:
+                    self.uses.append(ParameterUse(name, parameter.shape, parameter.dtype))
+                    self.leaves.append(parameter)
+            module = modules[layer.name]
+            self._layers.append(LayerTensors(module, layer_buffers(module), range(first, len(self.uses))))
+        self._use_of = {id(leaf): use for use, leaf in enumerate(self.leaves)}
+        named = [(f"{layer.name}.{b.path}", b) for layer, held in zip(layers, self._layers, strict=True) for b in held.buffers]
+        self.buffers = {name: buffer.tensor for name, buffer in named}
+        self.persistent = frozenset(name for name, buffer in named if buffer.persistent)
+
+    def of_layer(self, position: int) -> LayerTensors:
+        """What the stage's layer at `position` computes with, ready for its forward."""
+        return self._layers[position]
+
+    def use_of(self, leaf: Tensor) -> int:
+        """Index of the use whose leaf this is."""
+        return self._use_of[id(leaf)]
+
+    def uses_of(self, leaf_ids: Sequence[int]) -> tuple[int, ...]:
+        """Indices of the uses with these leaves, given by `id`; ids of other tensors are left out."""
+        return tuple(self._use_of[leaf] for leaf in leaf_ids if leaf in self._use_of)
+
+
+def layer_buffers(module: nn.Module) -> tuple[LayerBuffer, ...]:
+    """Every buffer of a layer once, under its first path."""
+    return tuple(
+        LayerBuffer(path, owner, key, tensor, key not in owner._non_persistent_buffers_set)
+        for path, tensor in module.named_buffers()
+        for owner, key in [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])]
+    )

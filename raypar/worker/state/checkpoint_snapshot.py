@@ -1,0 +1,166 @@
+"""A worker's state as a checkpoint has it: copied out, written in the background, put back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raypar.errors import CheckpointError
+from raypar.model.initial_values_protocol import InitialValues
+from raypar.worker.checkpoint.checkpoint_files import (
+    BUFFER,
+    CACHE,
+    PARAMETER,
+    Scalar,
+    ShardRecord,
+    StateName,
+    TensorSlices,
+    read_checkpoint_buffers,
+    read_checkpoint_state,
+    write_shard,
+)
+from raypar.worker.stage.stage import Stage
+from raypar.worker.step.optimizer import load_optimizer_state, optimizer_state
+
+WRITE_TIMEOUT_S = 600.0
+"""Time that the disk may take to write one worker's file."""
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """Copies of parameters, optimizer state and buffers at one committed step."""
+
+    tensors: Mapping[StateName, Tensor]
+    """(parameter or buffer, kind of state) -> copy in host memory."""
+    scalars: Mapping[StateName, Scalar]
+    """(parameter, kind of state) -> number that the optimizer keeps, such as its step count."""
+    slices: Mapping[StateName, TensorSlices] = field(default_factory=dict)
+    """Which part of the unsharded tensor a copy is; no entry: all of it."""
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """First name of a tied parameter -> its other names."""
+
+
+def take_snapshot(
+    stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, Iterable[str]]
+) -> StateSnapshot:
+    """Copies on the CPU of the named parameters and buffers (by stage; see `Ownership.written`): one pass over that memory."""
+    tensors: dict[StateName, Tensor] = {}
+    scalars: dict[StateName, Scalar] = {}
+    slices: dict[StateName, TensorSlices] = {}
+    with torch.no_grad():
+        for index, mine in names.items():
+            state = optimizer_state(optimizers[index]) if index in optimizers else {}
+            stage = stages[index]
+            for name in mine:
+                if name in stage.buffers:
+                    tensors[name, BUFFER if name in stage.persistent else CACHE] = _copy(stage.buffers[name])
+                    continue
+                shard, parameter = stages[index].shard, stages[index].parameters[name]
+                cut = shard.layout.cuts.get(name) if shard is not None else None
+                for key, value in {PARAMETER: parameter, **state.get(name, {})}.items():
+                    if shard is not None and cut is not None:
+                        if isinstance(value, Tensor) and value.shape == parameter.shape:
+                            owned = shard.owned(name, value)
+                            if owned.numel():
+                                tensors[name, key], slices[name, key] = _copy(owned), shard.slices(name, value)
+                            continue
+                        if shard.group.shard > 0:
+                            continue  # a step count, which is every shard's
+                    if isinstance(value, Tensor):
+                        tensors[name, key] = _copy(value)
+                    elif value is None or isinstance(value, (bool, int, float)):
+                        scalars[name, key] = value
+                    else:
+                        raise CheckpointError(
+                            f"optimizer state {key!r} of {name} is a {type(value).__name__}, neither tensor nor number",
+                            cure="use an optimizer with plain state, or set checkpoint.every: 0 and checkpoint.at_end: false",
+                        )
+    ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.ties}
+    return StateSnapshot(tensors, scalars, slices, ties)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def restore_from_checkpoint(
+    path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], initial: InitialValues
+) -> None:
+    """Read a checkpoint's state into these stages and optimizers, and only what they hold. Raises `CheckpointError`.
+
+    `initial`: values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only.
+    """
+    names = {name for stage in stages.values() for name in stage.parameters}
+    shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
+    found = read_checkpoint_state(path, names, shards[0].part if shards and shards[0] is not None else None)
+    wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
+    buffers = read_checkpoint_buffers(path, wanted)
+    lacking = [name for name in wanted if name not in buffers]
+    buffers |= {name: value.to(wanted[name]) for name, value in initial.stream(lacking, torch.float64)} if lacking else {}
+    with torch.no_grad():
+        for index, stage in stages.items():
+            values: dict[str, Tensor] = {name: kinds[PARAMETER] for name, kinds in found.items() if name in stage.parameters}
+            values |= {name: value for name, value in buffers.items() if name in stage.buffers}
+            for name, tensor in {**stage.parameters, **stage.buffers}.items():
+                kept = values[name]
+                if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                    raise CheckpointError(
+                        f"{name} is {list(tensor.shape)} {tensor.dtype} in the model and {list(kept.shape)} {kept.dtype} "
+                        f"in checkpoint {path}",
+                        cure="use a checkpoint of this model",
+                    )
+                tensor.copy_(kept)
+            if index in optimizers:
+                state = {name: {k: v for k, v in found[name].items() if k != PARAMETER} for name in stage.parameters}
+                # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
+                load_optimizer_state(optimizers[index], {name: kinds for name, kinds in state.items() if kinds})
+
+
+class CheckpointWriter:
+    """Writes one snapshot at a time in a background thread, so that training goes on meanwhile."""
+
+    _thread: threading.Thread | None
+    """Writes the last snapshot that was started; None before the first."""
+    _record: ShardRecord | None
+    """What was written, once that is done."""
+    _error: Exception | None
+    """Why it could not be written."""
+
+    def __init__(self) -> None:
+        self._thread, self._record, self._error = None, None, None
+
+    def start(self, folder: Path, file_name: str, state: StateSnapshot) -> None:
+        """Begin to write. Waits for a snapshot that is still being written; raises `CheckpointError` if that takes too long."""
+        if self._thread is not None:
+            self._wait(WRITE_TIMEOUT_S)
+        self._record = self._error = None
+
+        def write() -> None:
+            try:
+                self._record = write_shard(folder, file_name, state.tensors, state.scalars, state.slices, state.ties)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="raypar-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _wait(self, timeout_s: float) -> None:
+        assert self._thread is not None, "nothing was started"
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the disk did not take a checkpoint within {timeout_s:g} s", cure="set run_dir to a faster disk"
+            )
+
+    def result(self, timeout_s: float = WRITE_TIMEOUT_S) -> ShardRecord:
+        """Wait for the file, and describe it. Raises the error of writing it, or `CheckpointError` after `timeout_s`."""
+        self._wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        assert self._record is not None
+        return self._record

@@ -1,0 +1,284 @@
+"""The mirror: copies of committed states in this worker's memory, of its own state and of the states of its wards.
+
+All workers take a mirror cut, a copy of their state, right after the same step. Each sends its copy to another worker, its
+keeper, beside the steps that follow: in chunks, so that activations never queue behind a whole state. A worker whose keeper
+this one is, is its ward. A worker votes on the step that takes the next cut only when this one is complete. So once that vote
+is whole, this cut is complete everywhere, and older cuts are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.comm.buffer_pool import BufferPool
+from raypar.comm.transport import Handle, Routine, RoutineWait, Transport
+from raypar.errors import CommError
+from raypar.plan.pieces import Digest, Piece
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey
+from raypar.worker.step.message_tags import mirror_tag
+
+CHUNKS = 64
+"""About how many messages a copy travels in: a step has about as many moments at which the next one can be sent."""
+CHUNK_BYTES = (256 << 10, 8 << 20)
+"""Least and most bytes of a message."""
+WINDOW = 2
+"""Number of messages of a copy that are on their way at once."""
+WHOLE = ParameterSlice()
+"""A parameter that is not cut over shards."""
+OWN = -1
+"""In the place of a ward's rank: the copy of this worker's own state."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensorPlace:
+    """Where a tensor lies in a copy's memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """The first of its bytes."""
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """Copies of some parameters and buffers, with what the optimizer keeps for them, in one block of memory."""
+
+    lines: tuple[tuple[str, str, Any], ...]
+    """(parameter or buffer, key, `PackedTensorPlace` or number) of all that is copied."""
+    memory: Tensor
+    """The bytes of all tensors, without gaps."""
+    slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
+    """Parameter that is cut over shards -> which part of it this is."""
+
+    @staticmethod
+    def of(state: Mapping[str, StateByKey], pool: BufferPool, slices: Mapping[str, ParameterSlice] | None = None) -> StateCopy:
+        """A copy in memory of `pool`. Tensors lie by the width of their elements, widest first, so that all are aligned."""
+        tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
+        tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
+        lines: list[tuple[str, str, Any]] = []
+        at = 0
+        for name, key, tensor in tensors:
+            lines.append((name, key, PackedTensorPlace(tensor.dtype, tuple(tensor.shape), at)))
+            at += tensor.nbytes
+        lines += [(n, k, v) for n, kept in state.items() for k, v in kept.items() if not isinstance(v, Tensor)]
+        copy = StateCopy(tuple(lines), pool.empty((at,), torch.uint8), slices or {})
+        with torch.no_grad():
+            for (_, _, tensor), (_, _, view) in zip(tensors, copy.values(), strict=False):
+                view.copy_(tensor)
+        return copy
+
+    def values(self) -> Iterator[tuple[str, str, Any]]:
+        """(parameter or buffer, key, tensor inside `memory` or number) of all that is copied."""
+        for name, key, value in self.lines:
+            if isinstance(value, PackedTensorPlace):
+                stop = value.start + math.prod(value.shape) * value.dtype.itemsize
+                yield name, key, self.memory[value.start : stop].view(value.dtype).view(value.shape)
+            else:
+                yield name, key, value
+
+    def pieces(self) -> Iterator[Piece]:
+        """The elements of parameters and buffers that are copied."""
+        for name, key, value in self.lines:
+            if key == PARAMETER:
+                place = self.slices.get(name, WHOLE)
+                for start, stop in place.spans(place.size(value.shape)):
+                    yield Piece(name, start, stop)
+
+    def holdings(self) -> dict[str, ParameterState]:
+        """Parameter or buffer -> its state; the tensors lie inside `memory`."""
+        found: dict[str, StateByKey] = {}
+        for name, key, value in self.values():
+            found.setdefault(name, {})[key] = value
+        return {name: ParameterState(kept, self.slices.get(name, WHOLE), lent=True) for name, kept in found.items()}
+
+    def digest(self) -> Digest:
+        """Digests of what is copied and of its bits, 32 bits each; the second depends on every bit and its place."""
+        rooms = [line for line in self.lines if isinstance(line[2], PackedTensorPlace)]
+        numbers = self.lines[len(rooms) :]
+        bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
+        return zlib.crc32(repr((rooms, sorted(self.slices.items()))).encode()), bits
+
+    @property
+    def header(self) -> Tensor:
+        """`lines`, the number of bytes and `slices`, pickled: what a keeper has to know before the memory comes."""
+        return torch.frombuffer(bytearray(pickle.dumps((self.lines, self.memory.nbytes, self.slices))), dtype=torch.uint8)
+
+
+def split_into_chunks(memory: Tensor) -> list[Tensor]:
+    """The memory in the chunks in which it travels: the same ones for sender and receiver."""
+    least, most = CHUNK_BYTES
+    return list(memory.split(min(max(memory.nbytes // CHUNKS, least), most))) if memory.nbytes else []
+
+
+class PolledRoutine:
+    """A routine that advances whenever it is polled, beside other work."""
+
+    def __init__(self, routine: Routine[None]) -> None:
+        self._routine = routine
+        self._at = next(routine, None)
+
+    def poll(self) -> None:
+        """Advance as far as that needs no waiting. `finish` raises what goes wrong."""
+        try:
+            while isinstance(self._at, RoutineWait) and self._at.handle.done():
+                self._at = next(self._routine, None)
+        except CommError:
+            return
+
+    def finish(self) -> Routine[None]:
+        """Run to the end."""
+        while isinstance(self._at, RoutineWait):
+            if self._at.handle.done():
+                self._at = next(self._routine, None)
+            else:
+                yield self._at  # it may be polled meanwhile, and stand elsewhere afterwards
+
+
+@dataclass
+class Mirror:
+    """The mirror's cuts in one worker's memory. Cuts are called by the number of steps done."""
+
+    buddies: Mapping[int, int] = field(default_factory=dict)
+    """Rank -> the rank that is its keeper, in the present generation."""
+    rank: int = 0
+    """This worker's rank, in the present generation."""
+    compared: bool = False
+    """Whether other ranks should hold the same state, so that digests are compared."""
+    digests: dict[int, Digest] = field(default_factory=dict)
+    """Cut -> digest of the copy of this worker's own state, where digests are compared."""
+    _pool: BufferPool = field(default_factory=BufferPool, init=False)
+    """The memory of all copies."""
+    _cuts: dict[int, dict[int, StateCopy]] = field(default_factory=dict, init=False)
+    """Cut -> ward's rank, or `OWN` -> copy."""
+    _complete: int | None = field(default=None, init=False)
+    """The last cut that is known to be complete everywhere."""
+    _open: int | None = field(default=None, init=False)
+    """The cut whose copies are on their way; None when there is none."""
+    _exchange: list[PolledRoutine] = field(default_factory=list, init=False)
+    """Sends this worker's copy and receives its wards'."""
+    _seconds: float = field(default=0.0, init=False)
+    """Time spent since the last call of `spent`."""
+
+    # -- while a generation runs ---------------------------------------------------------------------------------------------
+
+    def take(
+        self,
+        done: int,
+        state: Mapping[str, StateByKey],
+        transport: Transport | None,
+        slices: Mapping[str, ParameterSlice] | None = None,
+    ) -> None:
+        """Copy `state`, the one after `done` steps, and begin to exchange copies; without a transport nothing is exchanged.
+
+        `slices`: which part of a parameter the state has, where it is cut over shards. All cuts but the last complete one are
+        dropped.
+        """
+        start = time.perf_counter()
+        self._exchange = []
+        self._cuts = {step: copies for step, copies in self._cuts.items() if step == self._complete}
+        own = StateCopy.of(state, self._pool, slices)
+        self.digests = {step: digest for step, digest in self.digests.items() if step in self._cuts}
+        if self.compared:
+            self.digests[done] = own.digest()
+        self._cuts[done], self._open = {OWN: own}, done
+        if transport is not None:
+            wards = [ward for ward, keeper in self.buddies.items() if keeper == self.rank]
+            try:
+                if self.rank in self.buddies:
+                    self._exchange.append(PolledRoutine(self._give(own, done, self.buddies[self.rank], transport)))
+                self._exchange += [PolledRoutine(self._keep(done, ward, transport)) for ward in wards]
+            except CommError:
+                self._open = None  # aborted just now: the next generation takes a cut at once
+        self._seconds += time.perf_counter() - start
+
+    def beside(self, routine: Routine[Any]) -> Routine[Any]:
+        """Run `routine`, and advance the exchange wherever it waits or is about to compute."""
+        failed: Exception | None = None
+        while True:
+            try:
+                operation = next(routine) if failed is None else routine.throw(failed)
+            except StopIteration as end:
+                return end.value
+            failed = None
+            self.poll()
+            try:
+                yield operation
+            except Exception as error:
+                failed = error
+
+    def poll(self) -> None:
+        """Advance the exchange as far as that needs no waiting."""
+        if self._exchange:
+            start = time.perf_counter()
+            for part in self._exchange:
+                part.poll()
+            self._seconds += 2 * (time.perf_counter() - start)  # receiving costs another thread about as much
+
+    def finish(self) -> Routine[None]:
+        """Complete the open cut, before the vote on the step that takes the next one. Raises what broke the exchange."""
+        start, before = time.perf_counter(), self._seconds
+        for part in self._exchange:
+            yield from part.finish()
+        if self._open is not None:
+            self._complete, self._open = self._open, None
+        self._exchange = []
+        self._seconds = before + time.perf_counter() - start
+
+    def spent(self) -> float:
+        """Seconds spent on copies, messages and waiting for them since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _give(self, own: StateCopy, done: int, keeper: int, transport: Transport) -> Routine[None]:
+        window: deque[Handle] = deque()
+        for index, tensor in enumerate([own.header, *split_into_chunks(own.memory)]):
+            if len(window) == WINDOW:
+                yield RoutineWait(window.popleft(), "the mirror's copy to be taken by its keeper")
+            window.append(transport.send(tensor, to=keeper, tag=mirror_tag(done, index)))
+        for handle in window:
+            yield RoutineWait(handle, "the mirror's copy to be taken by its keeper")
+
+    def _keep(self, done: int, ward: int, transport: Transport) -> Routine[None]:
+        header = transport.recv(None, source=ward, tag=mirror_tag(done, 0))
+        yield RoutineWait(header, f"the list of the mirror's copy of rank {ward}")
+        lines, nbytes, slices = pickle.loads(header.tensor().numpy().tobytes())
+        copy = StateCopy(lines, self._pool.empty((nbytes,), torch.uint8), slices)
+        parts = enumerate(split_into_chunks(copy.memory), 1)
+        for handle in [transport.recv(out, source=ward, tag=mirror_tag(done, index)) for index, out in parts]:
+            yield RoutineWait(handle, f"the mirror's copy of rank {ward}")
+        self._cuts[done][ward] = copy
+
+    # -- between generations -------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Give up what has not arrived: the generation is over."""
+        self.poll()
+        self._exchange, self._open = [], None
+
+    def pieces(self) -> dict[int, tuple[Piece, ...]]:
+        """Cut -> the pieces of it that are here, of copies that have arrived whole."""
+        self.poll()
+        return {
+            step: tuple(sorted({piece for copy in copies.values() for piece in copy.pieces()}))
+            for step, copies in self._cuts.items()
+        }
+
+    def at(self, done: int) -> dict[str, list[ParameterState]]:
+        """Parameter or buffer -> what is here of it of one cut; the tensors lie inside the copies."""
+        self.poll()
+        found: dict[str, list[ParameterState]] = {}
+        for copy in self._cuts.get(done, {}).values():
+            for name, holding in copy.holdings().items():
+                found.setdefault(name, []).append(holding)
+        return found

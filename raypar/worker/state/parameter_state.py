@@ -1,0 +1,140 @@
+"""State of one parameter in a worker's memory: of the whole, of a shard's slice, or of a run of elements that was received.
+
+Elements are numbered as `plan.pieces.Piece` says, alike under every number of shards (`slice_elements`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.comm.buffer_pool import CPU
+from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
+from raypar.plan.shard_ranges import IndexRanges, TensorCut, intersect_ranges, merge_ranges, subtract_ranges
+from raypar.plan.tensor_parallel_layout import shard_slice_shape
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+
+StateByKey = dict[str, Any]
+"""State of one parameter: PARAMETER -> tensor, key of the optimizer -> tensor or number."""
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Which part of a parameter a tensor is: one shard's, or all of it."""
+
+    cut: TensorCut | None = None
+    """How the parameter is cut over shards; None: this is all of it."""
+    shard: int = 0
+    """Whose slice it is."""
+
+    def spans(self, size: int) -> IndexRanges:
+        """The elements in this part, of the `size` that the whole has."""
+        return ((0, size),) if self.cut is None else self.cut.pieces(self.cut.held[self.shard], size)
+
+    def size(self, local: Sequence[int]) -> int:
+        """Number of elements of the whole, from the shape `local` of this part."""
+        count = 1
+        for dim, n in enumerate(local):
+            count *= self.cut.size if self.cut is not None and dim == self.cut.dim else n
+        return count
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """Some elements of one parameter, with what the optimizer keeps for them.
+
+    What the optimizer keeps in the parameter's shape is sliced with it; all else (step counts) belongs to every slice.
+    """
+
+    kept: StateByKey
+    """The tensors and numbers."""
+    place: ParameterSlice = ParameterSlice()
+    """Which part of the parameter tensors in their own shape are."""
+    start: int | None = None
+    """First element of tensors that are flat runs; None: they have their own shape."""
+    lent: bool = False
+    """Whether the tensors lie in a copy of the mirror's, which must not change."""
+
+    @property
+    def spans(self) -> IndexRanges:
+        """The elements that are here."""
+        parameter = self.kept[PARAMETER]
+        if self.start is not None:
+            return ((self.start, self.start + parameter.numel()),)
+        return self.place.spans(self.place.size(parameter.shape))
+
+    def sliced(self, key: str) -> bool:
+        """Whether `kept[key]` has one element for each element of the parameter."""
+        value = self.kept[key]
+        return isinstance(value, Tensor) and value.shape == self.kept[PARAMETER].shape
+
+    def take(self, key: str, start: int, stop: int, whole: TensorCut | None) -> Tensor:
+        """Elements [start, stop), flat, which lie in one of `spans`.
+
+        `whole`: how shards would cut the parameter, where all of it is here; its elements are numbered by that.
+        """
+        value: Tensor = self.kept[key]
+        if self.start is not None:
+            return value[start - self.start : stop - self.start]
+        if self.place.cut is None:
+            return read_elements(value, whole, 0, start, stop)
+        return read_elements(value, self.place.cut, self.place.shard, start, stop)
+
+
+def extract_elements(holdings: Iterable[ParameterState], start: int, stop: int, whole: TensorCut | None) -> StateByKey:
+    """Elements [start, stop) of a parameter, flat, and what is not sliced, from states that have these elements together."""
+    found: StateByKey = {}
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    left: IndexRanges = ((start, stop),)
+    for holding in holdings:
+        for a, b in intersect_ranges(left, holding.spans):
+            for key, value in holding.kept.items():
+                if holding.sliced(key):
+                    parts.setdefault(key, []).append((a, holding.take(key, a, b, whole)))
+                else:
+                    found[key] = value
+            left = subtract_ranges(left, ((a, b),))
+    assert not left, f"elements {left} are not here"
+    return {key: _joined([part for _, part in sorted(runs, key=lambda run: run[0])]) for key, runs in parts.items()} | found
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The parts, one after the other, on the device of the first; the mirror's lie in host memory."""
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def assemble_parameter(
+    holdings: Sequence[ParameterState],
+    place: ParameterSlice,
+    size: int,
+    shape: Callable[[], Sequence[int]],
+    whole: Callable[[], TensorCut | None],
+    device: torch.device = CPU,
+) -> tuple[StateByKey, bool] | None:
+    """(state of the part `place` of a parameter of `size` elements; whether it may be written to), made of `holdings`.
+
+    The tensors of one of the `holdings`, if it has just this part; else new ones on `device`. None: some elements are
+    missing. `shape` of the unsharded parameter, and `whole`, how shards would cut it, are asked for in the second case only.
+    """
+    wanted = place.spans(size)
+    for holding in holdings:
+        if holding.start is None and holding.spans == wanted:
+            return holding.kept, not holding.lent
+    if not holdings or merge_ranges(s for h in holdings for s in intersect_ranges(wanted, h.spans)) != wanted:
+        return None
+    cut = place.cut if place.cut is not None else whole()
+    local = tuple(shape()) if place.cut is None else shard_slice_shape(place.cut, shape(), place.shard)
+    kept: StateByKey = {}
+    for key, value in holdings[0].kept.items():
+        if not holdings[0].sliced(key):
+            kept[key] = value
+            continue
+        kept[key] = torch.empty(local, dtype=value.dtype, device=device)
+        for holding in holdings:
+            for start, stop in intersect_ranges(wanted, holding.spans):
+                write_elements(kept[key], cut, place.shard, start, holding.take(key, start, stop, whole()))
+    return kept, True

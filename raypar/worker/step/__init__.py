@@ -1,0 +1,1 @@
+"""One training step of a worker: executing its instructions, and committing the step at its end."""

@@ -1,0 +1,372 @@
+"""The interpreter: runs one worker's program for one step, as a routine (a generator that yields transport waits).
+
+What an instruction does is looked up by its class in `TRAINING_RULES`, in a validation pass in `VALIDATION_RULES`. The same
+code runs under every transport: `comm.transport.run_routine` blocks on each wait, and
+`comm.local_transport.CooperativeScheduler` interleaves all workers of a plan in one thread on a virtual clock. Posts are
+plain calls; only waits (and the start of work) are yielded. So sends never block compute, receives are posted as early as
+the program says, and a buffer lives until its handle is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from raypar.comm.transport import Handle, Routine, RoutineWait, RoutineWork, Transport
+from raypar.model.graph import Graph
+from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
+from raypar.schedule.instructions import (
+    INPUT_GRADIENTS,
+    VALUES,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Bundle,
+    Compute,
+    ExchangeTies,
+    ExchangeVotes,
+    Forward,
+    FreeActivations,
+    Instruction,
+    OptimizerStep,
+    Program,
+    Recv,
+    ReduceGradients,
+    Role,
+    Send,
+)
+from raypar.worker.stage.stage import Batch, Stage, count_returned_gradients
+from raypar.worker.step.message_tags import bundle_tag
+from raypar.worker.step.step_commit import InstructionSpan, StepCommit
+
+Received = dict[str, list[Tensor]]
+"""Value -> [activation], or -> its gradients, last consumer first."""
+_AT_ONCE: tuple[Role, ...] = ("communication", "release")
+"""Roles of instructions that only post or drop something: no work for the virtual clock, not traced."""
+
+
+class BatchSource(Protocol):
+    """The source of a stage's batch fields (`worker.microbatch_loader.MicrobatchLoader`, or a stand-in)."""
+
+    def get(self, step: int, microbatch: int) -> Batch:
+        """The collated fields of one microbatch; blocks until they are loaded, with a deadline of its own."""
+
+
+@dataclass
+class StageLinks:
+    """The values that cross between stages, which the program's sends and receives carry. Worked out once for each plan."""
+
+    into: dict[int, tuple[StageEdge, ...]]
+    """Stage -> edges whose values it uses."""
+    out_of: dict[int, tuple[StageEdge, ...]]
+    """Stage -> edges whose values it makes."""
+    counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
+    """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
+    receivers: dict[tuple[int, int], int]
+    """(maker's stage, user's stage) -> number of the user's shards to which this worker sends a bundle."""
+
+    @staticmethod
+    def of(graph: Graph, plan: ParallelPlan, crossing: StageConnections, *, shard: int = 0) -> StageLinks:
+        """The links of all stages, for a worker with this shard of its stages.
+
+        Values are whole on every shard of their maker, so shard t of S serves the shards t, t + S, ... of the user.
+        """
+        stages = range(len(plan.stages))
+        return StageLinks(
+            {s: crossing.into(s) for s in stages},
+            {s: crossing.out_of(s) for s in stages},
+            {
+                (e.src, e.dst): tuple((v, count_returned_gradients(graph, plan, v, e.dst)) for v in e.values)
+                for e in crossing.edges
+                if e.differentiable
+            },
+            {
+                (maker, user): len(range(shard, plan.stages[user].shards, plan.stages[maker].shards))
+                for e in crossing.edges
+                for maker, user in ((e.src, e.dst), (e.dst, e.src))
+            },
+        )
+
+
+@dataclass
+class Interpreter:
+    """Runs the programs of one worker; between steps it holds nothing but its parts."""
+
+    rank: int
+    """Of this worker in the plan."""
+    routing: MicrobatchRouting
+    """Which replica runs which microbatch."""
+    links: StageLinks
+    """What messages carry."""
+    stages: Mapping[int, Stage]
+    """The worker's stages, by number."""
+    transport: Transport
+    """Moves tensors between this worker and the others."""
+    end: StepCommit
+    """Carries out reductions, ties, vote and optimizer step, and holds the step's outcome."""
+    feeds: Mapping[int, BatchSource | None]
+    """Stage -> source of its batch fields; None for a stage that reads none."""
+    cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0
+    """How far the virtual clock moves for an instruction; ignored on real transports."""
+    before: Callable[[int, Instruction], None] | None = None
+    """Called with (step, instruction) before each compute instruction: breakpoints of `raypar debug`."""
+
+    _local: dict[Bundle, list[Tensor]] = field(default_factory=dict)
+    """Bundles between stages of this worker that have been made and not yet used."""
+    _outgoing: dict[Bundle, tuple[list[Tensor], int]] = field(default_factory=dict)
+    """Bundle -> (its tensors, number of workers to which it is still to be sent)."""
+    _incoming: dict[Bundle, list[Handle]] = field(default_factory=dict)
+    """Bundle -> handles of its posted receives, one a tensor."""
+    _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
+    """Posted sends, oldest first, with the tensors that must live until they are done."""
+    spans: list[InstructionSpan] = field(default_factory=list)
+    """When instructions of the last step ran, if it was traced."""
+    busy_ns: int = 0
+    """Time of compute instructions in the last step; layers' waiting for other shards does not count."""
+    _replica: int = field(init=False)
+    """Which replica of its stages this worker is."""
+
+    def __post_init__(self) -> None:
+        self._replica = self.routing.plan.seats[self.rank].replica
+
+    def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
+        """One training step. Leaves the outcome in `self.end`. Raises what stages, transports or the vote raise."""
+        self._reset()
+        clock = time.perf_counter_ns
+        for stage in self.stages.values():
+            stage.begin_step(step)
+        self.end.begin(step)
+        for instruction in program:
+            rule = TRAINING_RULES.get(type(instruction))
+            if rule is None:
+                raise TypeError(f"{self.rank}: the interpreter has no rule for {instruction!r}")
+            if instruction.role in _AT_ONCE:
+                rule(self, instruction, step, {})
+                continue
+            received: Received = {}
+            if isinstance(instruction, Compute):
+                received = yield from self._inputs(instruction)
+                if self.before is not None:
+                    self.before(step, instruction)
+            yield RoutineWork(str(instruction), self.cost_ms(instruction))
+            start = clock()
+            waits = rule(self, instruction, step, received)
+            if waits is not None:
+                yield from waits
+            end = clock()
+            if instruction.role == "compute":
+                self.busy_ns += end - start
+            if trace:
+                self.spans.append(InstructionSpan(str(instruction), start, end))
+        self.busy_ns -= sum(stage.waited_ns for stage in self.stages.values())
+        yield from self._drain()
+
+    def run_forward(self, program: Program, step: int) -> Routine[None]:
+        """A validation pass: forward instructions only; losses are left in the stages."""
+        self._reset()
+        for instruction in program:
+            rule = VALIDATION_RULES.get(type(instruction))
+            if rule is None:
+                raise TypeError(f"{self.rank}: the interpreter has no rule for {instruction!r} in a validation pass")
+            received: Received = {}
+            if isinstance(instruction, Compute):
+                received = yield from self._inputs(instruction)
+                yield RoutineWork(str(instruction), self.cost_ms(instruction))
+            rule(self, instruction, step, received)
+        yield from self._drain()
+
+    def _reset(self) -> None:
+        for store in (self._local, self._outgoing, self._incoming, self._sending, self.spans):
+            store.clear()
+        self.busy_ns = 0
+
+    # -- communication -------------------------------------------------------------------------------------------
+
+    def _send(self, instruction: Send, step: int, received: Received) -> None:
+        self._post_send(instruction, step)
+
+    def _recv(self, instruction: Recv, step: int, received: Received) -> None:
+        self._post_recv(instruction, step)
+
+    def _send_in_validation(self, instruction: Send, step: int, received: Received) -> None:
+        self._post_send(instruction, step, validation=True)
+
+    def _recv_in_validation(self, instruction: Recv, step: int, received: Received) -> None:
+        self._post_recv(instruction, step, validation=True)
+
+    def _post_send(self, instruction: Send, step: int, *, validation: bool = False) -> None:
+        key = instruction.bundle
+        tensors, receivers = self._outgoing.pop(key)
+        if receivers > 1:
+            self._outgoing[key] = tensors, receivers - 1
+        for index, tensor in enumerate(tensors):
+            tag = bundle_tag(step, *key, index, validation=validation)
+            self._sending.append((self.transport.send(tensor, to=instruction.peer, tag=tag), [tensor]))
+        while self._sending and self._sending[0][0].done():
+            self._sending.popleft()
+
+    def _post_recv(self, instruction: Recv, step: int, *, validation: bool = False) -> None:
+        key = instruction.bundle
+        kind, src, dst, _ = key
+        if kind == "activation":
+            edge = next(e for e in self.links.into[dst] if e.src == src)
+            count = len(edge.values)
+        else:
+            count = sum(n for _, n in self.links.counts[src, dst])
+        self._incoming[key] = [
+            self.transport.recv(None, source=instruction.peer, tag=bundle_tag(step, *key, i, validation=validation))
+            for i in range(count)
+        ]
+
+    def _bundle(self, key: Bundle) -> Routine[list[Tensor]]:
+        if key in self._local:
+            return self._local.pop(key)
+        handles = self._incoming.pop(key)
+        kind, src, dst, microbatch = key
+        tensors = []
+        for handle in handles:
+            if not handle.done():
+                yield RoutineWait(handle, f"the {kind} of microbatch {microbatch} between stage {src} and stage {dst}")
+            tensors.append(handle.tensor())
+        return tensors
+
+    def _inputs(self, instruction: Compute) -> Routine[Received]:
+        """Wait for the bundles that a compute instruction declares to need."""
+        found: Received = {}
+        if VALUES in instruction.needs:
+            for edge in self.links.into[instruction.stage]:
+                bundle: Bundle = ("activation", edge.src, edge.dst, instruction.microbatch)
+                for value, tensor in zip(edge.values, (yield from self._bundle(bundle)), strict=True):
+                    found[value] = [tensor]
+        if INPUT_GRADIENTS in instruction.needs:
+            for edge in reversed(self.links.out_of[instruction.stage]):
+                if not edge.differentiable:
+                    continue
+                tensors = iter((yield from self._bundle(("gradient", edge.src, edge.dst, instruction.microbatch))))
+                for value, count in self.links.counts[edge.src, edge.dst]:
+                    found.setdefault(value, []).extend(next(tensors) for _ in range(count))
+        return found
+
+    def _drain(self) -> Routine[None]:
+        """Wait for all posted sends: their buffers must be free before the step ends."""
+        while self._sending:
+            handle, _ = self._sending.popleft()
+            if not handle.done():
+                yield RoutineWait(handle, "a send to be taken by its receiver at the end of the step")
+
+    # -- compute ---------------------------------------------------------------------------------------------------
+
+    def _batch(self, stage: int, step: int, microbatch: int) -> Batch:
+        feed = self.feeds[stage]
+        return {} if feed is None else feed.get(step, microbatch)
+
+    def _forward(self, instruction: Forward, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        outputs = self.stages[stage].forward(microbatch, _single(received), self._batch(stage, step, microbatch))
+        self._hand_on(stage, microbatch, outputs)
+
+    def _evaluate(self, instruction: Forward, step: int, received: Received) -> None:
+        """The forward of a validation pass."""
+        stage, microbatch = instruction.stage, instruction.microbatch
+        # Every pass reads the same samples: the first step's worth of the validation data.
+        outputs = self.stages[stage].evaluate(microbatch, _single(received), self._batch(stage, 0, microbatch))
+        self._hand_on(stage, microbatch, outputs)
+
+    def _backward(self, instruction: Backward, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        self._hand_back(stage, microbatch, self.stages[stage].backward(microbatch, _gradients(received)))
+
+    def _backward_input(self, instruction: BackwardInput, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        self._hand_back(stage, microbatch, self.stages[stage].backward_input(microbatch, _gradients(received)))
+
+    def _backward_weight(self, instruction: BackwardWeight, step: int, received: Received) -> None:
+        self.stages[instruction.stage].backward_weight(instruction.microbatch)
+
+    def _free(self, instruction: FreeActivations, step: int, received: Received) -> None:
+        self.stages[instruction.stage].free(instruction.microbatch)
+
+    def _hand_on(self, stage: int, microbatch: int, outputs: Mapping[str, Tensor]) -> None:
+        for edge in self.links.out_of[stage]:
+            self._route(("activation", stage, edge.dst, microbatch), stage, edge.dst, [outputs[v] for v in edge.values])
+
+    def _hand_back(self, stage: int, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]) -> None:
+        for edge in self.links.into[stage]:
+            if edge.differentiable:
+                tensors = [_sendable(g) for v, _ in self.links.counts[edge.src, stage] for g in gradients[v]]
+                self._route(("gradient", edge.src, stage, microbatch), stage, edge.src, tensors)
+
+    def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
+        """Keep a bundle for this worker's own stage `user`, or for its sends: other replicas of the stage are other workers."""
+        if user in self.stages and self.routing.replica(user, key[3]) == self._replica:
+            self._local[key] = tensors
+        elif receivers := self.links.receivers[maker, user]:
+            self._outgoing[key] = tensors, receivers
+
+    # -- end of the step -------------------------------------------------------------------------------------------
+
+    def _reduce(self, instruction: ReduceGradients, step: int, received: Received) -> None:
+        self.end.reduce(instruction.stage)
+
+    def _exchange_ties(self, instruction: ExchangeTies, step: int, received: Received) -> Routine[None]:
+        return self.end.exchange_ties()
+
+    def _vote(self, instruction: ExchangeVotes, step: int, received: Received) -> Routine[None]:
+        return self.end.vote()
+
+    def _apply(self, instruction: OptimizerStep, step: int, received: Received) -> None:
+        self.end.apply()
+
+
+InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | None]
+"""What an instruction does: (interpreter, instruction, step, bundles that it needs) -> a routine where it has to wait."""
+
+TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
+    Forward: Interpreter._forward,
+    Backward: Interpreter._backward,
+    BackwardInput: Interpreter._backward_input,
+    BackwardWeight: Interpreter._backward_weight,
+    Send: Interpreter._send,
+    Recv: Interpreter._recv,
+    FreeActivations: Interpreter._free,
+    ReduceGradients: Interpreter._reduce,
+    ExchangeTies: Interpreter._exchange_ties,
+    ExchangeVotes: Interpreter._vote,
+    OptimizerStep: Interpreter._apply,
+}
+"""Class of instructions -> what a worker does with it in a training step."""
+
+VALIDATION_RULES: dict[type[Instruction], InstructionRule] = {
+    Forward: Interpreter._evaluate,
+    Send: Interpreter._send_in_validation,
+    Recv: Interpreter._recv_in_validation,
+    FreeActivations: Interpreter._free,
+}
+"""Class of instructions -> what a worker does with it in a validation pass."""
+
+_UNDEFINED = torch.empty(0)
+
+
+def _sendable(gradient: Tensor | None) -> Tensor:
+    """An undefined gradient travels as an empty vector, so that the receiver skips it as autograd would."""
+    return _UNDEFINED if gradient is None else gradient
+
+
+def _defined(gradient: Tensor) -> Tensor | None:
+    return None if gradient.dim() == 1 and gradient.numel() == 0 else gradient
+
+
+def _single(received: Received) -> dict[str, Tensor]:
+    """Value -> its activation."""
+    return {value: tensors[0] for value, tensors in received.items()}
+
+
+def _gradients(received: Received) -> dict[str, list[Tensor | None]]:
+    """Value -> its gradients, None where undefined."""
+    return {value: [_defined(tensor) for tensor in tensors] for value, tensors in received.items()}

@@ -1,0 +1,179 @@
+"""Optimizers by name: any `torch.optim` class that needs no closure, with parameter groups chosen by name patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import ConfigError, UserCodeError
+from raypar.model.without_dynamo import without_dynamo
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.job_spec import OptimizerSpec
+
+
+def _group_of(spec: OptimizerSpec, name: str) -> int:
+    """Index of the first group whose pattern matches; the last, unnamed group otherwise."""
+    return next((i for i, (pattern, _) in enumerate(spec.groups) if fnmatch.fnmatchcase(name, pattern)), len(spec.groups))
+
+
+def check_optimizer_groups(spec: OptimizerSpec, names: Iterable[str]) -> None:
+    """Every pattern must match a parameter of the whole model. Raises `ConfigError` naming the one that does not."""
+    names = list(names)
+    for pattern, _ in spec.groups:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"optimizer group pattern {pattern!r} matches none of the {len(names)} parameters",
+                cure=f"patterns are shell-style and match qualified names such as {', '.join(names[:4])}",
+            )
+
+
+def _is_number_in_quotes(value: Any) -> bool:
+    """Whether `value` is text that reads as a number, such as "3e-4" in quotes."""
+    if not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """One optimizer over `parameters` (qualified name -> parameter, in layer order); frozen ones are left out.
+
+    Raises `ConfigError` for something that is no optimizer, needs a closure, or does not take the arguments given.
+    """
+    made = spec.optimizer.resolve()
+    if _needs_closure(made):
+        raise ConfigError(
+            f"{spec.optimizer.label} evaluates the loss several times a step (a closure)",
+            cure="use an optimizer without closure",
+        )
+    groups: list[dict[str, Any]] = [{**(overrides), "params": [], "names": []} for _, overrides in (*spec.groups, ("*", {}))]
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            group = groups[_group_of(spec, name)]
+            group["params"].append(parameter)
+            group["names"].append(name)
+    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
+        without_dynamo(made)
+    try:
+        optimizer = made([{k: v for k, v in g.items() if k != "names"} for g in groups if g["params"]], **spec.optimizer.args)
+    except (TypeError, ValueError) as error:
+        given = {name: value for args in (spec.optimizer.args, *dict(spec.groups).values()) for name, value in args.items()}
+        texts = [name for name, value in given.items() if _is_number_in_quotes(value)]
+        raise ConfigError(
+            f"optimizer {spec.optimizer.label} refused its arguments: {error}",
+            cure=f"{texts[0]} is the text {given[texts[0]]!r}: write the number without quotes"
+            if texts
+            else "compare optimizer.args and optimizer.groups with the class's signature",
+        ) from error
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        raise UserCodeError(
+            f"optimizer {spec.optimizer.label} raised {error_text(error)}\n{traceback.format_exc()}",
+            cure="make it by itself with optimizer.args",
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"{spec.optimizer.label} made a {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            cure="name a class such as torch.optim:AdamW",
+        )
+    for pattern, overrides in spec.groups:
+        unknown = sorted(set(overrides) - set(optimizer.defaults))
+        if unknown:  # torch would keep it in the group and never read it
+            raise ConfigError(
+                f"optimizer group {pattern!r} sets {unknown[0]!r}, which {spec.optimizer.label} does not know",
+                cure=f"it knows {', '.join(sorted(optimizer.defaults))}",
+            )
+    for group, made_group in zip([g for g in groups if g["params"]], optimizer.param_groups, strict=True):
+        made_group["raypar_names"] = group["names"]
+        made_group["raypar_base_lr"] = float(made_group["lr"])
+    return optimizer
+
+
+def check_optimizer_is_elementwise(spec: OptimizerSpec) -> None:
+    """An optimizer of shards' slices must take each element by itself, or slices would be trained as no whole parameter is.
+
+    Tries it, with the options of every group: two steps on a matrix, and on its halves; on a large one too, because optimizers
+    that factor or quantise their state leave small parameters alone (as Adafactors with `min_dim_size_to_factor`). Raises
+    `ConfigError`.
+    """
+    for shape in ((4, 6), (256, 256)):
+        for overrides in ({}, *(given for _, given in spec.groups)):
+            if not _elementwise(OptimizerSpec(spec.optimizer, (("weight", overrides),)), shape):
+                raise ConfigError(
+                    f"{spec.optimizer.label} trains half of a parameter otherwise than that half of the whole one, and shards "
+                    "have slices of parameters",
+                    cure="use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...), or set plan.shards: 1",
+                )
+
+
+def _elementwise(spec: OptimizerSpec, shape: tuple[int, int]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
+
+    def trained(*place: slice) -> Tensor:
+        parameter = nn.Parameter(start[place].clone())
+        optimizer = build_optimizer(spec, {"weight": parameter})
+        for gradient in gradients:
+            parameter.grad = gradient[place].clone()
+            optimizer.step()
+        return parameter.detach()
+
+    whole, every = trained(), slice(None)
+    halves = (slice(0, shape[0] // 2), every), (every, slice(0, shape[1] // 2))
+    return all(torch.allclose(trained(*place), whole[place], rtol=1e-9, atol=1e-9) for place in halves)
+
+
+def _needs_closure(made: Any) -> bool:
+    """LBFGS, and classes whose `step` cannot be called without one."""
+    if not isinstance(made, type) or not issubclass(made, torch.optim.Optimizer):
+        return False
+    closure = inspect.signature(made.step).parameters.get("closure")
+    return issubclass(made, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Learning rate of every group = its base lr * factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["raypar_base_lr"] * factor
+
+
+def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by qualified name."""
+    return {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["raypar_names"], group["params"], strict=True)
+    }
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor | float | int | bool]]:
+    """Optimizer state by qualified parameter name: key -> tensor (not a copy) or number."""
+    return {name: dict(optimizer.state[parameter]) for name, parameter in named_optimizer_parameters(optimizer).items()}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Tensor | float | int | bool]]
+) -> None:
+    """Put back what `optimizer_state` gave; tensors are copied, to where the optimizer would have them.
+
+    A parameter that is missing starts without state.
+    """
+    for group in optimizer.param_groups:
+        counts_on_host = not (group.get("fused") or group.get("capturable"))  # as `Optimizer.load_state_dict` has it
+        for name, parameter in zip(group["raypar_names"], group["params"], strict=True):
+            if name in state:
+                optimizer.state[parameter] = {
+                    key: value.to("cpu" if key == "step" and counts_on_host else parameter.device, copy=True)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in state[name].items()
+                }

@@ -1,0 +1,367 @@
+"""How a step ends on one worker: reduce, complete over shards, add ties, vote, scale once, apply.
+
+The order of the additions and the norm are rules 6 to 9 of the numerics contract (`raypar/README.md`). The vote decides for all
+workers at once: a step counts only when every worker has its reduced gradients, so that a worker that is lost afterwards takes
+nothing from the others (`apply_late`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from raypar.comm.transport import Routine, RoutineWait, Transport
+from raypar.errors import NonFiniteError, RayparError, UserCodeError
+from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import canonical_names
+from raypar.plan import MicrobatchRouting, TiedParameter
+from raypar.plan.addition_tree import TreeNode
+from raypar.plan.ownership import Ownership
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.plan.vote_result import VoteResult
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
+from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.stage import Stage
+from raypar.worker.step.message_tags import vote_tag
+from raypar.worker.step.optimizer import set_learning_rate
+from raypar.worker.step.tied_gradients import TiedGradientExchange
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSpan:
+    """One executed instruction and its times."""
+
+    label: str
+    """The instruction as printed."""
+    start_ns: int
+    """`time.perf_counter_ns` at its start."""
+    end_ns: int
+    """`time.perf_counter_ns` at its end."""
+
+
+class AnyGradientReduction(Protocol):
+    """`comm.gradient_reduction.CanonicalReduction` or `FastReduction`."""
+
+    note: Callable[[], Collection[int]]
+    """Returns the uses that this replica notes for all replicas, those without microbatches too."""
+    noted: frozenset[int]
+    """The uses that any replica has noted; known after `finish`."""
+
+    def start(self) -> None:
+        """Begin a new step."""
+
+    def ready(self, uses: Sequence[int], rows: Mapping[TreeNode, Sequence[Tensor | None]]) -> None:
+        """Take the subtree sums of some uses of parameters, `rows[node][use]`, which are final."""
+
+    def poll(self) -> None:
+        """Make progress where that needs no waiting."""
+
+    def finish(self) -> Routine[list[Tensor | None]]:
+        """The reduced gradient of every use, or None where no replica defined one."""
+
+
+@dataclass
+class StepCommit:
+    """Ends the steps of one worker: reductions, vote and optimizers of its stages."""
+
+    rank: int
+    """This worker's rank."""
+    graph: Graph
+    """The whole model."""
+    routing: MicrobatchRouting
+    """The plan, and which replica runs a microbatch."""
+    ties: tuple[TiedParameter, ...]
+    """Tied parameters of several stages."""
+    stages: Mapping[int, Stage]
+    """This worker's stages, by index."""
+    reductions: Mapping[int, AnyGradientReduction]
+    """Stage -> reduction of its gradients over replicas."""
+    optimizers: Mapping[int, torch.optim.Optimizer]
+    """Stage -> optimizer; stages with nothing to train have none."""
+    transport: Transport
+    """Connects the workers; may connect some without a seat, too."""
+    spec: JobSpec
+    """The job."""
+    lr_factor: Callable[[int], float]
+    """Step -> factor on the learning rates."""
+    layout: Callable[[int], TensorParallelLayout]
+    """How the model is cut over so many shards."""
+    ownership: Ownership
+    """Which rank keeps, and so counts, which piece of state."""
+    guard: TorchStateGuard
+    """Restores process state that the lr_schedule and the optimizer leave changed."""
+
+    meanwhile: Callable[[int], None] | None = None
+    """Called with the number of the next step while the votes of other workers are on their way: reads ahead."""
+    before_vote: Callable[[], Routine[None]] | None = None
+    """What has to be complete here before this worker votes."""
+    outcome: VoteResult | None = None
+    """The vote's result, once the vote of the step is whole."""
+    applied: bool = False
+    """Whether the optimizer has run in this step."""
+    finished: int = -1
+    """The last step whose vote was whole and has been acted on: applied, or skipped by all workers."""
+    votable: bool = False
+    """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do that."""
+    step: int = -1
+    """The step under way, from 0; -1 before the first."""
+
+    _reduced_uses: dict[int, list[Tensor | None]] | None = None
+    """Stage -> reduced gradient of each use; None until the reductions are finished."""
+    _settled: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
+    """Stage -> canonical parameter name -> gradient, unscaled, uses added up."""
+    _exchange: TiedGradientExchange = field(init=False)
+    """Exchanges gradients of tied parameters with workers of other stages."""
+    _counted: dict[int, tuple[str, ...]] = field(init=False)
+    """Stage -> parameters of whose gradients this rank sums the squares, for the norm."""
+    _places: dict[int, dict[str, list[int]]] = field(init=False)
+    """Stage -> canonical parameter name -> indices of its uses, in layer order."""
+
+    def __post_init__(self) -> None:
+        self._exchange = TiedGradientExchange(self.rank, self.graph, self.routing, self.ties, self.transport, self.layout)
+        canonical = canonical_names(self.graph)
+        self._counted = self.ownership.counted(self.rank)
+        self._places = {}
+        for index, stage in self.stages.items():
+            places = self._places[index] = {}
+            for place, use in enumerate(stage.uses):
+                places.setdefault(canonical.get(use.name, use.name), []).append(place)
+
+    def begin(self, step: int) -> None:
+        """Forget the last step. Its gradients, if they were kept, would be a second set beside those of the new step."""
+        self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
+        self.votable = False
+        self._settled = {}
+        for stage in self.stages.values():
+            for parameter in stage.parameters.values():
+                parameter.grad = None
+        self._exchange.found.clear()
+        for index, stage in self.stages.items():
+            self.reductions[index].start()
+            stage.on_ready = self.reductions[index].ready
+            self.reductions[index].note = stage.partial_uses
+            if stage.gradients.has_only_empty_blocks:
+                self.reductions[index].ready(range(len(stage.uses)), {})
+
+    def reduce(self, stage: int) -> None:
+        """All of the stage's gradients on this worker are final and their buckets are posted: make progress with replies."""
+        self.reductions[stage].poll()
+
+    def _reduced(self) -> Routine[dict[int, list[Tensor | None]]]:
+        """Stage -> reduced gradient of each use, complete over replicas and shards; waits for the reductions."""
+        if self._reduced_uses is None:
+            found = {}
+            for index in sorted(self.stages):
+                found[index] = yield from self.reductions[index].finish()
+                shard = self.stages[index].shard
+                if shard is not None:
+                    names = [use.name for use in self.stages[index].uses]
+                    yield from shard.complete(names, found[index], self.reductions[index].noted)
+            self._reduced_uses = found
+        return self._reduced_uses
+
+    # -- ties --------------------------------------------------------------------------------------------------------
+
+    def _uses_of(self, stage: int, tie: str) -> list[int]:
+        """Indices of the stage's uses of a parameter, in layer order."""
+        return self._places[stage].get(tie, [])
+
+    def exchange_ties(self) -> Routine[None]:
+        """Get the reduced gradients of tied parameters' uses in other stages; every worker that holds one does."""
+        reduced = yield from self._reduced()
+        yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
+
+    def _settle(self) -> Routine[dict[int, dict[str, Tensor | None]]]:
+        """Stage -> canonical parameter name -> gradient, unscaled, uses added in layer order."""
+        reduced = yield from self._reduced()
+        tied = {tie.name: tie for tie in self.ties}
+        settled: dict[int, dict[str, Tensor | None]] = {}
+        for stage in sorted(self.stages):
+            gradients: dict[str, Tensor | None] = {}
+            for name in self.stages[stage].parameters:
+                uses: list[Tensor | None] = []
+                for src in tied[name].stages if name in tied else (stage,):
+                    if src in self.stages:
+                        uses += [reduced[src][i] for i in self._uses_of(src, name)]
+                    else:
+                        uses += self._exchange.found.get((name, src), ())
+                gradients[name] = _sum_in_order(uses)
+            settled[stage] = gradients
+        return settled
+
+    # -- vote ----------------------------------------------------------------------------------------------------------
+
+    def vote(self) -> Routine[None]:
+        """Exchange losses, counts and squared norms with all workers, and set `outcome`.
+
+        A worker's vote also says that it has its reduced gradients and is ready to apply them.
+        """
+        self.guard.check_all(f"a layer, the loss or the data set, up to step {self.step + 1},")
+        self._settled = yield from self._settle()
+        self.votable = True
+        if self.before_vote is not None:
+            yield from self.before_vote()
+        mine = self._ballot(self._settled)
+        world = self.routing.plan.world  # the transport may connect workers without a seat too, which handed over state
+        others = [rank for rank in range(world) if rank != self.rank]
+        tag = vote_tag(self.step)
+        recvs = {rank: self.transport.recv(None, source=rank, tag=tag) for rank in others}
+        sends = [self.transport.send(mine, to=rank, tag=tag) for rank in others]
+        if others and self.meanwhile is not None:
+            self.meanwhile(self.step + 1)
+        ballots = {self.rank: mine}
+        for rank, handle in recvs.items():
+            if not handle.done():
+                yield RoutineWait(handle, f"the vote of {self.routing.plan.coordinate(rank)} on step {self.step}")
+            ballots[rank] = handle.tensor()
+        for handle in sends:
+            if not handle.done():
+                yield RoutineWait(handle, "the own vote to be taken")
+        self._count([ballots[rank].tolist() for rank in range(world)])
+
+    def _ballot(self, settled: Mapping[int, Mapping[str, Tensor | None]]) -> Tensor:
+        """This worker's vote, float64 [2 + 3 L + 1 + sum(2 + P)]: ready, L losses (microbatch, sum, count), stages (index, P,
+        squares).
+
+        The replicas of a stage have the same gradients, so each squares a share of the parameters. Each shard squares the
+        elements that it counts. All shards have the same losses, which the first one tells.
+        """
+        losses: list[float] = []
+        plan = self.routing.plan
+        seat = plan.seats[self.rank]
+        for stage in self.stages.values() if seat.shard == 0 else ():
+            for microbatch, (total, count) in stage.losses.items():
+                losses += [float(microbatch), float(total), float(count)]
+        ballot = [1.0, len(losses) / 3, *losses, len(settled)]
+        for index, gradients in settled.items():
+            shard = self.stages[index].shard
+            defined = [(name, g) for name in self._counted[index] if (g := gradients[name]) is not None]
+            squares = sum_squared_gradients([g if shard is None else shard.counted(name, g) for name, g in defined])
+            ballot += [index, len(squares), *squares]
+        return torch.tensor(ballot, dtype=torch.float64)
+
+    def _count(self, ballots: list[list[float]]) -> None:
+        """Set `outcome` from all workers' votes, by rank (rules 7 and 8 of the numerics contract)."""
+        losses: dict[int, tuple[float, float]] = {}
+        squares: dict[int, dict[int, list[float]]] = {}
+        for seat, ballot in zip(self.routing.plan.seats, ballots, strict=True):
+            numbers: Iterator[float] = iter(ballot)
+            ready, loss_count = next(numbers), int(next(numbers))
+            assert ready == 1.0
+            for _ in range(loss_count):
+                microbatch, total, count = next(numbers), next(numbers), next(numbers)
+                losses[int(microbatch)] = (total, count)
+            for _ in range(int(next(numbers))):
+                stage, size = int(next(numbers)), int(next(numbers))
+                mine = squares.setdefault(stage, {}).setdefault(seat.shard, [])
+                mine.extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
+        total = count = 0.0
+        for microbatch in sorted(losses):
+            total += losses[microbatch][0]
+            count += losses[microbatch][1]
+        in_order = [s for stage in sorted(squares) for s in _over_shards(squares[stage])]
+        norm, factor = gradient_norm_and_factor(in_order, count, self.spec.clip_norm)
+        loss = total / count if count else math.nan
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite)
+
+    # -- apply ---------------------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Scale every gradient once and run the optimizers. A non-finite step is skipped, or stops the job, by policy.
+
+        Raises `NonFiniteError` where it stops the job, `UserCodeError` for what the lr_schedule or an optimizer raises.
+        """
+        outcome = self.outcome
+        assert outcome is not None, "the optimizer may only run after the whole vote"
+        self._refuse_non_finite(outcome)
+        self._put_gradients(outcome.factor)
+        if not outcome.skipped:
+            for optimizer in self.optimizers.values():
+                with self._user_code("lr_schedule"):
+                    set_learning_rate(optimizer, self.lr_factor(self.step))
+                self.guard.check("the lr_schedule", thorough=True)
+                with self._user_code(f"the optimizer {type(optimizer).__name__}"):
+                    optimizer.step()
+                self.guard.check("the optimizer", thorough=True)
+        self.applied = not outcome.skipped
+        self.votable, self.finished = False, self.step
+
+    def _refuse_non_finite(self, outcome: VoteResult) -> None:
+        """Raises `NonFiniteError` for a step that the job's policy does not skip."""
+        if outcome.count == 0 and self.spec.non_finite == "stop":
+            raise NonFiniteError(
+                f"step {self.step + 1}: the counts returned by the loss add up to 0 over {self.spec.microbatches} microbatches",
+                cure="return (sum, count) with the number of terms that count, or set `non_finite: skip` to skip such steps",
+            )
+        if outcome.skipped and self.spec.non_finite == "stop":
+            raise NonFiniteError(
+                f"step {self.step + 1}: loss {outcome.loss}, gradient norm {outcome.norm}",
+                cure="lower the learning rate or set clip_norm; `non_finite: skip` skips such steps instead",
+            )
+
+    def _put_gradients(self, factor: float) -> None:
+        """Put the gradients, times `factor`, into the parameters' `.grad`. Parameters of two stages that share a gradient (a
+        tie) get one each."""
+        unscaled: dict[int, Tensor] = {}
+        shared: list[tuple[nn.Parameter, Tensor]] = []
+        for stage, gradients in self._settled.items():
+            for name, gradient in gradients.items():
+                parameter = self.stages[stage].parameters[name]
+                if gradient is not None and id(gradient) in unscaled:
+                    shared.append((parameter, gradient))
+                    continue
+                parameter.grad = gradient
+                if gradient is not None:
+                    unscaled[id(gradient)] = gradient
+        if unscaled:
+            torch._foreach_mul_(list(unscaled.values()), factor)
+        for parameter, gradient in shared:
+            parameter.grad = gradient.clone()
+
+    @contextlib.contextmanager
+    def _user_code(self, what: str) -> Iterator[None]:
+        """Run users' code inside. Raises a `UserCodeError` that begins with `what` for what the code raises."""
+        try:
+            yield
+        except RayparError:
+            raise
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            raise UserCodeError(
+                f"{what} raised {error_text(error)}\n  in step {self.step + 1}\n{traceback.format_exc()}",
+                cure="the last lines of the traceback are where your code, or what it called, raised",
+            ) from error
+
+    def apply_late(self, outcome: VoteResult) -> None:
+        """Act on a vote that other workers have counted and this one has not. All have voted, so the gradients are reduced."""
+        assert self.votable, f"no gradients of step {self.step} are kept"
+        self.guard.establish()
+        self.outcome = outcome
+        self.apply()
+
+
+def _over_shards(squares: Mapping[int, Sequence[float]]) -> Sequence[float]:
+    """The squares of each parameter, added over shards: ((t0 + t1) + t2)."""
+    total, *others = (squares[shard] for shard in sorted(squares))
+    for more in others:
+        total = [a + b for a, b in zip(total, more, strict=True)]
+    return total
+
+
+def _sum_in_order(uses: list[Tensor | None]) -> Tensor | None:
+    """((u1 + u2) + u3) over those that are defined; a single one is returned as it is."""
+    total: Tensor | None = None
+    for use in uses:
+        if use is not None:
+            total = use if total is None else total + use
+    return total

@@ -1,0 +1,180 @@
+"""A job's layer graph, and the assignments that the driver sends to the workers once per plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from raypar.errors import ModelError, RayparError, UserCodeError
+from raypar.model.capture import capture_layer_graph, layers_in, replace_builds_by_skeletons
+from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
+from raypar.model.graph import Graph
+from raypar.model.initial_values import CallGuard, SeededByNameValues
+from raypar.model.layer_skeletons import named_state
+from raypar.model.model_function_allocations import WHOLE_BYTES, AllocationLimitExceeded, call_counting_allocations
+from raypar.model.parameter_aliasing import Replaced
+from raypar.model.random_state import RandomState, preserve_random_state, seed_all
+from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.plan import Microbatches, ParallelPlan
+from raypar.schedule.instructions import Schedule
+from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.pretrained.initial_values import weights_from_file
+
+__all__ = ["ProgramAssignment", "make_layer_graph", "make_worker_assignments", "validation_cut"]
+
+LOADS_BYTES = 1 << 20
+"""A model function that copies more than this from files and arrays gets a line which says what that costs."""
+
+
+def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Graph:
+    """The layer graph of the user's model, with its initial values in `Graph.initial_values`.
+
+    Calls the model function as one process would, after seeding Python, numpy and torch with the job's seed; restores the
+    generators. A small model is built whole, a large one with deferred initialisation. `guard`: entered around calls of the
+    user's code. Raises `ModelError` if the function does not return layers, `UserCodeError` if it raises.
+    """
+    replaced: Replaced = "all" if spec.init_from is not None else "parameters" if spec.init == "by-name" else "nothing"
+    with preserve_random_state():
+        with guard(f"the model function {spec.model.label}"):
+            made, recording, notes = _call_whole_or_deferred(spec)
+        if isinstance(made, Graph):
+            graph = replace_builds_by_skeletons(made, seed=spec.seed, state=RandomState.now(), guard=guard, replaced=replaced)
+        else:
+            again = partial(_values_again, spec)
+            captured = partial(capture_layer_graph, input=spec.data.input or "x", again=again, replaced=replaced)
+            try:
+                graph = captured(made, recording=recording, notes=notes)
+            except Undeferrable as error:
+                with guard(f"the model function {spec.model.label}"):
+                    made, _, notes = _call_whole_because(spec, str(error))
+                graph = captured(made, notes=notes)
+    if spec.init == "by-name":
+        assert graph.initial_values is not None
+        graph = replace(graph, initial_values=SeededByNameValues(graph, spec.seed, graph.initial_values, guard))
+    if spec.init_from is not None:
+        assert graph.initial_values is not None
+        graph = replace(graph, initial_values=weights_from_file(spec, graph, graph.initial_values))
+    return graph
+
+
+_Called = tuple[Any, OperationRecording | None, tuple[str, ...]]
+"""(what the model function returned, the recording of its values if they are deferred, lines for the user)"""
+
+
+def _call_whole_or_deferred(spec: JobSpec) -> _Called:
+    """Call the model function in the way that the job's `deferred_init` asks for.
+
+    `never`: whole. `always`: deferred, and what cannot be deferred is an error. `auto`: whole; if that allocates more than
+    `WHOLE_BYTES`, deferred, from the start again; if that is not possible, whole without a limit.
+    """
+    if spec.deferred_init == "never":
+        return _call_whole(spec)
+    if spec.deferred_init == "auto":
+        try:
+            return _call_whole(spec, limit_bytes=WHOLE_BYTES)
+        except AllocationLimitExceeded:
+            pass
+    try:
+        return _call_deferred(spec)
+    except Undeferrable as error:
+        reason = str(error)
+    except UserCodeError as error:
+        if spec.deferred_init == "always":
+            raise UserCodeError(
+                f"with deferred initialisation {error.what}",
+                cure=f"{error.cure}; if it does not raise there, set deferred_init: never",
+            ) from error
+        # If the error is the function's own, it comes again below, without deferred initialisation.
+        reason = f"with deferred initialisation {error.what.splitlines()[0]}"
+    return _call_whole_because(spec, reason)
+
+
+def _call_whole_because(spec: JobSpec, reason: str) -> _Called:
+    """As `_call_whole`, with the line that says why. Raises `ModelError` under `deferred_init: always`."""
+    if spec.deferred_init == "always":
+        raise ModelError(
+            f"the model function {spec.model.label} does what cannot be deferred: {reason}",
+            cure="set deferred_init: never, which builds the whole model in every worker",
+        )
+    made, _, notes = _call_whole(spec)
+    line = f"the model cannot be made in parts ({reason}): every worker builds all of it, then keeps only its part"
+    return made, None, (line, *notes)
+
+
+def _call_whole(spec: JobSpec, limit_bytes: int | None = None) -> _Called:
+    """Run the model function as one process would. Raises `AllocationLimitExceeded` beyond `limit_bytes`."""
+    seed_all(spec.seed)
+    made, loaded = call_counting_allocations(partial(_call_model, spec), limit_bytes)
+    return made, None, _note_of_loads(loaded)
+
+
+def _call_deferred(spec: JobSpec) -> _Called:
+    """Run the model function with deferred initialisation. Raises `Undeferrable`."""
+    seed_all(spec.seed)
+    made, recording = run_with_deferred_init(partial(_call_model, spec))
+    if isinstance(made, Graph):  # hand-written: its builds have not run yet, and run one by one whatever the model's size
+        return _call_whole(spec)
+    return made, recording, _note_of_loads(recording.loaded_bytes)
+
+
+def _note_of_loads(nbytes: int) -> tuple[str, ...]:
+    """The line for the user about `nbytes` of values that the model function loads itself; none below `LOADS_BYTES`."""
+    if nbytes < LOADS_BYTES:
+        return ()
+    return (
+        f"the model function loads {nbytes / 2**20:.0f} MiB of values itself: every worker reads and holds all of them while "
+        "it starts; with init_from: FILE a worker reads only what it owns",
+    )
+
+
+def _call_model(spec: JobSpec) -> Any:
+    """What the user's model function returns. Raises `UserCodeError` if it raises, `ModelError` if it returns None."""
+    try:
+        made = spec.model.call()
+    except RayparError:
+        raise
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        raise UserCodeError(
+            f"the model function {spec.model.label} raised {error_text(error)}",
+            cure="it is called with model.args, as one process would call it",
+        ) from error
+    if made is None:
+        raise ModelError(f"the model function {spec.model.label} returned None", cure="return nn.Sequential, layers or a Graph")
+    return made
+
+
+def _values_again(spec: JobSpec) -> Mapping[str, Tensor]:
+    """Name -> tensor of every parameter and buffer, from calling the model function again."""
+    with preserve_random_state():
+        seed_all(spec.seed)
+        made, _ = call_counting_allocations(partial(_call_model, spec))
+        return dict(named_state(layers_in(made)))
+
+
+def validation_cut(spec: JobSpec, samples: int) -> Microbatches | None:
+    """The validation samples in microbatches of at most the training size; None if the job has no validation."""
+    if spec.validation is None or samples == 0:
+        return None
+    size = -(-spec.batch_size // spec.microbatches)
+    count = -(-samples // size)
+    return Microbatches(count, count, samples)
+
+
+def make_worker_assignments(
+    spec: JobSpec, graph: Graph, plan: ParallelPlan, schedule: Schedule, *, validation_samples: int = 0
+) -> tuple[ProgramAssignment, ...]:
+    """One assignment per rank, lowered from the schedule. Raises `ScheduleError` if the result would not run."""
+    counts = {stage.shards for stage in plan.stages}
+    layouts = (
+        {count: compute_shard_layout(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}
+    )
+    validation = validation_cut(spec, validation_samples)
+    return assign_programs_to_ranks(schedule, plan, graph.crossing(plan), spec.cut, validation, layouts=layouts)
