@@ -101,6 +101,10 @@ class RunFailureInfo:
     step: int
 
 
+StartInfo, EndInfo, FailureInfo = RunStartInfo, RunEndInfo, RunFailureInfo
+"""The names of the former release, for the callbacks that use them; they go with the next release."""
+
+
 class Callback:
     """Override what you need. Hooks must be quick: the next step's metrics wait for them, though training does not."""
 

@@ -5,6 +5,7 @@ The texts below are that release's. A key or an argument that gets another name 
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
 from raypar.launch.submitted_job import find_unfinished_run
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint.checkpoint_files import contract_of_job
+from raypar.worker.checkpoint.checkpoint_files import contract_of_job, list_contract_differences, load_manifest
 
 JOB = """
 name: old
@@ -200,3 +201,28 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
     )
     assert (options.resume, options.first) == (path, 5)
     assert [event["kind"] for event in told] == ["resuming"]
+
+
+def test_names_of_the_former_release_that_users_import_are_still_there():
+    from raypar.callbacks import EndInfo, FailureInfo, RunEndInfo, RunFailureInfo, RunStartInfo, StartInfo
+    from raypar.token_files import TokenFile, token_loss
+    from raypar.worker import tokens
+
+    assert (StartInfo, EndInfo, FailureInfo) == (RunStartInfo, RunEndInfo, RunFailureInfo)
+    assert (tokens.TokenFile, tokens.token_loss) == (TokenFile, token_loss)
+
+
+@pytest.mark.parametrize("form", ["name", "object"])
+def test_a_checkpoint_of_a_job_whose_token_files_were_elsewhere_goes_on(form: str, old: RunFolder, tmp_path: Path):
+    from raypar.token_files import TokenFile, write_tokens
+
+    write_tokens(tmp_path / "text.bin", [range(100)], dtype="uint16", notes={})
+    arguments = {"path": str(tmp_path / "text.bin"), "context": 4}
+    named = {"function": "raypar.worker.tokens:TokenFile", "args": arguments}
+    data = TokenFile(**arguments) if form == "object" else (named["function"], named["args"])
+    job = {"model": "m:model", "loss": "m:loss", "steps": 2, "batch_size": 2, "microbatches": 1}
+    spec = raypar.Trainer(data=data, **job).spec
+    former = json.loads(json.dumps(contract_of_job(spec)).replace("raypar.token_files", "raypar.worker.tokens"))
+    assert "raypar.worker.tokens" in json.dumps(former)
+    manifest = replace(load_manifest(old.checkpoints / "step_00000005"), contract=former)
+    assert list_contract_differences(manifest, spec) == []
