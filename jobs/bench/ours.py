@@ -169,7 +169,7 @@ class RayparOnRay:
             self.pool.hire(number, pickle.dumps(spec), host, 600.0)
         addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]
         ranks = {number: number for number in range(plan.world)}
-        made = [pickle.dumps(AdoptOrder(part, ranks, 0, fresh=True)) for part in parts]
+        made = [pickle.dumps(AdoptOrder(part, ranks, 0, run_begins=True)) for part in parts]
         self._ask("adopt", [(1, part, plan.coordinate(r), addresses, CONNECT_TIMEOUT_S) for r, part in enumerate(made)])
         self.hello: dict[str, Any] = {}
         self.peak_rss_bytes: list[int] = []

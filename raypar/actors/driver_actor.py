@@ -362,9 +362,9 @@ class DriverActor:
     def _straggles(self, found: do.ReportStraggler) -> None:
         """Report a straggler. If it has to leave, the worker in its place is started on another node."""
         coordinate, who = self.calls.coordinate(found.worker), self.registry.who(found.worker)
-        if found.leaves and not found.over:
+        if found.leaves and not found.recovered:
             self.registry.slow(found.worker)
-        facts = {"times": round(found.times, 2), "steps": found.steps, "over": found.over, "leaves": found.leaves}
+        facts = {"times": round(found.slowdown, 2), "steps": found.steps, "over": found.recovered, "leaves": found.leaves}
         text = membership_event_text.straggler_text(found, coordinate, who)
         self.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
 

@@ -152,7 +152,7 @@ class RunFollower:
         """Signals received: the first one asks the driver to save and end, the second one ends the run at once."""
         self.epoch = self.cursor = 0
         """Up to where the driver's events have been received (`EventFeed.after`)."""
-        self.last_step = {"step": request.policy.first, "validation": -1, "checkpoint": -1}
+        self.last_step = {"step": request.policy.steps_before_run, "validation": -1, "checkpoint": -1}
         """Kind of event -> the last step told of it. A restarted driver sends these events again."""
         self.stop_sent = False
         """Whether the driver that lives now has been told of the first signal."""

@@ -81,14 +81,21 @@ class DriverStartup:
         if len(hellos) < plan.world:
             return None
         addresses = [hellos[number].address for number in members]
-        deadline_s, done = request.start_deadline_s, request.policy.first
+        deadline_s, done = request.start_deadline_s, request.policy.steps_before_run
         ranks = {number: rank for rank, number in enumerate(members)}
         keepers = assign_buddies([nodes[number] for number in members], same_state_keys(self.machine.layout(plan)))
 
         def part(rank: int) -> bytes:
             assignment = pickle.loads(request.assignments[rank])
             return pickle.dumps(
-                AdoptOrder(assignment, ranks, done, load=request.resume, fresh=request.resume is None, buddies=keepers)
+                AdoptOrder(
+                    assignment,
+                    ranks,
+                    done,
+                    checkpoint_folder=request.resume,
+                    run_begins=request.resume is None,
+                    mirror_keepers=keepers,
+                )
             )
 
         described = await self._everybody(

@@ -65,18 +65,21 @@ class GenerationChange:
     def fence(self, generation: int, number: int, reason: str) -> None:
         """Tell a worker of a new generation while its step runs, so that it stops; then ask for its status once it has."""
         worker, heard = self.pool.workers[number], self.reports.heard
-        self.calls.call(number, generation, worker.hear.remote(generation, reason), lambda number, _: on.Tick())
+        self.calls.call(number, generation, worker.enter_generation.remote(generation, reason), lambda number, _: on.Tick())
         self.calls.call(
-            number, generation, worker.stand.remote(generation), lambda _, s: on.WorkerStatusReported(generation, heard(s))
+            number,
+            generation,
+            worker.report_status.remote(generation),
+            lambda _, s: on.WorkerStatusReported(generation, heard(s)),
         )
 
     def settle(self, order: do.ApplyKeptGradients) -> None:
         """Have the workers that are a step behind apply the gradients they have kept."""
         heard = self.reports.heard
         for number in order.workers:
-            ref = self.pool.workers[number].settle.remote(order.generation, order.step, order.outcome)
+            ref = self.pool.workers[number].apply_kept_gradients.remote(order.generation, order.step, order.vote_result)
             self.calls.call(
-                number, order.generation, ref, lambda _, stand: on.KeptGradientsApplied(order.generation, heard(stand))
+                number, order.generation, ref, lambda _, status: on.KeptGradientsApplied(order.generation, heard(status))
             )
 
     async def choose(self, generation: int, workers: int) -> None:
@@ -94,7 +97,7 @@ class GenerationChange:
             self.plan = self.machine.membership.plan or request.plan
             self.schedule = self.plans.schedule(self.plan)
         await asyncio.to_thread(self.journal.record, MembershipRecord(order.generation, plan, order.members, schedule))
-        workers = (*order.members, *order.sources)
+        workers = (*order.members, *order.seatless_sources)
         for number in workers:
             if number not in self.pool.workers:
                 self.tasks.post(on.CallFailed("lost", WorkerLost(f"worker {number} is gone"), number))
@@ -104,7 +107,7 @@ class GenerationChange:
         nodes = [self.registry.hellos[number].node for number in order.members]
         keepers = assign_buddies(nodes, same_state_keys(self.machine.layout(plan)))
         load = None
-        if order.load and order.done:
+        if order.from_checkpoint and order.done:
             load = str(self.recorder.checkpoint_path or request.resume)
         self.order = order
         self.side_effects.aside(self.recorder.seat, plan, [node[:8] for node in nodes])
@@ -124,9 +127,9 @@ class GenerationChange:
                 order.done,
                 order.moves,
                 load,
-                fresh=order.load and not order.done,
-                cut=order.cut,
-                buddies=keepers,
+                run_begins=order.from_checkpoint and not order.done,
+                from_mirror=order.from_mirror,
+                mirror_keepers=keepers,
             )
             coordinate = plan.coordinate(rank) if seated else f"worker {number}"
             ref = self.pool.workers[number].adopt.remote(
@@ -141,8 +144,8 @@ class GenerationChange:
         if order is None:
             return
         schedule = self.plans.schedule(order.plan)
-        text = membership_event_text.recovery_finished_text(order, found.seconds, found.again)
-        told: dict[str, Any] = {"text": text, "pause_s": found.seconds, "again": found.again}
+        text = membership_event_text.recovery_finished_text(order, found.seconds, found.steps_again)
+        told: dict[str, Any] = {"text": text, "pause_s": found.seconds, "again": found.steps_again}
         if schedule != self.schedule:
             told |= {"schedule_was": self.schedule, "schedule_why": self.plans.why(order.plan)}
             self.schedule = schedule

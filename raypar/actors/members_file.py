@@ -56,7 +56,12 @@ class MembersFileText:
         if facts == self._last and again == self._again and not (again and now - self._at > AGAIN_S):
             return None
         self._last, self._at, self._again = facts, now, again
-        more = {"time": now, "step": machine.progress.emitted, "steps": self.request.policy.last, "driver_pid": os.getpid()}
+        more = {
+            "time": now,
+            "step": machine.progress.emitted,
+            "steps": self.request.policy.job_steps,
+            "driver_pid": os.getpid(),
+        }
         replaying = {"step": machine.progress.committed, "until": machine.progress.journalled} if again else None
         return json.dumps({**more, **facts, "replaying": replaying}, indent=1) + "\n"
 

@@ -14,20 +14,20 @@ def describe_generation(order: AdoptPlan) -> str:
     """A new generation in words: number of workers, plan, and where the state comes from."""
     moved = sum(move.piece.size for move in order.moves)
     state = f"{moved:,} parameters and their optimizer state move"
-    if order.load:
+    if order.from_checkpoint:
         where = f"from the checkpoint after {order.done} steps" if order.done else "from the initial weights"
         state = f"no copy is left in memory, so all begin again {where}"
-    elif order.cut:
+    elif order.from_mirror:
         state = f"the last copy was lost, so all go back to the mirror's cut after {order.done} steps; {state}"
     return f"{len(order.members)} workers, {order.plan.describe()}; {state}"
 
 
 def generation_facts(order: AdoptPlan, schedule: str) -> dict[str, Any]:
     """A new generation as data. `state`: beginning, checkpoint, cut (the mirror's) or live; `moved_elements`: of parameters."""
-    if order.load:
+    if order.from_checkpoint:
         state = "checkpoint" if order.done else "beginning"
     else:
-        state = "cut" if order.cut else "live"
+        state = "cut" if order.from_mirror else "live"
     return {
         "generation": order.generation,
         "workers": list(order.members),
@@ -74,7 +74,7 @@ def straggler_text(found: ReportStraggler, coordinate: str, who: Mapping[str, An
     place = coordinate.partition("(")[2].rstrip(")")
     at = f"worker {found.worker} ({place}, node {who.get('node', 'unknown')})"
     like = "in its first steps" if found.alone else "its replicas"
-    if found.over:
+    if found.recovered:
         return f"{at} is as fast as {like} again"
-    text = f"{at} takes {found.times:.1f} times as long as {like} for {found.steps} steps"
+    text = f"{at} takes {found.slowdown:.1f} times as long as {like} for {found.steps} steps"
     return f"{text}; it is asked to leave" if found.leaves else text

@@ -92,7 +92,7 @@ class PlanCache:
         if plan not in self._passes:
             routing = MicrobatchRouting(plan, self.request.cut)
             self._passes[plan] = tuple(
-                sum(len(routing.of_replica(stage, seat.replica)) for stage in plan.stages_of(rank))
+                sum(len(routing.microbatches_of_replica(stage, seat.replica)) for stage in plan.stages_of(rank))
                 for rank, seat in enumerate(plan.seats)
             )
         return self._passes[plan]

@@ -115,7 +115,7 @@ class RunRecorder:
 
         The client is sent again what it may have missed.
         """
-        first, journal = self.request.policy.first, self.journal
+        first, journal = self.request.policy.steps_before_run, self.journal
         known = [] if journal is None else journal.committed()
         events = self.events.open()
         rebuilt: list[int] = []
@@ -170,7 +170,7 @@ class RunRecorder:
         """
         if self.journal is None:
             return found
-        first, last = self.request.policy.first, known[-1] + 1 if known else self.request.policy.first
+        first, last = self.request.policy.steps_before_run, known[-1] + 1 if known else self.request.policy.steps_before_run
         by_place = {jsonl_line_sort_key(line): line for line in found if line["step"] <= last}
         there = {line["step"]: line for line in by_place.values() if "loss" in line}
         newest = [step for step in known if step + 1 in there][-COMPARED:]
@@ -198,7 +198,7 @@ class RunRecorder:
         These are the steps with a line (`there`, from 1), and those in the journal (`known`, from 0) but for the last
         `MAX_OPEN_STEPS`: a step is issued only when all but so many steps before it were shown.
         """
-        return max([self.request.policy.first, *there, *(step + 1 - MAX_OPEN_STEPS for step in known[-1:])])
+        return max([self.request.policy.steps_before_run, *there, *(step + 1 - MAX_OPEN_STEPS for step in known[-1:])])
 
     def _tell_gaps(self, lines: Iterable[Line], first: int, seen: int) -> None:
         """Warn of steps that the user has seen and whose lines are missing from the file."""
@@ -237,7 +237,9 @@ class RunRecorder:
             self.callbacks = pickle.loads(self.request.callbacks)
         self._warn_of_what_is_left(guard)
         self.clock()
-        self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.first + 1})
+        self._call(
+            "on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.steps_before_run + 1}
+        )
 
     def step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
         """Write the metrics of a committed step and call its callbacks; the reason to stop, if a callback gave one.
@@ -420,12 +422,12 @@ class RunRecorder:
 
     def end(self, teardown: Teardown, step_calls: int | None) -> None:
         """Record the end: files, pictures, last callbacks. `step_calls`: calls to workers for steps; None if not counted."""
-        steps = teardown.done - self.request.policy.first
+        steps = teardown.done - self.request.policy.steps_before_run
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
         calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
         self.metrics.close()
         if self.metrics.changed or self.metrics.lost or self.metrics.failing:
-            self._tell_gaps(self._lines_of_metrics(), self.request.policy.first, teardown.done)
+            self._tell_gaps(self._lines_of_metrics(), self.request.policy.steps_before_run, teardown.done)
         self._append(self.events, {"kind": "end", **facts, **calls})
         self.events.close()
         if self.traced is not None:

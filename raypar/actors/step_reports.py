@@ -61,7 +61,7 @@ class StepReports:
 
         The machine commits such steps, and the user sees their loss.
         """
-        for step, outcome in stand.outcomes.items():
+        for step, outcome in stand.vote_results.items():
             if step >= self.machine.progress.journalled:
                 self._open[step] = {0: reconstruct_lost_report(outcome)}
         return stand

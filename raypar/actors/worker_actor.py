@@ -60,9 +60,9 @@ class WorkerActor:
         """The `WorkerCore`: stages, transport, data."""
         self.guard: Any = None
         """The `TorchStateGuard` around user code."""
-        self.body: Any = None
+        self.backend: Any = None
         """The core as the elastic protocol sees it (`ElasticWorker`)."""
-        self.member: Any = None
+        self.generation_guard: Any = None
         """What this worker may do in which generation (`GenerationGuard`)."""
         self.backend: Any = None
         """The kind of device this worker computes on, and what goes with it (`DeviceBackend`)."""
@@ -121,8 +121,8 @@ class WorkerActor:
         self.mesh = self.backend.listen(host, self.credential)
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
-        self.body = ElasticWorker(self.core, self.number)
-        self.member = GenerationGuard(self.number, self.body)
+        self.backend = ElasticWorker(self.core, self.number)
+        self.generation_guard = GenerationGuard(self.number, self.backend)
         warm_up_process(self.core, data=joining)
         freeze_existing_objects(collect=True)
         node = ray.get_runtime_context().get_node_id()
@@ -141,12 +141,12 @@ class WorkerActor:
             from raypar.comm.transport import run_routine
             from raypar.worker.process.malloc_and_gc import freeze_existing_objects, return_unused_memory
 
-            self.member.hear(generation, f"generation {generation} begins")
+            self.generation_guard.enter_generation(generation, f"generation {generation} begins")
             self._end_if_stuck()
             made = pickle.loads(part)
 
             def connect() -> Any:
-                rank = made.ranks[self.number]
+                rank = made.rank_of_worker[self.number]
                 return self.mesh.connect(
                     rank=rank,
                     size=len(addresses),
@@ -156,12 +156,14 @@ class WorkerActor:
                     communicators=self.backend.communicators(made, rank, self.spec, self.core.layout),
                 )
 
-            run_routine(self.member.adopt(generation, (made, connect)), deadline_s)
+            run_routine(self.generation_guard.adopt(generation, (made, connect)), deadline_s)
             freeze_existing_objects(collect=False)
-            if made.fresh or made.load:  # built from whole layers or files; during a run others would wait for this
+            if (
+                made.run_begins or made.checkpoint_folder
+            ):  # built from whole layers or files; during a run others would wait for this
                 return_unused_memory()
             self.coordinate = coordinate
-            described: dict[str, Any] | None = self.body.described
+            described: dict[str, Any] | None = self.backend.described
             return described
 
         return self._guard("building its stages", build)
@@ -174,8 +176,8 @@ class WorkerActor:
         """
         from raypar.comm.transport import run_routine
 
-        self.body.trace, self.computes = trace, threading.get_native_id()
-        routine = self.member.step(generation, step, cut)
+        self.backend.trace, self.computes = trace, threading.get_native_id()
+        routine = self.generation_guard.step(generation, step, cut)
         report = self._guard(f"in step {step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
         if isinstance(report, CallFailure):
             self._free_peers()
@@ -189,23 +191,25 @@ class WorkerActor:
 
         return self._guard(
             f"in the validation after {done} steps",
-            lambda: vars(run_routine(self.member.validate(generation), self.core.step_timeout_s)),
+            lambda: vars(run_routine(self.generation_guard.validate(generation), self.core.step_timeout_s)),
         )
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def stand(self, generation: int) -> Any:
+    def report_status(self, generation: int) -> Any:
         """This worker's status (`elastic.generation_guard.WorkerStatus`), once what it was doing has ended."""
-        return self._guard("saying where it stands", lambda: self.member.stand(generation))
+        return self._guard("saying where it stands", lambda: self.generation_guard.report_status(generation))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def settle(self, generation: int, step: int, outcome: Any) -> Any:
+    def apply_kept_gradients(self, generation: int, step: int, outcome: Any) -> Any:
         """Apply `step` late, with the gradients that were kept; the worker's status then."""
-        return self._guard(f"settling step {step + 1}", lambda: self.member.settle(generation, step, outcome))
+        return self._guard(
+            f"settling step {step + 1}", lambda: self.generation_guard.apply_kept_gradients(generation, step, outcome)
+        )
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def save(self, generation: int, done: int, folder: str) -> Any:
         """Copy the state after `done` steps and start writing it in the background; `save_result` returns the outcome."""
-        return self._guard("saving", lambda: self.member.save(generation, done, lambda: self.core.save(Path(folder))))
+        return self._guard("saving", lambda: self.generation_guard.save(generation, done, lambda: self.core.save(Path(folder))))
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
@@ -232,14 +236,14 @@ class WorkerActor:
     @property
     def _done(self) -> int:
         """Steps that this worker has applied."""
-        return 0 if self.body is None else self.body.applied()
+        return 0 if self.backend is None else self.backend.applied()
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
-    def hear(self, generation: int, reason: str) -> Any:
+    def enter_generation(self, generation: int, reason: str) -> Any:
         """Note a new generation: abort what is done for an older one, and refuse its calls from now on."""
         self.heard_s = time.monotonic()
         try:
-            self.member.hear(generation, reason)
+            self.generation_guard.enter_generation(generation, reason)
         except StaleGeneration as error:
             return CallFailure("aborted", error)
         self.mesh.abort_connect(reason)

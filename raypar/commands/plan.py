@@ -256,7 +256,7 @@ def worker_part_as_dict(
     mine_of = held[plan.stages[stages[0]].shards, seat.shard] if held is not None else sizes
     chunks = [mine_of[plan.stages[s].first : plan.stages[s].last] for s in stages]
     layers = [layer for chunk in chunks for layer in chunk]
-    mine = len(routing.of_replica(stages[0], seat.replica))
+    mine = len(routing.microbatches_of_replica(stages[0], seat.replica))
     return {
         "rank": rank,
         "position": seat.position,
@@ -267,7 +267,7 @@ def worker_part_as_dict(
         "layers": [[layer.name for layer in chunk] for chunk in chunks],
         "parameters": sum(layer.parameters for layer in layers),
         "parameter_bytes": sum(layer.nbytes for layer in layers),
-        "blocks": len(routing.run(stages[0], seat.replica)),
+        "blocks": len(routing.blocks_of_replica(stages[0], seat.replica)),
         "microbatches": mine,
         "share": mine * plan.stages[stages[0]].replicas / routing.microbatches.count,
     }

@@ -18,7 +18,7 @@ class RunStep:
 
     step: int
     """The step."""
-    cut: bool = False
+    into_mirror: bool = False
     """Whether the state after it goes into the mirror."""
 
 
@@ -103,13 +103,13 @@ class ReportStraggler:
 
     worker: int
     """The worker."""
-    times: float
+    slowdown: float
     """How many times as long as it should it takes."""
     steps: int
     """For so many steps."""
     alone: bool = False
     """Whether it was compared with its own first steps, not with its replicas."""
-    over: bool = False
+    recovered: bool = False
     """Whether it is a straggler no longer."""
     leaves: bool = False
     """Whether it is going to be drained; the next worker should be started on another node."""
@@ -149,7 +149,7 @@ class ApplyKeptGradients:
     """The workers."""
     step: int
     """The step."""
-    outcome: Any
+    vote_result: Any
     """The result of the whole vote."""
 
 
@@ -176,15 +176,15 @@ class AdoptPlan:
     """The plan."""
     members: tuple[int, ...]
     """`members[rank]` takes that seat of the plan."""
-    sources: tuple[int, ...]
+    seatless_sources: tuple[int, ...]
     """Workers without a seat that hand over what they hold."""
     done: int
     """All start from the state after so many steps."""
     moves: tuple[PieceMove, ...]
     """The pieces of state that go from one worker to another, over the new transport."""
-    cut: bool = False
+    from_mirror: bool = False
     """Whether that state is the mirror's, not the one that the workers compute with."""
-    load: bool = False
+    from_checkpoint: bool = False
     """Whether it is the checkpoint's (after no steps: the initial values)."""
 
 
@@ -204,7 +204,7 @@ class ReportFirstStepAfterRecovery:
     """The step."""
     seconds: float
     """Time since the last step before the disturbance."""
-    again: int = 0
+    steps_again: int = 0
     """Steps that have to be executed again because of it."""
 
 

@@ -12,8 +12,8 @@ def step_deadline_s(m: RunState) -> float:
     """Limit for a step: a multiple of the longest recent one. The first step, which warms everything up, gets the start's."""
     longest_s = m.step_times.longest_s(len(m.membership.members))
     if longest_s is None:
-        return max(m.policy.start_deadline_s, m.health.patience_s)
-    return max(m.policy.step_deadline_s, m.policy.step_deadline_times * longest_s, m.health.patience_s)
+        return max(m.policy.start_deadline_s, m.health.next_step_least_limit_s)
+    return max(m.policy.step_deadline_s, m.policy.step_deadline_times * longest_s, m.health.next_step_least_limit_s)
 
 
 def silent_deadline_s(m: RunState) -> float:
@@ -22,12 +22,16 @@ def silent_deadline_s(m: RunState) -> float:
     It is built from the median: a single long step does not lengthen it, because a worker that is only slow answers.
     """
     usual_s = SILENT_MEDIANS * usual_step_s(m) if m.step_times.known else m.policy.start_deadline_s
-    return max(SILENT_SHARE * m.policy.step_deadline_s, min(usual_s, SILENT_SHARE * step_deadline_s(m)), m.health.patience_s)
+    return max(
+        SILENT_SHARE * m.policy.step_deadline_s,
+        min(usual_s, SILENT_SHARE * step_deadline_s(m)),
+        m.health.next_step_least_limit_s,
+    )
 
 
 def answer_deadline_s(m: RunState) -> float:
     """Limit for leaving what is in flight: a forward or backward pass cannot be interrupted."""
-    return max(m.policy.stand_s, m.policy.stand_medians * usual_step_s(m))
+    return max(m.policy.status_s, m.policy.status_medians * usual_step_s(m))
 
 
 def usual_step_s(m: RunState) -> float:

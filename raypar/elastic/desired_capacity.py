@@ -67,9 +67,9 @@ class DesiredCapacity:
 
     seats: int
     """Workers that the next plan should use."""
-    start: int
+    workers_to_start: int
     """Workers to start now."""
-    lacking: int
+    workers_lacking: int
     """Workers without which the run cannot train; it waits for them."""
     grow: bool
     """Whether to ask the planner now for a plan of more seats."""

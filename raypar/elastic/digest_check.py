@@ -70,7 +70,7 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
     wrong, unsure = find_differing_workers(digests)
     if not wrong | unsure:
         m.trust.agreed, m.trust.doubts = done, 0
-        m.trust.bad_cuts.discard(done)
+        m.trust.untrusted_snapshots.discard(done)
         return True
     who = (
         f"{format_worker_numbers(wrong)} differs from that of the replicas"
@@ -81,8 +81,8 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
     if m.stopping.interrupted:
         m.decide(WarnUser(f"{what}; what is saved now may be wrong"), "the run is being interrupted")
         return True
-    m.trust.bad_cuts.add(done)
-    m.trust.tainted |= set(m.membership.members) | set(m.recovery.stands)
+    m.trust.untrusted_snapshots.add(done)
+    m.trust.tainted |= set(m.membership.members) | set(m.recovery.statuses)
     m.trust.doubt, m.trust.doubts = what, m.trust.doubts + 1
     m.trust.doubted_steps = range(m.trust.agreed, m.progress.journalled)
     # They leave once the others have another state, not before: a new driver would find that those left agree, and go on.
@@ -100,9 +100,9 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
 
 def compare_digests_in_recovery(m: RunState) -> bool:
     """The same on the way to a new generation, where some have reported to nobody, or to another driver. False: it is over."""
-    stands = m.recovery.stands
+    stands = m.recovery.statuses
     done = {step for stand in stands.values() for step in stand.digests}
-    for step in sorted(done - m.trust.bad_cuts):
+    for step in sorted(done - m.trust.untrusted_snapshots):
         if step > m.trust.agreed and not m.trust.doubt:
             compare_replica_digests(m, step, {w: s.digests[step] for w, s in stands.items() if step in s.digests})
     return m.trust.doubts <= MAX_DOUBTS

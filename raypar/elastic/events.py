@@ -189,7 +189,7 @@ class DriverFailover:
     """Steps of the last checkpoint."""
     starting: tuple[int, ...] = ()
     """Workers that were started and have not joined yet."""
-    hired: int = 0
+    next_worker_number: int = 0
     """How many numbers have been given to workers."""
     idle_s: float | None = None
     """How long ago people have seen a step; None: never."""
@@ -211,7 +211,7 @@ class WorkerStatusReported:
 
     generation: int
     """The generation."""
-    stand: WorkerStatus
+    status: WorkerStatus
     """Where it stands."""
 
 
@@ -221,7 +221,7 @@ class KeptGradientsApplied:
 
     generation: int
     """The generation that asked for it."""
-    stand: WorkerStatus
+    status: WorkerStatus
     """Where it stands now; what a former plan left there is gone."""
 
 

@@ -29,13 +29,13 @@ class WorkerStatus:
     """Its number."""
     done: int | None = None
     """Steps applied to the state that it holds; None: it holds none and waits for a seat."""
-    votable: bool = False
+    can_apply_late: bool = False
     """Whether it keeps the reduced gradients of step `done` and may apply it late."""
-    outcomes: Mapping[int, Any] = field(default_factory=dict)
+    vote_results: Mapping[int, Any] = field(default_factory=dict)
     """Step -> result of its vote, for the last steps."""
     pieces: tuple[Piece, ...] = ()
     """What it holds of the state after `done` steps."""
-    cuts: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
+    mirror_snapshots: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
     """Steps -> what it holds of the mirror's snapshot after so many steps: its own state and that of others."""
     digests: Mapping[int, Digest] = field(default_factory=dict)
     """Steps -> digest of its own state then, where other workers should hold the same."""
@@ -53,10 +53,10 @@ class WorkerTrainingBackend(Protocol):
     def applied(self) -> int:
         """The number of steps applied to the state; it grows in the moment in which the optimizer has run."""
 
-    def outcome(self) -> Any:
+    def vote_result(self) -> Any:
         """The result of the vote on the step that was applied last."""
 
-    def votable(self) -> bool:
+    def can_apply_late(self) -> bool:
         """Whether the reduced gradients of the last step are complete, kept, and not applied."""
 
     def apply_late(self, step: int, outcome: Any) -> None:
@@ -68,7 +68,7 @@ class WorkerTrainingBackend(Protocol):
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces of the state after `applied()` steps, also those that a former plan left here."""
 
-    def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
+    def mirror_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
         """Steps -> the pieces of the mirror's snapshot after so many steps."""
 
     def digests(self) -> Mapping[int, Digest]:
@@ -88,9 +88,9 @@ class GenerationGuard:
 
     worker: int
     """Its number."""
-    body: WorkerTrainingBackend
+    backend: WorkerTrainingBackend
     """What does the work."""
-    heard: int = 0
+    newest_generation: int = 0
     """The newest generation that it knows of."""
     generation: int = 0
     """The generation whose plan it has adopted."""
@@ -98,15 +98,15 @@ class GenerationGuard:
     """Whether it has adopted any plan."""
     broken: bool = False
     """Whether a step has failed or is running: no other one may start."""
-    outcomes: dict[int, Any] = field(default_factory=dict)
+    vote_results: dict[int, Any] = field(default_factory=dict)
     """Step -> result of its vote, for the last `KEPT_OUTCOMES` steps."""
 
-    def hear(self, generation: int, reason: str) -> None:
+    def enter_generation(self, generation: int, reason: str) -> None:
         """Begin a new generation: abort what is done for an older one. Raises `StaleGeneration`."""
         self._admit(generation)
-        if generation > self.heard:
-            self.heard = generation
-            self.body.abort(reason)
+        if generation > self.newest_generation:
+            self.newest_generation = generation
+            self.backend.abort(reason)
 
     def step(self, generation: int, step: int, cut: bool = False) -> Routine[Any]:
         """Run one step of the plan of `generation`; returns the backend's report.
@@ -116,14 +116,14 @@ class GenerationGuard:
         self._admit(generation)
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
-        assert step == self.body.applied(), f"step {step} was asked for, {self.body.applied()} are applied"
+        assert step == self.backend.applied(), f"step {step} was asked for, {self.backend.applied()} are applied"
         self.broken = True
         try:
-            report = yield from self.body.step(step, cut)
-            self._remember(step, self.body.outcome())
+            report = yield from self.backend.step(step, cut)
+            self._remember(step, self.backend.vote_result())
         except Exception:
-            if self.body.applied() == step + 1:
-                self._remember(step, self.body.outcome())
+            if self.backend.applied() == step + 1:
+                self._remember(step, self.backend.vote_result())
             raise
         self.broken = False
         return report
@@ -133,53 +133,53 @@ class GenerationGuard:
         self._admit(generation)
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
-        report = yield from self.body.validate()
+        report = yield from self.backend.validate()
         return report
 
-    def stand(self, generation: int) -> WorkerStatus:
+    def report_status(self, generation: int) -> WorkerStatus:
         """Where this worker stands, once all calls before have ended. `hear` comes another way, perhaps later."""
-        self.hear(generation, f"generation {generation} begins")
-        body = self.body
+        self.enter_generation(generation, f"generation {generation} begins")
+        body = self.backend
         if not self.seated:
-            return WorkerStatus(self.worker, cuts=dict(body.cuts()), digests=dict(body.digests()))
-        outcomes, cuts, digests = dict(self.outcomes), dict(body.cuts()), dict(body.digests())
-        return WorkerStatus(self.worker, body.applied(), body.votable(), outcomes, body.pieces(), cuts, digests)
+            return WorkerStatus(self.worker, mirror_snapshots=dict(body.mirror_snapshots()), digests=dict(body.digests()))
+        outcomes, cuts, digests = dict(self.vote_results), dict(body.mirror_snapshots()), dict(body.digests())
+        return WorkerStatus(self.worker, body.applied(), body.can_apply_late(), outcomes, body.pieces(), cuts, digests)
 
-    def settle(self, generation: int, step: int, outcome: Any) -> WorkerStatus:
+    def apply_kept_gradients(self, generation: int, step: int, outcome: Any) -> WorkerStatus:
         """Apply a step late, because some worker held the whole vote. Returns where this worker stands then.
 
         Asked twice, it applies the step once.
         """
         self._admit(generation)
-        if self.body.applied() == step:
-            assert self.body.votable(), f"worker {self.worker} has not kept the gradients of step {step}"
-            self.body.apply_late(step, outcome)
+        if self.backend.applied() == step:
+            assert self.backend.can_apply_late(), f"worker {self.worker} has not kept the gradients of step {step}"
+            self.backend.apply_late(step, outcome)
             self._remember(step, outcome)
-        return self.stand(generation)
+        return self.report_status(generation)
 
     def save(self, generation: int, done: int, copy: Callable[[], T]) -> T:
         """Call `copy` if the state is that after `done` steps; a driver that stood still may ask for an old one."""
         self._admit(generation)
-        if generation != self.generation or self.body.applied() != done:
-            what = f"worker {self.worker} holds the state after {self.body.applied()} steps of generation {self.generation}"
+        if generation != self.generation or self.backend.applied() != done:
+            what = f"worker {self.worker} holds the state after {self.backend.applied()} steps of generation {self.generation}"
             raise GroupAborted(f"{what}, not after {done} steps of {generation}", cure="the next checkpoint will be complete")
         return copy()
 
     def adopt(self, generation: int, order: Any) -> Routine[None]:
         """Take a part of a new plan, or hand over the pieces that others need for theirs."""
         self._admit(generation)
-        yield from self.body.adopt(order)
+        yield from self.backend.adopt(order)
         self._admit(generation)
         self.generation, self.broken = generation, False
         self.seated = True
 
     def _admit(self, generation: int) -> None:
-        if generation < self.heard:
+        if generation < self.newest_generation:
             raise StaleGeneration(
-                f"worker {self.worker} obeys generation {self.heard}, not {generation}", cure="end this driver"
+                f"worker {self.worker} obeys generation {self.newest_generation}, not {generation}", cure="end this driver"
             )
 
     def _remember(self, step: int, outcome: Any) -> None:
-        self.outcomes[step] = outcome
-        for old in [s for s in self.outcomes if s <= step - KEPT_OUTCOMES]:
-            del self.outcomes[old]
+        self.vote_results[step] = outcome
+        for old in [s for s in self.vote_results if s <= step - KEPT_OUTCOMES]:
+            del self.vote_results[old]

@@ -28,7 +28,7 @@ def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
     """
     if m.membership.plan is None or not silent:
         return ()
-    answering = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in silent}
+    answering = {worker: stand for worker, stand in m.recovery.statuses.items() if worker not in silent}
     done = count_steps_of_answering_workers(m, silent)
     if _needs_no_worker(m, done) and len(answering.keys() - m.membership.leaving) >= m.policy.min_workers:
         return ()
@@ -37,7 +37,7 @@ def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
     if not lost or state_sources.find_newest_mirror_snapshot(m, need, without=silent) is not None:
         return ()
     held = find_expected_pieces(m)
-    in_snapshots = [piece for stand in answering.values() for pieces in stand.cuts.values() for piece in pieces]
+    in_snapshots = [piece for stand in answering.values() for pieces in stand.mirror_snapshots.values() for piece in pieces]
     in_silent = [piece for worker in silent for piece in held.get(worker, ())]
     if subtract_pieces(lost, [*in_snapshots, *in_silent]):
         return ()
@@ -46,7 +46,7 @@ def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
 
 def _needs_no_worker(m: RunState, done: int) -> bool:
     """Whether the state after `done` steps can be had without a worker's memory: it is initial, or in a checkpoint."""
-    return done <= m.policy.first or state_sources.get_trusted_checkpoint_step(m) == done
+    return done <= m.policy.steps_before_run or state_sources.get_trusted_checkpoint_step(m) == done
 
 
 def _live_pieces(m: RunState, stands: Mapping[int, WorkerStatus], done: int) -> dict[int, tuple[Piece, ...]]:
@@ -55,12 +55,12 @@ def _live_pieces(m: RunState, stands: Mapping[int, WorkerStatus], done: int) -> 
     A worker that has not applied the last step, but has kept the gradients for it, counts: it can still apply it.
     """
     sound = {worker: stand for worker, stand in stands.items() if stand.done is not None and worker not in m.trust.tainted}
-    return {w: s.pieces for w, s in sound.items() if s.done == done or (s.done == done - 1 and s.votable)}
+    return {w: s.pieces for w, s in sound.items() if s.done == done or (s.done == done - 1 and s.can_apply_late)}
 
 
 def count_steps_of_answering_workers(m: RunState, silent: Collection[int]) -> int:
     """The number of steps after which the workers that answer would continue."""
-    stands = {w: s.done for w, s in m.recovery.stands.items() if w not in silent and w not in m.trust.tainted}
+    stands = {w: s.done for w, s in m.recovery.statuses.items() if w not in silent and w not in m.trust.tainted}
     return max((done for done in stands.values() if done is not None), default=m.progress.committed)
 
 
@@ -74,8 +74,8 @@ def find_expected_pieces(m: RunState) -> dict[int, list[Piece]]:
     seatings: list[tuple[ParallelPlan, tuple[int, ...]]] = []
     if m.membership.plan is not None:
         seatings.append((m.membership.plan, m.membership.members))
-    if m.recovery.former is not None:
-        seatings.append((m.recovery.former.plan, m.recovery.former.members))
+    if m.recovery.former_order is not None:
+        seatings.append((m.recovery.former_order.plan, m.recovery.former_order.members))
     for plan, members in seatings:
         layout = m.layout(plan)
         for worker, pieces in zip(members, layout, strict=True):

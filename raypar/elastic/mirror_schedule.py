@@ -46,13 +46,13 @@ class MirrorSchedule:
         self._before = False
 
     @property
-    def waits(self) -> bool:
+    def awaits_report(self) -> bool:
         """Whether a cut is under way that no worker has reported. Another one could push out the last good cut."""
         return self.last is not None and not self._measured
 
-    def take(self, step: int, anyway: bool = False) -> bool:
+    def begin_if_due(self, step: int, anyway: bool = False) -> bool:
         """Whether `step`, which is issued now, takes a cut. `anyway`: there is a reason beside time, as a checkpoint."""
-        if not (self.every or self.cost) or self.waits:
+        if not (self.every or self.cost) or self.awaits_report:
             return False
         due = (
             anyway

@@ -33,12 +33,12 @@ def find_plan(m: RunState) -> None:
     """Adopt the cheapest plan that the workers allow, ask the planner, or wait for workers."""
     usable = _usable_workers(m)
     wanted = desired_capacity_of_run(m, len(usable))
-    if wanted.lacking:
+    if wanted.workers_lacking:
         lost = state_sources.find_lost_pieces(m)
         if lost:
             end_unrecoverable(m, lost)
         else:
-            wait_for_workers(m, wanted.reason, wanted.lacking)
+            wait_for_workers(m, wanted.reason, wanted.workers_lacking)
         return
     grown, m.planned.plan = m.planned.plan, None
     if grown is not None and m.planned.workers < wanted.seats:
@@ -56,7 +56,7 @@ def find_plan(m: RunState) -> None:
 
 def _usable_workers(m: RunState) -> list[int]:
     """Workers that have answered in this recovery and stay."""
-    return sorted(set(m.recovery.stands) - m.membership.leaving)
+    return sorted(set(m.recovery.statuses) - m.membership.leaving)
 
 
 def request_plan(m: RunState, usable: list[int]) -> None:
@@ -87,15 +87,23 @@ def adopt_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> Non
     if source is None:
         end_unrecoverable(m, pieces_nobody_holds(state_sources.find_live_holders(m, r.done), need))
         return
-    ways = plan_moves(source.have, need)
+    ways = plan_moves(source.holdings, need)
     seatless = tuple(sorted({way.source for way in ways} - set(members)))
     r.expected = {*members, *seatless}
-    r.order = AdoptPlan(m.membership.generation, plan, members, seatless, source.done, ways, source.cut, source.load)
+    r.order = AdoptPlan(
+        m.membership.generation, plan, members, seatless, source.done, ways, source.from_mirror, source.from_checkpoint
+    )
     most = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
-    usual_s = (m.policy.load_s if source.load else m.policy.adopt_s) + most / SLOWEST_PER_S
+    usual_s = (m.policy.load_s if source.from_checkpoint else m.policy.adopt_s) + most / SLOWEST_PER_S
     # Longer with each attempt: perhaps no worker hangs, and all are slow.
     m.enter(Phase.ADOPTING, deadline_s=usual_s * max(1, m.health.attempts))
-    where = "the disk, or made anew," if source.load else "the mirror" if source.cut else "the workers that hold it"
+    where = (
+        "the disk, or made anew,"
+        if source.from_checkpoint
+        else "the mirror"
+        if source.from_mirror
+        else "the workers that hold it"
+    )
     m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {source.done} steps")
 
 
@@ -147,7 +155,7 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     trained = who.members
     who.plan, who.members = order.plan, order.members
     warn_of_changed_shard_counts(m, order)
-    who.spares = (who.spares | set(m.recovery.stands)) - set(who.members) - who.leaving - who.gone
+    who.spares = (who.spares | set(m.recovery.statuses)) - set(who.members) - who.leaving - who.gone
     p.issued = p.committed = order.done
     m.mirror.begin()
     m.trust.doubt, m.health.waited_s = "", 0.0
@@ -155,8 +163,8 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     m.planned.reason = m.planned.plan = None
     m.planned.ask_at_s = m.timer.now_s if who.spares else None
     _dismiss_leaving_workers(m, trained)
-    if stopping.request is not None and (stopping.at is None or stopping.interrupted):
-        stopping.at = max(p.committed, p.emitted)
+    if stopping.request is not None and (stopping.stop_step is None or stopping.interrupted):
+        stopping.stop_step = max(p.committed, p.emitted)
     if stopping.abandon_at_s is not None and p.committed < p.emitted:
         end_interrupted_recovery(m)  # what people have seen would have to be executed again first
         return
@@ -195,7 +203,7 @@ def wait_for_workers(m: RunState, why: str, lacking: int | None = None) -> None:
     """Wait until a worker joins, or the time limit; not at all where none can join. `lacking`: how many workers, where that is
     known. If one has joined since all were asked, ask again at once."""
     who = m.membership
-    unasked = who.spares - set(m.recovery.stands) - who.gone - who.leaving
+    unasked = who.spares - set(m.recovery.statuses) - who.gone - who.leaving
     if unasked:
         begin_recovery(m, f"worker {min(unasked)} has joined", counts=False)
         return

@@ -49,13 +49,13 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     p, who, hiring = m.progress, m.membership, m.hiring
     known = (count_shards_per_layer(plan) for plan in (who.plan, event.plan) if plan is not None)
     unsharded = all(max(shards) == 1 for shards in known)  # else other numbers of shards may have been used before
-    m.replay = ShardCountHistory(m.policy.first, count_shards_per_layer(event.plan) if unsharded else None)
+    m.replay = ShardCountHistory(m.policy.steps_before_run, count_shards_per_layer(event.plan) if unsharded else None)
     who.generation, who.plan, who.members = event.generation, event.plan, event.members
     p.issued = p.committed = p.emitted = p.journalled = event.seen
-    p.served = event.seen - 1  # what is due there may not have been served
+    p.served_flush_point = event.seen - 1  # what is due there may not have been served
     p.validated, p.saved = event.validated, event.saved
     hiring.starting, hiring.placed = set(event.starting), set(event.starting)
-    hiring.next_number = max(hiring.next_number, event.hired)
+    hiring.next_number = max(hiring.next_number, event.next_worker_number)
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
     who.spares = set(event.workers) - set(event.members) - hiring.starting
     m.mirror.complete = True  # not known: an error is better than a long way from the beginning
@@ -105,9 +105,9 @@ def fence_workers(m: RunState, event: GenerationClaimed) -> None:
 def count_worker_status(m: RunState, event: WorkerStatusReported) -> None:
     """Note where a worker stands, which has left the old generation."""
     r = m.recovery
-    worker = event.stand.worker
+    worker = event.status.worker
     if event.generation == m.membership.generation and worker in r.expected:
-        r.stands[worker] = event.stand
+        r.statuses[worker] = event.status
         if worker in r.holders:
             announce_returned_worker(m, worker)
         settle_open_step_if_all_answered(m)
@@ -119,7 +119,7 @@ def announce_returned_worker(m: RunState, worker: int) -> None:
     r = m.recovery
     assert r.waited_from_s is not None
     began_s = r.waited_from_s if m.progress.last_commit_s is None else m.progress.last_commit_s
-    m.health.patience_s = max(m.health.patience_s, 2 * (m.timer.now_s - began_s))
+    m.health.next_step_least_limit_s = max(m.health.next_step_least_limit_s, 2 * (m.timer.now_s - began_s))
     waited_s = m.timer.now_s - r.waited_from_s
     m.decide(
         TellUser(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for"
@@ -130,14 +130,14 @@ def settle_open_step_if_all_answered(m: RunState) -> None:
     """Commit or void the open step, once all have answered. It is committed if any worker has applied it: that worker held the
     whole vote."""
     r = m.recovery
-    if r.expected - set(r.stands) or not compare_digests_in_recovery(m):
+    if r.expected - set(r.statuses) or not compare_digests_in_recovery(m):
         return
-    holders = {w: s.done for w, s in r.stands.items() if s.done is not None and w not in m.trust.tainted}
+    holders = {w: s.done for w, s in r.statuses.items() if s.done is not None and w not in m.trust.tainted}
     r.done = max(holders.values(), default=m.progress.committed)
-    late = {w for w, done in holders.items() if done == r.done - 1 and r.stands[w].votable}
+    late = {w for w, done in holders.items() if done == r.done - 1 and r.statuses[w].can_apply_late}
     outcomes: dict[int, object] = {}
-    for stand in r.stands.values():
-        outcomes.update(stand.outcomes)
+    for stand in r.statuses.values():
+        outcomes.update(stand.vote_results)
     if not late:
         commit_found_steps(m)
         return
@@ -152,11 +152,11 @@ def settle_open_step_if_all_answered(m: RunState) -> None:
 def count_applied_kept_gradients(m: RunState, event: KeptGradientsApplied) -> None:
     """Note that a worker has applied the open step late and stands where the others do."""
     r = m.recovery
-    worker = event.stand.worker
+    worker = event.status.worker
     if event.generation != m.membership.generation or worker not in r.expected:
         return
     r.expected.discard(worker)
-    r.stands[worker] = event.stand
+    r.statuses[worker] = event.status
     if not r.expected:
         commit_found_steps(m)
 
@@ -187,7 +187,7 @@ def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
         m.health.failures.append(event)
         if m.phase is Phase.STANDING:
             r.expected.discard(event.worker)
-            r.stands.pop(event.worker, None)
+            r.statuses.pop(event.worker, None)
             settle_open_step_if_all_answered(m)
         elif m.phase is not Phase.CLAIMING:
             begin_recovery(m, error_first_line(event.error), counts=counts)
@@ -218,7 +218,7 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
         start_missing_workers(m)
         if timer.now_s - r.told_s >= last_copy_holders.TELL_EVERY_S and timer.deadline_s is not None and not timer.expired:
             tell_what_is_awaited(m)
-    silent = sorted(r.expected - set(r.stands)) if m.phase is Phase.STANDING else sorted(r.expected)
+    silent = sorted(r.expected - set(r.statuses)) if m.phase is Phase.STANDING else sorted(r.expected)
     asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
     hopeless = asked and silent and set(silent) <= event.unheard and timer.elapsed_s > m.policy.hopeless_s
     if not (hopeless or timer.expired or (m.phase is Phase.STANDING and r.waited_from_s is not None)):

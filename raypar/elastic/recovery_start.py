@@ -19,7 +19,7 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
     """
     progress, health, stopping = m.progress, m.health, m.stopping
     if m.phase in (Phase.VALIDATING, Phase.SAVING, Phase.ENDING):
-        progress.served = progress.emitted - 1  # saving and validation are due there again
+        progress.served_flush_point = progress.emitted - 1  # saving and validation are due there again
     progress.forget_open_steps()
     health.probing = health.aborted_by_us = False
     m.planned.asking = False
@@ -31,7 +31,7 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
     if health.attempts > m.policy.max_attempts:
         m.end_run("failed", f"{health.attempts} attempts without a step between them: {why}", make_repeated_failure_error(m))
         return
-    m.recovery = RecoveryState(why, former=m.recovery.order or m.recovery.former)
+    m.recovery = RecoveryState(why, former_order=m.recovery.order or m.recovery.former_order)
     m.membership.generation += 1
     m.enter(Phase.CLAIMING, deadline_s=m.policy.claim_s)
     m.decide(ClaimGeneration(m.membership.generation), why)

@@ -13,9 +13,9 @@ class RunPolicy:
 
     workers: int
     """Workers that the run begins with."""
-    last: int
+    job_steps: int
     """Steps of the whole job."""
-    first: int = 0
+    steps_before_run: int = 0
     """Steps that were done before this run: it resumes after them."""
     validates: bool = False
     """Whether the job has validation data."""
@@ -67,9 +67,9 @@ class RunPolicy:
     """Recoveries without a new step between them after which the run gives up."""
     claim_s: float = 10.0
     """Limit for the journal's answer to the claim of a generation."""
-    stand_s: float = 1.0
+    status_s: float = 1.0
     """Least limit for a worker's answer in a recovery."""
-    stand_medians: float = 3.0
+    status_medians: float = 3.0
     """That answer may also take this multiple of a usual step, because a computation cannot be interrupted."""
     hopeless_s: float = 0.2
     """Limit for that answer where the worker answers no pings either."""
@@ -96,7 +96,7 @@ class RunPolicy:
     @property
     def end(self) -> int:
         """The number of steps after which this run ends by itself."""
-        return self.last if self.stop_at is None else min(self.stop_at, self.last)
+        return self.job_steps if self.stop_at is None else min(self.stop_at, self.job_steps)
 
     @property
     def wanted(self) -> int:

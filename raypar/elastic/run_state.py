@@ -35,7 +35,7 @@ class RunState:
 
     def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, layout: Layout = lambda plan: ()) -> None:
         """`plan` and `layout` are needed by elastic runs only."""
-        first = policy.first
+        first = policy.steps_before_run
         self.policy = policy
         """The limits of the run."""
         self.layout = layout

@@ -63,7 +63,7 @@ class RunProgress:
     """Steps that people have seen: journalled, and their callbacks have returned."""
     journalled: int
     """Steps that have been given to the journal."""
-    served: int
+    served_flush_point: int
     """The flush point whose saving and validation were begun last, in steps."""
     saved: int | None = None
     """Steps of the last complete checkpoint."""
@@ -165,7 +165,7 @@ class PendingStop:
 
     request: StopRequested | None = None
     """The first request, or the Ctrl-C that came after it."""
-    at: int | None = None
+    stop_step: int | None = None
     """After so many steps the run ends; None: not decided, or the run ends by itself."""
     abandon_at_s: float | None = None
     """When a recovery is broken off because of Ctrl-C."""
@@ -206,7 +206,7 @@ class WorkerHealth:
     """Recoveries since the last new step that count as attempts at the next."""
     disturbed_at_s: float | None = None
     """When the machine heard of the disturbance after which no step has been committed yet."""
-    patience_s: float = 0.0
+    next_step_least_limit_s: float = 0.0
     """Least limit for the next step: twice the time of its last attempt, if that was waited for."""
     waited_s: float = 0.0
     """How long silent workers with an only copy were last waited for in vain."""
@@ -228,7 +228,7 @@ class StateTrust:
     """Workers that hold state newer than `agreed` which has not been replaced yet."""
     wrong: set[int] = field(default_factory=set)
     """Workers whose state differed from that of a majority; they leave."""
-    bad_cuts: set[int] = field(default_factory=set)
+    untrusted_snapshots: set[int] = field(default_factory=set)
     """Steps whose mirror snapshot is not trusted."""
     doubted_steps: range = range(0)
     """Steps whose numbers people may have seen wrongly, or computed with other shards."""
@@ -242,13 +242,13 @@ class RecoveryState:
     """What made the new generation necessary."""
     expected: set[int] = field(default_factory=set)
     """Workers whose answer the phase waits for."""
-    stands: dict[int, WorkerStatus] = field(default_factory=dict)
+    statuses: dict[int, WorkerStatus] = field(default_factory=dict)
     """Worker -> where it stands, by its last answer."""
     done: int = 0
     """Steps of the newest state that some worker holds."""
     order: AdoptPlan | None = None
     """The plan that the workers have been told to adopt."""
-    former: AdoptPlan | None = None
+    former_order: AdoptPlan | None = None
     """The last such order of earlier recoveries: some workers may have adopted that plan."""
     symptom: bool = False
     """Whether it began with the consequence of a death, before it was known who had died and why."""

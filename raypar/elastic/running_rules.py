@@ -249,7 +249,7 @@ def stop_after_open_steps(m: RunState, event: StopRequested) -> None:
     p, stopping = m.progress, m.stopping
     if stopping.request is None or (event.interrupt and not stopping.interrupted):
         stopping.request = event
-        stopping.at = max(p.issued, p.emitted)
+        stopping.stop_step = max(p.issued, p.emitted)
         if m.phase is Phase.FLUSHING:
             m.enter(Phase.FLUSHING, deadline_s=event.grace_s if event.interrupt else None)
         issue_steps(m)
@@ -336,7 +336,7 @@ def save_if_all_at_same_step(m: RunState) -> None:
     """Save once every worker stands at the step that people have seen; until then wait, up to the abort's time limit."""
     p, applied = m.progress, m.health.applied_after_abort
     if applied is not None and set(applied) == {p.emitted}:
-        p.issued = p.committed = p.served = m.stopping.at = p.emitted
+        p.issued = p.committed = p.served_flush_point = m.stopping.stop_step = p.emitted
         p.reports.clear()
         p.due = deque(["end"] if p.emitted in (p.saved, p.saving) else ["save", "end"])
         begin_next_save_or_validation(m)

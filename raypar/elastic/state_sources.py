@@ -18,9 +18,9 @@ class StateSource:
     """Who has what of the state after `done` steps: in memory, in the mirror (`cut`), or on a disk that all read (`load`)."""
 
     done: int
-    have: Holdings
-    cut: bool = False
-    load: bool = False
+    holdings: Holdings
+    from_mirror: bool = False
+    from_checkpoint: bool = False
 
 
 def find_state_source(m: RunState, need: Holdings) -> StateSource | None:
@@ -31,9 +31,9 @@ def find_state_source(m: RunState, need: Holdings) -> StateSource | None:
         return StateSource(done, have)
     found = find_newest_mirror_snapshot(m, need)
     if found is not None:
-        return StateSource(*found, cut=True)
+        return StateSource(*found, from_mirror=True)
     return (
-        StateSource(get_trusted_checkpoint_step(m) or m.policy.first, need, load=True)
+        StateSource(get_trusted_checkpoint_step(m) or m.policy.steps_before_run, need, from_checkpoint=True)
         if can_restore_from_disk_or_start(m)
         else None
     )
@@ -41,19 +41,21 @@ def find_state_source(m: RunState, need: Holdings) -> StateSource | None:
 
 def find_live_holders(m: RunState, done: int) -> dict[int, tuple[Piece, ...]]:
     """Who holds what of the state after `done` steps, in memory."""
-    return {w: s.pieces for w, s in m.recovery.stands.items() if s.done == done and w not in m.trust.tainted}
+    return {w: s.pieces for w, s in m.recovery.statuses.items() if s.done == done and w not in m.trust.tainted}
 
 
 def find_newest_mirror_snapshot(
     m: RunState, need: Holdings, without: Collection[int] = ()
 ) -> tuple[int, dict[int, tuple[Piece, ...]]] | None:
     """The last step whose cut of the mirror has all of `need`, and who has what of it; `without`: workers that do not count."""
-    stands = {worker: stand for worker, stand in m.recovery.stands.items() if worker not in without}
-    steps = {step for s in stands.values() for step in s.cuts}
+    stands = {worker: stand for worker, stand in m.recovery.statuses.items() if worker not in without}
+    steps = {step for s in stands.values() for step in s.mirror_snapshots}
     if m.trust.doubt:
-        m.trust.bad_cuts |= {step for step in steps if step > m.trust.agreed}
-    for step in sorted(steps - m.trust.bad_cuts, reverse=True):
-        copies = {w: s.cuts[step] for w, s in stands.items() if step in s.cuts and w not in m.trust.wrong}
+        m.trust.untrusted_snapshots |= {step for step in steps if step > m.trust.agreed}
+    for step in sorted(steps - m.trust.untrusted_snapshots, reverse=True):
+        copies = {
+            w: s.mirror_snapshots[step] for w, s in stands.items() if step in s.mirror_snapshots and w not in m.trust.wrong
+        }
         if not pieces_nobody_holds(copies, need):
             return step, copies
     return None
@@ -64,8 +66,12 @@ def can_restore_from_disk_or_start(m: RunState, done: int | None = None) -> bool
 
     `done`: steps of the state; by default those that the recovery has found.
     """
-    near = m.mirror.first == m.policy.first and not m.mirror.complete
-    return get_trusted_checkpoint_step(m) is not None or (m.recovery.done if done is None else done) <= m.policy.first or near
+    near = m.mirror.first == m.policy.steps_before_run and not m.mirror.complete
+    return (
+        get_trusted_checkpoint_step(m) is not None
+        or (m.recovery.done if done is None else done) <= m.policy.steps_before_run
+        or near
+    )
 
 
 def get_trusted_checkpoint_step(m: RunState) -> int | None:

@@ -37,17 +37,17 @@ def issue_steps(m: RunState) -> None:
     barrier = max(find_next_save_or_validation(m), p.committed)
     while p.issued < min(barrier, min(p.emitted, p.committed) + MAX_OPEN_STEPS):
         saved_next = p.issued + 1 in next_saved_steps(m)
-        if saved_next and m.mirror.waits:
+        if saved_next and m.mirror.awaits_report:
             return  # only one mirror snapshot at a time is compared
         if p.issued == p.committed:
             m.timer.since_s = m.timer.now_s  # time that callbacks took makes no worker late
         alone = len(m.membership.members) == 1  # nobody would keep a copy
-        cut = not alone and m.mirror.take(p.issued, saved_next)
+        cut = not alone and m.mirror.begin_if_due(p.issued, saved_next)
         m.decide(RunStep(p.issued, cut), f"step {p.issued} is within {MAX_OPEN_STEPS} of the last one seen by all")
         p.issued += 1
     if p.emitted == p.committed == p.issued == barrier:
         p.due = list_due_saves_and_validations(m, barrier)
-        p.served = barrier
+        p.served_flush_point = barrier
         begin_next_save_or_validation(m)
     elif p.issued == barrier and m.phase is Phase.RUNNING:
         request = m.stopping.request
@@ -56,13 +56,15 @@ def issue_steps(m: RunState) -> None:
 
 def get_final_step_count(m: RunState) -> int:
     """The number of steps after which the run ends, as far as that is known now."""
-    return m.policy.end if m.stopping.at is None else m.stopping.at
+    return m.policy.end if m.stopping.stop_step is None else m.stopping.stop_step
 
 
 def find_next_save_or_validation(m: RunState) -> int:
     """The number of steps beyond which none is issued before saving and validation have been served there."""
     periods = (m.policy.validate_every if m.policy.validates else 0, m.policy.save_every)
-    served = max(m.progress.served, m.progress.emitted - 1)  # no step beyond a flush point is issued before it was served
+    served = max(
+        m.progress.served_flush_point, m.progress.emitted - 1
+    )  # no step beyond a flush point is issued before it was served
     return min([get_final_step_count(m), *((served // every + 1) * every for every in periods if every)])
 
 
@@ -75,16 +77,16 @@ def next_saved_steps(m: RunState) -> tuple[int, ...]:
 def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
     """What is due after `done` steps. Saving comes first: what fails in a validation, or in a callback after it, must not take
     the training with it."""
-    policy, due, stop_at = m.policy, deque[Due](), m.stopping.at
-    cut_short = stop_at is not None and done >= stop_at and done < policy.last
+    policy, due, stop_at = m.policy, deque[Due](), m.stopping.stop_step
+    cut_short = stop_at is not None and done >= stop_at and done < policy.job_steps
     ends = cut_short or done >= policy.end
     save_now = policy.save_every and done % policy.save_every == 0
-    save_last = ends and (policy.save_at_end or done < policy.last)
+    save_last = ends and (policy.save_at_end or done < policy.job_steps)
     if done not in (m.progress.saved, m.progress.saving) and (save_now or save_last):
         due.append("save")
     every = policy.validate_every
-    validate_now = (every and done % every == 0) or done == policy.last
-    fresh = done > policy.first and m.progress.validated != done
+    validate_now = (every and done % every == 0) or done == policy.job_steps
+    fresh = done > policy.steps_before_run and m.progress.validated != done
     if policy.validates and fresh and validate_now and not m.stopping.interrupted:
         due.append("validate")
     if ends:
@@ -96,8 +98,8 @@ def begin_next_save_or_validation(m: RunState) -> None:
     """Begin the next thing that is due at this flush point; after the last one training goes on. No step is in flight."""
     p = m.progress
     done = p.emitted
-    if not p.due and m.stopping.request is not None and m.stopping.at is None:
-        m.stopping.at = done
+    if not p.due and m.stopping.request is not None and m.stopping.stop_step is None:
+        m.stopping.stop_step = done
         p.due = deque(["end"] if done in (p.saved, p.saving) else ["save", "end"])
     if not p.due:
         m.enter(Phase.RUNNING)
@@ -138,7 +140,7 @@ def end_if_saved(m: RunState) -> None:
         m.end_run("failed", f"the last checkpoint could not be written; {kept}", p.save_error)
     elif request is not None:
         m.end_run("interrupted" if request.interrupt else "stopped", request.reason)
-    elif done < m.policy.last:
+    elif done < m.policy.job_steps:
         m.end_run("stopped", f"asked to stop after {done} steps")
     else:
         m.end_run("done", f"all {done} steps are done")
@@ -151,7 +153,7 @@ def commit_step(m: RunState, step: int) -> None:
     if step >= p.journalled:
         health.attempts = 0
         health.deaths.clear()
-        health.patience_s = 0.0
+        health.next_step_least_limit_s = 0.0
     m.timer.since_s = now_s
     if health.disturbed_at_s is not None:
         since_s = health.disturbed_at_s if p.last_commit_s is None else p.last_commit_s
@@ -175,4 +177,4 @@ def record_emitted_step(m: RunState, event: StepEmitted) -> None:
     p.emitted = max(p.emitted, event.step + 1)
     if event.stop is not None and stopping.request is None:
         stopping.request = StopRequested(event.stop)
-        stopping.at = max(min(find_next_save_or_validation(m), event.step + MAX_OPEN_STEPS), p.committed, p.emitted)
+        stopping.stop_step = max(min(find_next_save_or_validation(m), event.step + MAX_OPEN_STEPS), p.committed, p.emitted)

@@ -31,13 +31,15 @@ def check_stragglers(m: RunState, busy_s: Mapping[int, float]) -> None:
         leaver = None
     for finding in found:
         if leaver is None or finding.worker != leaver.worker:
-            m.decide(_report(finding), "its replicas wait for it in every step" if not finding.over else "it has caught up")
+            m.decide(
+                _report(finding), "its replicas wait for it in every step" if not finding.recovered else "it has caught up"
+            )
     if leaver is None:
         return
     slow_nodes.add(nodes.get(leaver.worker, f"of worker {leaver.worker}"))
     m.decide(_report(leaver, leaves=True), "elastic.stragglers is replace")
     m.membership.leaving.add(leaver.worker)
-    m.planned.reason = f"worker {leaver.worker} leaves: it takes {leaver.times:.1f} times as long as it should"
+    m.planned.reason = f"worker {leaver.worker} leaves: it takes {leaver.slowdown:.1f} times as long as it should"
 
 
 def _can_replace(m: RunState) -> bool:
@@ -52,4 +54,4 @@ def _can_replace(m: RunState) -> bool:
 
 
 def _report(finding: StragglerFinding, leaves: bool = False) -> ReportStraggler:
-    return ReportStraggler(finding.worker, finding.times, finding.steps, finding.alone, finding.over, leaves)
+    return ReportStraggler(finding.worker, finding.slowdown, finding.steps, finding.alone, finding.recovered, leaves)

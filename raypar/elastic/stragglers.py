@@ -22,13 +22,13 @@ class StragglerFinding:
 
     worker: int
     """The worker."""
-    times: float
+    slowdown: float
     """How many times as long as it should it has taken: the median of its last steps."""
     steps: int
     """The number of those steps."""
     alone: bool
     """Whether it was compared with its own first steps."""
-    over: bool = False
+    recovered: bool = False
     """Whether it is a straggler no longer."""
 
 
@@ -108,4 +108,4 @@ class StragglerWatch:
             for worker in self.told
             if len(self._records[worker].ratios) == self.steps and min(self._records[worker].ratios) > self.times
         ]
-        return sorted(slow, key=lambda finding: (-finding.times, finding.worker))
+        return sorted(slow, key=lambda finding: (-finding.slowdown, finding.worker))

@@ -38,7 +38,7 @@ def start_missing_workers(m: RunState) -> None:
 
 def start_workers(m: RunState, decision: DesiredCapacity) -> None:
     """Start as many workers as have been decided."""
-    for _ in range(decision.start):
+    for _ in range(decision.workers_to_start):
         number = m.hiring.next_number
         m.hiring.next_number += 1
         m.hiring.starting.add(number)

@@ -126,7 +126,7 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler) -> Resul
     """Run the request to its end; the result is gathered from the events."""
     from raypar.actors.driver_client import follow_run
 
-    result = Result({}, str(folder.path), "failed", request.policy.first, checkpoint_path=request.resume)
+    result = Result({}, str(folder.path), "failed", request.policy.steps_before_run, checkpoint_path=request.resume)
 
     def gather(event: dict[str, Any]) -> None:
         facts = {key: value for key, value in event.items() if key not in ("kind", "time")}

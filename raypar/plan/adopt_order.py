@@ -15,17 +15,17 @@ class AdoptOrder:
 
     assignment: Any
     """A `schedule.program_assignment.ProgramAssignment`; None for a worker without a seat, which only hands state over."""
-    ranks: Mapping[int, int]
+    rank_of_worker: Mapping[int, int]
     """Worker -> rank of the new transport."""
-    done: int
+    steps_done: int
     """Steps applied to the state from which all workers start."""
     moves: tuple[PieceMove, ...] = ()
     """All moves of the generation, those of other workers too."""
-    load: str | None = None
+    checkpoint_folder: str | None = None
     """Folder of the checkpoint from which the state is read; None: from memory, or initial values."""
-    fresh: bool = False
+    run_begins: bool = False
     """Whether the run begins: all state has its initial values."""
-    cut: bool = False
+    from_mirror: bool = False
     """Whether `moves` and the worker's own state come from the mirror."""
-    buddies: Mapping[int, int] = field(default_factory=dict)
+    mirror_keepers: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the rank that keeps the mirror's second copy of its state (`elastic.buddies`)."""

@@ -31,7 +31,7 @@ class BalancedTensorShares:
     owners: int
     """Number of owners."""
 
-    def of(self, owner: int) -> Iterator[tuple[int, int, int]]:
+    def runs_of_owner(self, owner: int) -> Iterator[tuple[int, int, int]]:
         """The runs of one owner, ascending: (index of the tensor, first element, element behind the last)."""
         for index, size in enumerate(self.sizes):
             full = size // CANONICAL_PIECE

@@ -53,10 +53,10 @@ class Microbatches:
         """Offsets of the microbatch's samples inside the step's batch."""
         return contiguous_part(microbatch, self.count, self.batch_size)
 
-    def of_block(self, block: int) -> range:
+    def microbatches_of_block(self, block: int) -> range:
         """Microbatches of a block, possibly none."""
         return contiguous_part(block, self.blocks, self.count)
 
-    def block(self, microbatch: int) -> int:
+    def block_of(self, microbatch: int) -> int:
         """The block of a microbatch."""
         return contiguous_part_index(microbatch, self.blocks, self.count)

@@ -41,7 +41,7 @@ class Ownership:
     plan: ParallelPlan
     outline: ModelOutline
     """The model's parameters and buffers, which of them are frozen, and how they are cut over shards."""
-    zero: int = 0
+    zero_stage: int = 0
     """The ZeRO stage, 0 to 3: which kinds the replicas of a stage share out (`SHARED_OUT_FROM`). Runs of today use 0."""
     _answers: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What has been answered; ranks that keep the same share one tuple."""
@@ -49,8 +49,8 @@ class Ownership:
     """(position, shard, whether frozen) -> how the replicas share these parameters out."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.zero <= 3:
-            raise PlanError(f"there is no ZeRO stage {self.zero}", cure="use 0, 1, 2 or 3")
+        if not 0 <= self.zero_stage <= 3:
+            raise PlanError(f"there is no ZeRO stage {self.zero_stage}", cure="use 0, 1, 2 or 3")
 
     # -- who keeps what ------------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Ownership:
         Raises `PlanError` for a number of shards that the outline does not know.
         """
         seat = self.plan.seats[rank]
-        shared_out = self.zero >= SHARED_OUT_FROM[kind]
+        shared_out = self.zero_stage >= SHARED_OUT_FROM[kind]
         key = (kind, seat.position, seat.shard, seat.replica if shared_out else None)
         if key not in self._answers:
             if not shared_out:
@@ -86,9 +86,9 @@ class Ownership:
     def cut_of(self, rank: int, name: str) -> TensorCut | None:
         """How a tensor is cut over the shards of a rank's stages; None: it is whole on each of them."""
         shards = self.plan.stages[self.plan.stages_of(rank)[0]].shards
-        if shards > 1 and shards not in self.outline.cuts:
+        if shards > 1 and shards not in self.outline.shardings:
             raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
-        return self.outline.cuts[shards].get(name) if shards > 1 else None
+        return self.outline.shardings[shards].get(name) if shards > 1 else None
 
     # -- who holds the same --------------------------------------------------------------------------------------------
 
@@ -101,21 +101,21 @@ class Ownership:
         return tuple(self._held(rank) for rank in range(self.plan.world))
 
     @cached_property
-    def state_keys(self) -> tuple[int, ...]:
+    def same_state_keys(self) -> tuple[int, ...]:
         """By rank; ranks with the same key hold the same state."""
         return same_state_keys(self.held)
 
     def has_copies(self, rank: int) -> bool:
         """Whether another rank holds the same state."""
-        return self._state_key_counts[self.state_keys[rank]] > 1
+        return self._state_key_counts[self.same_state_keys[rank]] > 1
 
     @cached_property
     def _state_key_counts(self) -> Counter[int]:
-        return Counter(self.state_keys)
+        return Counter(self.same_state_keys)
 
     def _held(self, rank: int) -> tuple[Piece, ...]:
         seat = self.plan.seats[rank]
-        key = ("held", seat.position, seat.shard, seat.replica if self.zero else None)
+        key = ("held", seat.position, seat.shard, seat.replica if self.zero_stage else None)
         if key not in self._answers:
             frozen = (piece for piece in self.pieces(rank, "parameter") if piece.name in self.outline.frozen)
             self._answers[key] = tuple(sorted([*self.pieces(rank, "optimizer"), *frozen, *self.pieces(rank, "buffer")]))
@@ -123,14 +123,14 @@ class Ownership:
 
     # -- who does what once for all --------------------------------------------------------------------------------------
 
-    def counted(self, rank: int) -> dict[int, tuple[str, ...]]:
+    def norm_parameters(self, rank: int) -> dict[int, tuple[str, ...]]:
         """Stage -> trained parameters of whose gradients a rank sums the squares, for the norm; empty ones too.
 
         Every element is summed by one rank: the replicas of a stage take whole, consecutive parameters in layer order, each
         shard sums the elements that it owns, and the first stage with a tied parameter sums it. That the gradient is whole
         on every replica (ZeRO stages 0 and 1) is required.
         """
-        assert self.zero < SHARED_OUT_FROM["gradient"], "the norm of gradients that replicas share out is summed by piece"
+        assert self.zero_stage < SHARED_OUT_FROM["gradient"], "the norm of gradients that replicas share out is summed by piece"
         seat, found = self.plan.seats[rank], {}
         for stage in self.plan.stages_of(rank):
             here = [name for name in self._tensors_of_stage(stage) if self._first_stage[name] == stage]
@@ -139,7 +139,7 @@ class Ownership:
             found[stage] = tuple(names[consecutive_tensor_share(sizes, seat.replica, self.plan.stages[stage].replicas)])
         return found
 
-    def written(self, rank: int) -> dict[int, dict[str, tuple[Piece, ...]]]:
+    def checkpoint_pieces(self, rank: int) -> dict[int, dict[str, tuple[Piece, ...]]]:
         """What a rank writes into a checkpoint: stage -> parameter or buffer -> pieces (none of an empty tensor).
 
         What the optimizer keeps for a parameter goes with it. Every element is written by one rank. The first stage with a
@@ -162,7 +162,7 @@ class Ownership:
                     continue
                 spans: IndexRanges = tuple(held.get(name, ()))
                 if cut is not None:
-                    spans = intersect_ranges(spans, cut.pieces(cut.owned(seat.shard), size))
+                    spans = intersect_ranges(spans, cut.element_ranges(cut.owned(seat.shard), size))
                 if spans or not size:
                     mine[name] = _pieces(name, spans)
         return found
@@ -170,7 +170,7 @@ class Ownership:
     def _is_shared_out(self, name: str) -> bool:
         """Whether the replicas of a stage share a tensor's authoritative state out."""
         kind: StateKind = "parameter" if name in self.outline.frozen else "optimizer"
-        return name not in self.outline.buffers and self.zero >= SHARED_OUT_FROM[kind]
+        return name not in self.outline.buffers and self.zero_stage >= SHARED_OUT_FROM[kind]
 
     # -- tensors by position -------------------------------------------------------------------------------------------
 
@@ -213,14 +213,14 @@ class Ownership:
     def _on_shard(self, rank: int, name: str) -> IndexRanges:
         """The elements that the rank's shard has of a tensor, all replicas together."""
         cut, size = self.cut_of(rank, name), self.sizes(rank)[name]
-        return ((0, size),) if cut is None else cut.pieces(cut.held[self.plan.seats[rank].shard], size)
+        return ((0, size),) if cut is None else cut.element_ranges(cut.indices_by_shard[self.plan.seats[rank].shard], size)
 
     def _owned_elements(self, rank: int, name: str) -> int:
         """How many elements of a tensor the rank's shard has that no shard before it has."""
         cut, shard, size = self.cut_of(rank, name), self.plan.seats[rank].shard, self.sizes(rank).get(name, 0)
         if cut is None:
             return size if shard == 0 else 0
-        return count_indices(cut.pieces(cut.owned(shard), size))
+        return count_indices(cut.element_ranges(cut.owned(shard), size))
 
     def _share(self, rank: int, names: Sequence[str], *, frozen: bool) -> tuple[Piece, ...]:
         """The rank's share of parameters that the replicas of its shard share out."""
@@ -232,7 +232,7 @@ class Ownership:
             self._shares[key] = BalancedTensorShares(tuple(count_indices(spans) for spans in here), replicas)
         return tuple(
             piece
-            for index, start, stop in self._shares[key].of(seat.replica)
+            for index, start, stop in self._shares[key].runs_of_owner(seat.replica)
             for piece in _pieces(names[index], indices_at_positions(here[index], start, stop))
         )
 

@@ -200,7 +200,7 @@ class MicrobatchRouting:
     plan: ParallelPlan
     microbatches: Microbatches
 
-    def run(self, stage: int, replica: int) -> range:
+    def blocks_of_replica(self, stage: int, replica: int) -> range:
         """Blocks of a replica; empty when there are more replicas than blocks."""
         return contiguous_part(replica, self.plan.stages[stage].replicas, self.microbatches.blocks)
 
@@ -210,19 +210,19 @@ class MicrobatchRouting:
         for stage in range(len(self.plan.stages)):
             row = [0] * self.microbatches.count
             for replica in range(self.plan.stages[stage].replicas):
-                for block in self.run(stage, replica):
-                    for microbatch in self.microbatches.of_block(block):
+                for block in self.blocks_of_replica(stage, replica):
+                    for microbatch in self.microbatches.microbatches_of_block(block):
                         row[microbatch] = replica
             table.append(tuple(row))
         return tuple(table)
 
-    def replica(self, stage: int, microbatch: int) -> int:
+    def replica_for(self, stage: int, microbatch: int) -> int:
         """The replica of `stage` that runs `microbatch`."""
         return self._replica_of[stage][microbatch]
 
     def rank(self, stage: int, microbatch: int, shard: int = 0) -> int:
         """The worker (one shard of it) that runs `microbatch` at `stage`."""
-        return self.plan.rank(stage, self.replica(stage, microbatch), shard)
+        return self.plan.rank(stage, self.replica_for(stage, microbatch), shard)
 
     @cached_property
     def entry_order(self) -> tuple[int, ...]:
@@ -234,14 +234,14 @@ class MicrobatchRouting:
         blocks = self.microbatches.blocks
         starts = {0}
         for index in {s.position: i for i, s in enumerate(self.plan.stages)}.values():
-            starts |= {self.run(index, r).start for r in range(self.plan.stages[index].replicas)}
+            starts |= {self.blocks_of_replica(index, r).start for r in range(self.plan.stages[index].replicas)}
         bounds = [b for b in sorted(starts) if b < blocks] + [blocks]
         keyed: list[tuple[Fraction, int, int]] = []
         for number, (lo, hi) in enumerate(itertools.pairwise(bounds)):
-            members = [m for b in range(lo, hi) for m in self.microbatches.of_block(b)]
+            members = [m for b in range(lo, hi) for m in self.microbatches.microbatches_of_block(b)]
             keyed += [(Fraction(2 * i + 1, 2 * len(members)), number, m) for i, m in enumerate(members)]
         return tuple(m for _, _, m in sorted(keyed))
 
-    def of_replica(self, stage: int, replica: int) -> tuple[int, ...]:
+    def microbatches_of_replica(self, stage: int, replica: int) -> tuple[int, ...]:
         """Microbatches of one replica of a stage, in the order they enter."""
-        return tuple(m for m in self.entry_order if self.replica(stage, m) == replica)
+        return tuple(m for m in self.entry_order if self.replica_for(stage, m) == replica)

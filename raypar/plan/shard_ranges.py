@@ -121,22 +121,24 @@ class TensorCut:
     """
 
     dim: int
-    size: int
-    held: tuple[IndexRanges, ...]
+    whole_size: int
+    indices_by_shard: tuple[IndexRanges, ...]
 
     def owned(self, shard: int) -> IndexRanges:
         """The indices that this shard counts in the norm and writes to checkpoints. Every index has one owner."""
-        return subtract_ranges(self.held[shard], merge_ranges(s for spans in self.held[:shard] for s in spans))
+        return subtract_ranges(
+            self.indices_by_shard[shard], merge_ranges(s for spans in self.indices_by_shard[:shard] for s in spans)
+        )
 
     @property
     def shared(self) -> IndexRanges:
         """Indices that more than one shard holds; on each of these the gradient is a part of a sum."""
-        pairs = itertools.combinations(self.held, 2)
+        pairs = itertools.combinations(self.indices_by_shard, 2)
         return merge_ranges(s for one, other in pairs for s in intersect_ranges(one, other))
 
-    def pieces(self, spans: IndexRanges, elements: int) -> IndexRanges:
+    def element_ranges(self, spans: IndexRanges, elements: int) -> IndexRanges:
         """Which of the whole parameter's `elements` lie at these indices, all being numbered with `dim` as the slowest dim.
 
         No plan changes the numbering, and a shard's slice is a few runs of it whichever dim is cut.
         """
-        return scale_ranges(spans, elements // self.size)
+        return scale_ranges(spans, elements // self.whole_size)

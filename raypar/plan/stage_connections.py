@@ -64,7 +64,7 @@ class ModelOutline:
     """Tuples of qualified parameter names that are one parameter."""
     elements: tuple[dict[str, int], ...] = ()
     """By layer: name -> number of elements, of its parameters (a tie under its first name), then of its buffers."""
-    cuts: Mapping[int, Mapping[str, TensorCut]] = field(default_factory=dict)
+    shardings: Mapping[int, Mapping[str, TensorCut]] = field(default_factory=dict)
     """Number of shards -> parameter -> how it is cut over so many; a parameter that is not there is whole on every shard."""
     layouts: Mapping[int, TensorParallelLayout] = field(default_factory=dict)
     """Number of shards -> the whole layout for so many: `cuts`, and the styles with all that they answer."""

@@ -75,9 +75,9 @@ class TensorParallelLayout:
     def elements_on_shard(self, name: str, elements: int, shard: int) -> int:
         """How many of a parameter's `elements` a shard holds."""
         cut = self.cuts.get(name)
-        return elements if cut is None else elements // cut.size * count_indices(cut.held[shard])
+        return elements if cut is None else elements // cut.whole_size * count_indices(cut.indices_by_shard[shard])
 
 
 def shard_slice_shape(cut: TensorCut, shape: Sequence[int], shard: int) -> tuple[int, ...]:
     """The shape of a shard's slice of a parameter of `shape`."""
-    return tuple(count_indices(cut.held[shard]) if dim == cut.dim else n for dim, n in enumerate(shape))
+    return tuple(count_indices(cut.indices_by_shard[shard]) if dim == cut.dim else n for dim, n in enumerate(shape))

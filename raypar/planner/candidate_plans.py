@@ -63,7 +63,9 @@ def _candidate(
     busiest = max(
         sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)
     )
-    most = max(sum(len(cut.of_block(b)) for b in contiguous_part(r, replicas, cut.blocks)) for r in range(replicas))
+    most = max(
+        sum(len(cut.microbatches_of_block(b)) for b in contiguous_part(r, replicas, cut.blocks)) for r in range(replicas)
+    )
     bound = busiest * most / shards
     if profile.processors is not None:
         bound = max(bound, sums[-1] * cut.count / profile.processors)

@@ -168,7 +168,7 @@ def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, rank: int) ->
     parameters = gradients = optimizer = 0
     for stage in routing.plan.stages_of(rank):
         part = profile.stage(routing.plan.stages[stage])
-        blocks = len(routing.run(stage, routing.plan.seats[rank].replica))
+        blocks = len(routing.blocks_of_replica(stage, routing.plan.seats[rank].replica))
         parameters += part.parameter_bytes
         gradients += part.parameter_bytes * max(1, blocks.bit_length())
         optimizer += part.optimizer_bytes

@@ -16,7 +16,7 @@ def gpipe(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Sc
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(routing.plan.seats):
         stages = routing.plan.stages_of(rank)
-        mine = routing.of_replica(stages[0], seat.replica)
+        mine = routing.microbatches_of_replica(stages[0], seat.replica)
         orders.append(
             tuple(Forward(s, m) for s in stages for m in mine) + tuple(Backward(s, m) for s in reversed(stages) for m in mine)
         )

@@ -29,7 +29,7 @@ def interleaved_1f1b(routing: MicrobatchRouting, warmup: Sequence[int] | None = 
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         stages = plan.stages_of(rank)
-        mine = routing.of_replica(stages[0], seat.replica)
+        mine = routing.microbatches_of_replica(stages[0], seat.replica)
         rounds = max(1, len(mine) // pp)
         groups = [[mine[i] for i in contiguous_part(n, rounds, len(mine))] for n in range(rounds)]
         size = max(len(group) for group in groups)

@@ -79,7 +79,7 @@ class _Player:
         # Only one shard of each replica is played; the others get its order.
         self.speakers = [rank for rank, seat in enumerate(plan.seats) if seat.shard == 0]
         self.queues = {
-            rank: [_Queue(s, routing.of_replica(s, plan.seats[rank].replica)) for s in plan.stages_of(rank)]
+            rank: [_Queue(s, routing.microbatches_of_replica(s, plan.seats[rank].replica)) for s in plan.stages_of(rank)]
             for rank in self.speakers
         }
         self.more = dict.fromkeys(self.speakers, 0)

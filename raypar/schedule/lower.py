@@ -63,7 +63,7 @@ def lower_validation_pass(routing: MicrobatchRouting, crossing: StageConnections
     orders = []
     for rank, seat in enumerate(plan.seats):
         stages = plan.stages_of(rank)
-        mine = [(entry[m] // group, s, entry[m], m) for s in stages for m in routing.of_replica(s, seat.replica)]
+        mine = [(entry[m] // group, s, entry[m], m) for s in stages for m in routing.microbatches_of_replica(s, seat.replica)]
         orders.append(tuple(Forward(stage, m) for _, stage, _, m in sorted(mine)))
     return tuple(tuple(program) for program in _Replay(tuple(orders), routing, crossing, training=False).run())
 

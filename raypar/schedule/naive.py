@@ -16,7 +16,7 @@ def naive_schedule(routing: MicrobatchRouting, warmup: Sequence[int] | None = No
     orders: list[list[Compute]] = [[] for _ in routing.plan.seats]
     for rank, seat in enumerate(routing.plan.seats):
         stages = routing.plan.stages_of(rank)
-        for m in routing.of_replica(stages[0], seat.replica):
+        for m in routing.microbatches_of_replica(stages[0], seat.replica):
             orders[rank] += [Forward(s, m) for s in stages]
             orders[rank] += [Backward(s, m) for s in reversed(stages)]
     return tuple(tuple(order) for order in orders)

@@ -48,7 +48,7 @@ def one_f_one_b(routing: MicrobatchRouting, warmup: Sequence[int] | None = None)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         (stage,) = plan.stages_of(rank)
-        mine = routing.of_replica(stage, seat.replica)
+        mine = routing.microbatches_of_replica(stage, seat.replica)
         ahead = min(depths[seat.position], len(mine)) - 1 if mine else 0
         order: list[Compute] = [Forward(stage, m) for m in mine[:ahead]]
         for m, behind in zip(mine[ahead:], mine, strict=False):

@@ -24,7 +24,7 @@ class ProgramAssignment:
     crossing: StageConnections
     program: Program
     splits_backward: bool
-    validation_cut: Microbatches | None = None
+    validation_microbatches: Microbatches | None = None
     validation_program: Program = ()
     layouts: Mapping[int, TensorParallelLayout] = field(default_factory=dict)
     """Number of shards -> how the model is cut over so many: of all numbers that the job may come to. Empty without shards."""

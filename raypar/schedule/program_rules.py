@@ -70,11 +70,11 @@ class RuleCheckInput:
         """The compute instructions of a worker."""
         return self._computations[rank]
 
-    def due(self, rank: int) -> Iterator[tuple[int, int]]:
+    def routed_work(self, rank: int) -> Iterator[tuple[int, int]]:
         """Every (stage, microbatch) that is routed to a worker."""
         plan = self.routing.plan
         for stage in plan.stages_of(rank):
-            for microbatch in self.routing.of_replica(stage, plan.seats[rank].replica):
+            for microbatch in self.routing.microbatches_of_replica(stage, plan.seats[rank].replica):
                 yield stage, microbatch
 
     @cached_property
@@ -113,7 +113,7 @@ def check_computed_once(case: RuleCheckInput) -> list[ScheduleProblem]:
     rules = [(makers, _combinations(makers, wanted)) for makers, wanted in groups]
     for rank in range(len(case.lists)):
         count = Counter((type(i), i.stage, i.microbatch) for i in case.compute(rank))
-        due = set(case.due(rank))
+        due = set(case.routed_work(rank))
         for stage, m in sorted(due):
             for makers, right in rules:
                 times = tuple([count.get((kind, stage, m), 0) for kind in makers])
@@ -247,7 +247,7 @@ def check_gradient_order(case: RuleCheckInput) -> list[ScheduleProblem]:
             gradients = made_by[type(instruction)]
             if not gradients:
                 continue
-            m, block = instruction.microbatch, case.routing.microbatches.block(instruction.microbatch)
+            m, block = instruction.microbatch, case.routing.microbatches.block_of(instruction.microbatch)
             for what in gradients:
                 before = last.get((what, instruction.stage, block), -1)
                 if m < before:

@@ -114,7 +114,7 @@ class _Slots:
         self.total = 2 * len(crossing.edges) * self.count
         self.flow = DataFlow(crossing, len(stages))
         replica_ranks = [plan.replica_ranks(s) for s in stages]
-        self.rank_of = [[replica_ranks[s][routing.replica(s, m)] for m in range(self.count)] for s in stages]
+        self.rank_of = [[replica_ranks[s][routing.replica_for(s, m)] for m in range(self.count)] for s in stages]
         self.first: dict[tuple[MessageKind, int, int], tuple[int, int]] = {}
         """(kind, producer's stage, consumer's stage) -> (slot of microbatch 0, bytes)."""
         for number, e in enumerate(crossing.edges):

@@ -28,7 +28,7 @@ def zb_h1(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Sc
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         (stage,) = plan.stages_of(rank)
-        mine = routing.of_replica(stage, seat.replica)
+        mine = routing.microbatches_of_replica(stage, seat.replica)
         late = max(depth) - depth[seat.position]  # W of a microbatch follows I of the `late`-th after it
         ahead = min(depth[seat.position], len(mine)) - 1 if mine else 0
         order: list[Compute] = [Forward(stage, m) for m in mine[:ahead]]
@@ -57,7 +57,7 @@ def zb_v(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Sch
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         down, up = plan.stages_of(rank)
-        mine = routing.of_replica(down, seat.replica)
+        mine = routing.microbatches_of_replica(down, seat.replica)
         orders.append(tuple(_v_order(plan.positions, seat.position, down, up, mine)))
     return tuple(orders)
 

@@ -82,11 +82,11 @@ class ElasticWorker:
             self._old = {}
         return self._done
 
-    def outcome(self) -> VoteResult | None:
+    def vote_result(self) -> VoteResult | None:
         """The vote's result of the step that was applied last."""
         return self.core.end.outcome
 
-    def votable(self) -> bool:
+    def can_apply_late(self) -> bool:
         """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply it."""
         return bool(self.core.stages) and self.core.end.votable
 
@@ -107,7 +107,7 @@ class ElasticWorker:
             for start, stop in holding.spans
         )
 
-    def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
+    def mirror_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
         """Cut of the mirror, by its steps done -> the pieces of it that are here."""
         return self.mirror.pieces()
 
@@ -124,10 +124,10 @@ class ElasticWorker:
         part, connect = order
         self.core.learn_layouts(part.assignment)
         base: dict[str, list[ParameterState]] = {}
-        if part.cut:
-            base = self.mirror.at(part.done)
-        elif not (part.fresh or part.load):
-            base = self._standing() if self.applied() == part.done else {}
+        if part.from_mirror:
+            base = self.mirror.at(part.steps_done)
+        elif not (part.run_begins or part.checkpoint_folder):
+            base = self._standing() if self.applied() == part.steps_done else {}
         self.mirror.leave()
         former, self.core.transport = self.core.transport, None
         if former is not None:
@@ -139,19 +139,19 @@ class ElasticWorker:
         for name, holdings in received.items():
             base.setdefault(name, []).extend(holdings)
         values: dict[str, Tensor] | None = None
-        if not (part.fresh or part.load):
+        if not (part.run_begins or part.checkpoint_folder):
             state = self._assembled(part, transport.rank, base)
             values = {name: kept[PARAMETER] for name, kept in state.items()}
-        load = Path(part.load) if part.load else None
+        load = Path(part.checkpoint_folder) if part.checkpoint_folder else None
         self.described = self.core.adopt(part.assignment, transport, values=values, load=load)
         self.core.release_initial_values()
-        if not (part.fresh or part.load):
+        if not (part.run_begins or part.checkpoint_folder):
             for index, optimizer in self.core.end.optimizers.items():
                 kinds = {name: _without_parameter(state.get(name, {})) for name in self.core.stages[index].parameters}
                 load_optimizer_state(optimizer, {name: kept for name, kept in kinds.items() if kept})
-        self._done, self.core.end.finished = part.done, part.done - 1
+        self._done, self.core.end.finished = part.steps_done, part.steps_done - 1
         self._old = base
-        self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
+        self.mirror.rank, self.mirror.buddies = transport.rank, part.mirror_keepers
         self.mirror.compared = self.core.ownership.has_copies(transport.rank)
 
     # -- state here -----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class ElasticWorker:
             shape, whole = partial(self._shape, name), partial(self._whole, name)
             made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)
             if made is None:
-                what = f"worker {self.worker} lacks elements of {name} of the state after {part.done} steps"
+                what = f"worker {self.worker} lacks elements of {name} of the state after {part.steps_done} steps"
                 raise RayparError(what, cure="report this: what it was to be sent, or to have, is not all of it")
             kept, writable = made
             found[name] = kept if writable else {**kept, PARAMETER: kept[PARAMETER].clone()}
@@ -233,7 +233,7 @@ class ElasticWorker:
                 outgoing.setdefault(move.dest, []).append(move.piece)
             if move.dest == self.worker and move.source not in sources:
                 sources.append(move.source)
-        headers = {w: transport.recv(None, source=part.ranks[w], tag=state_tag(0)) for w in sources}
+        headers = {w: transport.recv(None, source=part.rank_of_worker[w], tag=state_tag(0)) for w in sources}
         sent, direct = [], direct_state_transfers(part)
         for dest, pieces in outgoing.items():
             tensors: list[Tensor] = []
@@ -245,16 +245,18 @@ class ElasticWorker:
                 for value in kept.values():
                     if isinstance(value, Tensor):
                         value = value.detach().contiguous()
-                        tensors.append(value if (transport.rank, part.ranks[dest]) in direct else value.cpu())
+                        tensors.append(value if (transport.rank, part.rank_of_worker[dest]) in direct else value.cpu())
             header = torch.frombuffer(bytearray(pickle.dumps(lines)), dtype=torch.uint8)
             for index, tensor in enumerate([header, *tensors]):
-                sent.append(transport.send(tensor, to=part.ranks[dest], tag=state_tag(index)))
+                sent.append(transport.send(tensor, to=part.rank_of_worker[dest], tag=state_tag(index)))
         found: dict[str, list[ParameterState]] = {}
         for source, handle in headers.items():
             yield RoutineWait(handle, f"the list of state from worker {source}")
             lines = pickle.loads(handle.tensor().numpy().tobytes())
             count = sum(value is None for _, _, numbers in lines for value in numbers.values())
-            handles = iter([transport.recv(None, source=part.ranks[source], tag=state_tag(i + 1)) for i in range(count)])
+            handles = iter(
+                [transport.recv(None, source=part.rank_of_worker[source], tag=state_tag(i + 1)) for i in range(count)]
+            )
             for name, start, numbers in lines:
                 kept: StateByKey = {}
                 for key, value in numbers.items():

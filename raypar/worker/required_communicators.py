@@ -82,7 +82,7 @@ def direct_state_transfers(part: AdoptOrder) -> frozenset[tuple[int, int]]:
     Sources without a seat in the generation are included. Empty if a worker would have more than `MAX_DIRECT` neighbours: then
     all state travels through host memory.
     """
-    pairs = {(part.ranks[move.source], part.ranks[move.dest]) for move in part.moves}
+    pairs = {(part.rank_of_worker[move.source], part.rank_of_worker[move.dest]) for move in part.moves}
     pairs = {pair for pair in pairs if pair[0] != pair[1]}
     neighbours = Counter(rank for pair in pairs for rank in pair)
     return frozenset(pairs) if max(neighbours.values(), default=0) <= MAX_DIRECT else frozenset()
@@ -112,7 +112,9 @@ def _reduction(routing: MicrobatchRouting, stage: int, shard: int, fast: bool) -
     if fast:
         yield CommunicatorKey(group, "all_reduce", FAST + stage)
         return
-    subtrees = [len(covering_nodes(routing.run(stage, r), routing.microbatches.blocks)) for r in range(len(group))]
+    subtrees = [
+        len(covering_nodes(routing.blocks_of_replica(stage, r), routing.microbatches.blocks)) for r in range(len(group))
+    ]
     if subtrees != [1, 1]:  # two with one subtree each swap them whole
         yield CommunicatorKey(group, "all_to_all", stage)
     yield CommunicatorKey(group, "all_gather", stage)

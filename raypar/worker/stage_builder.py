@@ -130,8 +130,8 @@ def build_gradient_accumulator(
     weights: StageWeights, routing: MicrobatchRouting, index: int, replica: int
 ) -> GradientAccumulator:
     """Adds up gradients over the microbatches and blocks that this replica runs."""
-    run = routing.run(index, replica)
-    sizes = {block: len(routing.microbatches.of_block(block)) for block in run}
+    run = routing.blocks_of_replica(index, replica)
+    sizes = {block: len(routing.microbatches.microbatches_of_block(block)) for block in run}
     names = [use.name for use in weights.uses]
     return GradientAccumulator(weights.leaves, names, run, routing.microbatches.blocks, sizes)
 
@@ -335,7 +335,7 @@ class StageBuilder:
             index: kind(
                 self.transport,
                 group=plan.replica_ranks(index, shard),
-                runs=[self.routing.run(index, r) for r in range(plan.stages[index].replicas)],
+                runs=[self.routing.blocks_of_replica(index, r) for r in range(plan.stages[index].replicas)],
                 blocks=self.spec.cut.blocks,
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
                 channel=index,

@@ -231,8 +231,8 @@ class WorkerCore:
         self.end.meanwhile = self._read_ahead
         self.interpreter = build(routing=routing, feeds=self._feeds(self.loader), cost_ms=cost_ms, before=before)
         self.validator = None
-        if self.assignment.validation_cut is not None and self.spec.validation is not None:
-            validation = MicrobatchRouting(plan, self.assignment.validation_cut)
+        if self.assignment.validation_microbatches is not None and self.spec.validation is not None:
+            validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
             self.validation_loader = self._feed(self.spec.validation.data, validation.microbatches, training=False)
             self._validation_mine = self._microbatches(validation)
             self.validator = build(routing=validation, feeds=self._feeds(self.validation_loader))
@@ -240,7 +240,7 @@ class WorkerCore:
     def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
         """The microbatches that this worker runs, ascending."""
         replica = routing.plan.seats[self.rank].replica
-        return sorted({m for index in self.stages for m in routing.of_replica(index, replica)})
+        return sorted({m for index in self.stages for m in routing.microbatches_of_replica(index, replica)})
 
     def release_initial_values(self) -> None:
         """Free what was kept of the whole model: this worker has its part, or gets it from others."""
@@ -261,7 +261,7 @@ class WorkerCore:
     def ownership_of(self, plan: ParallelPlan) -> Ownership:
         """Which rank of a plan keeps which piece of the job's state."""
         shards = {stage.shards for stage in plan.stages if stage.shards > 1}
-        return Ownership(plan, replace(self._outline, cuts={count: self.layout(count).cuts for count in shards}))
+        return Ownership(plan, replace(self._outline, shardings={count: self.layout(count).cuts for count in shards}))
 
     @cached_property
     def _outline(self) -> ModelOutline:
@@ -361,7 +361,7 @@ class WorkerCore:
 
     def save(self, folder: Path) -> None:
         """Copy this rank's share of the state, and write it in the background; see `save_result`."""
-        state = take_snapshot(self.stages, self.end.optimizers, self.ownership.written(self.rank))
+        state = take_snapshot(self.stages, self.end.optimizers, self.ownership.checkpoint_pieces(self.rank))
         self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:

@@ -23,7 +23,7 @@ QUICK = {
     "step_deadline_s": 0.5,
     "start_deadline_s": 1.0,
     "pass_deadline_s": 2.0,
-    "stand_s": 0.5,
+    "status_s": 0.5,
     "adopt_s": 2.0,
     "capacity_s": 5.0,
 }

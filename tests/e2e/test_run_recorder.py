@@ -72,7 +72,7 @@ def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbac
     """It stood nowhere: `raypar status` took the run for one under way."""
     diary = tmp_path / "diary"
     callbacks = pickle.dumps(Callbacks((Diary(str(diary)),)))
-    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, last=3), callbacks=callbacks)
+    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, job_steps=3), callbacks=callbacks)
     events = tmp_path / "events.jsonl"
     lines = [
         json.dumps({"kind": kind, "end": "stopped", "time": 0.0}) + "\n" for kind in ("started", "end", "started")
@@ -88,7 +88,7 @@ def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbac
 
 
 def test_a_new_driver_knows_how_long_the_run_has_been_under_way(tmp_path):
-    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, last=3))
+    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, job_steps=3))
     told = [("started", 1000.0), ("end", 900.0), ("started", 100.0), ("lost", 50.0)]  # seconds ago
     lines = [json.dumps({"kind": kind, "worker": 0, "end": "stopped", "time": time.time() - ago_s}) for kind, ago_s in told]
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"kind": "lo']))
@@ -106,7 +106,7 @@ def test_a_tracker_that_cannot_write_is_told_as_a_lost_line_is_and_the_run_goes_
         def log(self, step, metrics):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, last=3), callbacks=b"")
+    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, job_steps=3), callbacks=b"")
     recorder = RunRecorder(request)
     recorder.callbacks = Callbacks([Full()])
     for step in (1, 2, 3):

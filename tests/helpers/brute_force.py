@@ -143,7 +143,7 @@ class _Worker:
                 self.to_send[message] = consumer
 
     def in_order(self, what: str, i: Backward | BackwardInput | BackwardWeight) -> None:
-        key = (what, i.stage, self.routing.microbatches.block(i.microbatch))
+        key = (what, i.stage, self.routing.microbatches.block_of(i.microbatch))
         _require(self.last.get(key, -1) < i.microbatch)
         self.last[key] = i.microbatch
 

@@ -29,7 +29,7 @@ from raypar.worker.worker_assignments import make_layer_graph
 
 State = dict[str, Any]
 KINDS = ("kill", "zombie", "late_answer", "join", "drain")
-LIMITS = {"step_deadline_s": 0.5, "start_deadline_s": 1.0, "pass_deadline_s": 2.0, "stand_s": 0.5, "adopt_s": 2.0}
+LIMITS = {"step_deadline_s": 0.5, "start_deadline_s": 1.0, "pass_deadline_s": 2.0, "status_s": 0.5, "adopt_s": 2.0}
 
 
 def begin(state: State) -> None:

@@ -55,7 +55,7 @@ class Generations:
         )
         orders = [
             (
-                AdoptOrder(parts[i] if i < len(members) else None, ranks, done, moved, fresh=not done),
+                AdoptOrder(parts[i] if i < len(members) else None, ranks, done, moved, run_begins=not done),
                 lambda i=i: mesh.transports[i],
             )
             for i in range(len(workers))

@@ -222,16 +222,16 @@ class HashBody:
     def applied(self) -> int:
         return self.done
 
-    def outcome(self) -> Any:
+    def vote_result(self) -> Any:
         return self.last
 
-    def votable(self) -> bool:
+    def can_apply_late(self) -> bool:
         return self.totals is not None
 
     def pieces(self) -> tuple[Piece, ...]:
         return as_pieces(self.state)
 
-    def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
+    def mirror_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
         self._take_buddys()
         return {step: as_pieces(copy) for step, copy in self.copies.items()}
 
@@ -250,10 +250,10 @@ class HashBody:
         self.mesh = mesh
         self.totals = None
         yield Work("connect", 1.0)
-        if plan_order.cut:
+        if plan_order.from_mirror:
             self._take_buddys()
             base = dict(self.copies.get(plan_order.done, {}))
-        elif plan_order.load:
+        elif plan_order.from_checkpoint:
             base = dict(self.world.checkpoints[plan_order.done])
         else:
             base = dict(self.state) if self.done == plan_order.done else {}
@@ -358,7 +358,7 @@ class HashBody:
                     yield Wait(handle, instruction)
                     g = handle.value
                 yield Work(instruction)
-                block = job.cut.block(m)
+                block = job.cut.block_of(m)
                 for n, x in zip(reversed(layers), reversed(inputs.pop(m)), strict=True):
                     mine, before = h(7, n, x, g, weights[n]), sums[n].get(block)
                     sums[n][block] = mine if before is None else h(8, before, mine)
@@ -366,7 +366,7 @@ class HashBody:
                 if stage_index:
                     outgoing["gradient", m] = g
             elif kind is ReduceGradients:
-                nodes = covering_nodes(self.routing.run(stage_index, seat.replica), job.cut.blocks)
+                nodes = covering_nodes(self.routing.blocks_of_replica(stage_index, seat.replica), job.cut.blocks)
                 rows = {
                     n: {node: fold_tree({(b, b + 1): s for b, s in sums[n].items()}, node, add) for node in nodes}
                     for n in layers

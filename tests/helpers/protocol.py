@@ -198,7 +198,7 @@ class Hashes:
         return self.job.layout(plan)
 
     def connect(self, order: do.AdoptPlan, dead: set[int]) -> Mesh:
-        mesh = Mesh(self, order.generation, (*order.members, *order.sources))
+        mesh = Mesh(self, order.generation, (*order.members, *order.seatless_sources))
         self.meshes.append(mesh)
         for worker in dead & set(mesh.workers):
             mesh.close(worker, "killed")
@@ -288,7 +288,7 @@ class World:
             elif kind in ("kill_driver", "stop_driver"):
                 table = self.action_faults
             table.setdefault(fault.at, []).append(fault)
-        fixed = {"workers": plan.world, "last": job.steps, "elastic": True, "save_at_end": False}
+        fixed = {"workers": plan.world, "job_steps": job.steps, "elastic": True, "save_at_end": False}
         self.policy = RunPolicy(**(fixed | {"mirror_every": job.mirror_every} | policy))
         self.processes = [Process(n, self) for n in range(plan.world)]
         self.claims: dict[int, int] = {1: 0}
@@ -442,7 +442,9 @@ class World:
         others = [p for p in self.stays() if p.member.seated and p not in victims]
         done = max((p.body.applied() for p in others), default=0)
         held = [
-            p.body.pieces() for p in others if p.body.applied() == done or (p.body.applied() == done - 1 and p.body.votable())
+            p.body.pieces()
+            for p in others
+            if p.body.applied() == done or (p.body.applied() == done - 1 and p.body.can_apply_late())
         ]
         whole = self.flesh.layout(ParallelPlan.mesh(layers=self.job.layers))[0]
         return not subtract_pieces(whole, [piece for pieces in held for piece in pieces])
@@ -547,7 +549,7 @@ class Driver:
     def begin(self) -> None:
         self._tick()
         world, members = self.world, tuple(range(self.world.plan.world))
-        order = do.AdoptPlan(1, world.plan, members, (), 0, (), load=True)
+        order = do.AdoptPlan(1, world.plan, members, (), 0, (), from_checkpoint=True)
         mesh = world.flesh.connect(order, set())
         waiting = set(members)
 
@@ -560,7 +562,7 @@ class Driver:
                 self.post(on.WorkersReady())
 
         for rank, process in enumerate(world.processes):
-            process.member.hear(1, "start")
+            process.member.enter_generation(1, "start")
             part = world.flesh.part(order, mesh, rank)
             self.ask(rank, lambda p, part=part: p.member.adopt(1, part), lambda a, w=rank: built(w, a))
 
@@ -692,7 +694,7 @@ class Driver:
                 for worker in workers:
                     self.ask(
                         worker,
-                        lambda p: p.member.settle(number, step, outcome),
+                        lambda p: p.member.apply_kept_gradients(number, step, outcome),
                         lambda a, w=worker: self.answered(a, number, w, on.KeptGradientsApplied(number, a)),
                     )
             case do.ChoosePlan(number, workers):
@@ -753,17 +755,17 @@ class Driver:
                 self.world.at(CALL_MS, lambda: self.lost(worker))
                 return
             try:
-                process.member.hear(number, f"generation {number} begins")
+                process.member.enter_generation(number, f"generation {number} begins")
             except StaleGeneration as error:
                 self.world.at(CALL_MS, lambda e=error: self.answered(e, number, worker, None))
 
         late = 2.0 * (worker % 2)  # beside the queue of calls nothing is ordered
         self.world.at(CALL_MS + late, arrive, process)
-        self.ask(worker, lambda p: p.member.stand(number), lambda a: self.stood(number, worker, a))
+        self.ask(worker, lambda p: p.member.report_status(number), lambda a: self.stood(number, worker, a))
 
     def stood(self, number: int, worker: int, answer: Any) -> None:
         if not isinstance(answer, Exception):
-            self.outcomes.update({step: self.world.flesh.outcome(o) for step, o in answer.outcomes.items()})
+            self.outcomes.update({step: self.world.flesh.outcome(o) for step, o in answer.vote_results.items()})
             answer = on.WorkerStatusReported(number, answer)
         self.answered(answer, number, worker, answer)
 
@@ -789,7 +791,7 @@ class Driver:
         world.records[order.generation] = (order.plan, order.members)
         mesh = world.flesh.connect(order, {p.number for p in world.processes if not p.alive})
         world.moved += sum(move.piece.size for move in order.moves)
-        for worker in (*order.members, *order.sources):
+        for worker in (*order.members, *order.seatless_sources):
             part = world.flesh.part(order, mesh, worker)
             self.ask(
                 worker,

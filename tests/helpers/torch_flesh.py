@@ -105,7 +105,7 @@ class TorchFlesh:
         return kind(WorkerCore(self.job.spec, graph=self.job.graph, device=self.job.device), number)
 
     def connect(self, order: do.AdoptPlan, dead: set[int]) -> tuple[LocalMesh, tuple[int, ...]]:
-        workers = (*order.members, *order.sources)
+        workers = (*order.members, *order.seatless_sources)
         mesh = (LocalMesh(len(workers), order.generation), workers)
         self.meshes.append(mesh)
         for worker in dead & set(workers):
@@ -120,12 +120,21 @@ class TorchFlesh:
         seat = order.members.index(worker) if worker in order.members else None
         ranks = {w: rank for rank, w in enumerate(mesh[1])}
         assignment = self.job.lowered[key][seat] if seat is not None else None
-        path = self.checkpoints[order.done] if order.load else None
+        path = self.checkpoints[order.done] if order.from_checkpoint else None
         transport = mesh[0].transports[ranks[worker]]
         load = None if path is None else str(path)
         keepers = assign_buddies(order.members)  # every worker is a node of its own
-        fresh = order.load and not path
-        part = AdoptOrder(assignment, ranks, order.done, order.moves, load, fresh=fresh, cut=order.cut, buddies=keepers)
+        fresh = order.from_checkpoint and not path
+        part = AdoptOrder(
+            assignment,
+            ranks,
+            order.done,
+            order.moves,
+            load,
+            run_begins=fresh,
+            from_mirror=order.from_mirror,
+            mirror_keepers=keepers,
+        )
         return part, lambda: transport
 
     def schedule(self, order: do.AdoptPlan) -> str:

@@ -180,7 +180,7 @@ class WatchedFlesh(TorchFlesh):
         if order.generation == max(self.world.claims):  # else its driver has been replaced, and nobody obeys
             self.stages[order.generation] = len(order.plan.stages)
             self.sizes.append(order.plan.world)
-            self.loads += order.load and order.done > 0
+            self.loads += order.from_checkpoint and order.done > 0
             weighed = self.weighed[order.generation] = self.lacked(order)
             weighed.elements = sum(move.piece.size for move in order.moves)
         made = super().connect(order, set())
@@ -193,14 +193,14 @@ class WatchedFlesh(TorchFlesh):
     def lacked(self, order: do.AdoptPlan) -> Weighed:
         """The set difference of what the new members need and what they hold, from the bodies themselves."""
         weighed = Weighed()
-        if order.load:
+        if order.from_checkpoint:
             return weighed
         held: dict[int, tuple[Piece, ...]] = {}
         size_of: dict[str, int] = {}
         for process in self.world.processes:
             body: Any = process.body
-            if order.cut:
-                held[process.number] = body.cuts().get(order.done, ())
+            if order.from_mirror:
+                held[process.number] = body.mirror_snapshots().get(order.done, ())
             elif process.member.seated and body.applied() == order.done:
                 held[process.number] = body.pieces()
             else:

@@ -91,7 +91,7 @@ def test_a_run_resumed_under_another_plan_ends_in_the_same_bits(before, after, u
 
 def test_every_parameter_is_written_by_one_worker_only(tmp_path: Path):
     with OneProcessRun(SPEC, ParallelPlan.mesh(pp=3, dp=2, layers=LAYERS), "1f1b") as local:
-        shares = [core.ownership.written(core.rank) for core in local.cores]
+        shares = [core.ownership.checkpoint_pieces(core.rank) for core in local.cores]
         names = sorted(name for share in shares for mine in share.values() for name in mine)
         assert names == sorted(local.parameters())
 
@@ -99,7 +99,7 @@ def test_every_parameter_is_written_by_one_worker_only(tmp_path: Path):
 def test_a_snapshot_is_a_copy():
     with OneProcessRun(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
         core = local.cores[0]
-        taken = take_snapshot(core.stages, core.end.optimizers, core.ownership.written(0))
+        taken = take_snapshot(core.stages, core.end.optimizers, core.ownership.checkpoint_pieces(0))
         before = taken.tensors["mix0.up.weight", PARAMETER].clone()
         local.step(0)
         assert torch.equal(taken.tensors["mix0.up.weight", PARAMETER], before)

@@ -83,7 +83,11 @@ def test_replicas_reduce_what_each_shard_holds_and_no_more(shards, sequence):
     for rank, ledger in enumerate(both):
         shard = plan.seats[rank].shard
         sizes = [
-            (layout.cuts[n].pieces(layout.cuts[n].held[shard], s.numel()) if n in layout.cuts else ((0, s.numel()),))
+            (
+                layout.cuts[n].element_ranges(layout.cuts[n].indices_by_shard[shard], s.numel())
+                if n in layout.cuts
+                else ((0, s.numel()),)
+            )
             for n, s in shapes.items()
         ]
         padded = sum(-(-sum(b - a for a, b in spans) // 16) * 16 for spans in sizes)

@@ -103,7 +103,7 @@ def test_what_shards_own_makes_the_state_of_any_other_number_of_shards(before, a
             cut = old.cuts.get(name)
             if cut is not None:
                 own = cut.owned(shard)
-                mine = select_ranges(value, cut.dim, positions_of_indices(cut.held[shard], own))
+                mine = select_ranges(value, cut.dim, positions_of_indices(cut.indices_by_shard[shard], own))
                 files.setdefault(name, []).append((cut.dim, own, mine))
             elif shard == 0:
                 files[name] = [(0, ((0, shapes[name][0]),), value)]
@@ -129,11 +129,13 @@ def test_the_pieces_of_a_parameter_number_every_element_once():
     for name, cut in layout.cuts.items():
         if name == TIED[0][1]:
             continue
-        owned = [i for shard in range(4) for a, b in cut.pieces(cut.owned(shard), shapes[name].numel()) for i in range(a, b)]
+        owned = [
+            i for shard in range(4) for a, b in cut.element_ranges(cut.owned(shard), shapes[name].numel()) for i in range(a, b)
+        ]
         assert sorted(owned) == list(range(shapes[name].numel())), name
         for shard in range(4):
             assert (
-                count_indices(cut.pieces(cut.held[shard], shapes[name].numel()))
+                count_indices(cut.element_ranges(cut.indices_by_shard[shard], shapes[name].numel()))
                 == torch.Size(shard_slice_shape(cut, shapes[name], shard)).numel()
             )
 
@@ -153,7 +155,7 @@ def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, aft
     graph = tied_llama()
     layouts = {shards: compute_shard_layout(graph, shards) for shards in (1, 2, 3, 4)}
     everything = {shards: state_of(graph, layout) for shards, layout in layouts.items()}
-    outline = replace(outline_graph(graph), cuts={shards: layout.cuts for shards, layout in layouts.items()})
+    outline = replace(outline_graph(graph), shardings={shards: layout.cuts for shards, layout in layouts.items()})
 
     def need(plan):
         return Ownership(plan, outline).held
@@ -316,7 +318,7 @@ def test_a_guess_for_half_of_a_tie_is_dropped():
 def test_one_shard_changes_nothing():
     graph = graph_of(lambda: gpt.layers(depth=1))
     layout = compute_shard_layout(graph, 1)
-    assert all(cut.held == (((0, cut.size),),) for cut in layout.cuts.values())
+    assert all(cut.indices_by_shard == (((0, cut.whole_size),),) for cut in layout.cuts.values())
     (found,), _ = on_shards(
         1, lambda group: materialise_shard(graph, 0, 3, layout=layout, group=group, seed=1, dtype=torch.float32)
     )
@@ -384,7 +386,7 @@ def test_models_that_run_pass_the_check_by_shape(make, sequence):
 
     layout = compute_shard_layout(graph, 3)
     assert check_by_shape(graph, layout, loss, {"x": x, "y": x}, "y", sequence=sequence)
-    kinds = {tuple(count_indices(cut.held[t]) for cut in layout.cuts.values()) for t in range(3)}
+    kinds = {tuple(count_indices(cut.indices_by_shard[t]) for cut in layout.cuts.values()) for t in range(3)}
     assert len(ran) in (len(kinds), len(kinds) + 1) and ran[0][:2] == (2, 7), "to the end, on every kind of shard and the first"
 
 

@@ -212,12 +212,12 @@ def test_blocks_may_be_interleaved_and_each_use_is_reported_once(microbatches, b
         in_turn, mixed = (stages(wide(), spec, 2, replicas=replicas, replica=replica, split=split) for _ in range(2))
         want, got = collect(in_turn), collect(mixed)
         routing = in_turn[0].routing
-        mine = sorted(m for m in range(microbatches) if routing.replica(0, m) == replica)
+        mine = sorted(m for m in range(microbatches) if routing.replica_for(0, m) == replica)
         for m in mine:
             forward(in_turn, m)
             backward(in_turn, m)
         # one microbatch of every block in turn: several blocks are open at a time
-        turns = sorted(mine, key=lambda m: (m - spec.cut.of_block(spec.cut.block(m)).start, m))
+        turns = sorted(mine, key=lambda m: (m - spec.cut.microbatches_of_block(spec.cut.block_of(m)).start, m))
         for m in turns:
             forward(mixed, m)
         for m in turns:
@@ -226,8 +226,8 @@ def test_blocks_may_be_interleaved_and_each_use_is_reported_once(microbatches, b
             for part in mixed:
                 part.backward_weight(m)
         assert equal(got, want)
-        full = {b for b in range(blocks) if len(spec.cut.of_block(b))}
-        nodes = {n for n in covering_nodes(routing.run(0, replica), blocks) if full & set(range(*n))}
+        full = {b for b in range(blocks) if len(spec.cut.microbatches_of_block(b))}
+        nodes = {n for n in covering_nodes(routing.blocks_of_replica(0, replica), blocks) if full & set(range(*n))}
         assert all(set(sums) == nodes for sums in got.values()) and (got or not mine)
 
 

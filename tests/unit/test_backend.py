@@ -48,7 +48,7 @@ def test_a_gpu_run_reserves_gpus_and_waits_longer_for_communicators():
     assert backend.gpus_per_worker == 1
     assert backend.environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert backend.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    defaults = RunPolicy(workers=1, last=1)
+    defaults = RunPolicy(workers=1, job_steps=1)
     assert all(seconds > getattr(defaults, name) for name, seconds in backend.deadlines.items())
 
 

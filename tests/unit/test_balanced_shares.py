@@ -11,14 +11,14 @@ from raypar.plan.balanced_tensor_shares import BalancedTensorShares, consecutive
 
 def test_pieces_of_a_tensor_lie_side_by_side_and_short_ends_even_out_the_rest():
     shares = BalancedTensorShares((5 * PIECE + 10, 4 * PIECE, 100), 2)
-    assert [list(shares.of(owner)) for owner in range(2)] == [
+    assert [list(shares.runs_of_owner(owner)) for owner in range(2)] == [
         [(0, 0, 3 * PIECE), (1, 2 * PIECE, 4 * PIECE)],
         [(0, 3 * PIECE, 5 * PIECE + 10), (1, 0, 2 * PIECE), (2, 0, 100)],
     ]
 
 
 def test_one_owner_has_every_tensor_whole():
-    assert list(BalancedTensorShares((PIECE + 1, 7), 1).of(0)) == [(0, 0, PIECE + 1), (1, 0, 7)]
+    assert list(BalancedTensorShares((PIECE + 1, 7), 1).runs_of_owner(0)) == [(0, 0, PIECE + 1), (1, 0, 7)]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -26,7 +26,7 @@ def test_every_element_has_one_owner_and_runs_begin_at_canonical_pieces(seed):
     dice = random.Random(seed)
     sizes = tuple(dice.choice([dice.randint(1, 300), dice.randint(1, 40 * PIECE)]) for _ in range(dice.randint(1, 30)))
     shares = BalancedTensorShares(sizes, dice.randint(1, 9))
-    runs = [list(shares.of(owner)) for owner in range(shares.owners)]
+    runs = [list(shares.runs_of_owner(owner)) for owner in range(shares.owners)]
     covered = sorted(run for mine in runs for run in mine)
     for index, size in enumerate(sizes):
         here = [(start, stop) for i, start, stop in covered if i == index]

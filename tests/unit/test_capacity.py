@@ -17,19 +17,19 @@ def view(members=4, spares=(), starting=(), placed=(), **more):
 
 def test_a_full_run_wants_nothing():
     decision = compute_desired_capacity(view(), LIMITS, 0.0)
-    assert (decision.seats, decision.start, decision.lacking, decision.grow) == (4, 0, 0, False)
+    assert (decision.seats, decision.workers_to_start, decision.workers_lacking, decision.grow) == (4, 0, 0, False)
     assert decision.reason == "4 of 4 workers are there or on their way"
 
 
 def test_missing_workers_are_started_and_those_on_their_way_count():
     decision = compute_desired_capacity(view(members=2, starting={5}), LIMITS, 0.0)
-    assert decision.start == 1 and decision.reason == "3 of 4 workers are there or on their way"
-    assert compute_desired_capacity(view(members=2, spares={4}, starting={5}), LIMITS, 0.0).start == 0
+    assert decision.workers_to_start == 1 and decision.reason == "3 of 4 workers are there or on their way"
+    assert compute_desired_capacity(view(members=2, spares={4}, starting={5}), LIMITS, 0.0).workers_to_start == 0
 
 
 def test_standbys_are_started_beyond_the_wanted_number_and_get_no_seat():
     decision = compute_desired_capacity(view(spares={4}), replace(LIMITS, standbys=2), 0.0)
-    assert (decision.start, decision.seats) == (1, 4)
+    assert (decision.workers_to_start, decision.seats) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_standbys_are_started_beyond_the_wanted_number_and_get_no_seat():
     ],
 )
 def test_nobody_is_started_where(why, there, limits):
-    assert compute_desired_capacity(view(members=2, **there), replace(LIMITS, **limits), 5.0).start == 0, why
+    assert compute_desired_capacity(view(members=2, **there), replace(LIMITS, **limits), 5.0).workers_to_start == 0, why
 
 
 def test_each_failed_start_doubles_the_pause_up_to_32_times():
@@ -50,9 +50,9 @@ def test_each_failed_start_doubles_the_pause_up_to_32_times():
 
 def test_below_the_minimum_the_run_waits_for_those_that_are_lacking():
     decision = compute_desired_capacity(view(members=1), LIMITS, 0.0)
-    assert (decision.lacking, decision.reason) == (1, "1 worker is left, min_workers is 2")
+    assert (decision.workers_lacking, decision.reason) == (1, "1 worker is left, min_workers is 2")
     assert compute_desired_capacity(view(members=0), LIMITS, 0.0).reason == "0 workers are left, min_workers is 2"
-    assert compute_desired_capacity(view(members=2), LIMITS, 0.0).lacking == 0
+    assert compute_desired_capacity(view(members=2), LIMITS, 0.0).workers_lacking == 0
 
 
 def growing(members=2, spares=(4,), **more):

@@ -20,9 +20,13 @@ def order(done: int = 7, **more) -> AdoptPlan:
     "given, state, text",
     [
         ({}, "live", "2 workers, 1 stage x 2 replicas; 1,510 parameters and their optimizer state move"),
-        ({"cut": True}, "cut", "the last copy was lost, so all go back to the mirror's cut after 7 steps; 1,510 parameters"),
-        ({"load": True}, "checkpoint", "so all begin again from the checkpoint after 7 steps"),
-        ({"load": True, "done": 0}, "beginning", "so all begin again from the initial weights"),
+        (
+            {"from_mirror": True},
+            "cut",
+            "the last copy was lost, so all go back to the mirror's cut after 7 steps; 1,510 parameters",
+        ),
+        ({"from_checkpoint": True}, "checkpoint", "so all begin again from the checkpoint after 7 steps"),
+        ({"from_checkpoint": True, "done": 0}, "beginning", "so all begin again from the initial weights"),
     ],
 )
 def test_a_new_generation_says_where_its_state_comes_from(given, state, text):
@@ -65,7 +69,7 @@ def test_a_worker_that_is_lost_before_it_has_started_has_no_node():
         ({}, "takes 2.0 times as long as its replicas for 20 steps"),
         ({"alone": True}, "takes 2.0 times as long as in its first steps for 20 steps"),
         ({"leaves": True}, "takes 2.0 times as long as its replicas for 20 steps; it is asked to leave"),
-        ({"over": True}, "is as fast as its replicas again"),
+        ({"recovered": True}, "is as fast as its replicas again"),
     ],
 )
 def test_a_straggler_is_named_with_its_place(found, text):

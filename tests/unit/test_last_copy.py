@@ -50,7 +50,7 @@ LIMITS = {"step_deadline_s": 3.0, "step_deadline_times": 5.0, "capacity_s": 60.0
 def trained(plan, steps=4, **policy):
     """A run in the step after `steps`, each of 0.1 s; nobody has reported that one. The time is 0."""
     machine = elastic(plan, **(LIMITS | policy))
-    machine.policy = replace(machine.policy, last=1000)
+    machine.policy = replace(machine.policy, job_steps=1000)
     do(machine, WorkersReady())
     for step in range(steps):
         reports = [StepReported(worker, step, 0.1) for worker in range(plan.world)]
@@ -91,7 +91,7 @@ def test_a_worker_that_is_alone_with_the_state_is_waited_for_and_goes_on(applied
     assert machine.phase is Phase.STANDING and not machine.membership.gone
     note, *_, order = do(machine, stand(machine, 0, 4 + applied), now_s=27.0)
     assert note == TellUser("worker 0 has answered, after a wait of 22.7 s; its state is whole")
-    assert isinstance(order, AdoptPlan) and order.members == (0,) and order.done == 4 + applied and not order.load
+    assert isinstance(order, AdoptPlan) and order.members == (0,) and order.done == 4 + applied and not order.from_checkpoint
     do(machine, PlanAdopted(0, 2), now_s=27.1)
     assert machine.phase in (Phase.RUNNING, Phase.FLUSHING) and not machine.membership.gone
 
@@ -119,7 +119,7 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
         assert isinstance(actions[-1], ChoosePlan), actions
         actions = do(machine, PlanChosen(3, LONE), now_s=64.7)
     if checkpoint:
-        assert actions[-1].load and actions[-1].done == 3
+        assert actions[-1].from_checkpoint and actions[-1].done == 3
     else:
         text = str(actions[-1].error)
         assert "state after 4 steps is lost" in text
@@ -129,7 +129,7 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
 def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
     for elastic_section, wait_s in (({}, 600.0), ({"last_copy_wait_s": 5}, 5.0), ({"last_copy_wait_s": 0}, 0.0)):
         policy = elastic_policy_fields(parse_elastic_section(elastic_section), 300.0)
-        assert RunPolicy(workers=1, last=1, **policy).last_copy_wait_s == wait_s
+        assert RunPolicy(workers=1, job_steps=1, **policy).last_copy_wait_s == wait_s
     with pytest.raises(ConfigError, match="last_copy_wait_s"):
         parse_elastic_section({"last_copy_wait_s": -1})
 

@@ -73,7 +73,7 @@ class Driver:
 
     def __init__(self, folder, *, first=0, last=END) -> None:
         self.journal = Journal("tiny")
-        policy = RunPolicy(workers=2, first=first, last=last)
+        policy = RunPolicy(workers=2, steps_before_run=first, job_steps=last)
         request = SimpleNamespace(folder=folder, run="tiny", policy=policy, plan=PLAN, trace=frozenset())
         request.cut = SimpleNamespace(batch_size=8)
         self.recorder = RunRecorder(request, self.journal)

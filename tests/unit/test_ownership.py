@@ -32,7 +32,7 @@ def cuts(shards):
 
 
 SIZES = ({"a.weight": 84, "a.bias": 12}, {"b.weight": 84, "b.norm": 7}, {"k.weight": 8})
-SMALL = ModelOutline((), elements=SIZES, cuts={shards: cuts(shards) for shards in (2, 3, 4)})
+SMALL = ModelOutline((), elements=SIZES, shardings={shards: cuts(shards) for shards in (2, 3, 4)})
 """Small parameters, cut over shards in all ways: `k.weight`'s two heads are shared by shards where there are more than two."""
 
 TIED = ModelOutline(
@@ -43,7 +43,7 @@ TIED = ModelOutline(
         {"2.weight": 150_000, "2.count": 1},
         {"3.norm": 40, "0.embed": 90_000},
     ),
-    cuts={
+    shardings={
         2: {
             "0.embed": TensorCut(0, 300, even_ranges_by_shard(300, 2)),
             "1.weight": TensorCut(1, 20, even_ranges_by_shard(20, 2)),
@@ -122,7 +122,7 @@ def test_frozen_parameters_are_shared_out_by_the_last_stage_of_zero_alone():
 
 
 def test_a_share_of_a_slice_begins_at_a_canonical_piece_of_the_slice():
-    keeps = Ownership(PLANS["2 shards"], TIED, zero=1)
+    keeps = Ownership(PLANS["2 shards"], TIED, zero_stage=1)
     runs = [p for rank in (1, 3) for p in keeps.pieces(rank, "optimizer") if p.name == "1.weight"]
     assert merge_pieces(runs) == (Piece("1.weight", 100_000, 200_000),)
     assert all((run.start - 100_000) % CANONICAL_PIECE == 0 for run in runs) and len(runs) > 1
@@ -182,7 +182,7 @@ def test_state_bytes_of_a_replica(bytes_of, by_stage, zero, replicas):
 
 @pytest.mark.parametrize("width, layers, replicas", [(128, 4, 8), (256, 6, 8), (768, 12, 8), (768, 12, 64), (4096, 32, 1000)])
 def test_shares_are_within_one_percent_or_one_canonical_piece_of_even(width, layers, replicas):
-    keeps = Ownership(ParallelPlan.mesh(dp=replicas, layers=layers + 2), gpt(width, layers), zero=1)
+    keeps = Ownership(ParallelPlan.mesh(dp=replicas, layers=layers + 2), gpt(width, layers), zero_stage=1)
     of = [keeps.elements(rank, "optimizer") for rank in range(replicas)]
     even = sum(of) / replicas
     assert max(of) <= (1.01 * even if replicas == 8 else even + CANONICAL_PIECE)
@@ -191,7 +191,7 @@ def test_shares_are_within_one_percent_or_one_canonical_piece_of_even(width, lay
 def test_shares_are_even_in_every_stage_for_each_shard():
     outline = replace(TIED, elements=tuple({n: 50 * s for n, s in layer.items()} for layer in TIED.elements))
     plan = PLANS["shards in one stage"]
-    keeps = Ownership(plan, outline, zero=3)
+    keeps = Ownership(plan, outline, zero_stage=3)
     for key in set(plan.compute_keys):
         of = [keeps.elements(rank, "optimizer") for rank in range(plan.world) if plan.compute_keys[rank] == key]
         assert max(of) <= 1.01 * sum(of) / len(of)
@@ -200,8 +200,8 @@ def test_shares_are_even_in_every_stage_for_each_shard():
 def test_a_thousand_ranks_and_thousands_of_parameters_take_seconds():
     outline = ModelOutline((), elements=tuple({f"{i}.{j}": 40_000 * (j + 1) for j in range(10)} for i in range(300)))
     plan, begin_s = ParallelPlan.mesh(dp=100, pp=10, layers=300), time.perf_counter()
-    assert len(set(Ownership(plan, outline).state_keys)) == 10
-    keeps = Ownership(plan, outline, zero=3)
+    assert len(set(Ownership(plan, outline).same_state_keys)) == 10
+    keeps = Ownership(plan, outline, zero_stage=3)
     assert sum(keeps.elements(rank, "parameter") for rank in range(plan.world)) == 300 * 40_000 * 55
     assert time.perf_counter() - begin_s < 20, "2 s when nothing else runs"
 
@@ -211,9 +211,9 @@ def test_a_thousand_ranks_and_thousands_of_parameters_take_seconds():
 
 def test_replicas_of_a_shard_hold_the_same_until_they_share_state_out():
     plan = ParallelPlan.of([2, 1], [2, 1], layers=4)
-    assert Ownership(plan, TIED).state_keys == (0, 1, 0, 1, 4)
+    assert Ownership(plan, TIED).same_state_keys == (0, 1, 0, 1, 4)
     assert [Ownership(plan, TIED).has_copies(rank) for rank in range(5)] == [True] * 4 + [False]
-    assert Ownership(plan, TIED, zero=1).state_keys == (0, 1, 2, 3, 4)
+    assert Ownership(plan, TIED, zero_stage=1).same_state_keys == (0, 1, 2, 3, 4)
     assert plan.compute_keys == ((0, 0), (0, 1), (0, 0), (0, 1), (1, 0)), "they compute the same all the same"
 
 
@@ -228,7 +228,7 @@ def test_what_is_handed_over_is_where_the_optimizers_state_is():
 
 
 def written_pieces(keeps, rank):
-    return [piece for names in keeps.written(rank).values() for pieces in names.values() for piece in pieces]
+    return [piece for names in keeps.checkpoint_pieces(rank).values() for pieces in names.values() for piece in pieces]
 
 
 @pytest.mark.parametrize("zero, name", list(product(range(4), PLANS)))
@@ -242,19 +242,26 @@ def test_every_element_is_written_by_one_rank_that_holds_it(zero, name):
 
 
 def test_replicas_take_turns_at_writing():
-    names = [list(Ownership(PLANS["3 replicas"], TIED).written(rank)[0]) for rank in range(3)]
+    names = [list(Ownership(PLANS["3 replicas"], TIED).checkpoint_pieces(rank)[0]) for rank in range(3)]
     assert names == [["0.embed", "1.bias", "0.mask"], ["1.weight", "2.weight", "2.count"], ["1.old", "3.norm"]]
 
 
 def test_a_tie_is_written_with_its_first_stage_and_an_empty_tensor_by_one_rank_too():
     outline = ModelOutline((), elements=({"a": 3, "none": 0}, {"a": 3}, {"a": 3, "b": 2}))
     keeps = Ownership(ParallelPlan.mesh(dp=2, pp=3, layers=3), outline)
-    assert [list(names) for rank in range(6) for names in keeps.written(rank).values()] == [["a"], ["none"], [], [], [], ["b"]]
-    assert keeps.written(1) == {0: {"none": ()}} and "none" not in keeps.sizes(0)
+    assert [list(names) for rank in range(6) for names in keeps.checkpoint_pieces(rank).values()] == [
+        ["a"],
+        ["none"],
+        [],
+        [],
+        [],
+        ["b"],
+    ]
+    assert keeps.checkpoint_pieces(1) == {0: {"none": ()}} and "none" not in keeps.sizes(0)
 
 
 def test_replicas_take_consecutive_parameters_of_the_norm():
-    counted = [Ownership(PLANS["3 replicas"], TIED).counted(rank)[0] for rank in range(3)]
+    counted = [Ownership(PLANS["3 replicas"], TIED).norm_parameters(rank)[0] for rank in range(3)]
     assert counted == [("0.embed", "1.weight"), ("1.bias", "2.weight"), ("3.norm",)]
 
 
@@ -267,7 +274,7 @@ def test_every_trained_parameter_is_counted_once_by_each_shard_of_its_first_stag
         by_stage: dict[int, list[str]] = {}
         for rank in range(plan.world):
             if plan.seats[rank].shard == shard:
-                for stage, names in keeps.counted(rank).items():
+                for stage, names in keeps.norm_parameters(rank).items():
                     by_stage.setdefault(stage, []).extend(names)
         found = [name for stage in sorted(by_stage) for name in by_stage[stage]]
         assert found == [name for name in trained if shard == 0 or plan.stages[keeps._first_stage[name]].shards > shard]

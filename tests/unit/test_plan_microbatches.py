@@ -23,7 +23,7 @@ def test_parts_are_contiguous_complete_and_differ_by_one_at_most(parts: int, tot
 @pytest.mark.parametrize("count, blocks", [*product(range(1, 20), range(1, 20))])
 def test_every_microbatch_lies_in_the_block_that_holds_it(count: int, blocks: int):
     cut = Microbatches(count, blocks)
-    assert [cut.block(m) for m in range(count)] == [b for b in range(blocks) for _ in cut.of_block(b)]
+    assert [cut.block_of(m) for m in range(count)] == [b for b in range(blocks) for _ in cut.microbatches_of_block(b)]
 
 
 def test_blocks_default_to_the_microbatches_but_sixteen_at_most():

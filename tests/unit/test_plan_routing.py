@@ -21,19 +21,19 @@ def routing_of(replicas: tuple[int, ...], cut: tuple[int, int], chunks: int = 1)
 def test_every_microbatch_goes_to_one_replica_of_every_stage(replicas: tuple[int, ...], cut: tuple[int, int]):
     routing = routing_of(replicas, cut)
     for stage, count in enumerate(replicas):
-        shares = [routing.of_replica(stage, r) for r in range(count)]
+        shares = [routing.microbatches_of_replica(stage, r) for r in range(count)]
         assert sorted(m for share in shares for m in share) == list(range(cut[0]))
-        assert all(routing.replica(stage, m) == r for r, share in enumerate(shares) for m in share)
+        assert all(routing.replica_for(stage, m) == r for r, share in enumerate(shares) for m in share)
 
 
 @pytest.mark.parametrize("replicas, cut", CASES)
 def test_a_replica_holds_a_contiguous_run_of_whole_blocks(replicas: tuple[int, ...], cut: tuple[int, int]):
     routing = routing_of(replicas, cut)
     for stage, count in enumerate(replicas):
-        runs = [routing.run(stage, r) for r in range(count)]
+        runs = [routing.blocks_of_replica(stage, r) for r in range(count)]
         assert [b for run in runs for b in run] == list(range(routing.microbatches.blocks))
         for replica, run in enumerate(runs):
-            held = {routing.microbatches.block(m) for m in routing.of_replica(stage, replica)}
+            held = {routing.microbatches.block_of(m) for m in routing.microbatches_of_replica(stage, replica)}
             assert held <= set(run)
 
 
@@ -43,8 +43,8 @@ def test_the_entry_order_is_a_permutation_that_keeps_each_blocks_own(replicas: t
     order = routing.entry_order
     assert sorted(order) == list(range(cut[0]))
     for block in range(routing.microbatches.blocks):
-        inside = [m for m in order if routing.microbatches.block(m) == block]
-        assert inside == list(routing.microbatches.of_block(block))
+        inside = [m for m in order if routing.microbatches.block_of(m) == block]
+        assert inside == list(routing.microbatches.microbatches_of_block(block))
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -55,7 +55,7 @@ def test_one_replica_everywhere_takes_microbatches_by_index(cut: tuple[int, int]
 def test_three_replicas_of_the_third_stage_take_turns():
     """The slow-stage example: p=4, third stage x3, m=24, twelve blocks."""
     routing = routing_of((1, 1, 3, 1), (24, 12))
-    turns = [routing.replica(2, m) for m in routing.entry_order]
+    turns = [routing.replica_for(2, m) for m in routing.entry_order]
     assert turns == [0, 1, 2] * 8
 
 
@@ -65,14 +65,14 @@ def test_at_any_time_replicas_have_been_given_nearly_equal_shares(dp: int, block
     routing = routing_of((1, dp), (24, blocks))
     given = [0] * dp
     for done, m in enumerate(routing.entry_order, 1):
-        given[routing.replica(1, m)] += 1
+        given[routing.replica_for(1, m)] += 1
         for r in range(dp):
-            assert abs(given[r] - done * len(routing.of_replica(1, r)) / 24) <= 1.5
+            assert abs(given[r] - done * len(routing.microbatches_of_replica(1, r)) / 24) <= 1.5
 
 
 def test_more_replicas_than_blocks_leave_some_without_work():
     routing = routing_of((4,), (8, 2))
-    assert sorted(len(routing.of_replica(0, r)) for r in range(4)) == [0, 0, 4, 4]
+    assert sorted(len(routing.microbatches_of_replica(0, r)) for r in range(4)) == [0, 0, 4, 4]
 
 
 @pytest.mark.parametrize("pp, chunks", [*product(range(1, 6), range(1, 5))])

@@ -68,7 +68,7 @@ def test_candidates_give_every_worker_something_to_do():
     for candidate in enumerate_candidates(model(3), 8, Microbatches(4, 2)):
         assert candidate.replicas <= 2 and candidate.stages <= 3 and candidate.plan.world <= 8
         routing = MicrobatchRouting(candidate.plan, Microbatches(4, 2))
-        assert all(routing.of_replica(s, r) for s in range(candidate.stages) for r in range(candidate.replicas))
+        assert all(routing.microbatches_of_replica(s, r) for s in range(candidate.stages) for r in range(candidate.replicas))
 
 
 def test_unsplit_schedules_count_the_backward_as_measured_whole():

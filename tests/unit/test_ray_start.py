@@ -148,7 +148,7 @@ def test_a_driver_of_another_raypar_that_cannot_begin_is_one_clear_error(monkeyp
     monkeypatch.setattr(driver_client.ray, "wait", lambda asked, timeout: (asked, []))
     monkeypatch.setattr(driver_client.ray, "get", get)
     remote = SimpleNamespace(remote=lambda *given: object())
-    request = SimpleNamespace(policy=SimpleNamespace(first=0, elastic=True))
+    request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=True))
     with pytest.raises(
         ClusterError, match=r"the driver could not begin: AttributeError.*'Course' object has no attribute"
     ) as found:

@@ -57,7 +57,7 @@ def layout(plan):
 
 
 def elastic(plan, **policy):
-    return RunMachine(RunPolicy(workers=plan.world, last=1, elastic=True, **policy), plan=plan, layout=layout)
+    return RunMachine(RunPolicy(workers=plan.world, job_steps=1, elastic=True, **policy), plan=plan, layout=layout)
 
 
 def do(machine, *events, now_s=0.0):
@@ -119,7 +119,7 @@ def test_nobody_is_killed_before_the_next_generation_is_claimed():
 )
 def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replicas, die, mirror, more):
     machine = elastic(ParallelPlan.mesh(pp=3 - replicas, dp=replicas, layers=2), mirror_every=mirror, capacity_s=60.0)
-    machine.policy = replace(machine.policy, last=9)
+    machine.policy = replace(machine.policy, job_steps=9)
     do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     machine.mirror.complete = True  # the way back to the beginning is too long
     actions = do(machine, *map(lost, die), GenerationClaimed(2, True), *(stood(machine, w, 1) for w in (0, 1) if w not in die))
@@ -175,7 +175,7 @@ def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known
 def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_it():
     """Before Ctrl-C it would have cost nothing; after it the run failed and nothing was saved."""
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
-    machine.policy = replace(machine.policy, last=9)
+    machine.policy = replace(machine.policy, job_steps=9)
     do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     ctrl_c = StopRequested("Ctrl-C", interrupt=True, grace_s=1.5)
     assert do(machine, ctrl_c, lost(0)) == [ClaimGeneration(2)]
@@ -185,7 +185,7 @@ def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_
     assert end.end == "interrupted"
 
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
-    machine.policy = replace(machine.policy, last=9)
+    machine.policy = replace(machine.policy, job_steps=9)
     do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0), ctrl_c, lost(0))
     assert do(machine, Tick(), now_s=1.0) == []
     (end,) = do(machine, Tick(), now_s=machine.policy.interrupt_s)
@@ -205,7 +205,7 @@ class Body:
 def test_a_worker_copies_the_state_of_the_step_and_generation_that_were_asked_for_and_no_other():
     """A driver that stood still asked for a checkpoint of a step that the others had left behind, and got one."""
     member = GenerationGuard(0, Body())
-    member.hear(2, "a new driver")
+    member.enter_generation(2, "a new driver")
     member.generation = 2
     assert member.save(2, 4, lambda: "a copy") == "a copy"
     with pytest.raises(StaleGeneration):
@@ -216,7 +216,7 @@ def test_a_worker_copies_the_state_of_the_step_and_generation_that_were_asked_fo
 
 def test_a_validation_whose_callbacks_outlast_a_recovery_is_still_seen():
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), validates=True, validate_every=1)
-    machine.policy = replace(machine.policy, last=3)
+    machine.policy = replace(machine.policy, job_steps=3)
     do(machine, WorkersReady(), *(StepReported(w, 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
     assert machine.phase is Phase.VALIDATING
     assert do(machine, *(ValidationReported(w, 1) for w in (0, 1))) == [EmitValidation(1)]
@@ -265,7 +265,7 @@ def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to
 def in_a_step(seconds):
     """Two replicas in the step after those that took so long; the time of the last of them is 0."""
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, step_deadline_times=5.0)
-    machine.policy = replace(machine.policy, last=1000)
+    machine.policy = replace(machine.policy, job_steps=1000)
     do(machine, WorkersReady())
     for step, spent in enumerate(seconds):
         do(machine, *(StepReported(w, step, spent) for w in (0, 1)), StepJournalled(step), StepEmitted(step))
@@ -292,7 +292,7 @@ def test_who_answers_no_pings_is_given_up_before_who_is_only_slow(seconds, silen
 def test_a_seat_is_weighed_once_a_step_has_been_measured():
     """A new driver has measured none: what a seat would save looked like nothing, and the worker stayed in reserve."""
     machine = elastic(ParallelPlan.mesh(layers=2), max_workers=2)
-    machine.policy = replace(machine.policy, last=1000)
+    machine.policy = replace(machine.policy, job_steps=1000)
     assert not any(
         isinstance(action, ChoosePlan) for action in do(machine, WorkersReady(), WorkerJoined(1), Tick(), now_s=10.0)
     )
@@ -303,7 +303,7 @@ def test_a_seat_is_weighed_once_a_step_has_been_measured():
 def growing(members):
     """That many replicas after a step; four are wanted."""
     machine = elastic(ParallelPlan.mesh(dp=members, layers=2), max_workers=4, hires=True)
-    machine.policy = replace(machine.policy, last=1000)
+    machine.policy = replace(machine.policy, job_steps=1000)
     reports = [StepReported(worker, 0, 0.3) for worker in range(members)]
     actions = do(machine, WorkersReady(), *reports, StepJournalled(0), StepEmitted(0), Tick())
     assert [action.worker for action in actions if isinstance(action, StartWorker)] == list(range(members, 4))

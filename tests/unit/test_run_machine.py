@@ -43,7 +43,7 @@ from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
 
 
 def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
-    machine = RunMachine(RunPolicy(workers=2, last=10))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=10))
     assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
     assert do(machine, StepReported(0, 0)) == []
     assert do(machine, StepReported(0, 1)) == []
@@ -53,7 +53,7 @@ def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
 
 
 def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
-    machine = RunMachine(RunPolicy(workers=2, last=4, validates=True, validate_every=2, save_every=2))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=4, validates=True, validate_every=2, save_every=2))
     do(machine, WorkersReady())
     assert commit(machine, 0) == []
     assert machine.phase is Phase.FLUSHING
@@ -66,7 +66,7 @@ def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
 
 
 def test_the_run_ends_when_its_last_checkpoint_is_complete():
-    machine = RunMachine(RunPolicy(workers=2, last=1))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=1))
     do(machine, WorkersReady())
     assert commit(machine, 0) == [StartCheckpoint(1)]
     assert do(machine, CheckpointStateCopied(1)) == []
@@ -74,7 +74,7 @@ def test_the_run_ends_when_its_last_checkpoint_is_complete():
 
 
 def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step():
-    machine = RunMachine(RunPolicy(workers=2, last=100))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100))
     do(machine, WorkersReady())
     assert commit(machine, 0, stop="early stop") == []
     assert commit(machine, 1) == [StartCheckpoint(2)]
@@ -83,19 +83,19 @@ def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step
 
 
 def test_stop_at_step_ends_with_a_checkpoint_and_without_the_last_validation():
-    machine = RunMachine(RunPolicy(workers=2, last=100, stop_at=2, validates=True))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100, stop_at=2, validates=True))
     assert do(machine, WorkersReady()) == [RunStep(0), RunStep(1)]
     commit(machine, 0)
     assert commit(machine, 1) == [StartCheckpoint(2)]
 
 
 def test_a_finished_job_that_is_resumed_ends_without_training_or_saving_again():
-    machine = RunMachine(RunPolicy(workers=2, last=5, first=5, validates=True, validate_every=5))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=5, steps_before_run=5, validates=True, validate_every=5))
     assert do(machine, WorkersReady()) == [Teardown("done", "all 5 steps are done", 5)]
 
 
 def test_an_interrupt_finishes_the_steps_in_flight_and_saves():
-    machine = RunMachine(RunPolicy(workers=2, last=100))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100))
     do(machine, WorkersReady())
     assert do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2)) == []
     commit(machine, 0)
@@ -105,7 +105,7 @@ def test_an_interrupt_finishes_the_steps_in_flight_and_saves():
 
 
 def test_an_interrupted_step_that_outlasts_its_grace_is_aborted_and_never_happened():
-    machine = RunMachine(RunPolicy(workers=2, last=100))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100))
     do(machine, WorkersReady())
     commit(machine, 0)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
@@ -116,7 +116,7 @@ def test_an_interrupted_step_that_outlasts_its_grace_is_aborted_and_never_happen
 
 
 def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new():
-    machine = RunMachine(RunPolicy(workers=2, last=100))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100))
     do(machine, WorkersReady())
     commit(machine, 0)
     do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
@@ -127,7 +127,7 @@ def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new()
 
 
 def test_the_cause_of_a_failure_is_the_user_code_not_the_workers_that_waited_for_it():
-    machine = RunMachine(RunPolicy(workers=3, last=10))
+    machine = RunMachine(RunPolicy(workers=3, job_steps=10))
     do(machine, WorkersReady())
     (abort,) = do(machine, CallFailed("aborted", GroupAborted("connection closed"), 0))
     assert isinstance(abort, AbortGroups)
@@ -137,14 +137,14 @@ def test_the_cause_of_a_failure_is_the_user_code_not_the_workers_that_waited_for
 
 
 def test_a_lost_worker_ends_the_run_at_once():
-    machine = RunMachine(RunPolicy(workers=2, last=10))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=10))
     do(machine, WorkersReady())
     abort, teardown = do(machine, CallFailed("lost", WorkerLost("worker 1 died"), 1))
     assert isinstance(abort, AbortGroups) and isinstance(teardown.error, WorkerLost)
 
 
 def test_without_a_cause_the_symptom_is_reported_after_a_while():
-    machine = RunMachine(RunPolicy(workers=2, last=10))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=10))
     do(machine, WorkersReady())
     do(machine, CallFailed("aborted", GroupAborted("connection closed"), 0), 5.0)
     assert do(machine, Tick(), 6.0) == []
@@ -153,7 +153,7 @@ def test_without_a_cause_the_symptom_is_reported_after_a_while():
 
 
 def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
-    machine = RunMachine(RunPolicy(workers=2, last=10))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=10))
     do(machine, WorkersReady(), 0.0)
     commit(machine, 0)
     do(machine, StepReported(0, 1, 0.1), 1.0)
@@ -168,7 +168,7 @@ def test_a_hung_worker_is_named_and_its_stack_is_in_the_error():
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
     """The next step is issued when the one before has been seen: its time begins then, not with the last report."""
-    machine = RunMachine(RunPolicy(workers=2, last=100, step_deadline_s=3.0, step_deadline_times=5.0, elastic=elastic))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100, step_deadline_s=3.0, step_deadline_times=5.0, elastic=elastic))
     do(machine, WorkersReady())
     for step in range(2):
         for rank in range(2):
@@ -184,7 +184,7 @@ def test_a_callback_that_takes_long_makes_no_worker_late(elastic):
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run():
-    machine = RunMachine(RunPolicy(workers=2, last=4, save_every=2))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=4, save_every=2))
     do(machine, WorkersReady())
     commit(machine, 0)
     assert commit(machine, 1) == [StartCheckpoint(2)]
@@ -193,7 +193,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run():
 
 
 def test_a_run_whose_last_checkpoint_fails_has_failed():
-    machine = RunMachine(RunPolicy(workers=2, last=1))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=1))
     do(machine, WorkersReady())
     commit(machine, 0)
     do(machine, CheckpointStateCopied(1))
@@ -202,7 +202,7 @@ def test_a_run_whose_last_checkpoint_fails_has_failed():
 
 
 def test_an_event_without_a_rule_raises_with_the_story():
-    machine = RunMachine(RunPolicy(workers=2, last=4))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=4))
     do(machine, WorkersReady())
     with pytest.raises(UnexpectedEvent, match=r"WorkersReady\(\) while running(.|\n)*RunStep\(step=1"):
         do(machine, WorkersReady())
@@ -217,20 +217,20 @@ class World:
         last = self.random.randint(1, 9)
         self.policy = RunPolicy(
             workers=self.random.randint(1, 4),
-            last=last,
-            first=self.random.randint(0, last),
+            job_steps=last,
+            steps_before_run=self.random.randint(0, last),
             validates=pick([True, False]),
             validate_every=pick([0, 1, 2, 3]),
             save_every=pick([0, 1, 2, 3]),
             stop_at=pick([None, None, last, max(1, last - 1)]),
         )
-        if self.policy.stop_at is not None and self.policy.stop_at < self.policy.first:
-            self.policy = RunPolicy(workers=2, last=last)
+        if self.policy.stop_at is not None and self.policy.stop_at < self.policy.steps_before_run:
+            self.policy = RunPolicy(workers=2, job_steps=last)
         self.machine = RunMachine(self.policy)
         self.lines: dict[str, deque] = {}
         self.log: list = []
         self.now_s = 0.0
-        self.applied = [self.policy.first] * self.policy.workers
+        self.applied = [self.policy.steps_before_run] * self.policy.workers
         self.fault = pick([None, None, None, "user", "lost", "stop", "interrupt", "hang"])
         self.disk_full = pick([0.0, 0.0, 0.5])
         self.put("start", WorkersReady())
@@ -307,7 +307,7 @@ def test_every_order_of_events_keeps_the_promises(block):
         log, policy = world.log, world.policy
         steps = [a.step for a in log if isinstance(a, RunStep)]
         seen = [a.step for a in log if isinstance(a, EmitStep)]
-        assert steps == list(range(policy.first, policy.first + len(steps))), "issued once each, in order"
+        assert steps == list(range(policy.steps_before_run, policy.steps_before_run + len(steps))), "issued once each, in order"
         assert seen == steps[: len(seen)], "seen once each, in order"
         assert [type(a) for a in log].count(Teardown) == 1
         after = log[log.index(next(a for a in log if isinstance(a, Teardown))) + 1 :]
@@ -319,7 +319,7 @@ def test_every_order_of_events_keeps_the_promises(block):
         for index, action in enumerate(log):
             if isinstance(action, (Validate, StartCheckpoint)):
                 before = log[:index]
-                issued = policy.first + sum(isinstance(a, RunStep) for a in before)
+                issued = policy.steps_before_run + sum(isinstance(a, RunStep) for a in before)
                 if action.done == issued:
                     continue
                 assert world.fault == "interrupt", "the state is settled, or the steps in flight were aborted"
@@ -328,10 +328,10 @@ def test_every_order_of_events_keeps_the_promises(block):
         end = log[-1]
         if world.fault in (None, "stop") and not world.disk_full:
             assert end.end in ("done", "stopped"), f"seed {seed}: {end}"
-            assert end.done == policy.first or snapshots[end.done] == 1, "ends with a checkpoint"
-        if world.fault is None and policy.validates and end.done == policy.last > policy.first:
-            assert Validate(policy.last) in log
-        if world.fault == "hang" and policy.first <= world.hangs_from < len(steps) + policy.first:
+            assert end.done == policy.steps_before_run or snapshots[end.done] == 1, "ends with a checkpoint"
+        if world.fault is None and policy.validates and end.done == policy.job_steps > policy.steps_before_run:
+            assert Validate(policy.job_steps) in log
+        if world.fault == "hang" and policy.steps_before_run <= world.hangs_from < len(steps) + policy.steps_before_run:
             assert end.end == "failed" and isinstance(end.error, CommTimeout)
 
 
@@ -357,14 +357,14 @@ def cuts_of(policy, steps, seconds, mirror_seconds):
 
 def test_the_mirror_takes_a_cut_in_the_first_step_and_then_every_k_steps():
     last = "the last step too, so that what is saved has been compared"
-    assert cuts_of(RunPolicy(workers=2, last=10, mirror_every=4), 10, 0.1, 0.0) == [0, 3, 7, 9], last
-    assert cuts_of(RunPolicy(workers=2, last=10), 10, 0.1, 0.0) == []
-    assert cuts_of(RunPolicy(workers=1, last=10, mirror_every=4), 10, 0.1, 0.0) == [], "nobody would keep the copy"
+    assert cuts_of(RunPolicy(workers=2, job_steps=10, mirror_every=4), 10, 0.1, 0.0) == [0, 3, 7, 9], last
+    assert cuts_of(RunPolicy(workers=2, job_steps=10), 10, 0.1, 0.0) == []
+    assert cuts_of(RunPolicy(workers=1, job_steps=10, mirror_every=4), 10, 0.1, 0.0) == [], "nobody would keep the copy"
 
 
 def test_the_mirror_takes_a_cut_as_often_as_its_cost_allows():
-    cuts = cuts_of(RunPolicy(workers=2, last=200, mirror_cost=0.02), 200, 0.1, 0.1)
+    cuts = cuts_of(RunPolicy(workers=2, job_steps=200, mirror_cost=0.02), 200, 0.1, 0.1)
     gaps = [b - a for a, b in pairwise(cuts[1:-1])]
     assert cuts[0] == 0 and gaps and all(50 <= gap <= 50 + MAX_OPEN_STEPS for gap in gaps), cuts
-    free = cuts_of(RunPolicy(workers=2, last=9, mirror_cost=0.02), 9, 0.1, 0.0)
+    free = cuts_of(RunPolicy(workers=2, job_steps=9, mirror_cost=0.02), 9, 0.1, 0.0)
     assert all(gap <= MAX_OPEN_STEPS for gap in (b - a for a, b in pairwise(free))), free

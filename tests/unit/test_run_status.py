@@ -59,8 +59,8 @@ def of(**facts):
 
 def test_members_json_is_written_again_when_the_last_step_has_been_executed_again():
     """Nothing else in it changes then, and it said for ever that steps were being executed again."""
-    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(last=20)))
-    machine = RunMachine(RunPolicy(workers=1, last=20))
+    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(job_steps=20)))
+    machine = RunMachine(RunPolicy(workers=1, job_steps=20))
     machine.phase = Phase.RUNNING
     progress = machine.progress
     progress.committed, progress.journalled, progress.emitted = 8, 10, 10

@@ -114,7 +114,7 @@ def test_zero_bubble_schedules_keep_their_order_of_merit_when_slow_stages_have_m
 def test_replicas_of_a_uniform_plan_run_the_schedule_of_one_pipeline(name):
     (alone, _), (both, routing) = built(name, [1, 1, 1], 5), built(name, [2, 2, 2], 10)
     for rank, seat in enumerate(routing.plan.seats):
-        mine = routing.of_replica(0, seat.replica)
+        mine = routing.microbatches_of_replica(0, seat.replica)
         assert both[rank] == tuple(type(i)(i.stage, mine[i.microbatch]) for i in alone[seat.position])
 
 

@@ -92,5 +92,5 @@ def test_what_several_shards_hold_has_one_owner():
 
 def test_a_slice_is_few_runs_of_elements_whichever_dim_is_cut():
     rows, columns = TensorCut(0, 6, even_ranges_by_shard(6, 2)), TensorCut(1, 4, even_ranges_by_shard(4, 2))
-    assert rows.pieces(rows.held[1], 24) == ((12, 24),)
-    assert columns.pieces(columns.held[1], 24) == ((12, 24),)
+    assert rows.element_ranges(rows.indices_by_shard[1], 24) == ((12, 24),)
+    assert columns.element_ranges(columns.indices_by_shard[1], 24) == ((12, 24),)

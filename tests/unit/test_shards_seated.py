@@ -21,7 +21,7 @@ from raypar.plan.ownership import Ownership
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 
 OUTLINE = ModelOutline(
-    (), elements=({"a": 8}, {"b": 8}), cuts={2: {name: TensorCut(0, 4, even_ranges_by_shard(4, 2)) for name in "ab"}}
+    (), elements=({"a": 8}, {"b": 8}), shardings={2: {name: TensorCut(0, 4, even_ranges_by_shard(4, 2)) for name in "ab"}}
 )
 
 
@@ -31,7 +31,7 @@ def held(plan):
 
 def after(plan, dead, nodes=None, new=()):
     """What is decided once all others stand."""
-    machine = RunMachine(RunPolicy(workers=plan.world, last=9, elastic=True, grow=False), plan=plan, layout=held)
+    machine = RunMachine(RunPolicy(workers=plan.world, job_steps=9, elastic=True, grow=False), plan=plan, layout=held)
     machine.membership.nodes = nodes or {}
     events = [
         WorkersReady(),
@@ -94,7 +94,7 @@ def test_a_new_plan_puts_the_shards_of_a_replica_on_one_node_and_replicas_on_sev
 def test_stragglers_are_compared_with_replicas_of_the_same_shard():
     """Shards of a ragged split have unequal work."""
     plan = ParallelPlan.mesh(dp=2, tp=2, layers=2)
-    machine = RunMachine(RunPolicy(workers=4, last=9, straggler_steps=3), plan=plan)
+    machine = RunMachine(RunPolicy(workers=4, job_steps=9, straggler_steps=3), plan=plan)
     machine.handle(WorkersReady(), 0.0)
     actions = []
     for step in range(3):
@@ -103,4 +103,4 @@ def test_stragglers_are_compared_with_replicas_of_the_same_shard():
             actions += [decision.action for decision in machine.handle(event, 0.1 * step)]
         for event in (StepJournalled(step), StepEmitted(step)):
             machine.handle(event, 0.1 * step)
-    assert [action.worker for action in actions if hasattr(action, "times")] == [2]
+    assert [action.worker for action in actions if hasattr(action, "slowdown")] == [2]

@@ -32,7 +32,7 @@ from raypar.plan import ParallelPlan
 
 def running(**policy):
     """Two workers in the step after the second, of 0.1 s each. The time is 0."""
-    machine = RunMachine(RunPolicy(workers=2, last=10, **policy))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=10, **policy))
     do(machine, WorkersReady())
     for step in range(2):
         commit(machine, step)
@@ -86,7 +86,7 @@ def test_the_deadline_of_a_step_does_not_count_while_somebody_is_waited_for_and_
 @pytest.mark.parametrize("due", ["validation", "save", "end"])
 def test_the_deadlines_of_a_pass_are_moved_by_the_wait(due):
     policy = {"validation": {"validates": True, "validate_every": 2}, "save": {"save_every": 2}, "end": {"save_every": 2}}[due]
-    machine = RunMachine(RunPolicy(workers=2, last=2 if due == "end" else 10, pass_deadline_s=30.0, **policy))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=2 if due == "end" else 10, pass_deadline_s=30.0, **policy))
     do(machine, WorkersReady())
     for step in range(2):
         do(machine, StepReported(0, step, 0.1))
@@ -162,7 +162,7 @@ def test_several_are_waited_for_and_each_has_its_own_time():
 
 def test_the_start_waits_too():
     """A stage that is built in one long call of C code answers no pings meanwhile."""
-    machine = RunMachine(RunPolicy(workers=2, last=10))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=10))
     silent(machine)
     assert ticks(machine, 11, 30) == []
     do(machine, WorkerAnswered(1), 30.0)
@@ -171,7 +171,7 @@ def test_the_start_waits_too():
 
 
 def test_an_elastic_run_begins_a_recovery_as_before():
-    machine = RunMachine(RunPolicy(workers=2, last=10, elastic=True), plan=ParallelPlan.mesh(dp=2, layers=2))
+    machine = RunMachine(RunPolicy(workers=2, job_steps=10, elastic=True), plan=ParallelPlan.mesh(dp=2, layers=2))
     do(machine, WorkersReady())
     do(machine, WorkerSilent(1, 10.0), 10.0)
     assert machine.phase is Phase.CLAIMING and not machine.health.silent_since_s

@@ -23,7 +23,7 @@ def report(loss: float = 1.0) -> dict:
 @pytest.fixture
 def reports() -> StepReports:
     plan = ParallelPlan.mesh(dp=2)
-    machine = RunMachine(RunPolicy(workers=2, last=10), plan=plan)
+    machine = RunMachine(RunPolicy(workers=2, job_steps=10), plan=plan)
     machine.membership.members = (5, 3)
     return StepReports(machine, SimpleNamespace(passes=lambda plan: (4, 0)))
 
@@ -64,7 +64,7 @@ def test_what_is_executed_again_has_to_give_the_same_to_the_last_bit(reports, se
 def test_a_step_that_was_found_applied_is_seen_with_its_loss_and_no_time(reports):
     outcome = VoteResult(loss=0.5, norm=2.0, count=8.0, factor=0.125, skipped=False)
     reports.machine.progress.journalled = 4
-    reports.heard(WorkerStatus(3, 5, outcomes={3: outcome, 4: outcome}))
+    reports.heard(WorkerStatus(3, 5, vote_results={3: outcome, 4: outcome}))
     reports.commit(4)
     assert reports.emit(4) == {0: reconstruct_lost_report(outcome)}
     assert reconstruct_lost_report(outcome)["seconds"] == 0.0 and loss_and_grad_norm_of_step(

@@ -28,11 +28,11 @@ def test_a_straggler_is_told_once_after_20_slow_steps_and_once_when_it_is_over()
     watch = watching()
     assert steps(watch, 19, w3=21) == []
     (found,) = steps(watch, 1, w3=21)
-    assert (found.worker, round(found.times, 3), found.steps, found.alone, found.over) == (3, 2.1, 20, False, False)
+    assert (found.worker, round(found.slowdown, 3), found.steps, found.alone, found.recovered) == (3, 2.1, 20, False, False)
     assert steps(watch, 50, w3=21) == [], "told once"
     assert steps(watch, 19) == []
     (over,) = steps(watch, 1)
-    assert over.worker == 3 and over.over
+    assert over.worker == 3 and over.recovered
     assert steps(watch, 50) == []
 
 
@@ -95,7 +95,7 @@ def run(machine, count, slow=(3,), first=0):
 
 def machine(**policy):
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
-    made = RunMachine(RunPolicy(workers=4, last=500, **({"elastic": True, "hires": True} | policy)), plan=plan)
+    made = RunMachine(RunPolicy(workers=4, job_steps=500, **({"elastic": True, "hires": True} | policy)), plan=plan)
     made.handle(WorkersReady(), 0.0)
     return made
 
@@ -103,7 +103,7 @@ def machine(**policy):
 def test_a_straggler_is_only_reported_unless_the_job_wants_it_replaced():
     made = machine()
     assert run(made, 60) == [ReportStraggler(3, 2.0, 20)]
-    assert run(made, 20, slow=(), first=60) == [ReportStraggler(3, 1.0, 20, over=True)]
+    assert run(made, 20, slow=(), first=60) == [ReportStraggler(3, 1.0, 20, recovered=True)]
     assert run(machine(elastic=False), 60) == [ReportStraggler(3, 2.0, 20)], "also where nobody could be replaced"
 
 

@@ -93,11 +93,11 @@ def test_a_styles_slices_cover_each_parameter_and_every_index_has_one_owner(name
     assert slices.keys() <= dict(FITTING[name].named_parameters()).keys()
     assert bool(slices) == (name != "whole")
     for key, cut in slices.items():
-        assert FITTING[name].get_parameter(key).shape[cut.dim] == cut.size
-        assert len(cut.held) == shards and all(cut.held)
+        assert FITTING[name].get_parameter(key).shape[cut.dim] == cut.whole_size
+        assert len(cut.indices_by_shard) == shards and all(cut.indices_by_shard)
         owned = [cut.owned(shard) for shard in range(shards)]
-        assert merge_ranges(ranges for spans in owned for ranges in spans) == ((0, cut.size),)
-        assert sum(map(count_indices, owned)) == cut.size
+        assert merge_ranges(ranges for spans in owned for ranges in spans) == ((0, cut.whole_size),)
+        assert sum(map(count_indices, owned)) == cut.whole_size
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
@@ -107,7 +107,9 @@ def test_a_styles_cost_is_the_share_of_work_and_of_bytes(name, shards):
     costs, slices = style.cost("a.layer", module, shards), style.slices("a.layer", module, shards)
     elements = {key: p.numel() for key, p in module.named_parameters()}
     for shard, cost in enumerate(costs):
-        held = {key: elements[key] // cut.size * count_indices(cut.held[shard]) for key, cut in slices.items()}
+        held = {
+            key: elements[key] // cut.whole_size * count_indices(cut.indices_by_shard[shard]) for key, cut in slices.items()
+        }
         assert cost.bytes == pytest.approx(sum({**elements, **held}.values()) / sum(elements.values()))
         assert 0 < cost.bytes <= 1 and 0 < cost.compute <= 1
     assert len(costs) == shards
@@ -285,7 +287,7 @@ def test_the_layouts_of_all_numbers_of_shards_travel_in_the_outline_to_every_ass
     graph = on_shards.graph_of(lambda: [("a", scaled_mlp()), ("b", scaled_mlp())])
     outline = outline_graph_with_layouts(graph, (4, 2, 1), {"a.*": "whole"})
     assert outline.layouts == {count: compute_shard_layout(graph, count, {"a.*": "whole"}) for count in (1, 2, 4)}
-    assert outline.cuts == {count: outline.layouts[count].cuts for count in (2, 4)}
+    assert outline.shardings == {count: outline.layouts[count].cuts for count in (2, 4)}
     assert outline.layouts[2] is compute_shard_layout(graph, 2, {"a.*": "whole"}), "computed once"
     plan, batches = ParallelPlan.mesh(tp=2, layers=2), Microbatches(2, 2, 4)
     orders = schedules.build_schedule("1f1b", MicrobatchRouting(plan, batches))

@@ -60,7 +60,7 @@ def stood(generation, worker, done, **more):
 
 def start(workers=2, pp=1, **policy):
     plan = ParallelPlan.mesh(dp=workers // pp, pp=pp, layers=2)
-    fixed = {"workers": workers, "last": 9, "elastic": True}
+    fixed = {"workers": workers, "job_steps": 9, "elastic": True}
     return RunMachine(RunPolicy(**(fixed | policy)), plan=plan, layout=layout)
 
 
@@ -86,11 +86,11 @@ def arrive(phase, **policy):
         case P.RUNNING:
             return run(**policy)
         case P.FLUSHING:
-            return run(1, **({"last": 2} | policy))
+            return run(1, **({"job_steps": 2} | policy))
         case P.VALIDATING:
             return run(1, **({"validates": True, "validate_every": 1} | policy))
         case P.SAVING:
-            return run(1, **({"last": 1} | policy))
+            return run(1, **({"job_steps": 1} | policy))
         case P.ENDING:
             return sent(arrive(P.SAVING, **policy), CheckpointStateCopied(1))
         case P.ABORTING:
@@ -103,8 +103,8 @@ def arrive(phase, **policy):
         case P.STANDING:
             return sent(arrive(P.CLAIMING, **policy), GenerationClaimed(2, True))
         case P.SETTLING:
-            applied = WorkerStatus(0, 1, outcomes={0: "outcome"}, pieces=WHOLE)
-            missed = WorkerStatus(1, 0, votable=True, pieces=WHOLE)
+            applied = WorkerStatus(0, 1, vote_results={0: "outcome"}, pieces=WHOLE)
+            missed = WorkerStatus(1, 0, can_apply_late=True, pieces=WHOLE)
             return sent(arrive(P.STANDING, **policy), *(WorkerStatusReported(2, stand) for stand in (applied, missed)))
         case P.PLANNING:
             machine = sent(run(workers=4, pp=2, **policy), lost(2), lost(3), GenerationClaimed(2, True))
@@ -161,10 +161,10 @@ def out_of_memory(worker):
 
 SCENES = {
     # the start
-    "a job of no steps is saved": (lambda: start(last=0), [WorkersReady()], P.SAVING),
+    "a job of no steps is saved": (lambda: start(job_steps=0), [WorkersReady()], P.SAVING),
     "a worker was drained before the first step": (lambda: sent(start(), DrainRequested(1, "")), [WorkersReady()], P.CLAIMING),
-    "a resumed job of one more step": (lambda: start(first=8), [WorkersReady()], P.FLUSHING),
-    "a finished job": (lambda: start(first=9), [WorkersReady()], P.OVER),
+    "a resumed job of one more step": (lambda: start(steps_before_run=8), [WorkersReady()], P.FLUSHING),
+    "a finished job": (lambda: start(steps_before_run=9), [WorkersReady()], P.OVER),
     "a connection breaks at the start": (lambda: not_elastic(P.STARTING), [broke(1)], P.FAILING),
     "a worker dies at the start": (lambda: arrive(P.STARTING), [lost(1)], P.CLAIMING),
     "user code fails at the start": (lambda: arrive(P.STARTING), [MISTAKE], P.OVER),
@@ -174,7 +174,7 @@ SCENES = {
     "the replicas differ again and again": (lambda: doubted(P.RUNNING), "digests", P.OVER),
     "a validation's callback stops the run late": (lambda: run(), [ValidationEmitted(1, "enough")], P.FLUSHING),
     "a replay ends at a flush point that was served": (
-        lambda: replaying(run(4, save_every=5, last=20), done=5, saved=5),
+        lambda: replaying(run(4, save_every=5, job_steps=20), done=5, saved=5),
         "reports of step 4",
         P.RUNNING,
     ),
@@ -342,8 +342,8 @@ SCENES = {
     "one more worker dies, and another has missed a step": (
         lambda: sent(
             arrive(P.STANDING, workers=4),
-            WorkerStatusReported(2, WorkerStatus(0, 1, outcomes={0: "outcome"}, pieces=WHOLE)),
-            WorkerStatusReported(2, WorkerStatus(1, 0, votable=True, pieces=WHOLE)),
+            WorkerStatusReported(2, WorkerStatus(0, 1, vote_results={0: "outcome"}, pieces=WHOLE)),
+            WorkerStatusReported(2, WorkerStatus(1, 0, can_apply_late=True, pieces=WHOLE)),
         ),
         [lost(2)],
         P.SETTLING,
@@ -365,8 +365,8 @@ SCENES = {
         lambda: sent(
             run(workers=4, pp=2),
             *(lost(2), lost(3), GenerationClaimed(2, True)),
-            WorkerStatusReported(2, WorkerStatus(0, 1, outcomes={0: "outcome"}, pieces=WHOLE)),
-            WorkerStatusReported(2, WorkerStatus(1, 0, votable=True, pieces=WHOLE)),
+            WorkerStatusReported(2, WorkerStatus(0, 1, vote_results={0: "outcome"}, pieces=WHOLE)),
+            WorkerStatusReported(2, WorkerStatus(1, 0, can_apply_late=True, pieces=WHOLE)),
         ),
         [KeptGradientsApplied(2, WorkerStatus(1, 1, pieces=WHOLE))],
         P.PLANNING,
@@ -500,7 +500,7 @@ def test_a_rare_transition(scene):
 
 
 QUICK = {"validates": True, "validate_every": 2, "step_deadline_s": 0.5, "start_deadline_s": 1.0, "pass_deadline_s": 2.0}
-QUICK |= {"stand_s": 0.5, "adopt_s": 2.0, "capacity_s": 5.0}
+QUICK |= {"status_s": 0.5, "adopt_s": 2.0, "capacity_s": 5.0}
 
 
 def walk_at_random():

@@ -26,7 +26,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 def shard_slice_of(layout: TensorParallelLayout, name: str, whole: Tensor, shard: int) -> Tensor:
     """A shard's slice of the whole parameter (or of a gradient or optimizer state of its shape), in memory of its own."""
     cut = layout.cuts.get(name)
-    part = whole if cut is None else select_ranges(whole, cut.dim, cut.held[shard])
+    part = whole if cut is None else select_ranges(whole, cut.dim, cut.indices_by_shard[shard])
     return part.clone(memory_format=torch.contiguous_format)
 
 

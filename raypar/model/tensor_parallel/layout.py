@@ -77,7 +77,7 @@ def outline_graph_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapp
         return outline_graph(graph)
     layouts = {count: compute_shard_layout(graph, count, styles) for count in sorted(counts)}
     cuts = {count: layout.cuts for count, layout in layouts.items() if count > 1}
-    return replace(outline_graph(graph), cuts=cuts, layouts=layouts)
+    return replace(outline_graph(graph), shardings=cuts, layouts=layouts)
 
 
 def held_elements_by_layer(

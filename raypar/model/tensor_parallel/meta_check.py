@@ -39,7 +39,8 @@ def check_by_shape(
     numbers cannot run this way: then False is returned, and what is wrong shows in the first step.
     """
     kinds = {
-        tuple((len(cut.held[t]), count_indices(cut.held[t])) for cut in layout.cuts.values()): t for t in range(layout.shards)
+        tuple((len(cut.indices_by_shard[t]), count_indices(cut.indices_by_shard[t])) for cut in layout.cuts.values()): t
+        for t in range(layout.shards)
     }
     for shard in sorted({0, layout.shards - 1, *kinds.values()}):
         group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence=sequence)

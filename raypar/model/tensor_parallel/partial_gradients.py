@@ -36,8 +36,10 @@ def sum_partial_gradients(
             cut = cuts[name]
             shape = list(gradient.shape)
             shape[cut.dim] = count_indices(cut.shared)
-            mine = intersect_ranges(cut.held[group.shard], cut.shared)
-            pairs = [(cut.dim, positions_of_indices(cut.held[group.shard], mine), positions_of_indices(cut.shared, mine))]
+            mine = intersect_ranges(cut.indices_by_shard[group.shard], cut.shared)
+            pairs = [
+                (cut.dim, positions_of_indices(cut.indices_by_shard[group.shard], mine), positions_of_indices(cut.shared, mine))
+            ]
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(shape), pairs))
         elif name in partial:
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(gradient.shape), []))

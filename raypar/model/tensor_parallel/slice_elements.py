@@ -39,7 +39,7 @@ def _place(local: Tensor, cut: TensorCut | None, shard: int, start: int, stop: i
     """Where elements [start, stop) of the whole parameter stand among those of the slice."""
     if cut is None:
         return start, stop
-    here = cut.held[shard]
+    here = cut.indices_by_shard[shard]
     width = local.numel() // local.shape[cut.dim]
-    (place,) = positions_of_indices(cut.pieces(here, width * cut.size), ((start, stop),))
+    (place,) = positions_of_indices(cut.element_ranges(here, width * cut.whole_size), ((start, stop),))
     return place

@@ -39,7 +39,7 @@ def make_initial_stage_state(
     initial, names = initial_values_of(graph, spec.seed), state_shapes(graph, first, last)
     if shard is not None:
         cuts = {name: shard.layout.cuts[name] for name in names if name in shard.layout.cuts}
-        slices = {name: (cut.dim, cut.held[shard.group.shard]) for name, cut in cuts.items()}
+        slices = {name: (cut.dim, cut.indices_by_shard[shard.group.shard]) for name, cut in cuts.items()}
         for name, part in initial.stream_slices(slices, dtype):
             made.digests[f"{name} (indices {slices[name][1]} of dim {slices[name][0]})"] = tensor_crc32(part)
             made.values[name] = part

@@ -277,7 +277,7 @@ class Stage:
 
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that `backward_input` put off."""
-        block = self.routing.microbatches.block(microbatch)
+        block = self.routing.microbatches.block_of(microbatch)
         self._add_deferred(microbatch, block)
         self.gradients.finished(block, 1)
 
@@ -288,7 +288,7 @@ class Stage:
         self.gradient_buffers.backward()
         live = self._live[microbatch]
         self.deferred.stash = live.stash  # a layer that checkpoints runs its forward again in here
-        block = self.routing.microbatches.block(microbatch)
+        block = self.routing.microbatches.block_of(microbatch)
         self.gradients.enter(block, join=halves == 2 and not self.deferred.parameters)
         roots, starts = self._roots(live, gradients)
         self._run_autograd(microbatch, block if halves == 2 and self.gradients.settles(block) else None, roots, starts)

@@ -53,7 +53,7 @@ class StageShard:
         """This shard's slice of an unsharded parameter, or of optimizer state of its shape. State of another shape is returned
         as it is: every shard has it."""
         cut = self.layout.cuts.get(name)
-        if cut is None or whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.size:
+        if cut is None or whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.whole_size:
             return whole
         return shard_slice_of(self.layout, name, whole, self.group.shard)
 
@@ -62,12 +62,12 @@ class StageShard:
         cut, shard = self._overlapping.get(name), self.group.shard
         if cut is None:
             return local
-        return select_ranges(local, cut.dim, positions_of_indices(cut.held[shard], cut.owned(shard))).contiguous()
+        return select_ranges(local, cut.dim, positions_of_indices(cut.indices_by_shard[shard], cut.owned(shard))).contiguous()
 
     def slices(self, name: str, local: Tensor) -> TensorSlices:
         """Where the elements of `owned` lie in the unsharded tensor."""
         cut = self.layout.cuts[name]
-        shape = (*local.shape[: cut.dim], cut.size, *local.shape[cut.dim + 1 :])
+        shape = (*local.shape[: cut.dim], cut.whole_size, *local.shape[cut.dim + 1 :])
         return TensorSlices(shape, cut.dim, cut.owned(self.group.shard))
 
     @cached_property

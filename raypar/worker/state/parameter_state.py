@@ -33,13 +33,13 @@ class ParameterSlice:
 
     def spans(self, size: int) -> IndexRanges:
         """The elements in this part, of the `size` that the whole has."""
-        return ((0, size),) if self.cut is None else self.cut.pieces(self.cut.held[self.shard], size)
+        return ((0, size),) if self.cut is None else self.cut.element_ranges(self.cut.indices_by_shard[self.shard], size)
 
     def size(self, local: Sequence[int]) -> int:
         """Number of elements of the whole, from the shape `local` of this part."""
         count = 1
         for dim, n in enumerate(local):
-            count *= self.cut.size if self.cut is not None and dim == self.cut.dim else n
+            count *= self.cut.whole_size if self.cut is not None and dim == self.cut.dim else n
         return count
 
 

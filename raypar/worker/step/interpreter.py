@@ -304,7 +304,7 @@ class Interpreter:
 
     def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
         """Keep a bundle for this worker's own stage `user`, or for its sends: other replicas of the stage are other workers."""
-        if user in self.stages and self.routing.replica(user, key[3]) == self._replica:
+        if user in self.stages and self.routing.replica_for(user, key[3]) == self._replica:
             self._local[key] = tensors
         elif receivers := self.links.receivers[maker, user]:
             self._outgoing[key] = tensors, receivers

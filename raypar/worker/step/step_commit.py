@@ -129,7 +129,7 @@ class StepCommit:
     def __post_init__(self) -> None:
         self._exchange = TiedGradientExchange(self.rank, self.graph, self.routing, self.ties, self.transport, self.layout)
         canonical = canonical_names(self.graph)
-        self._counted = self.ownership.counted(self.rank)
+        self._counted = self.ownership.norm_parameters(self.rank)
         self._places = {}
         for index, stage in self.stages.items():
             places = self._places[index] = {}

@@ -39,8 +39,8 @@ def tied_gradient_senders(
     there, here = layout(givers).cuts.get(name), layout(takers).cuts.get(name)
     if there is None or here is None:
         return [(near, None)]
-    needed = here.held[shard]
-    if intersect_ranges(there.held[near], needed) == needed:
+    needed = here.indices_by_shard[shard]
+    if intersect_ranges(there.indices_by_shard[near], needed) == needed:
         return [(near, needed)]
     shared = [(giver, intersect_ranges(there.owned(giver), needed)) for giver in range(givers)]
     return [(giver, spans) for giver, spans in shared if spans]
@@ -137,7 +137,7 @@ class TiedGradientExchange:
         if spans is None:
             return gradient
         cut = self.layout(self.routing.plan.stages[src].shards).cuts[name]
-        held = cut.held[self.routing.plan.seats[self.rank].shard]
+        held = cut.indices_by_shard[self.routing.plan.seats[self.rank].shard]
         return select_ranges(gradient, cut.dim, positions_of_indices(held, spans)).contiguous()
 
     def _joined(self, name: str, receiver: int, parts: list[tuple[Source, Tensor]]) -> Tensor | None:
@@ -148,7 +148,7 @@ class TiedGradientExchange:
         if len(parts) == 1:
             return first
         cut = self.layout(self.routing.plan.stages[receiver].shards).cuts[name]
-        needed = cut.held[self.routing.plan.seats[self.rank].shard]
+        needed = cut.indices_by_shard[self.routing.plan.seats[self.rank].shard]
         shape = list(first.shape)
         shape[cut.dim] = count_indices(needed)
         whole = first.new_empty(shape)

@@ -57,7 +57,7 @@ class ColumnStyle(LinearStyle):
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
-        held = layout.cuts[f"{name}.weight"].held[group.shard]
+        held = layout.cuts[f"{name}.weight"].indices_by_shard[group.shard]
         return ColumnLinear(module, name, group, held, axis="features", shares_input=name in layout.shared_inputs)
 
     def collectives(self, module: nn.Module) -> LayerCollectives:

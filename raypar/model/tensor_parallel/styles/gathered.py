@@ -31,7 +31,7 @@ class GatheredStyle(LinearStyle):
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
-        held = layout.cuts[f"{name}.weight"].held[group.shard]
+        held = layout.cuts[f"{name}.weight"].indices_by_shard[group.shard]
         shares = name in layout.shared_inputs
         return ColumnLinear(module, name, group, held, axis="features", shares_input=shares, gather=True)
 

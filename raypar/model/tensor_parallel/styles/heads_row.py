@@ -33,7 +33,7 @@ class HeadsRowStyle(HeadStyle):
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
-        return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].held[group.shard])
+        return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].indices_by_shard[group.shard])
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""

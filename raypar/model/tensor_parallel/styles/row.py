@@ -30,7 +30,7 @@ class RowStyle(LinearStyle):
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         assert isinstance(module, nn.Linear)
-        return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].held[group.shard])
+        return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].indices_by_shard[group.shard])
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""

@@ -56,7 +56,7 @@ class VocabularyStyle(ShardingStyle):
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        held = layout.cuts[f"{name}.weight"].held[group.shard]
+        held = layout.cuts[f"{name}.weight"].indices_by_shard[group.shard]
         if isinstance(module, nn.Embedding):
             return VocabularyEmbedding(module, name, group, held)
         assert isinstance(module, nn.Linear)
