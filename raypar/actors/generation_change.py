@@ -149,9 +149,7 @@ class GenerationChange:
         if schedule != self.schedule:
             told |= {"schedule_was": self.schedule, "schedule_why": self.plans.why(order.plan)}
             self.schedule = schedule
-        if self.plan is not None and membership_event_text.shard_count_by_layer(
-            self.plan
-        ) != membership_event_text.shard_count_by_layer(order.plan):
+        if self.plan is not None and self.plan.shards_by_layer != order.plan.shards_by_layer:
             told["shards_was"] = membership_event_text.format_shards(self.plan)
         self.plan = order.plan
         self.side_effects.note("generation", **told, **membership_event_text.generation_facts(order, schedule))

@@ -42,12 +42,7 @@ def generation_facts(order: AdoptPlan, schedule: str) -> dict[str, Any]:
 
 def format_shards(plan: ParallelPlan) -> str:
     """The number of shards of a plan's layers as text: `2`, or `2/1` where stages differ."""
-    return "/".join(str(count) for count, _ in groupby(shard_count_by_layer(plan)))
-
-
-def shard_count_by_layer(plan: ParallelPlan) -> tuple[int, ...]:
-    """Number of shards of every layer: the only part of a plan on which results depend."""
-    return tuple(stage.shards for stage in plan.stages for _ in range(stage.first, stage.last))
+    return "/".join(str(count) for count, _ in groupby(plan.shards_by_layer))
 
 
 def recovery_finished_text(order: AdoptPlan, seconds: float, again: int) -> str:

@@ -1,4 +1,4 @@
-"""What the machine decides. The driver carries it out and answers with events."""
+"""The actions that the run machine decides on. The driver carries them out and answers with events."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ EndKind = Literal["done", "stopped", "interrupted", "failed", "deposed"]
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Call every worker for a step, queued behind the one that may still run. Answer: `StepReported` of each."""
+    """Call every worker for a step, queued behind a step that may still run. Answer: `StepReported` of each worker."""
 
     step: int
     """The step."""
     into_mirror: bool = False
-    """Whether the state after it goes into the mirror."""
+    """Whether the mirror takes a snapshot of the state after the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class EmitStep:
 
 @dataclass(frozen=True, slots=True)
 class Validate:
-    """Call every worker for a validation pass. Answer: `ValidationReported` of each."""
+    """Call every worker for a validation pass. Answer: `ValidationReported` of each worker."""
 
     done: int
-    """Steps before it."""
+    """Steps before the pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StartCheckpoint:
     """
 
     done: int
-    """Steps of that state."""
+    """Steps that the copied state has had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class AbortGroups:
 
 @dataclass(frozen=True, slots=True)
 class RequestStacks:
-    """Ask workers for their stacks. Answer: `StacksReported`."""
+    """Ask workers for the stacks of their threads. Answer: `StacksReported`."""
 
     ranks: tuple[int, ...]
     """The workers."""
@@ -83,7 +83,7 @@ class RequestStacks:
 
 @dataclass(frozen=True, slots=True)
 class WarnUser:
-    """Tell people of something that does not end the run. No answer."""
+    """Show people a warning about something that does not end the run. No answer."""
 
     text: str
     """The sentence."""
@@ -91,7 +91,7 @@ class WarnUser:
 
 @dataclass(frozen=True, slots=True)
 class TellUser:
-    """Tell people what was decided, where nothing is wrong. No answer."""
+    """Show people a decision; nothing is wrong. No answer."""
 
     text: str
     """The sentence."""
@@ -104,15 +104,15 @@ class ReportStraggler:
     worker: int
     """The worker."""
     slowdown: float
-    """How many times as long as it should it takes."""
+    """Its computing time divided by the time that it should take."""
     steps: int
-    """For so many steps."""
+    """Number of steps in a row in which it was slow."""
     alone: bool = False
     """Whether it was compared with its own first steps, not with its replicas."""
     recovered: bool = False
-    """Whether it is a straggler no longer."""
+    """Whether it was a straggler and is fast again."""
     leaves: bool = False
-    """Whether it is going to be drained; the next worker should be started on another node."""
+    """Whether it is asked to leave; the worker that replaces it should start on another node."""
 
 
 # -- recovery and rescaling ------------------------------------------------------------------------------------------------
@@ -128,9 +128,9 @@ class ClaimGeneration:
 
 @dataclass(frozen=True, slots=True)
 class FenceWorkers:
-    """Abort what workers do, let them refuse calls of older generations, and ask where they stand.
+    """Abort what workers do, make them refuse calls of older generations, and ask for their status.
 
-    Answer: `WorkerStatusReported` of each.
+    Answer: `WorkerStatusReported` of each worker.
     """
 
     generation: int
@@ -141,7 +141,7 @@ class FenceWorkers:
 
 @dataclass(frozen=True, slots=True)
 class ApplyKeptGradients:
-    """Let workers apply a step late, from the gradients that they kept. Answer: `KeptGradientsApplied` of each."""
+    """Have workers apply a step late, from the gradients that they kept. Answer: `KeptGradientsApplied` of each worker."""
 
     generation: int
     """The new generation."""
@@ -150,47 +150,47 @@ class ApplyKeptGradients:
     step: int
     """The step."""
     vote_result: Any
-    """The result of the whole vote."""
+    """The result of the vote on the step, as a worker that applied it has reported it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoosePlan:
-    """Ask the planner for the best plan of up to so many workers. Answer: `PlanChosen`.
+    """Ask the planner for the best plan for up to `workers` workers. Answer: `PlanChosen`.
 
-    Asked while the old generation trains, where the run might grow; else on the way to a new one.
+    It is asked during a recovery, and also while training goes on if the run might grow.
     """
 
     generation: int
     """The present generation."""
     workers: int
-    """The number of workers."""
+    """The most workers that the plan may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptPlan:
-    """Connect the workers and give them their parts of a plan. Answer: `PlanAdopted` of each."""
+    """Connect the workers and give them their parts of a plan. Answer: `PlanAdopted` of each worker."""
 
     generation: int
     """The new generation."""
     plan: ParallelPlan
     """The plan."""
     members: tuple[int, ...]
-    """`members[rank]` takes that seat of the plan."""
+    """`members[rank]`: the worker that takes the seat `rank` of the plan."""
     seatless_sources: tuple[int, ...]
-    """Workers without a seat that hand over what they hold."""
+    """Workers without a seat that send pieces of state to the members."""
     done: int
-    """All start from the state after so many steps."""
+    """Number of steps after which all members start."""
     moves: tuple[PieceMove, ...]
     """The pieces of state that go from one worker to another, over the new transport."""
     from_mirror: bool = False
-    """Whether that state is the mirror's, not the one that the workers compute with."""
+    """Whether the state comes from a mirror snapshot, not from the state that workers compute with."""
     from_checkpoint: bool = False
-    """Whether it is the checkpoint's (after no steps: the initial values)."""
+    """Whether the state is read from the checkpoint; if `done` is 0, it is the initial values."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start a worker in the background, wherever there is room. Answer, some day: `WorkerJoined` or `WorkerStartFailed`."""
+    """Start a worker in the background, wherever there is room. Later answer: `WorkerJoined` or `WorkerStartFailed`."""
 
     worker: int
     """Its number."""
@@ -198,32 +198,32 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class ReportFirstStepAfterRecovery:
-    """Tell that the first step after a disturbance is committed. No answer."""
+    """Report that the first step after a disturbance is committed. No answer."""
 
     step: int
     """The step."""
     seconds: float
     """Time since the last step before the disturbance."""
     steps_again: int = 0
-    """Steps that have to be executed again because of it."""
+    """Steps that are executed again because of the disturbance."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompareReplayedStep:
-    """Compare a step that was executed again after a roll-back with the journal; emit nothing.
+    """Compare a replayed step with the journal, without metrics or callbacks.
 
-    Answer: `CallFailed` if it differs without a reason, else none.
+    Answer: `CallFailed` if the step differs although `doubted` is false, else none.
     """
 
     step: int
     """The step."""
     doubted: bool = False
-    """Whether it may differ from what people saw: a worker's state was wrong then, or the number of shards was another."""
+    """Whether the step may differ: a worker's state was wrong the first time, or the number of shards was another."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Kill a worker without waiting for it. What it still says is ignored."""
+    """Kill a worker without waiting for it. Its later answers are ignored."""
 
     worker: int
     """The worker."""
@@ -240,7 +240,7 @@ class Teardown:
     why: str
     """Why, for people."""
     done: int
-    """Steps that people have seen."""
+    """Steps that were emitted."""
     error: Exception | None = None
     """What it failed with."""
 

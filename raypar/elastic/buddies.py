@@ -1,4 +1,4 @@
-"""Which rank keeps the mirror's second copy of which rank's state: one on another node, wherever there is one."""
+"""The ranks that keep the mirror's second copies, each on another node than the rank whose state it keeps, if possible."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
-def assign_buddies(nodes: Sequence[Hashable], state_keys: Sequence[Hashable] = ()) -> dict[int, int]:
+def assign_buddies(nodes: Sequence[Hashable], same_state_keys: Sequence[Hashable] = ()) -> dict[int, int]:
     """Rank -> the rank that keeps the mirror's second copy of its state. Empty for a single rank.
 
     `nodes[rank]`: the node that the rank lives on. `same_state_keys[rank]`: equal for ranks that hold the same state
-    (`Ownership.same_state_keys`). A rank that holds the same state is no good keeper: where the nodes allow it another one is
-    taken, so that the state outlives all ranks that hold it.
+    (`Ownership.same_state_keys`). A rank that holds the same state is a bad keeper. Where the nodes allow it, a rank with other
+    state is taken, so that the state survives the loss of all ranks that hold it.
 
-    Ranks sorted by node, largest node first, form a ring. A keeper is as many places further as the largest node has ranks:
-    so no rank has its keeper on its own node, and every rank keeps for one. The ranks of a node with more than half of all
-    ranks would have keepers on that node; they take turns among all other ranks, some of which keep for several.
+    Ranks sorted by node, largest node first, form a ring. The keeper of a rank is as many places further as the largest node
+    has ranks. So no rank has its keeper on its own node, and every rank keeps one copy. If one node has more than half of all
+    ranks, its ranks take turns among all other ranks, some of which keep several copies.
     """
     keepers = _keepers_elsewhere(nodes)
     for rank in keepers:
-        if not state_keys or state_keys[keepers[rank]] != state_keys[rank]:
+        if not same_state_keys or same_state_keys[keepers[rank]] != same_state_keys[rank]:
             continue
         for other in keepers:  # an exchange leaves every keeper with as many copies as before
             mine, theirs = keepers[other], keepers[rank]
             apart = rank != mine and other != theirs and _apart(nodes, rank, mine) and _apart(nodes, other, theirs)
-            worse = state_keys[mine] == state_keys[rank] or state_keys[theirs] == state_keys[other] != state_keys[mine]
+            key_of = same_state_keys
+            worse = key_of[mine] == key_of[rank] or key_of[theirs] == key_of[other] != key_of[mine]
             if apart and not worse:
                 keepers[rank], keepers[other] = mine, theirs
                 break

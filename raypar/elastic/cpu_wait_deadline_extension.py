@@ -1,4 +1,4 @@
-"""CPU contention: for which share of the recent time some process was runnable but had no processor."""
+"""The time that deadlines leave out because some process was runnable but had no processor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_SHARE = 0.95
 
 
 class CpuWaitDeadlineExtension:
-    """From each process's total wait for a processor, the time that deadlines do not count."""
+    """Computes from every process's wait for a processor how much time deadlines leave out."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, tuple[float, float]] = {}

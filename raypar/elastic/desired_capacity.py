@@ -1,4 +1,4 @@
-"""How many workers a run wants, and why: the one decision that an autoscaler would replace. Pure."""
+"""How many workers a run should start and use now: the one decision that an autoscaler would replace. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class WorkerCountLimits:
     wanted: int
     """Workers that the run would like to train with; more get no seat."""
     minimum: int = 1
-    """Fewer workers than these do not train."""
+    """The run does not train with fewer workers."""
     standbys: int = 0
-    """Workers beyond the wanted number that wait for a seat with everything loaded."""
+    """Workers beyond `wanted` that wait for a seat with everything loaded."""
     hires: bool = False
     """Whether the run starts workers itself."""
     grows: bool = True
-    """Whether workers that wait get a seat although none is empty."""
+    """Whether the run moves to a larger plan to give waiting workers a seat."""
     retry_s: float = 5.0
-    """Pause after the first worker that could not be started."""
+    """Pause in seconds after the first failed start of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CapacityInputs:
     starting: Set[int] = frozenset()
     """Workers that are being started."""
     placed: Set[int] = frozenset()
-    """Those of `starting` for which the cluster has found room."""
+    """Workers of `starting` for which the cluster has found room."""
     available: int = 0
     """Workers that a new plan could use now."""
     seats: int = 0
@@ -48,10 +48,10 @@ class CapacityInputs:
     start_after_s: float = 0.0
     """No worker is started before this time, because the last attempt failed."""
     grow_at_s: float | None = None
-    """From this time on the first spare does not wait for others any more; None: no spare is looked at."""
+    """Time from which a larger plan may be chosen without waiting for more workers; None: no spare is to be considered."""
     settled: bool = False
-    """Whether a larger plan may be asked for: no other change is under way, and a step has been measured, without which nobody
-    can say what a seat saves."""
+    """Whether a larger plan may be asked for: no other change is under way, and a step has been measured. Without a measured
+    step nobody knows what a seat saves."""
     stopping: bool = False
     """Whether the run has been asked to end."""
 
@@ -63,14 +63,14 @@ class CapacityInputs:
 
 @dataclass(frozen=True, slots=True)
 class DesiredCapacity:
-    """What the run wants of its workers now."""
+    """The number of workers that the run should use, start and wait for now."""
 
     seats: int
     """Workers that the next plan should use."""
     workers_to_start: int
     """Workers to start now."""
     workers_lacking: int
-    """Workers without which the run cannot train; it waits for them."""
+    """Number of workers that are missing for the minimum; the run waits for them."""
     grow: bool
     """Whether to ask the planner now for a plan of more seats."""
     reason: str
@@ -78,7 +78,7 @@ class DesiredCapacity:
 
 
 def compute_desired_capacity(view: CapacityInputs, limits: WorkerCountLimits, now_s: float) -> DesiredCapacity:
-    """What a run with these workers wants at `now_s`."""
+    """The seats, the workers to start and the missing workers of a run with these workers at `now_s`."""
     seats = min(view.available, limits.wanted)
     lacking = max(0, limits.minimum - view.available)
     may_start = limits.hires and not view.stopping and now_s >= view.start_after_s
@@ -95,9 +95,9 @@ def compute_desired_capacity(view: CapacityInputs, limits: WorkerCountLimits, no
 
 
 def _should_grow(view: CapacityInputs, limits: WorkerCountLimits, seats: int, now_s: float) -> bool:
-    """Whether a larger plan is asked for now: nobody else is on the way, or the first spare has waited long enough.
+    """Whether to ask for a larger plan now: no other worker is on the way, or the first spare has waited long enough.
 
-    A worker that is alone with the state waits for nobody: the first to join keeps a second copy of it.
+    A run with one seat does not wait for more workers: the first spare keeps a second copy of the state.
     """
     if not limits.grows or not view.settled or view.stopping or not view.spares or view.grow_at_s is None:
         return False
@@ -107,5 +107,5 @@ def _should_grow(view: CapacityInputs, limits: WorkerCountLimits, seats: int, no
 
 
 def retry_pause_s(limits: WorkerCountLimits, failures: int) -> float:
-    """Seconds to wait before the next attempt to start a worker, after so many failures in a row."""
+    """Seconds from the latest failed start of a worker to the next attempt; `failures`: failed starts in a row before it."""
     return limits.retry_s * 2.0 ** min(failures, MAX_DOUBLINGS)

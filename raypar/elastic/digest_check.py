@@ -1,7 +1,7 @@
-"""Silent corruption: workers that hold the same state have the same bits, so whoever differs computes or remembers wrongly.
+"""Comparison of replicas' digests, which finds silent corruption: workers that hold the same state must have equal bits.
 
-Workers report a digest of their state with every cut of the mirror. What differs cannot be told from what followed from it:
-wrong weights give wrong gradients, which all replicas add. So all go back to the last cut whose digests agreed.
+Workers report a digest of their state with every mirror snapshot. The first error cannot be told from its consequences:
+wrong weights give wrong gradients, which all replicas add. So all go back to the last snapshot whose digests agreed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
 
 MAX_DOUBTS = 3
-"""So many times in a row all go back; then it is no accident."""
+"""Roll-backs in a row because of differing digests; after one more the run fails, because it is no accident."""
 
 
 class InitialDigestCheck:
@@ -50,7 +50,10 @@ class InitialDigestCheck:
 
 
 def find_differing_workers(digests: Mapping[int, Digest]) -> tuple[set[int], set[int]]:
-    """(workers that differ from a majority of those with the same, workers of which nobody knows which is right)."""
+    """(workers whose digest differs from that of a majority, workers of groups without a majority).
+
+    A group is all workers that hold the same pieces of state.
+    """
     groups: dict[int, dict[int, int]] = defaultdict(dict)
     for worker, (what, bits) in digests.items():
         groups[what][worker] = bits
@@ -66,7 +69,7 @@ def find_differing_workers(digests: Mapping[int, Digest]) -> tuple[set[int], set
 
 
 def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest]) -> bool:
-    """Whether the replicas agreed after `done` steps. If not, nothing newer than the last that did is used any more."""
+    """Whether the replicas agreed after `done` steps. If not, state newer than the last agreement is used no more."""
     wrong, unsure = find_differing_workers(digests)
     if not wrong | unsure:
         m.trust.agreed, m.trust.doubts = done, 0
@@ -85,7 +88,7 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
     m.trust.tainted |= set(m.membership.members) | set(m.recovery.statuses)
     m.trust.doubt, m.trust.doubts = what, m.trust.doubts + 1
     m.trust.doubted_steps = range(m.trust.agreed, m.progress.journalled)
-    # They leave once the others have another state, not before: a new driver would find that those left agree, and go on.
+    # They leave once the others have sound state. Earlier, a new driver would find that the remaining ones agree, and go on.
     m.trust.wrong |= wrong
     m.membership.leaving |= wrong
     if m.trust.doubts > MAX_DOUBTS:
@@ -99,10 +102,10 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
 
 
 def compare_digests_in_recovery(m: RunState) -> bool:
-    """The same on the way to a new generation, where some have reported to nobody, or to another driver. False: it is over."""
-    stands = m.recovery.statuses
-    done = {step for stand in stands.values() for step in stand.digests}
+    """Compare digests that this driver has not seen: recovering workers report them. False if the run has ended."""
+    statuses = m.recovery.statuses
+    done = {step for status in statuses.values() for step in status.digests}
     for step in sorted(done - m.trust.untrusted_snapshots):
         if step > m.trust.agreed and not m.trust.doubt:
-            compare_replica_digests(m, step, {w: s.digests[step] for w, s in stands.items() if step in s.digests})
+            compare_replica_digests(m, step, {w: s.digests[step] for w, s in statuses.items() if step in s.digests})
     return m.trust.doubts <= MAX_DOUBTS

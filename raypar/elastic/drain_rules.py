@@ -1,4 +1,4 @@
-"""Workers that are asked to leave: they do so between two steps, when others hold what they held."""
+"""Rules for workers that are asked to leave: they go between two steps, once others hold their state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypar.elastic.step_flow import issue_steps
 
 
 def drain_worker(m: RunState, event: DrainRequested) -> None:
-    """Let a worker with a seat leave between two steps, and one without a seat at once."""
+    """Have a worker with a seat leave between two steps; kill a worker without a seat at once."""
     who = m.membership
     if event.worker in who.spares | m.hiring.starting:
         mark_worker_lost(m, event.worker)
@@ -24,11 +24,11 @@ def drain_worker(m: RunState, event: DrainRequested) -> None:
 
 
 def drain_before_start(m: RunState, event: DrainRequested) -> None:
-    """Let the worker leave before the first step."""
+    """Mark the worker as leaving: a new generation without it begins before the first step."""
     m.membership.leaving.add(event.worker)
 
 
 def drain_later(m: RunState, event: DrainRequested) -> None:
-    """Let the worker leave with the next plan; if that is made already, once the new generation runs."""
+    """Mark the worker as leaving: the next plan is made without it, or a plan after the one that is being adopted."""
     if event.worker not in m.membership.gone:
         m.membership.leaving.add(event.worker)

@@ -1,4 +1,4 @@
-"""What happens to a run: the facts that the driver reports to the machine."""
+"""The events that the driver reports to the run machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Digest
 
 FailureKind = Literal["user", "lost", "error", "aborted"]
-"""Who is to blame: user code; a worker that died; raypar or its input; or nobody, as it follows from another failure."""
+"""The cause of a failure. `user`: user code. `lost`: a dead worker. `error`: raypar, its input. `aborted`: another failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +20,22 @@ class WorkersReady:
 
 @dataclass(frozen=True, slots=True)
 class StepReported:
-    """A worker holds the whole vote of a step and has applied it."""
+    """A worker has received all votes on a step and has applied the step."""
 
     worker: int
     """The worker."""
     step: int
     """The step."""
     seconds: float = 0.0
-    """How long the step took there."""
+    """How long the step took on the worker."""
     generation: int = 1
     """The generation whose call this answers."""
     mirror_seconds: float = 0.0
     """Time spent on the mirror (copies, exchange) beside `seconds`."""
     digest: Digest | None = None
-    """Digest of its state, where the step took a snapshot for the mirror."""
+    """Digest of the worker's state, if the mirror took a snapshot after the step."""
     busy_s: float | None = None
-    """How long it computed for one microbatch; None: not known."""
+    """Seconds that the worker computed for one microbatch; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CallFailed:
     """A worker's call, the start-up, or a side effect of the driver has failed."""
 
     kind: FailureKind
-    """Who is to blame."""
+    """The kind of cause."""
     error: Exception
     """What it failed with."""
     worker: int | None = None
@@ -56,7 +56,7 @@ class CallFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepJournalled:
-    """A step is in the journal: a driver that takes over knows that it is committed."""
+    """A step is in the journal: a driver that takes over knows that the step is committed."""
 
     step: int
     """The step."""
@@ -99,7 +99,7 @@ class CheckpointStateCopied:
     """All workers have copied their state and write the copy in the background. Training may go on."""
 
     done: int
-    """Steps of that state."""
+    """Steps that the copied state has had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +122,19 @@ class CheckpointFailed:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The run is to end early, with its state saved."""
+    """Somebody, or a callback, has asked the run to end early, with its state saved."""
 
     reason: str
     """Why, for people."""
     interrupt: bool = False
-    """Whether it was Ctrl-C: what is in flight gets `grace_s`, then it is aborted and has never happened."""
+    """Whether it was Ctrl-C: steps in flight get `grace_s` to end, then they are aborted and do not count."""
     grace_s: float = 0.0
-    """Seconds of that grace."""
+    """Seconds after Ctrl-C in which steps in flight may end."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSilent:
-    """A worker has answered no ping for a while. Told once; `WorkerAnswered` follows if it answers again."""
+    """A worker has answered no ping for a while. Reported once; `WorkerAnswered` follows if it answers again."""
 
     worker: int
     """The worker."""
@@ -144,7 +144,7 @@ class WorkerSilent:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswered:
-    """A worker whose silence was told has answered a ping."""
+    """A worker whose silence was reported has answered a ping."""
 
     worker: int
     """The worker."""
@@ -152,7 +152,7 @@ class WorkerAnswered:
 
 @dataclass(frozen=True, slots=True)
 class GroupsAborted:
-    """All workers have been told to leave what they do."""
+    """All workers have been told to abort their steps, and have answered or run out of time."""
 
     done: tuple[int | None, ...]
     """By rank, the steps that the worker has applied; None: it did not answer."""
@@ -160,10 +160,10 @@ class GroupsAborted:
 
 @dataclass(frozen=True, slots=True)
 class StacksReported:
-    """Overdue workers were asked what they are doing."""
+    """Overdue workers were asked for their stacks."""
 
     text: str
-    """Their stacks, or that they do not answer; for the error."""
+    """The stacks, or a sentence that the workers do not answer; for the error message."""
 
 
 # -- recovery and rescaling ------------------------------------------------------------------------------------------------
@@ -171,18 +171,18 @@ class StacksReported:
 
 @dataclass(frozen=True, slots=True)
 class DriverFailover:
-    """This driver follows one that is gone; the facts are from the run folder and from the workers that it found."""
+    """This driver replaces one that is gone. The facts are from the run folder and from the workers that were found."""
 
     workers: tuple[int, ...]
     """The workers that were found."""
     generation: int
     """The last generation that was claimed."""
     seen: int
-    """Steps that people have seen."""
+    """Steps that were emitted."""
     plan: ParallelPlan
     """The plan of that generation."""
     members: tuple[int, ...]
-    """`members[rank]` has that seat of the plan."""
+    """`members[rank]`: the worker in the seat `rank` of the plan."""
     validated: int | None = None
     """Steps of the last validation."""
     saved: int | None = None
@@ -190,55 +190,55 @@ class DriverFailover:
     starting: tuple[int, ...] = ()
     """Workers that were started and have not joined yet."""
     next_worker_number: int = 0
-    """How many numbers have been given to workers."""
+    """The number that the next worker gets."""
     idle_s: float | None = None
-    """How long ago people have seen a step; None: never."""
+    """Seconds since the last step was emitted; None: no step was."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationClaimed:
-    """The journal has answered a claim."""
+    """The journal has answered this driver's claim of a generation."""
 
     generation: int
     """The generation."""
     ok: bool
-    """False: another driver was first, which ends this one."""
+    """Whether the claim was granted. If not, another driver was first, and this driver ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatusReported:
-    """A worker has left what it did, obeys nothing older than `generation`, and says where it stands."""
+    """A worker has ended its older calls, refuses calls older than `generation`, and reports its status."""
 
     generation: int
     """The generation."""
     status: WorkerStatus
-    """Where it stands."""
+    """The worker's status."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptGradientsApplied:
-    """A worker has applied the step whose votes it had missed."""
+    """A worker has applied late the step whose votes it had missed."""
 
     generation: int
     """The generation that asked for it."""
     status: WorkerStatus
-    """Where it stands now; what a former plan left there is gone."""
+    """The worker's status after that; pieces of a former plan are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanChosen:
-    """The planner has answered."""
+    """The planner has answered a `ChoosePlan`."""
 
     generation: int
-    """The generation in which it was asked."""
+    """The generation in which the planner was asked."""
     plan: ParallelPlan | None
-    """The best plan; None: none fits the workers."""
+    """The best plan; None: no plan fits the workers."""
     why: str = ""
-    """Why none fits."""
+    """Why no plan fits."""
     step_s: float = 0.0
-    """Predicted seconds of a step under the plan; 0: nothing is predicted."""
+    """Predicted seconds of a step under the chosen plan; 0: not predicted."""
     now_s: float = 0.0
-    """The same under the present plan."""
+    """Predicted seconds of a step under the present plan; 0: not predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class PlanAdopted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlaced:
-    """The cluster has room for one more worker: its process starts, and will be there in seconds."""
+    """The cluster has found room for a new worker: its process starts, which takes seconds."""
 
     worker: int
     """The worker's number."""
@@ -269,17 +269,17 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStartFailed:
-    """A worker that was to start did not. Its number is not used again."""
+    """A worker could not be started. Its number is not used again."""
 
     worker: int
     """The worker's number."""
     error: Exception
-    """Why it did not."""
+    """Why it could not."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """A worker has to leave (preemption, maintenance); until then it may hand over what it holds."""
+    """A worker has to leave soon (preemption, maintenance); before that it may send its state to others."""
 
     worker: int
     """The worker."""
@@ -292,11 +292,11 @@ class Tick:
     """Time has passed: time limits are checked."""
 
     stalled_s: float = 0.0
-    """Seconds that no limit counts: the driver stood still and heard nobody, or workers got no processor."""
+    """Seconds that no time limit counts: the driver was stopped, or workers got no processor."""
     unheard: frozenset[int] = frozenset()
-    """Workers that have answered no ping for a while, although others had the time to."""
+    """Workers that have answered no ping for a while, although there was time to."""
     ended: frozenset[int] = frozenset()
-    """Those of them whose process or machine is known to be gone, before Ray has said so."""
+    """Workers of `unheard` whose process or machine is known to be gone, before Ray has reported it."""
 
 
 RunEvent = (

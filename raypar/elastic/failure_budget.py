@@ -1,4 +1,4 @@
-"""Which deaths the step itself may have caused, and when there have been enough of them."""
+"""Deaths of workers that the step itself may have caused, and the errors that end the run after too many of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypar.errors import OutOfMemory, WorkerLost, error_first_line
 def record_death(m: RunState, event: CallFailed) -> bool:
     """Mark the worker lost. True if the step itself may be to blame.
 
-    It is not where the worker had been asked to leave, or its machine was taken away.
+    The step is not to blame if the worker had been asked to leave, or its machine was taken away.
     """
     assert event.worker is not None
     who = m.membership
@@ -25,7 +25,7 @@ def record_death(m: RunState, event: CallFailed) -> bool:
 
 
 def mark_worker_lost(m: RunState, worker: int) -> None:
-    """Mark the worker lost. It never comes back under this number."""
+    """Mark the worker lost for good: its number is never used again."""
     m.membership.mark_lost(worker)
     m.hiring.forget(worker)
 
@@ -45,7 +45,7 @@ def end_run_on_repeated_out_of_memory(m: RunState, event: CallFailed) -> bool:
 
 
 def make_repeated_failure_error(m: RunState) -> WorkerLost:
-    """The error of a run that has made as many attempts at a step as it may."""
+    """The error of a run that has used up its attempts at a step."""
     deaths, failures = m.health.deaths, m.health.failures
     step, most = max(m.progress.committed, m.progress.journalled) + 1, m.policy.max_attempts
     signatures = {failure_signature(event.error) for event in deaths[-most:]}
@@ -65,5 +65,5 @@ def make_repeated_failure_error(m: RunState) -> WorkerLost:
 
 
 def failure_signature(error: Exception) -> str:
-    """How a worker died, without which worker it was: numbers, ids and addresses are left out."""
+    """The text of a worker's death without numbers, ids and addresses, so that equal causes give equal texts."""
     return re.sub(r"\b[0-9a-f]{6,}\b|\d+", "", error_first_line(error).rpartition(" was lost: ")[2])

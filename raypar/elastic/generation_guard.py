@@ -1,7 +1,7 @@
-"""What one worker may do: which calls it obeys, and where it stands. Its backend does the work.
+"""The guard in front of one worker: it refuses calls of old generations and reports the worker's status.
 
-One rule keeps the generations apart: a worker obeys no call of a generation older than the newest it has heard of. `hear` may
-be called at any moment, from another thread; all other calls come one after the other.
+One rule keeps the generations apart: a worker obeys no call of a generation older than the newest one that it knows of.
+`enter_generation` may be called at any moment, from another thread; all other calls come one after the other.
 """
 
 from __future__ import annotations
@@ -17,79 +17,82 @@ T = TypeVar("T")
 Routine = Generator[Any, Any, T]
 """A routine as in `comm.transport`: it yields where it has to wait."""
 
-KEPT_OUTCOMES = 3
-"""Steps whose outcome a worker remembers. More than can be in flight: a new driver finds there what the old one missed."""
+KEPT_VOTE_RESULTS = 3
+"""Steps whose vote result a worker remembers. It is more than can be in flight, so that a new driver misses none."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """Where a worker stands."""
+    """What a worker reports in a recovery: the steps that it has applied, and the state that it holds."""
 
     worker: int
     """Its number."""
     done: int | None = None
-    """Steps applied to the state that it holds; None: it holds none and waits for a seat."""
+    """Steps applied to the worker's state; None: the worker has no seat and no state."""
     can_apply_late: bool = False
-    """Whether it keeps the reduced gradients of step `done` and may apply it late."""
+    """Whether it keeps the reduced gradients of step `done` and can apply that step late."""
     vote_results: Mapping[int, Any] = field(default_factory=dict)
-    """Step -> result of its vote, for the last steps."""
+    """Step -> result of the vote on it, for the last steps."""
     pieces: tuple[Piece, ...] = ()
-    """What it holds of the state after `done` steps."""
+    """The pieces that it holds of the state after `done` steps."""
     mirror_snapshots: Mapping[int, tuple[Piece, ...]] = field(default_factory=dict)
-    """Steps -> what it holds of the mirror's snapshot after so many steps: its own state and that of others."""
+    """Number of steps -> pieces that it holds of the mirror snapshot after them: its own and copies of others' state."""
     digests: Mapping[int, Digest] = field(default_factory=dict)
-    """Steps -> digest of its own state then, where other workers should hold the same."""
+    """Number of steps -> digest of its own state after them, if other workers should hold the same state."""
 
 
 class WorkerTrainingBackend(Protocol):
-    """The part of a worker that computes: torch in the product, hashes in the simulation of the protocol."""
+    """The part of a worker that computes: with torch, or with hashes in the simulation of the protocol."""
 
-    def step(self, step: int, cut: bool) -> Routine[Any]:
-        """Run a step, vote on it, apply it. With `cut` the state after it goes into the mirror. Returns the driver's report."""
+    def step(self, step: int, into_mirror: bool) -> Routine[Any]:
+        """Run a step, vote on it, apply it, and return the report for the driver.
+
+        `into_mirror`: whether the mirror takes a snapshot of the state after the step.
+        """
 
     def validate(self) -> Routine[Any]:
         """Run a pass over the validation data."""
 
     def applied(self) -> int:
-        """The number of steps applied to the state; it grows in the moment in which the optimizer has run."""
+        """The number of steps applied to the state; it grows at the moment when the optimizer has run."""
 
     def vote_result(self) -> Any:
         """The result of the vote on the step that was applied last."""
 
     def can_apply_late(self) -> bool:
-        """Whether the reduced gradients of the last step are complete, kept, and not applied."""
+        """Whether the reduced gradients of the next step are complete and kept, but not applied."""
 
-    def apply_late(self, step: int, outcome: Any) -> None:
-        """Apply the kept gradients as `outcome` says."""
+    def apply_late(self, step: int, vote_result: Any) -> None:
+        """Apply the kept gradients of `step` with the vote's result."""
 
     def adopt(self, order: Any) -> Routine[None]:
-        """Connect, exchange state, build the new part. The old part is given up at the very end, all at once."""
+        """Connect, exchange state, build the stages of the new plan. The old state is given up at the very end, all at once."""
 
     def pieces(self) -> tuple[Piece, ...]:
-        """All pieces of the state after `applied()` steps, also those that a former plan left here."""
+        """All pieces held of the state after `applied()` steps, including pieces left over from a former plan."""
 
     def mirror_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
-        """Steps -> the pieces of the mirror's snapshot after so many steps."""
+        """Number of steps -> the pieces held of the mirror snapshot after them."""
 
     def digests(self) -> Mapping[int, Digest]:
-        """Steps -> digest of the own state in that snapshot, where other workers should hold the same."""
+        """Number of steps -> digest of the own state in that snapshot, if other workers should hold the same state."""
 
     def abort(self, reason: str) -> None:
-        """Let every pending wait raise. Safe from any thread."""
+        """Make every pending wait raise. Safe from any thread."""
 
 
 class StaleGeneration(RayparError):
-    """The call belongs to a generation that is over: its driver has been replaced, or has moved on."""
+    """Raised for a call of a generation that is over: its driver has been replaced, or has begun a newer one."""
 
 
 @dataclass
 class GenerationGuard:
-    """One worker's side of the protocol."""
+    """One worker's side of the elastic protocol."""
 
     worker: int
     """Its number."""
     backend: WorkerTrainingBackend
-    """What does the work."""
+    """The part that computes."""
     newest_generation: int = 0
     """The newest generation that it knows of."""
     generation: int = 0
@@ -99,16 +102,16 @@ class GenerationGuard:
     broken: bool = False
     """Whether a step has failed or is running: no other one may start."""
     vote_results: dict[int, Any] = field(default_factory=dict)
-    """Step -> result of its vote, for the last `KEPT_OUTCOMES` steps."""
+    """Step -> result of the vote on it, for the last `KEPT_VOTE_RESULTS` steps."""
 
     def enter_generation(self, generation: int, reason: str) -> None:
-        """Begin a new generation: abort what is done for an older one. Raises `StaleGeneration`."""
+        """Take note of a generation; if it is new, abort work for older ones. Raises `StaleGeneration` for an old one."""
         self._admit(generation)
         if generation > self.newest_generation:
             self.newest_generation = generation
             self.backend.abort(reason)
 
-    def step(self, generation: int, step: int, cut: bool = False) -> Routine[Any]:
+    def step(self, generation: int, step: int, into_mirror: bool = False) -> Routine[Any]:
         """Run one step of the plan of `generation`; returns the backend's report.
 
         After a failure all later steps of that generation fail.
@@ -119,7 +122,7 @@ class GenerationGuard:
         assert step == self.backend.applied(), f"step {step} was asked for, {self.backend.applied()} are applied"
         self.broken = True
         try:
-            report = yield from self.backend.step(step, cut)
+            report = yield from self.backend.step(step, into_mirror)
             self._remember(step, self.backend.vote_result())
         except Exception:
             if self.backend.applied() == step + 1:
@@ -129,7 +132,7 @@ class GenerationGuard:
         return report
 
     def validate(self, generation: int) -> Routine[Any]:
-        """Run a validation pass. It changes nothing, so it may be broken off and run again."""
+        """Run a validation pass. The pass changes no state, so it may be aborted and run again."""
         self._admit(generation)
         if self.broken or generation != self.generation:
             raise GroupAborted(f"worker {self.worker} has left generation {generation}", cure="see the first failure")
@@ -137,28 +140,38 @@ class GenerationGuard:
         return report
 
     def report_status(self, generation: int) -> WorkerStatus:
-        """Where this worker stands, once all calls before have ended. `hear` comes another way, perhaps later."""
+        """Enter the generation and return this worker's status.
+
+        It is called after all earlier calls have ended. `enter_generation` comes another way, perhaps later.
+        """
         self.enter_generation(generation, f"generation {generation} begins")
-        body = self.backend
+        backend = self.backend
         if not self.seated:
-            return WorkerStatus(self.worker, mirror_snapshots=dict(body.mirror_snapshots()), digests=dict(body.digests()))
-        outcomes, cuts, digests = dict(self.vote_results), dict(body.mirror_snapshots()), dict(body.digests())
-        return WorkerStatus(self.worker, body.applied(), body.can_apply_late(), outcomes, body.pieces(), cuts, digests)
+            return WorkerStatus(self.worker, mirror_snapshots=dict(backend.mirror_snapshots()), digests=dict(backend.digests()))
+        return WorkerStatus(
+            self.worker,
+            backend.applied(),
+            backend.can_apply_late(),
+            dict(self.vote_results),
+            backend.pieces(),
+            dict(backend.mirror_snapshots()),
+            dict(backend.digests()),
+        )
 
-    def apply_kept_gradients(self, generation: int, step: int, outcome: Any) -> WorkerStatus:
-        """Apply a step late, because some worker held the whole vote. Returns where this worker stands then.
+    def apply_kept_gradients(self, generation: int, step: int, vote_result: Any) -> WorkerStatus:
+        """Apply a step late, because some worker received all votes on it. Returns this worker's status after that.
 
-        Asked twice, it applies the step once.
+        A second call for the same step does not apply it again.
         """
         self._admit(generation)
         if self.backend.applied() == step:
             assert self.backend.can_apply_late(), f"worker {self.worker} has not kept the gradients of step {step}"
-            self.backend.apply_late(step, outcome)
-            self._remember(step, outcome)
+            self.backend.apply_late(step, vote_result)
+            self._remember(step, vote_result)
         return self.report_status(generation)
 
     def save(self, generation: int, done: int, copy: Callable[[], T]) -> T:
-        """Call `copy` if the state is that after `done` steps; a driver that stood still may ask for an old one."""
+        """Call `copy` if the state has had exactly `done` steps; a driver that was stopped may ask for an older state."""
         self._admit(generation)
         if generation != self.generation or self.backend.applied() != done:
             what = f"worker {self.worker} holds the state after {self.backend.applied()} steps of generation {self.generation}"
@@ -166,7 +179,7 @@ class GenerationGuard:
         return copy()
 
     def adopt(self, generation: int, order: Any) -> Routine[None]:
-        """Take a part of a new plan, or hand over the pieces that others need for theirs."""
+        """Adopt this worker's part of a new plan, or only send pieces to workers that need them."""
         self._admit(generation)
         yield from self.backend.adopt(order)
         self._admit(generation)
@@ -179,7 +192,7 @@ class GenerationGuard:
                 f"worker {self.worker} obeys generation {self.newest_generation}, not {generation}", cure="end this driver"
             )
 
-    def _remember(self, step: int, outcome: Any) -> None:
-        self.vote_results[step] = outcome
-        for old in [s for s in self.vote_results if s <= step - KEPT_OUTCOMES]:
+    def _remember(self, step: int, vote_result: Any) -> None:
+        self.vote_results[step] = vote_result
+        for old in [s for s in self.vote_results if s <= step - KEPT_VOTE_RESULTS]:
             del self.vote_results[old]

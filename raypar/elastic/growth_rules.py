@@ -1,4 +1,4 @@
-"""Workers that join a run, and when a seat for them is worth the move."""
+"""Rules for workers that join a run, and for moving to a larger plan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from raypar.errors import error_first_line
 
 
 def note_placed_worker(m: RunState, event: WorkerPlaced) -> None:
-    """Remember that the cluster has found room for a worker: it will be there in seconds."""
+    """Remember that the cluster has found room for a new worker, which will join in seconds."""
     if event.worker not in m.membership.gone:
         m.hiring.placed.add(event.worker)
 
 
 def add_spare_while_recovering(m: RunState, event: WorkerJoined) -> None:
-    """Let a new worker wait for a seat; where the run waits for workers, ask all anew."""
+    """Let a new worker wait for a seat; if the run waits for workers, begin a new recovery with it."""
     add_spare(m, event)
     if m.phase is Phase.WAITING:
         begin_recovery(m, f"worker {event.worker} has joined", counts=False)
@@ -37,8 +37,10 @@ def add_spare_while_running(m: RunState, event: WorkerJoined) -> None:
 
 
 def add_spare(m: RunState, event: WorkerJoined) -> None:
-    """Let a new worker wait for a seat. At the end of a run it is needed only if a worker is lost with its share of the last
-    checkpoint."""
+    """Let a new worker wait for a seat.
+
+    At the end of a run it is needed only if a worker is lost with its share of the last checkpoint.
+    """
     m.hiring.forget(event.worker)
     m.hiring.next_number = max(m.hiring.next_number, event.worker + 1)
     m.hiring.failures = 0
@@ -48,7 +50,7 @@ def add_spare(m: RunState, event: WorkerJoined) -> None:
 
 
 def retry_start_later(m: RunState, event: WorkerStartFailed) -> None:
-    """Try another worker after a pause; what goes wrong on one machine may go well on another."""
+    """Mark the worker lost and allow the next start after a pause; another machine may work."""
     mark_worker_lost(m, event.worker)
     pause_s = desired_capacity.retry_pause_s(m.policy.capacity, m.hiring.failures)
     m.hiring.retry_at_s = m.timer.now_s + pause_s
@@ -60,22 +62,22 @@ def retry_start_later(m: RunState, event: WorkerStartFailed) -> None:
 
 
 def forget_failed_start(m: RunState, event: WorkerStartFailed) -> None:
-    """Mark the worker lost; at the end of a run no other one is tried before it is needed."""
+    """Mark the worker lost; at the end of a run no other worker is started in its place."""
     mark_worker_lost(m, event.worker)
 
 
 def ask_for_larger_plan(m: RunState, decision: DesiredCapacity) -> None:
-    """Ask the planner for a plan with seats for the spares, while training goes on, if that has been decided."""
+    """Ask the planner for a plan with seats for the spares, if `decision` says so; training goes on meanwhile."""
     if decision.grow:
         m.planned.asking, m.planned.ask_at_s = True, None
         m.decide(ChoosePlan(m.membership.generation, decision.seats), decision.reason)
 
 
 def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
-    """Plan the move to a larger plan if it pays.
+    """Plan the move to the planner's larger plan if it saves more time than it costs.
 
-    The move back to as many workers as the job asks for is worth it while there is something left to do: second copies of the
-    state are worth more than time.
+    Below the number of workers that the job asks for, a move counts as saving a quarter of the remaining time at least:
+    second copies of the state are worth more than time.
     """
     who, planned = m.membership, m.planned
     if event.generation != who.generation or not planned.asking:
@@ -84,7 +86,7 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
     if event.plan is None or event.plan.world <= len(who.members) or planned.reason is not None:
         return
     left = m.policy.end - m.progress.committed
-    # The prediction says how the plans compare; how long steps really take has been measured.
+    # Predictions give the ratio of the two plans' step times; the present step time is measured.
     left_s = left * usual_step_s(m)
     gain_s = left_s * (1 - event.step_s / event.now_s) if event.now_s else 0.0
     if len(who.members) < m.policy.workers and left_s:

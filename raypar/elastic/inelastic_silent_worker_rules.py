@@ -1,7 +1,7 @@
-"""Silent workers of a run that is not elastic: each holds the only copy of some state, so the run waits for them.
+"""Rules for silent workers of a run that is not elastic: it waits for them, because each holds the only copy of some state.
 
 Silence alone ends nothing before `last_copy_wait_s`; a process or machine that is gone ends the run at once. In an elastic run
-silence begins a recovery, which does its own waiting (`last_copy.py`).
+silence begins a recovery, which waits by rules of its own (`last_copy_holders.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESUME = "look at its node; `raypar resume` goes on from the last checkpoint"
 
 
 def wait_for_silent_worker(m: RunState, event: WorkerSilent) -> None:
-    """Begin to wait for a worker that answers no pings; where no wait is wanted, count it as failed."""
+    """Begin to wait for a worker that answers no pings, or fail its calls if the run does not wait."""
     silent = m.health.silent_since_s
     if m.policy.elastic or m.phase not in WAITS_IN or not _may_wait(m):
         fail_silent_worker(m, event.worker, event.seconds)
@@ -32,7 +32,7 @@ def wait_for_silent_worker(m: RunState, event: WorkerSilent) -> None:
 
 
 def end_wait_for_worker(m: RunState, event: WorkerAnswered) -> None:
-    """Note that a silent worker has answered. Time limits begin anew when no other one is waited for."""
+    """Note that a silent worker has answered. Time limits begin anew if no other worker is waited for."""
     since_s = m.health.silent_since_s.pop(event.worker, None)
     if since_s is None:
         return
@@ -45,9 +45,9 @@ def end_wait_for_worker(m: RunState, event: WorkerAnswered) -> None:
 
 
 def check_silent_worker_wait(m: RunState, event: Tick) -> bool:
-    """End the wait for silent workers where that is due. True while there is one: the phase's time limits do not count then.
+    """End the wait for silent workers if it is over. True if there was a wait: the phase's time limits do not count then.
 
-    After Ctrl-C no worker is waited for: in a phase with a grace for that, the grace decides.
+    After Ctrl-C no worker is waited for: in a phase with a grace period, the end of that period decides.
     """
     silent = m.health.silent_since_s
     if not silent or (m.stopping.interrupted and m.phase in (Phase.FLUSHING, Phase.VALIDATING)):
@@ -66,12 +66,12 @@ def check_silent_worker_wait(m: RunState, event: Tick) -> bool:
 
 
 def _may_wait(m: RunState) -> bool:
-    """Whether silent workers are waited for: not after Ctrl-C, and not where no wait is wanted."""
+    """Whether the run waits for silent workers: not after Ctrl-C, and not if `last_copy_wait_s` is 0."""
     return bool(m.policy.last_copy_wait_s) and not m.stopping.interrupted
 
 
 def tell_of_silent_worker_wait(m: RunState, workers: Collection[int]) -> None:
-    """Tell people which workers the run waits for, and for how long."""
+    """Warn people which workers the run waits for, and for how long."""
     m.health.silence_told_s = m.timer.now_s
     begin_s = min(m.health.silent_since_s[worker] for worker in workers)
     left_s = m.policy.last_copy_wait_s - (m.timer.now_s - begin_s)
@@ -83,7 +83,7 @@ def tell_of_silent_worker_wait(m: RunState, workers: Collection[int]) -> None:
 
 
 def describe_silent_workers(workers: Collection[int]) -> str:
-    """`worker 1: it answers no pings, but ...`: which workers are waited for, and why."""
+    """The text `worker 1: it answers no pings, but ...`: which workers the run waits for, and why."""
     they = verb_form(workers, "it answers", "they answer")
     ended = verb_form(workers, "its process has", "their processes have")
     only = f"the run is not elastic, so nobody else has {verb_form(workers, 'its', 'their')} state"
@@ -91,7 +91,7 @@ def describe_silent_workers(workers: Collection[int]) -> str:
 
 
 def fail_silent_worker(m: RunState, worker: int, seconds: float) -> None:
-    """Treat the worker's silence like a broken connection: the rule for that is applied next."""
+    """Turn the worker's silence into a broken connection: a `CallFailed` event is handled next."""
     error = CommTimeout(f"worker {worker} has not answered for {seconds:.0f} s", cure=RESUME)
     m.health.silent_since_s.clear()
     m.next_event = CallFailed("aborted", error, worker)

@@ -21,14 +21,14 @@ TELL_EVERY_S = 30.0
 
 
 def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
-    """Those of the `silent` workers without whom some of the state would be lost.
+    """The workers of `silent` without which some of the state would be lost.
 
-    Nobody, if all of the state is elsewhere: live in the workers that answer, in a complete snapshot of the mirror, or in a
-    checkpoint of this very step. Nobody either, if the state would be incomplete even with the silent workers.
+    Empty if all of the state is elsewhere: in the workers that answer, in a complete mirror snapshot, or in a checkpoint of
+    this very step. Empty too if the state would be incomplete even with the silent workers.
     """
     if m.membership.plan is None or not silent:
         return ()
-    answering = {worker: stand for worker, stand in m.recovery.statuses.items() if worker not in silent}
+    answering = {worker: status for worker, status in m.recovery.statuses.items() if worker not in silent}
     done = count_steps_of_answering_workers(m, silent)
     if _needs_no_worker(m, done) and len(answering.keys() - m.membership.leaving) >= m.policy.min_workers:
         return ()
@@ -37,7 +37,7 @@ def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
     if not lost or state_sources.find_newest_mirror_snapshot(m, need, without=silent) is not None:
         return ()
     held = find_expected_pieces(m)
-    in_snapshots = [piece for stand in answering.values() for pieces in stand.mirror_snapshots.values() for piece in pieces]
+    in_snapshots = [piece for status in answering.values() for pieces in status.mirror_snapshots.values() for piece in pieces]
     in_silent = [piece for worker in silent for piece in held.get(worker, ())]
     if subtract_pieces(lost, [*in_snapshots, *in_silent]):
         return ()
@@ -45,14 +45,14 @@ def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
 
 
 def _needs_no_worker(m: RunState, done: int) -> bool:
-    """Whether the state after `done` steps can be had without a worker's memory: it is initial, or in a checkpoint."""
+    """Whether the state after `done` steps is the initial one or in a checkpoint, so that no worker's memory is needed."""
     return done <= m.policy.steps_before_run or state_sources.get_trusted_checkpoint_step(m) == done
 
 
 def _live_pieces(m: RunState, stands: Mapping[int, WorkerStatus], done: int) -> dict[int, tuple[Piece, ...]]:
     """Worker -> its pieces of the state after `done` steps.
 
-    A worker that has not applied the last step, but has kept the gradients for it, counts: it can still apply it.
+    A worker that has not applied the last step but has kept its gradients counts too, because it can still apply the step.
     """
     sound = {worker: stand for worker, stand in stands.items() if stand.done is not None and worker not in m.trust.tainted}
     return {w: s.pieces for w, s in sound.items() if s.done == done or (s.done == done - 1 and s.can_apply_late)}
@@ -65,10 +65,10 @@ def count_steps_of_answering_workers(m: RunState, silent: Collection[int]) -> in
 
 
 def find_expected_pieces(m: RunState) -> dict[int, list[Piece]]:
-    """Worker -> the pieces of state that it should hold; for workers that cannot be asked.
+    """Worker -> the pieces of state that it should hold, for workers that cannot be asked.
 
-    These are the pieces of its seats, in the plan that trained last and in one that was being adopted since, and the mirror's
-    copies that it keeps for others.
+    They are the pieces of its seats, in the plan that trained last and in a plan that was being adopted since, and the
+    mirror's copies that it keeps for others.
     """
     found: dict[int, list[Piece]] = {}
     seatings: list[tuple[ParallelPlan, tuple[int, ...]]] = []
@@ -88,7 +88,7 @@ def find_expected_pieces(m: RunState) -> dict[int, list[Piece]]:
 
 
 def describe_wait_for_last_copy(m: RunState, holders: Collection[int], unheard: Collection[int]) -> str:
-    """The sentence about the workers that are waited for: what only they hold, and whether they answer pings."""
+    """The sentence about the workers that the run waits for: the state that only they hold, and whether they answer pings."""
     held = find_expected_pieces(m)
     pieces = sorted({piece for worker in holders for piece in held[worker]})
     names = ", ".join(map(str, pieces[:2])) + (f" and {len(pieces) - 2} more" if len(pieces) > 2 else "")
@@ -103,7 +103,7 @@ def describe_wait_for_last_copy(m: RunState, holders: Collection[int], unheard: 
 
 
 def describe_failed_wait(m: RunState, holders: Collection[int]) -> str:
-    """The sentence about what happens when the wait for them ends in vain."""
+    """The clause about what happens if the wait for the holders of a last copy ends in vain."""
     saved = state_sources.get_trusted_checkpoint_step(m)
     if saved is not None:
         return f"then all go back to the checkpoint after {saved} steps"

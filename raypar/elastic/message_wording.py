@@ -1,4 +1,4 @@
-"""How sentences name workers."""
+"""Parts of messages: worker numbers, and verb forms that fit them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which steps end with a snapshot for the mirror: every so many, or as often as the measured cost allows.
+"""The steps after which the mirror takes a snapshot: every n steps, or as often as the measured cost allows.
 
-The mirror is a second copy of each worker's state in another worker's memory; a snapshot of it is a *cut*: all workers' state
-after the same step.
+The mirror is a second copy of each worker's state in another worker's memory. A *mirror snapshot* is the copy of all workers'
+state after the same step.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from dataclasses import dataclass, field
 
 @dataclass
 class MirrorSchedule:
-    """Chooses the steps. The first step of every generation is always one, because nobody new has a copy of anything.
+    """Chooses the steps with a mirror snapshot. The first step of every generation has one: new workers hold no copy yet.
 
     With `every` and `cost` both 0 the mirror is off.
     """
 
     every: int = 0
-    """Steps between two cuts; 0: `cost` decides."""
+    """Steps between two snapshots; 0: `cost` decides."""
     cost: float = 0.0
-    """A cut is due once its seconds are this fraction of the time since the last cut."""
+    """A snapshot is due once the seconds spent on the last one are at most this fraction of the time since then."""
     last: int | None = None
-    """The step of this generation that took the last cut."""
+    """The step of this generation that took the last snapshot; None: no step has."""
     first: int | None = None
-    """The step of the run that took the very first cut."""
+    """The step of the run that took the very first snapshot; None: no step has."""
     complete: bool = False
-    """Whether some cut is known to be complete on all workers."""
+    """Whether some snapshot is known to be complete on all workers."""
     _steps_s: float = field(default=0.0, init=False)
-    """Seconds of the committed steps since the last cut, its own included."""
+    """Seconds of the committed steps since the last snapshot, including its own step."""
     _spent_s: float = field(default=0.0, init=False)
-    """Seconds of them that were spent on the mirror."""
+    """Seconds that were spent on the mirror in these steps."""
     _measured: bool = field(default=False, init=False)
-    """Whether the last cut's step is committed, so that its cost is known."""
+    """Whether the step of the last snapshot is committed, so that its cost is known."""
     _reported: dict[int, float] = field(default_factory=dict, init=False)
     """Step -> the longest time that a worker spent on the mirror in it."""
     _before: bool = field(default=False, init=False)
-    """Whether this generation took a cut before the last one."""
+    """Whether this generation took a snapshot before the last one."""
 
     def begin(self) -> None:
-        """Start a new generation: its first step takes a cut."""
+        """Start a new generation: its first step takes a snapshot."""
         self.last = None
         self._steps_s = self._spent_s = 0.0
         self._measured = False
@@ -47,11 +47,14 @@ class MirrorSchedule:
 
     @property
     def awaits_report(self) -> bool:
-        """Whether a cut is under way that no worker has reported. Another one could push out the last good cut."""
+        """Whether the last snapshot's step is not committed yet. A further snapshot could replace the last complete one."""
         return self.last is not None and not self._measured
 
     def begin_if_due(self, step: int, anyway: bool = False) -> bool:
-        """Whether `step`, which is issued now, takes a cut. `anyway`: there is a reason beside time, as a checkpoint."""
+        """Begin a snapshot with `step`, which is issued now, if one is due. Returns whether it was.
+
+        `anyway`: whether a snapshot is due whatever the time, for instance before a checkpoint.
+        """
         if not (self.every or self.cost) or self.awaits_report:
             return False
         due = (
@@ -73,11 +76,11 @@ class MirrorSchedule:
     def commit(self, step: int, seconds: float) -> None:
         """Note that all workers have reported `step`.
 
-        A cut's exchange goes on beside later steps, whose reports have the rest of its cost.
+        A snapshot is exchanged beside later steps, so their reports have the rest of its cost.
         """
         spent = self._reported.pop(step, 0.0)
         if self.last is not None and step >= self.last:
             self._steps_s += seconds
             self._spent_s += spent
             self._measured = True
-            self.complete = self.complete or self._before  # the vote on a cut's step says that the one before is complete
+            self.complete = self.complete or self._before  # a snapshot's step is voted on once the one before is complete

@@ -6,24 +6,24 @@ import enum
 
 
 class Phase(enum.Enum):
-    """Where the run is."""
+    """A phase of the run machine."""
 
     STARTING = "starting"
     """The first workers build their stages and connect."""
     RUNNING = "running"
     """Steps are issued."""
     FLUSHING = "flushing"
-    """No step is issued before those in flight are seen: a checkpoint, a validation or the end is due."""
+    """No step is issued before the open ones are emitted: a checkpoint, a validation or the end is due."""
     VALIDATING = "validating"
     """The workers run a validation pass."""
     SAVING = "saving"
     """The workers copy their state for a checkpoint; it is written while training goes on."""
     ENDING = "ending"
-    """All is done but the last checkpoint, which is being written."""
+    """Training is over; the last checkpoint is being written."""
     ABORTING = "aborting"
-    """Ctrl-C's grace is over: the workers leave the steps in flight, and say where they stand."""
+    """The grace period after Ctrl-C is over: the workers abort the steps in flight and report the steps they have applied."""
     FAILING = "failing"
-    """The run has failed; its cause is looked for, and a checkpoint may still be completed."""
+    """The run has failed: the machine waits for the cause, and a checkpoint may still be completed."""
     OVER = "over"
     """The last decision has been made."""
 
@@ -31,11 +31,11 @@ class Phase(enum.Enum):
     CLAIMING = "claiming a generation"
     """The journal is asked whether this driver may go on."""
     STANDING = "asking where the workers stand"
-    """The workers leave what they do, and say which state they hold."""
+    """The workers abort their work and report which state they hold."""
     SETTLING = "settling the open step"
-    """Workers apply a step late that others have applied."""
+    """Some workers apply late a step that others have applied."""
     PLANNING = "choosing a plan"
-    """The planner looks for a plan of the workers that are left."""
+    """The planner looks for a plan for the workers that are left."""
     ADOPTING = "moving to the new plan"
     """The workers exchange state and build their new stages."""
     WAITING = "waiting for workers"
@@ -43,7 +43,7 @@ class Phase(enum.Enum):
 
 
 class UnexpectedEvent(Exception):
-    """The table has no row for an event, or the row does not name the phase it led to: a mistake of ours.
+    """Raised if the table has no row for an event, or the rule led to a phase that its row does not name: a bug in raypar.
 
-    The text tells what happened before.
+    The text tells the events before.
     """

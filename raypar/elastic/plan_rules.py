@@ -1,9 +1,8 @@
-"""The next generation's plan: the cheapest one that the workers allow, its state, and the move to it.
+"""Rules for the second half of a recovery: choose the next generation's plan, find its state, and have the workers adopt it.
 
-The answers to a loss are tried in the order of their cost: fill the empty seats from workers that wait; go on with the replicas
-that are left, so that nothing moves; choose a new plan. The state comes from the workers that hold it; else all go back to the
-newest complete snapshot of the mirror; else to the checkpoint. Steps that are executed again are compared with the journal and
-emit nothing.
+Plans are tried in the order of their cost: fill the empty seats from workers that wait; go on with the replicas that are left,
+so that nothing moves; choose a new plan. The state comes from the workers that hold it; else all go back to the newest complete
+mirror snapshot; else to the checkpoint. Replayed steps are compared with the journal and emit nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.recovery_start import begin_recovery
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
-from raypar.elastic.shard_count_history import count_shards_per_layer
 from raypar.elastic.step_flow import issue_steps
 from raypar.elastic.straggler_rules import begin_straggler_watch
 from raypar.elastic.worker_hiring import desired_capacity_of_run, start_missing_workers
@@ -26,7 +24,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, pieces_nobody_holds, plan_moves
 
 SLOWEST_PER_S = 2e6
-"""Elements, with what the optimizer keeps for them, that a worker takes over in a second, at the least."""
+"""Elements, with their optimizer state, that a worker receives in a second at least; for time limits."""
 
 
 def find_plan(m: RunState) -> None:
@@ -42,7 +40,7 @@ def find_plan(m: RunState) -> None:
         return
     grown, m.planned.plan = m.planned.plan, None
     if grown is not None and m.planned.workers < wanted.seats:
-        request_plan(m, usable)  # more have come since it was chosen
+        request_plan(m, usable)  # more workers have joined since the plan was chosen
         return
     if grown is not None and grown.world <= len(usable):
         adopt_plan(m, grown, assign_seats(m, grown, usable))
@@ -55,18 +53,18 @@ def find_plan(m: RunState) -> None:
 
 
 def _usable_workers(m: RunState) -> list[int]:
-    """Workers that have answered in this recovery and stay."""
+    """Workers that have answered in this recovery and are not leaving."""
     return sorted(set(m.recovery.statuses) - m.membership.leaving)
 
 
 def request_plan(m: RunState, usable: list[int]) -> None:
-    """Ask the planner for a plan of the workers that are left."""
+    """Ask the planner for a plan for the workers that are left."""
     m.enter(Phase.PLANNING, deadline_s=m.policy.pass_deadline_s)
     m.decide(ChoosePlan(m.membership.generation, desired_capacity_of_run(m, len(usable)).seats), f"{len(usable)} workers")
 
 
 def use_chosen_plan(m: RunState, event: PlanChosen) -> None:
-    """Adopt the planner's plan, or wait for workers where it has found none."""
+    """Adopt the planner's plan, or wait for workers if the planner has found none."""
     if event.generation != m.membership.generation:
         return
     if event.plan is None:
@@ -80,7 +78,7 @@ def use_chosen_plan(m: RunState, event: PlanChosen) -> None:
 
 
 def adopt_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> None:
-    """Find the state, and tell the workers to take their parts of the plan."""
+    """Find the source of the state, and tell the workers to adopt their parts of the plan."""
     r = m.recovery
     need = dict(zip(members, m.layout(plan), strict=True))
     source = state_sources.find_state_source(m, need)
@@ -108,7 +106,7 @@ def adopt_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> Non
 
 
 def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> None:
-    """End the run: no memory and no checkpoint has these pieces of state."""
+    """End the run with an error, because no memory and no checkpoint has the `lost` pieces of state."""
     names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
     gone = m.membership.gone & set(m.membership.members)
     held_by = "the workers' copies differ" if m.trust.doubt else f"{format_worker_numbers(gone)} held it"
@@ -125,7 +123,7 @@ def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> None:
 
 
 def suggest_settings_to_keep_state(m: RunState) -> list[str]:
-    """Settings that would have kept the state. Nothing in memory helps where all workers are gone."""
+    """Settings that would have saved the state. If all workers are gone, only a checkpoint would have."""
     helps = ["checkpoint.every set"]
     if m.health.waited_s:
         helps.append("a larger elastic.last_copy_wait_s, if it was only slow")
@@ -139,7 +137,7 @@ def suggest_settings_to_keep_state(m: RunState) -> list[str]:
 
 
 def count_adoption(m: RunState, event: PlanAdopted) -> None:
-    """Count a worker that has taken its part; with the last one the new generation runs."""
+    """Count a worker that has adopted its part of the plan; with the last worker the new generation starts."""
     r = m.recovery
     if event.generation != m.membership.generation or event.worker not in r.expected:
         return
@@ -150,7 +148,7 @@ def count_adoption(m: RunState, event: PlanAdopted) -> None:
 
 
 def start_generation(m: RunState, order: AdoptPlan) -> None:
-    """Let training go on with the new plan; workers that leave go now."""
+    """Go on with training under the new plan; workers that leave are dismissed now."""
     who, p, stopping = m.membership, m.progress, m.stopping
     trained = who.members
     who.plan, who.members = order.plan, order.members
@@ -166,7 +164,7 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     if stopping.request is not None and (stopping.stop_step is None or stopping.interrupted):
         stopping.stop_step = max(p.committed, p.emitted)
     if stopping.abandon_at_s is not None and p.committed < p.emitted:
-        end_interrupted_recovery(m)  # what people have seen would have to be executed again first
+        end_interrupted_recovery(m)  # emitted steps would have to be replayed before the state can be saved
         return
     stopping.abandon_at_s = None
     begin_straggler_watch(m)
@@ -175,9 +173,9 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
 
 
 def _dismiss_leaving_workers(m: RunState, trained: tuple[int, ...]) -> None:
-    """Kill the workers that leave and have no seat; one that still has a seat leaves with the next change.
+    """Kill the leaving workers that have no seat; a leaving worker with a seat goes at the next change of plan.
 
-    `trained`: the members of the plan before.
+    `trained`: the members of the former plan.
     """
     who = m.membership
     for worker in sorted(who.leaving):
@@ -190,8 +188,8 @@ def _dismiss_leaving_workers(m: RunState, trained: tuple[int, ...]) -> None:
 
 
 def warn_of_changed_shard_counts(m: RunState, order: AdoptPlan) -> None:
-    """Warn about replayed steps whose shard count changed; their losses may differ from those that people have seen."""
-    others = m.replay.begin(order.done, count_shards_per_layer(order.plan), m.progress.journalled)
+    """Warn about replayed steps whose shard count changed; their losses may differ from those already reported."""
+    others = m.replay.begin(order.done, order.plan.shards_by_layer, m.progress.journalled)
     if others:
         doubted = m.trust.doubted_steps
         m.trust.doubted_steps = range(min(doubted.start, others.start), others.stop) if doubted.stop > order.done else others
@@ -199,9 +197,12 @@ def warn_of_changed_shard_counts(m: RunState, order: AdoptPlan) -> None:
         m.decide(WarnUser(text), "a sum's order depends on the number of shards")
 
 
-def wait_for_workers(m: RunState, why: str, lacking: int | None = None) -> None:
-    """Wait until a worker joins, or the time limit; not at all where none can join. `lacking`: how many workers, where that is
-    known. If one has joined since all were asked, ask again at once."""
+def wait_for_workers(m: RunState, why: str, workers_lacking: int | None = None) -> None:
+    """Wait until a worker joins or the time limit is over; end the run if it does not wait for workers.
+
+    If a worker has joined since the statuses were asked for, begin a new recovery at once. `workers_lacking`: the number of
+    missing workers, if known.
+    """
     who = m.membership
     unasked = who.spares - set(m.recovery.statuses) - who.gone - who.leaving
     if unasked:
@@ -212,14 +213,14 @@ def wait_for_workers(m: RunState, why: str, lacking: int | None = None) -> None:
         m.end_run("failed", why, ClusterError(why, cure=cure))
         return
     m.enter(Phase.WAITING, deadline_s=m.policy.capacity_s)
-    more = "more workers" if lacking is None else f"{lacking} more worker{'s' * (lacking > 1)}"
+    more = "more workers" if workers_lacking is None else f"{workers_lacking} more worker{'s' * (workers_lacking > 1)}"
     m.recovery.awaited = f"{more} of 1 CPU each ({why})"
     tell_what_is_awaited(m)
     start_missing_workers(m)
 
 
 def tell_what_is_awaited(m: RunState, more: str = "") -> None:
-    """Tell people what the run waits for, and for how long; `more` is added."""
+    """Warn people what the run waits for, and for how long; `more` is added to the sentence."""
     assert m.timer.deadline_s is not None
     m.recovery.told_s = m.timer.now_s
     text = f"waiting for {m.recovery.awaited}; {m.timer.deadline_s - m.timer.now_s:.0f} s left"
@@ -227,7 +228,7 @@ def tell_what_is_awaited(m: RunState, more: str = "") -> None:
 
 
 def end_interrupted_recovery(m: RunState) -> None:
-    """End the run between two generations: the state is spread over the workers, so the last checkpoint is what is left."""
+    """End the run between two generations: the state is incomplete on the workers, so only the last checkpoint is left."""
     saved = m.progress.saved
     left = f"the last checkpoint is of step {saved}" if saved else "nothing is saved"
     m.end_run("interrupted", f"interrupted while {m.phase.value}; {left}")

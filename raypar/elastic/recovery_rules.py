@@ -1,10 +1,10 @@
-"""From one generation to the next: what the workers are asked, and what may happen on the way.
+"""Rules for the first half of a recovery: claim a generation, ask the workers for their status, settle the open step.
 
     CLAIMING -> STANDING -> (SETTLING) -> (PLANNING) -> ADOPTING -> RUNNING
         ^           |            |             |            |
-        +-----------+------------+-------------+------------+   a worker that is lost on the way begins a new generation
+        +-----------+------------+-------------+------------+   the loss of a worker on the way begins a new generation
                                                |
-                                               +-> WAITING      until there are workers enough
+                                               +-> WAITING      until there are enough workers
 
 `plan_rules.py` has the second half, from the choice of a plan on.
 """
@@ -36,7 +36,7 @@ from raypar.elastic.plan_rules import end_interrupted_recovery, find_plan, tell_
 from raypar.elastic.recovery_start import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.run_failure import fail_run
 from raypar.elastic.run_state import RunState
-from raypar.elastic.shard_count_history import ShardCountHistory, count_shards_per_layer
+from raypar.elastic.shard_count_history import ShardCountHistory
 from raypar.elastic.step_flow import record_emitted_step
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
@@ -45,11 +45,11 @@ from raypar.errors import ClusterError, error_first_line
 
 
 def take_over_run(m: RunState, event: DriverFailover) -> None:
-    """Go on in place of a driver that is gone: its workers keep the state, its journal says what people have seen."""
+    """Go on in place of a driver that is gone: the workers keep the state, the journal has the emitted steps."""
     p, who, hiring = m.progress, m.membership, m.hiring
-    known = (count_shards_per_layer(plan) for plan in (who.plan, event.plan) if plan is not None)
+    known = (plan.shards_by_layer for plan in (who.plan, event.plan) if plan is not None)
     unsharded = all(max(shards) == 1 for shards in known)  # else other numbers of shards may have been used before
-    m.replay = ShardCountHistory(m.policy.steps_before_run, count_shards_per_layer(event.plan) if unsharded else None)
+    m.replay = ShardCountHistory(m.policy.steps_before_run, event.plan.shards_by_layer if unsharded else None)
     who.generation, who.plan, who.members = event.generation, event.plan, event.members
     p.issued = p.committed = p.emitted = p.journalled = event.seen
     p.served_flush_point = event.seen - 1  # what is due there may not have been served
@@ -58,13 +58,13 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     hiring.next_number = max(hiring.next_number, event.next_worker_number)
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
     who.spares = set(event.workers) - set(event.members) - hiring.starting
-    m.mirror.complete = True  # not known: an error is better than a long way from the beginning
+    m.mirror.complete = True  # not known; better an error than a restart from the beginning
     who.gone = set(event.members) - set(event.workers)
     begin_recovery(m, "a new driver takes over")
 
 
 def recover_from_failure(m: RunState, event: CallFailed) -> None:
-    """Begin a recovery, because a worker is lost or a connection broke, unless that has been dealt with."""
+    """Begin a recovery from a lost worker or a broken connection, unless an earlier recovery has dealt with it."""
     counts, symptom = True, event.kind == "aborted"
     if event.kind == "lost" and event.worker is not None:
         seated = event.worker in m.membership.members and event.worker not in m.membership.gone
@@ -84,14 +84,14 @@ def recover_from_failure(m: RunState, event: CallFailed) -> None:
 
 
 def fence_workers(m: RunState, event: GenerationClaimed) -> None:
-    """Ask all workers to leave what they do and to say where they stand, once the generation is ours."""
+    """Once the generation is claimed, make all workers abort their work and report their status."""
     who, r = m.membership, m.recovery
     if event.generation != who.generation:
         return
     if not event.ok:
         m.end_run("deposed", f"generation {event.generation} was claimed by another driver, which goes on with the run")
         return
-    # Not earlier: if this driver stood still, another one may have gone on with them, and its claim comes first.
+    # Not earlier: if this driver was stopped, another one may have gone on with these workers; its claim comes first.
     for worker in sorted(who.hung):
         m.decide(KillWorker(worker, "did not answer"), "recovery never waits for a worker that hangs")
     who.hung.clear()
@@ -103,7 +103,7 @@ def fence_workers(m: RunState, event: GenerationClaimed) -> None:
 
 
 def count_worker_status(m: RunState, event: WorkerStatusReported) -> None:
-    """Note where a worker stands, which has left the old generation."""
+    """Record the status of a worker that has entered the new generation."""
     r = m.recovery
     worker = event.status.worker
     if event.generation == m.membership.generation and worker in r.expected:
@@ -114,8 +114,10 @@ def count_worker_status(m: RunState, event: WorkerStatusReported) -> None:
 
 
 def announce_returned_worker(m: RunState, worker: int) -> None:
-    """Tell that a worker has answered for which the run waited. Its step may take as long again, and must not be broken off
-    again."""
+    """Report that a worker has answered for which the run waited.
+
+    Its next step may take as long, so the limit for that step is raised.
+    """
     r = m.recovery
     assert r.waited_from_s is not None
     began_s = r.waited_from_s if m.progress.last_commit_s is None else m.progress.last_commit_s
@@ -127,30 +129,32 @@ def announce_returned_worker(m: RunState, worker: int) -> None:
 
 
 def settle_open_step_if_all_answered(m: RunState) -> None:
-    """Commit or void the open step, once all have answered. It is committed if any worker has applied it: that worker held the
-    whole vote."""
+    """Commit or drop the open step, once all workers have answered.
+
+    The step is committed if any worker has applied it, because that worker has received all votes.
+    """
     r = m.recovery
     if r.expected - set(r.statuses) or not compare_digests_in_recovery(m):
         return
     holders = {w: s.done for w, s in r.statuses.items() if s.done is not None and w not in m.trust.tainted}
     r.done = max(holders.values(), default=m.progress.committed)
     late = {w for w, done in holders.items() if done == r.done - 1 and r.statuses[w].can_apply_late}
-    outcomes: dict[int, object] = {}
-    for stand in r.statuses.values():
-        outcomes.update(stand.vote_results)
+    vote_results: dict[int, object] = {}
+    for status in r.statuses.values():
+        vote_results.update(status.vote_results)
     if not late:
         commit_found_steps(m)
         return
     r.expected = late
     m.enter(Phase.SETTLING, deadline_s=answer_deadline_s(m))
     m.decide(
-        ApplyKeptGradients(m.membership.generation, tuple(sorted(late)), r.done - 1, outcomes[r.done - 1]),
+        ApplyKeptGradients(m.membership.generation, tuple(sorted(late)), r.done - 1, vote_results[r.done - 1]),
         f"step {r.done - 1} was applied by {sorted(set(holders) - late)}: the whole vote was held",
     )
 
 
 def count_applied_kept_gradients(m: RunState, event: KeptGradientsApplied) -> None:
-    """Note that a worker has applied the open step late and stands where the others do."""
+    """Count a worker that has applied the open step late; with the last worker the step is committed."""
     r = m.recovery
     worker = event.status.worker
     if event.generation != m.membership.generation or worker not in r.expected:
@@ -162,7 +166,10 @@ def count_applied_kept_gradients(m: RunState, event: KeptGradientsApplied) -> No
 
 
 def commit_found_steps(m: RunState) -> None:
-    """Commit the steps that the driver had not heard of; all workers stand at one step now. Then find a plan."""
+    """Commit the steps that workers have applied without a report to the driver, then find a plan.
+
+    All workers have applied the same steps now.
+    """
     p, done = m.progress, m.recovery.done
     for step in range(max(p.committed, p.journalled), done):
         p.journalled = step + 1
@@ -171,11 +178,11 @@ def commit_found_steps(m: RunState) -> None:
     find_plan(m)
 
 
-# -- what may come in any of them ------------------------------------------------------------------------------------------
+# -- what may come in any phase ------------------------------------------------------------------------------------------
 
 
 def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
-    """Begin the next generation after a death or a failure of this one; consequences of older failures are expected."""
+    """Begin the next generation after a death or a new failure; consequences of older failures are ignored."""
     r = m.recovery
     if event.kind == "lost" and event.worker is not None:
         known = event.worker in m.membership.gone
@@ -199,8 +206,10 @@ def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
 
 
 def stop_after_recovery(m: RunState, event: StopRequested) -> None:
-    """Let the new generation save what it has, and end. After Ctrl-C it has `interrupt_s` for that, and no worker is waited
-    for."""
+    """Remember the request: the new generation saves its state and ends.
+
+    After Ctrl-C the recovery may take `interrupt_s` at most, and the run does not wait for workers.
+    """
     m.stopping.request = event
     if event.interrupt and m.phase is Phase.WAITING:
         end_interrupted_recovery(m)
@@ -209,7 +218,7 @@ def stop_after_recovery(m: RunState, event: StopRequested) -> None:
 
 
 def check_recovery_deadlines(m: RunState, event: Tick) -> None:
-    """Give up the workers that do not answer in time; tell people, now and then, what is waited for."""
+    """Give up workers that do not answer in time; tell people from time to time what the run waits for."""
     r, timer = m.recovery, m.timer
     if m.stopping.abandon_at_s is not None and timer.now_s >= m.stopping.abandon_at_s:
         end_interrupted_recovery(m)
@@ -233,17 +242,17 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
     elif m.phase is Phase.STANDING:
         wait_for_or_drop_silent_workers(m, event, silent)
     else:
-        # Workers that answer pings wait for others, or are slow: the next generation asks them where they stand.
+        # Workers that answer pings wait for others, or are slow: the next generation asks for their status.
         mute = set(silent) & event.unheard
         give_up_workers(m, mute - set(last_copy_holders.find_only_holders(m, mute - event.ended)))
         begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}")
 
 
 def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int]) -> None:
-    """Deal with workers that have not said in time where they stand.
+    """Wait for workers that have not reported their status in time, or give them up.
 
-    The run waits up to `last_copy_wait_s` while some of them hold the only copy of something and their processes live; else all
-    of them are given up.
+    The run waits up to `last_copy_wait_s` while some of them hold the only copy of some state and their processes are not known
+    to have ended; else all of them are given up.
     """
     r, timer = m.recovery, m.timer
     over = r.waited_from_s is not None and timer.expired
@@ -266,7 +275,7 @@ def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int])
 
 
 def give_up_workers(m: RunState, silent: Iterable[int]) -> None:
-    """Count these workers as lost; they are killed once the next generation is claimed."""
+    """Mark the `silent` workers lost; they are killed once the next generation is claimed."""
     for worker in silent:
         mark_worker_lost(m, worker)
         m.membership.hung.add(worker)
@@ -276,18 +285,18 @@ def give_up_workers(m: RunState, silent: Iterable[int]) -> None:
 
 
 def note_emitted_step(m: RunState, event: StepEmitted) -> None:
-    """Count a step as seen; no step is issued before the new generation runs."""
+    """Count a step as emitted; no step is issued before the new generation runs."""
     record_emitted_step(m, event)
 
 
 def note_validation_stop_request(m: RunState, event: ValidationEmitted) -> None:
-    """Stop if a callback of the validation asked for that. The validation is not due again."""
+    """Remember that a callback of the validation asked to stop. The validation itself is not due again."""
     if event.stop is not None and m.stopping.request is None:
         m.stopping.request = StopRequested(event.stop)
 
 
 def note_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
-    """Tell that a checkpoint failed. If a share was lost with its worker, the next one will be complete."""
+    """Warn that a checkpoint failed; if only a worker's loss is to blame, the failure is not kept for the end of the run."""
     m.progress.saving = None
     if not is_caused_by_worker_loss(event.error):
         m.progress.save_error = event.error

@@ -1,4 +1,4 @@
-"""The way into a recovery: the machine claims the next generation."""
+"""The start of a recovery: the machine claims the next generation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raypar.errors import CommError, WorkerLost
 
 
 def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
-    """Begin a new generation. Steps in flight will be settled, or never happened.
+    """Begin a new generation. Steps in flight will be settled or dropped.
 
-    `counts`: this is an attempt at the next step, of which there are `max_attempts`. A planned change (a worker leaves or
-    joins) is no attempt, nor is a death that nobody is to blame for (a machine was taken away): any number of those may come.
+    `counts`: whether the recovery counts as one of the `max_attempts` attempts at the next step. A planned change (a worker
+    leaves or joins) does not count, nor does a death that the step cannot have caused (a machine was taken away).
     """
     progress, health, stopping = m.progress, m.health, m.stopping
     if m.phase in (Phase.VALIDATING, Phase.SAVING, Phase.ENDING):
@@ -38,5 +38,5 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
 
 
 def is_caused_by_worker_loss(error: Exception) -> bool:
-    """Whether a checkpoint failed because a worker died or left, not because of the disk: it can be written again."""
+    """Whether a checkpoint's error comes from a worker that died or left, not from the disk: then it can be written again."""
     return isinstance(error, (WorkerLost, CommError, StaleGeneration))

@@ -1,4 +1,4 @@
-"""How a run fails: everybody is freed, and the cause is found among the failures that follow."""
+"""The failure of a run: all workers are freed, and the cause is found among the failures that follow."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 
 BLAME: dict[FailureKind, int] = {"user": 0, "error": 1, "lost": 2, "aborted": 3}
-"""Which failure of several is the cause: the smallest number, and the first of equals."""
+"""Kind of failure -> its rank: the failure with the smallest rank is the cause; among equals, the first."""
 
 
 def fail_run(m: RunState, event: CallFailed) -> None:
-    """Free all workers that wait for the one that failed, then find out which one that is."""
+    """Record a failure and abort all workers, so that none waits for a failed one; the run ends once the cause is known."""
     if event.kind == "aborted" and m.health.aborted_by_us:
         return
     m.health.failures.append(event)
@@ -23,7 +23,7 @@ def fail_run(m: RunState, event: CallFailed) -> None:
 
 
 def end_run_once_cause_is_known(m: RunState) -> None:
-    """End the run with the cause, once that is known and no checkpoint is being written."""
+    """End the run with the failure that caused the others, once it is known and no checkpoint is being written."""
     cause = min(m.health.failures, key=lambda failure: BLAME[failure.kind])
     known = cause.kind != "aborted" or m.timer.deadline_s is None or m.timer.expired
     if known and (m.progress.saving is None or m.timer.expired):

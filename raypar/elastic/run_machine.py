@@ -1,4 +1,4 @@
-"""What next: the machine that a run's driver tells of every event, and asks what to do. Pure: time is an argument.
+"""The state machine of a run: it takes every event and returns the actions to carry out. Pure: time is an argument.
 
 Its state is in `run_state.py`, its table in `transition_table.py`; `raypar/README.md` has the diagram that is made from it.
 """
@@ -16,22 +16,22 @@ from raypar.elastic.transition_table import TABLE
 from raypar.plan import ParallelPlan
 
 KEPT_EVENTS = 40
-"""Events that an error can tell of."""
+"""Events that are kept for the text of an error."""
 
 
 class RunMachine(RunState):
     """One run of one job. Its state is read by all and changed by `handle` alone."""
 
     def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, layout: Layout = lambda plan: ()) -> None:
-        """As `RunState`."""
+        """Start in the phase `STARTING`; arguments as of `RunState`."""
         super().__init__(policy, plan, layout)
         self.story: deque[str] = deque(maxlen=KEPT_EVENTS)
-        """The last events that changed something, in words."""
+        """The last events that led to an action or a new phase, as text."""
 
     def handle(self, event: RunEvent, now_s: float) -> list[ActionWithReason]:
-        """What to do about `event` at `now_s` (any monotonic clock). Every decision has its reason.
+        """The actions that follow from `event` at `now_s` (any monotonic clock), each with its reason.
 
-        Raises `UnexpectedEvent` where the table has no row for the event, or the rule leads to a phase that its row does not
+        Raises `UnexpectedEvent` if the table has no row for the event, or the rule leads to a phase that its row does not
         name.
         """
         self.timer.now_s, self.decisions, before = now_s, [], self.phase
@@ -56,9 +56,9 @@ class RunMachine(RunState):
             raise UnexpectedEvent(f"{event} led from {before.value} to {self.phase.value}; {self._story_text()}")
 
     def _count_time(self, event: Tick) -> None:
-        """Leave out the time in which the driver stood still, and note who has answered no pings.
+        """Leave out the time that no limit counts, and note which workers have answered no pings since when.
 
-        A worker that answered while the driver stood still has not been heard yet.
+        The answers that came while the driver was stopped have not been read yet.
         """
         now_s, since_s = self.timer.now_s, self.health.unheard_since_s
         self.timer.skip(event.stalled_s)

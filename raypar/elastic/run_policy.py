@@ -1,4 +1,4 @@
-"""What a run is meant to do, and how long the machine waits for what."""
+"""The settings of a run: its goals, and the time limits of the run machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from raypar.elastic.desired_capacity import WorkerCountLimits
 
 @dataclass(frozen=True, slots=True)
 class RunPolicy:
-    """The limits of one run. Fixed when the run starts; every deadline is in seconds."""
+    """The settings of one run, fixed when it starts. Names that end in `_s` are in seconds."""
 
     workers: int
-    """Workers that the run begins with."""
+    """Number of workers that the run begins with."""
     job_steps: int
-    """Steps of the whole job."""
+    """Number of steps of the whole job."""
     steps_before_run: int = 0
-    """Steps that were done before this run: it resumes after them."""
+    """Number of steps that were done before this run; it resumes after them."""
     validates: bool = False
     """Whether the job has validation data."""
     validate_every: int = 0
@@ -26,10 +26,10 @@ class RunPolicy:
     save_at_end: bool = True
     """Whether a finished job is saved. A run that is stopped is always saved."""
     stop_at: int | None = None
-    """End after so many steps, without the last validation."""
+    """Number of steps of the job after which the run ends early, without the last validation; None: it does not."""
 
     start_deadline_s: float = 600.0
-    """Limit for the first step, which warms everything up."""
+    """Limit for the first step, which includes warm-up."""
     step_deadline_s: float = 60.0
     """Least limit for a later step."""
     step_deadline_times: float = 20.0
@@ -43,40 +43,40 @@ class RunPolicy:
     abort_s: float = 1.5
     """How long workers may take to leave an aborted step."""
     interrupt_s: float = 5.0
-    """How long a recovery may go on after Ctrl-C."""
+    """Limit for a recovery after Ctrl-C."""
 
     elastic: bool = False
     """Whether the run goes on without a lost worker."""
     min_workers: int = 1
-    """Fewer workers than these do not train."""
+    """The run does not train with fewer workers."""
     max_workers: int | None = None
-    """More workers than these get no seat; None: as many as the run begins with."""
+    """The most workers that get a seat; None: as many as the run begins with."""
     hires: bool = False
-    """Whether the run starts workers itself, in place of those it has lost."""
+    """Whether the run starts workers itself, in place of lost ones."""
     standbys: int = 0
     """Workers started beyond the wanted number, to wait for a seat with everything loaded."""
     retry_s: float = 5.0
-    """Pause after a worker could not be started; doubled each time, five times at most."""
+    """Pause after a worker could not be started; it doubles with each further failure, five times at most."""
     grow: bool = True
-    """Whether workers that join get a seat although none is empty."""
+    """Whether the run moves to a larger plan to give waiting workers a seat."""
     grow_after_s: float = 2.0
     """How long the first worker that waits for a seat waits for others to join."""
     move_s: float = 0.5
-    """What a move to another plan costs: a plan has to save more than that."""
+    """Cost of a move to another plan: a larger plan has to save more time."""
     max_attempts: int = 8
-    """Recoveries without a new step between them after which the run gives up."""
+    """Recoveries in a row without a new step between them; with one more the run fails."""
     claim_s: float = 10.0
     """Limit for the journal's answer to the claim of a generation."""
     status_s: float = 1.0
-    """Least limit for a worker's answer in a recovery."""
+    """Least limit for a worker's status report in a recovery."""
     status_medians: float = 3.0
-    """That answer may also take this multiple of a usual step, because a computation cannot be interrupted."""
+    """The report may also take this multiple of a usual step, because a computation cannot be interrupted."""
     hopeless_s: float = 0.2
-    """Limit for that answer where the worker answers no pings either."""
+    """Limit for answers in a recovery if none of the missing workers answers pings either."""
     adopt_s: float = 5.0
-    """Limit for a move to a new plan, from memory; the state's size is added."""
+    """Limit for adopting a new plan with state from memory; time for the state's size is added."""
     load_s: float = 60.0
-    """The same from a checkpoint."""
+    """Limit for adopting a new plan with state from a checkpoint; time for the state's size is added."""
     capacity_s: float = 300.0
     """How long the run waits for workers when there are fewer than `min_workers`; 0: not at all."""
     last_copy_wait_s: float = 600.0
@@ -87,11 +87,11 @@ class RunPolicy:
     mirror_cost: float = 0.0
     """Fraction of the time that the mirror may take, where `mirror_every` is 0."""
     straggler_times: float = 1.5
-    """A worker that takes this multiple of the time it should is slow; see `StragglerWatch`."""
+    """A worker is slow if it takes more than this multiple of the expected time; see `StragglerWatch`."""
     straggler_steps: int = 20
-    """So many slow steps in a row make a straggler."""
+    """Number of slow steps in a row that make a straggler."""
     replace_stragglers: bool = False
-    """Whether a straggler leaves when another worker can come."""
+    """Whether a straggler is asked to leave if another worker can replace it."""
 
     @property
     def end(self) -> int:
@@ -105,5 +105,5 @@ class RunPolicy:
 
     @property
     def capacity(self) -> WorkerCountLimits:
-        """What of the policy bounds the number of workers."""
+        """The limits on the number of workers."""
         return WorkerCountLimits(self.wanted, self.min_workers, self.standbys, self.hires, self.grow, self.retry_s)

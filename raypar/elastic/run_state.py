@@ -20,7 +20,7 @@ from raypar.elastic.run_state_records import (
     WorkerHealth,
     WorkerStarts,
 )
-from raypar.elastic.shard_count_history import ShardCountHistory, count_shards_per_layer
+from raypar.elastic.shard_count_history import ShardCountHistory
 from raypar.elastic.step_times import StepTimes
 from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
@@ -62,7 +62,7 @@ class RunState:
         """The recovery that is under way, or the last one."""
         self.mirror = MirrorSchedule(policy.mirror_every, policy.mirror_cost)
         """Which steps end with a snapshot for the mirror."""
-        self.replay = ShardCountHistory(first, count_shards_per_layer(plan) if plan is not None else None)
+        self.replay = ShardCountHistory(first, plan.shards_by_layer if plan is not None else None)
         """Which steps were executed with how many shards."""
         self.step_times = StepTimes()
         """How long steps take."""

@@ -166,6 +166,11 @@ class ParallelPlan:
         """
         return tuple((seat.position, seat.shard) for seat in self.seats)
 
+    @cached_property
+    def shards_by_layer(self) -> tuple[int, ...]:
+        """The number of shards of every layer: the only part of a plan on which results depend."""
+        return tuple(stage.shards for stage in self.stages for _ in range(stage.first, stage.last))
+
     def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:
         """Ranks of all replicas of a stage (one shard of each): the group that reduces its gradients."""
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))

@@ -216,8 +216,8 @@ def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, wh
             world, found = torch_flesh.simulate(work, plan, [Fault(at, "kill")], **quiet)
             assert found == reference, world.tell(f"a kill at {at}: {world.over.why}")
             adopted = [line for line in world.story if "AdoptPlan(" in line]
-            assert all("cut=True" in line or "after 0 steps" in line for line in adopted), adopted
-            cured += "cut=True" in "".join(adopted)
+            assert all("from_mirror=True" in line or "after 0 steps" in line for line in adopted), adopted
+            cured += "from_mirror=True" in "".join(adopted)
         for seed in range(30 if whole else 3):
             faults = random_faults(seed, 3, plain, workers=4, kinds=("kill", "zombie", "late_answer", "join"))
             world, found = torch_flesh.simulate(work, plan, faults, **quiet)

@@ -175,7 +175,7 @@ def survives(state: State, replicas: int, stages: int, whole: bool) -> set[str]:
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
         adopted = "".join(line for line in world.story if "AdoptPlan(" in line)
-        ways |= {way for way in ("cut=True", "load=True", "Move(") if way in adopted}
+        ways |= {way for way in ("from_mirror=True", "from_checkpoint=True", "Move(") if way in adopted}
     return ways
 
 
@@ -256,5 +256,5 @@ def survives_on_shards(state: State, replicas: int, shards: int, whole: bool) ->
         world, found = torch_flesh.simulate(there, plan, faults, **policy)
         assert world.over.end == "done" or "the only copies" in world.over.why, world.tell(f"{faults}: {world.over.why}")
         assert found in (reference, None), world.tell(f"{faults}: other bits")
-        ways |= {way for line in world.story if "AdoptPlan(" in line for way in ("cut=True", "Move(") if way in line}
+        ways |= {way for line in world.story if "AdoptPlan(" in line for way in ("from_mirror=True", "Move(") if way in line}
     return ways

@@ -70,7 +70,7 @@ def test_state_leaves_the_device_through_host_memory_where_too_many_want_it(run,
 def test_state_on_a_device_survives_faults_with_the_bits_of_the_cpu(run, replicas, stages, whole):
     """Handed over between workers, copied into the mirror and back."""
     ways = run(device_calls.survives, replicas, stages, whole, timeout_s=400.0)
-    assert ways >= ({"Move("} if replicas > 1 else {"Move(", "cut=True"}), ways
+    assert ways >= ({"Move("} if replicas > 1 else {"Move(", "from_mirror=True"}), ways
 
 
 CELLS = [
@@ -118,4 +118,4 @@ def test_slices_are_handed_over_and_saved_on_a_device_as_on_the_cpu(run, model, 
 def test_slices_on_a_device_survive_faults_with_the_bits_of_the_cpu(run, replicas, shards, whole):
     """Kept by the other replica, or brought back from the mirror."""
     ways = run(device_calls.survives_on_shards, replicas, shards, whole, timeout_s=400.0)
-    assert replicas > 1 or "cut=True" in ways, ways
+    assert replicas > 1 or "from_mirror=True" in ways, ways

@@ -40,11 +40,7 @@ def test_shards_are_told_by_layer_whatever_the_stages():
     uniform = ParallelPlan.mesh(dp=2, pp=2, tp=2, layers=4)
     assert membership_event_text.format_shards(uniform) == "2"
     assert membership_event_text.format_shards(ParallelPlan.of((1, 1, 1), (2, 1, 2), layers=4)) == "2/1/2"
-    assert (
-        membership_event_text.shard_count_by_layer(uniform)
-        == membership_event_text.shard_count_by_layer(ParallelPlan.mesh(tp=2, layers=4))
-        == (2, 2, 2, 2)
-    )
+    assert uniform.shards_by_layer == ParallelPlan.mesh(tp=2, layers=4).shards_by_layer == (2, 2, 2, 2)
     assert membership_event_text.generation_facts(order(), "1f1b")["shards"] == "1"
 
 

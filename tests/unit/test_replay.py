@@ -1,6 +1,6 @@
 """Which steps come out otherwise when they are executed again with other shards."""
 
-from raypar.elastic.shard_count_history import ShardCountHistory, count_shards_per_layer
+from raypar.elastic.shard_count_history import ShardCountHistory
 from raypar.plan import ParallelPlan
 
 ONE, TWO, UNEVEN = (1, 1), (2, 2), (1, 2)
@@ -8,8 +8,8 @@ ONE, TWO, UNEVEN = (1, 1), (2, 2), (1, 2)
 
 def test_the_shards_of_layers_are_what_counts_not_who_holds_them():
     plans = [ParallelPlan.mesh(tp=2, layers=4), ParallelPlan.mesh(pp=2, dp=3, tp=2, layers=4)]
-    assert [count_shards_per_layer(plan) for plan in plans] == [(2, 2, 2, 2)] * 2
-    assert count_shards_per_layer(ParallelPlan.of([1, 2], [1, 2], layers=4, cuts=[3])) == (1, 1, 1, 2)
+    assert [plan.shards_by_layer for plan in plans] == [(2, 2, 2, 2)] * 2
+    assert ParallelPlan.of([1, 2], [1, 2], layers=4, cuts=[3]).shards_by_layer == (1, 1, 1, 2)
 
 
 def test_with_the_same_shards_every_step_comes_out_as_it_was_seen():
