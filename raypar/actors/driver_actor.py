@@ -261,11 +261,11 @@ class DriverActor:
         """Begin what the machine has decided about steps, and what it wants to tell the user; outcomes become events."""
         generation, seen = self.machine.membership.generation, self.side_effects.seen
         match decision.action:
-            case do.RunStep(step, cut):
+            case do.RunStep(step, into_mirror):
                 trace = step in self.request.trace
                 self.step_calls += len(self.machine.membership.members)
                 self.calls.call_all(
-                    lambda w: w.step.remote(generation, step, trace, cut),
+                    lambda w: w.step.remote(generation, step, trace, into_mirror),
                     lambda number, report: self.reports.stepped(number, generation, step, self._warn(number, report)),
                 )
             case do.WriteJournal(step):

@@ -64,22 +64,22 @@ class GenerationChange:
 
     def fence(self, generation: int, number: int, reason: str) -> None:
         """Tell a worker of a new generation while its step runs, so that it stops; then ask for its status once it has."""
-        worker, heard = self.pool.workers[number], self.reports.heard
+        worker, keep = self.pool.workers[number], self.reports.keep_missing_reports
         self.calls.call(number, generation, worker.enter_generation.remote(generation, reason), lambda number, _: on.Tick())
         self.calls.call(
             number,
             generation,
             worker.report_status.remote(generation),
-            lambda _, s: on.WorkerStatusReported(generation, heard(s)),
+            lambda _, s: on.WorkerStatusReported(generation, keep(s)),
         )
 
     def settle(self, order: do.ApplyKeptGradients) -> None:
         """Have the workers that are a step behind apply the gradients they have kept."""
-        heard = self.reports.heard
+        keep = self.reports.keep_missing_reports
         for number in order.workers:
             ref = self.pool.workers[number].apply_kept_gradients.remote(order.generation, order.step, order.vote_result)
             self.calls.call(
-                number, order.generation, ref, lambda _, status: on.KeptGradientsApplied(order.generation, heard(status))
+                number, order.generation, ref, lambda _, status: on.KeptGradientsApplied(order.generation, keep(status))
             )
 
     async def choose(self, generation: int, workers: int) -> None:

@@ -56,15 +56,15 @@ class StepReports:
         self._warned.update(key for key, _ in fresh)
         return [line for _, line in fresh]
 
-    def heard(self, stand: WorkerStatus) -> WorkerStatus:
-        """The worker's status. Keeps reports of steps that the worker has applied and whose reports are not complete.
+    def keep_missing_reports(self, status: WorkerStatus) -> WorkerStatus:
+        """Reconstruct reports of steps that the worker has applied and whose reports are incomplete. Returns `status`.
 
         The machine commits such steps, and the user sees their loss.
         """
-        for step, outcome in stand.vote_results.items():
+        for step, vote_result in status.vote_results.items():
             if step >= self.machine.progress.journalled:
-                self._open[step] = {0: reconstruct_lost_report(outcome)}
-        return stand
+                self._open[step] = {0: reconstruct_lost_report(vote_result)}
+        return status
 
     def commit(self, step: int) -> None:
         """Mark a step as committed and not yet seen.

@@ -60,10 +60,10 @@ class WorkerActor:
         """The `WorkerCore`: stages, transport, data."""
         self.guard: Any = None
         """The `TorchStateGuard` around user code."""
-        self.backend: Any = None
+        self.elastic_worker: Any = None
         """The core as the elastic protocol sees it (`ElasticWorker`)."""
         self.generation_guard: Any = None
-        """What this worker may do in which generation (`GenerationGuard`)."""
+        """Refuses calls of old generations (`GenerationGuard`)."""
         self.backend: Any = None
         """The kind of device this worker computes on, and what goes with it (`DeviceBackend`)."""
         self.mesh: Any = None
@@ -121,8 +121,8 @@ class WorkerActor:
         self.mesh = self.backend.listen(host, self.credential)
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
-        self.backend = ElasticWorker(self.core, self.number)
-        self.generation_guard = GenerationGuard(self.number, self.backend)
+        self.elastic_worker = ElasticWorker(self.core, self.number)
+        self.generation_guard = GenerationGuard(self.number, self.elastic_worker)
         warm_up_process(self.core, data=joining)
         freeze_existing_objects(collect=True)
         node = ray.get_runtime_context().get_node_id()
@@ -158,26 +158,24 @@ class WorkerActor:
 
             run_routine(self.generation_guard.adopt(generation, (made, connect)), deadline_s)
             freeze_existing_objects(collect=False)
-            if (
-                made.run_begins or made.checkpoint_folder
-            ):  # built from whole layers or files; during a run others would wait for this
-                return_unused_memory()
+            if made.run_begins or made.checkpoint_folder:  # built from whole layers or files
+                return_unused_memory()  # not during a run: other workers would wait for this
             self.coordinate = coordinate
-            described: dict[str, Any] | None = self.backend.described
+            described: dict[str, Any] | None = self.elastic_worker.described
             return described
 
         return self._guard("building its stages", build)
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def step(self, generation: int, step: int, trace: bool, cut: bool) -> Any:
+    def step(self, generation: int, step: int, trace: bool, into_mirror: bool) -> Any:
         """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `CallFailure`.
 
         After a failure every later step of the generation fails too.
         """
         from raypar.comm.transport import run_routine
 
-        self.backend.trace, self.computes = trace, threading.get_native_id()
-        routine = self.generation_guard.step(generation, step, cut)
+        self.elastic_worker.trace, self.computes = trace, threading.get_native_id()
+        routine = self.generation_guard.step(generation, step, into_mirror)
         report = self._guard(f"in step {step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
         if isinstance(report, CallFailure):
             self._free_peers()
@@ -200,10 +198,10 @@ class WorkerActor:
         return self._guard("saying where it stands", lambda: self.generation_guard.report_status(generation))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def apply_kept_gradients(self, generation: int, step: int, outcome: Any) -> Any:
+    def apply_kept_gradients(self, generation: int, step: int, vote_result: Any) -> Any:
         """Apply `step` late, with the gradients that were kept; the worker's status then."""
         return self._guard(
-            f"settling step {step + 1}", lambda: self.generation_guard.apply_kept_gradients(generation, step, outcome)
+            f"settling step {step + 1}", lambda: self.generation_guard.apply_kept_gradients(generation, step, vote_result)
         )
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
@@ -236,7 +234,7 @@ class WorkerActor:
     @property
     def _done(self) -> int:
         """Steps that this worker has applied."""
-        return 0 if self.backend is None else self.backend.applied()
+        return 0 if self.elastic_worker is None else self.elastic_worker.applied()
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def enter_generation(self, generation: int, reason: str) -> Any:

@@ -1,4 +1,4 @@
-"""The state of a run, and the three things that a rule may do besides changing it: decide, change the phase, end the run."""
+"""The state of a run, with the three operations of rules: decide on an action, change the phase, end the run."""
 
 from __future__ import annotations
 
@@ -31,63 +31,63 @@ Layout = Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]
 
 
 class RunState:
-    """All that the machine knows of one run. Rules take it, read it and change it."""
+    """The state of the run machine for one run. Rules read and change it."""
 
     def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, layout: Layout = lambda plan: ()) -> None:
-        """`plan` and `layout` are needed by elastic runs only."""
+        """Start in the phase `STARTING`. Only elastic runs need `plan` and `layout`."""
         first = policy.steps_before_run
         self.policy = policy
         """The limits of the run."""
         self.layout = layout
-        """What each rank of a plan has to hold of the state."""
+        """Plan -> by rank, the pieces of state that it has to hold."""
         self.phase = Phase.STARTING
-        """Where the run is."""
+        """The present phase."""
         self.timer = PhaseTimeLimit()
-        """The time, and the phase's time limit."""
+        """The time of the present event, and the phase's time limit."""
         self.progress = RunProgress(first, first, first, first, first, saved=first or None)
-        """How far the run is."""
+        """How many steps are issued, committed, emitted and saved."""
         self.membership = Membership(plan, tuple(range(policy.workers)))
         """The workers, their seats and their generation."""
         self.hiring = WorkerStarts(policy.workers)
         """Workers that are being started."""
         self.planned = PlannedChange()
-        """The change of plan or members that is wanted."""
+        """The change of plan or members that is planned for the next moment between two steps."""
         self.stopping = PendingStop()
         """The request to end early."""
         self.health = WorkerHealth(StragglerWatch(policy.straggler_times, policy.straggler_steps))
         """Silence, slowness and failures."""
         self.trust = StateTrust(agreed=first)
-        """Which state is known to be right."""
+        """Which state can be trusted, by the comparison of replicas' digests."""
         self.recovery = RecoveryState("")
         """The recovery that is under way, or the last one."""
         self.mirror = MirrorSchedule(policy.mirror_every, policy.mirror_cost)
         """Which steps end with a snapshot for the mirror."""
         self.replay = ShardCountHistory(first, plan.shards_by_layer if plan is not None else None)
-        """Which steps were executed with how many shards."""
+        """The numbers of shards with which steps were executed."""
         self.step_times = StepTimes()
         """How long steps take."""
         self.decisions: list[ActionWithReason] = []
-        """What the present event has led to so far."""
+        """The actions that the present event has led to so far."""
         self.next_event: RunEvent | None = None
-        """An event that the present one amounts to; it is handled right after it."""
+        """An event that a rule has made of the present one; it is handled right after it."""
 
     def decide(self, action: Action, reason: str) -> None:
-        """Add an action to those that the driver carries out."""
+        """Add an action for the driver to carry out."""
         self.decisions.append(ActionWithReason(action, reason))
 
     def enter(self, phase: Phase, *, deadline_s: float | None = None) -> None:
-        """Change the phase. After `deadline_s` seconds its time limit is over; None: it has none."""
+        """Change the phase. `deadline_s`: its time limit in seconds; None: it has no limit."""
         self.phase = phase
         self.timer.begin_phase(deadline_s)
 
     def end_run(self, end: EndKind, why: str, error: Exception | None = None) -> None:
-        """Make the last decision of the run. No worker is waited for any more."""
+        """Enter the phase `OVER` and decide on `Teardown`, the last action of the run."""
         self.health.silent_since_s.clear()
         self.enter(Phase.OVER)
         self.decide(Teardown(end, why, self.progress.emitted, error), why)
 
     @property
     def waits(self) -> bool:
-        """Whether nothing can be done before workers join, or before a silent one answers that holds an only copy."""
+        """Whether the run waits for workers to join, or for a silent worker with an only copy to answer."""
         standing = self.phase is Phase.STANDING and self.recovery.waited_from_s is not None
         return self.phase is Phase.WAITING or standing or bool(self.health.silent_since_s)

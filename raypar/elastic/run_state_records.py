@@ -1,4 +1,4 @@
-"""What the run machine remembers: small records, one for each subject. The rules read and change them."""
+"""The records that make up the run machine's state, one for each subject. The rules read and change them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Digest
 
 Due = Literal["save", "validate", "end"]
-"""What can be due at a flush point, between two steps."""
+"""Work that can be due at a flush point, which is a moment without steps in flight."""
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class PhaseTimeLimit:
     now_s: float = 0.0
     """Time of the event that is being handled, by any monotonic clock."""
     since_s: float = 0.0
-    """When the present phase, or the oldest step in flight, began."""
+    """When the present phase, or the oldest step in flight, began; later if time was skipped."""
     deadline_s: float | None = None
-    """When the phase's time-out applies; None: never."""
+    """When the phase's time limit is over; None: it has no limit."""
 
     @property
     def elapsed_s(self) -> float:
@@ -40,12 +40,12 @@ class PhaseTimeLimit:
         return self.deadline_s is not None and self.now_s >= self.deadline_s
 
     def begin_phase(self, deadline_s: float | None) -> None:
-        """Start to count anew; the limit is `deadline_s` from now."""
+        """Start a new phase now, with a limit of `deadline_s` seconds."""
         self.since_s = self.now_s
         self.deadline_s = None if deadline_s is None else self.now_s + deadline_s
 
     def skip(self, seconds: float) -> None:
-        """Leave `seconds` out of account: the driver stood still, or the workers got no processor."""
+        """Do not count `seconds`: the driver was stopped, or the workers got no processor."""
         self.since_s = min(self.now_s, self.since_s + seconds)
         if self.deadline_s is not None:
             self.deadline_s += seconds
@@ -53,18 +53,18 @@ class PhaseTimeLimit:
 
 @dataclass(slots=True)
 class RunProgress:
-    """How far the run is. Numbers of steps count from the start of the job: step n is the (n+1)-th."""
+    """The run's progress. Numbers of steps count from the start of the job: step n is the (n+1)-th."""
 
     issued: int
     """Steps that the workers have been called for."""
     committed: int
-    """Steps that every worker has applied. A roll-back lowers this number; those below stay."""
+    """Steps that every worker has applied. A roll-back lowers this number, but not `emitted` and `journalled`."""
     emitted: int
-    """Steps that people have seen: journalled, and their callbacks have returned."""
+    """Steps that people have seen: they are journalled, and their callbacks have returned."""
     journalled: int
     """Steps that have been given to the journal."""
     served_flush_point: int
-    """The flush point whose saving and validation were begun last, in steps."""
+    """Steps at the last flush point whose saving and validation were begun."""
     saved: int | None = None
     """Steps of the last complete checkpoint."""
     saving: int | None = None
@@ -74,7 +74,7 @@ class RunProgress:
     validated: int | None = None
     """Steps of the last complete validation pass."""
     due: deque[Due] = field(default_factory=deque)
-    """What is still to be done at the present flush point, in order."""
+    """Work that is still to be done at the present flush point, in order."""
     reports: dict[int, set[int]] = field(default_factory=dict)
     """Step in flight -> workers that have reported it."""
     digests: dict[int, dict[int, Digest]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class RunProgress:
     """When the last step was committed."""
 
     def forget_open_steps(self) -> None:
-        """Drop what has been reported of steps and passes in flight: a new generation begins."""
+        """Drop the reports of steps in flight and the work that is due, because a new generation begins."""
         self.due.clear()
         self.reports.clear()
         self.digests.clear()
@@ -96,22 +96,22 @@ class RunProgress:
 
 @dataclass(slots=True)
 class Membership:
-    """The workers of the run. A worker's number is never used again for another one."""
+    """The workers of the run. A worker's number is never used again for another worker."""
 
     plan: ParallelPlan | None
     """The plan that trains now; None in runs that are not elastic and need none."""
     members: tuple[int, ...]
-    """`members[rank]` is the worker in that seat of the plan."""
+    """`members[rank]`: the worker in the seat `rank` of the plan."""
     generation: int = 1
     """The number of the present generation: plan and members change only from one to the next."""
     spares: set[int] = field(default_factory=set)
     """Workers that have joined and wait for a seat."""
     leaving: set[int] = field(default_factory=set)
-    """Workers that leave as soon as others hold what they held."""
+    """Workers that leave as soon as others hold their state."""
     gone: set[int] = field(default_factory=set)
     """Workers that were lost, have left, or could not be started."""
     hung: set[int] = field(default_factory=set)
-    """Those of `gone` whose processes may still exist: they are killed once the next generation is claimed."""
+    """Workers of `gone` whose processes may still exist; they are killed once the next generation is claimed."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Worker -> its node, as far as the driver knows."""
 
@@ -131,32 +131,32 @@ class WorkerStarts:
     starting: set[int] = field(default_factory=set)
     """Workers that have been asked for and have not joined yet."""
     placed: set[int] = field(default_factory=set)
-    """Those of them for which the cluster has found room."""
+    """Workers of `starting` for which the cluster has found room."""
     failures: int = 0
-    """Workers in a row that could not be started."""
+    """Number of failed starts in a row."""
     retry_at_s: float = 0.0
     """No worker is started before this time."""
 
     def forget(self, worker: int) -> None:
-        """Count the worker as no longer on its way."""
+        """Remove the worker from those that are being started: it has joined, or will not."""
         self.starting.discard(worker)
         self.placed.discard(worker)
 
 
 @dataclass(slots=True)
 class PlannedChange:
-    """A change of plan or members that nobody's failure forces: it happens between two steps."""
+    """A change of plan or members that no failure forces: it happens between two steps."""
 
     reason: str | None = None
     """Why a new generation begins as soon as no step is in flight; None: none is planned."""
     plan: ParallelPlan | None = None
-    """The plan that it is to have, where one was chosen before."""
+    """The plan for the new generation, if it was chosen before; else None."""
     workers: int = 0
     """The number of workers for which that plan was chosen."""
     asking: bool = False
     """Whether the planner has been asked for a larger plan and has not answered."""
     ask_at_s: float | None = None
-    """When the planner is asked for the spares, at the latest; None: there is no spare that was not considered."""
+    """Latest time to ask the planner for a plan with seats for the spares; None: all spares have been considered."""
 
 
 @dataclass(slots=True)
@@ -166,13 +166,13 @@ class PendingStop:
     request: StopRequested | None = None
     """The first request, or the Ctrl-C that came after it."""
     stop_step: int | None = None
-    """After so many steps the run ends; None: not decided, or the run ends by itself."""
+    """Number of steps after which the run ends; None: not decided, or the run ends by itself."""
     abandon_at_s: float | None = None
     """When a recovery is broken off because of Ctrl-C."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was Ctrl-C: what is in flight gets its grace, and nobody is waited for."""
+        """Whether Ctrl-C was pressed: steps in flight get a grace period, and the run waits for no silent worker."""
         return self.request is not None and self.request.interrupt
 
 
@@ -183,31 +183,31 @@ class WorkerHealth:
     stragglers: StragglerWatch
     """Finds workers that compute too slowly."""
     slow_nodes: set[str] = field(default_factory=set)
-    """Nodes on which a straggler has been replaced: the next one there stays."""
+    """Nodes on which a straggler has been replaced; a further straggler there is not replaced."""
     unheard_since_s: dict[int, float] = field(default_factory=dict)
-    """Worker without an answer to the last pings -> time at which its silence was first noticed."""
+    """Worker that has not answered the last pings -> time at which its silence was first noticed."""
     silent_since_s: dict[int, float] = field(default_factory=dict)
     """Silent worker that a run which is not elastic waits for -> time at which the wait began."""
     silence_told_s: float = 0.0
-    """When people were last told about that wait."""
+    """When people were last told about the wait in `silent_since_s`."""
     probing: bool = False
     """Whether overdue workers have been asked for their stacks."""
     aborted_by_us: bool = False
-    """Whether the machine itself has broken off the steps in flight: failures that follow are no news."""
+    """Whether the machine itself has aborted the steps in flight; failures that follow are expected."""
     aborts: int = 0
-    """How often it has done so."""
+    """How often the machine has aborted steps in flight."""
     applied_after_abort: tuple[int | None, ...] | None = None
-    """Steps that each worker had applied after the abort; None: not answered yet."""
+    """By rank, the steps that the worker had applied after the abort (None: no answer); None before the answers."""
     failures: list[CallFailed] = field(default_factory=list)
     """Failures since the last committed step; the cause is one of them."""
     deaths: list[CallFailed] = field(default_factory=list)
-    """Deaths since the last new step that the step may have caused."""
+    """Deaths of workers since the last new step that the step itself may have caused."""
     attempts: int = 0
-    """Recoveries since the last new step that count as attempts at the next."""
+    """Recoveries since the last new step that count as attempts at the next step."""
     disturbed_at_s: float | None = None
-    """When the machine heard of the disturbance after which no step has been committed yet."""
+    """When the present disturbance began: a recovery after which no step is committed yet; None: there is none."""
     next_step_least_limit_s: float = 0.0
-    """Least limit for the next step: twice the time of its last attempt, if that was waited for."""
+    """Least limit for the next step: twice the time of its last attempt, if the run waited for a silent worker in it."""
     waited_s: float = 0.0
     """How long silent workers with an only copy were last waited for in vain."""
     out_of_memory_at: set[tuple[ParallelPlan, int]] = field(default_factory=set)
@@ -216,47 +216,47 @@ class WorkerHealth:
 
 @dataclass(slots=True)
 class StateTrust:
-    """Which state is known to be right: what the comparison of replicas has found."""
+    """Which state can be trusted: the findings of the comparison of replicas' digests."""
 
     agreed: int
-    """Steps after which the replicas' digests were equal last."""
+    """Steps after which the replicas' digests were last found equal."""
     doubt: str = ""
     """Why nothing newer than `agreed` may be used until the next generation runs; empty: no doubt."""
     doubts: int = 0
-    """Times in a row that the digests differed."""
+    """Number of comparisons in a row in which digests differed."""
     tainted: set[int] = field(default_factory=set)
-    """Workers that hold state newer than `agreed` which has not been replaced yet."""
+    """Workers whose state is not trusted and has not been replaced yet."""
     wrong: set[int] = field(default_factory=set)
-    """Workers whose state differed from that of a majority; they leave."""
+    """Workers whose state differed from that of a majority of replicas; they leave."""
     untrusted_snapshots: set[int] = field(default_factory=set)
     """Steps whose mirror snapshot is not trusted."""
     doubted_steps: range = range(0)
-    """Steps whose numbers people may have seen wrongly, or computed with other shards."""
+    """Emitted steps whose results may be wrong, or were computed with other numbers of shards."""
 
 
 @dataclass(slots=True)
 class RecoveryState:
-    """What is known on the way from one generation to the next."""
+    """The state of one recovery, which leads from one generation to the next."""
 
     why: str
-    """What made the new generation necessary."""
+    """The reason for the new generation."""
     expected: set[int] = field(default_factory=set)
-    """Workers whose answer the phase waits for."""
+    """Workers whose answers the phase waits for."""
     statuses: dict[int, WorkerStatus] = field(default_factory=dict)
-    """Worker -> where it stands, by its last answer."""
+    """Worker -> the status that it reported last."""
     done: int = 0
     """Steps of the newest state that some worker holds."""
     order: AdoptPlan | None = None
     """The plan that the workers have been told to adopt."""
     former_order: AdoptPlan | None = None
-    """The last such order of earlier recoveries: some workers may have adopted that plan."""
+    """The last order of earlier recoveries: some workers may have adopted its plan."""
     symptom: bool = False
-    """Whether it began with the consequence of a death, before it was known who had died and why."""
+    """Whether the recovery began with a consequence of a death, before the dead worker was known."""
     awaited: str = ""
-    """What the run waits for, in words."""
+    """What the run waits for, as text for people."""
     told_s: float = 0.0
-    """When people were last told about that wait."""
+    """When people were last told what the run waits for."""
     waited_from_s: float | None = None
-    """When the wait for silent workers with an only copy began; None: nobody is waited for."""
+    """When the wait for silent workers with an only copy began; None: the run does not wait for any."""
     holders: tuple[int, ...] = ()
-    """The workers with an only copy that are waited for."""
+    """The workers with an only copy that the run waits for."""

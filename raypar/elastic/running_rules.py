@@ -1,4 +1,4 @@
-"""The rules of a run whose workers are all well, and of its end."""
+"""Rules for training while all workers are well, and for the end of the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def start_training(m: RunState, event: WorkersReady) -> None:
 
 
 def count_step_report(m: RunState, event: StepReported) -> None:
-    """Count a worker's report; the last one of a step commits it."""
+    """Count a worker's report of a step; the last report commits the step."""
     p, members = m.progress, m.membership.members
     if event.generation < m.membership.generation:
         return
@@ -90,18 +90,18 @@ def count_step_report(m: RunState, event: StepReported) -> None:
 
 
 def emit_step(m: RunState, event: StepJournalled) -> None:
-    """Let people see a step, which they may only after it is in the journal."""
+    """Emit a step, now that it is in the journal."""
     m.decide(EmitStep(event.step), f"step {event.step} is in the journal")
 
 
 def count_emitted_step(m: RunState, event: StepEmitted) -> None:
-    """Count a step as seen, and go on; or stop if a callback asked for that."""
+    """Count a step as emitted, and issue further steps unless a callback has asked to stop."""
     record_emitted_step(m, event)
     issue_steps(m)
 
 
 def check_step_deadlines(m: RunState, event: Tick) -> None:
-    """Look for steps that take too long, and for the end of Ctrl-C's grace; start workers that are missing."""
+    """Act on overdue steps and on the end of the grace period after Ctrl-C; start missing workers."""
     if m.timer.expired:
         abort_open_work(m, "the steps in flight did not end within the grace; aborted, they never happened")
         return
@@ -112,7 +112,7 @@ def check_step_deadlines(m: RunState, event: Tick) -> None:
         start_workers(m, wanted)
         ask_for_larger_plan(m, wanted)
     late = find_overdue_workers(m, step_deadline_s(m))
-    if not late and event.unheard:  # late and silent: two witnesses where one alone would not do so early
+    if not late and event.unheard:  # late and silent: two signs together justify a shorter limit
         late = tuple(sorted(event.unheard & set(find_overdue_workers(m, silent_deadline_s(m)))))
     if late and m.policy.elastic:
         pings = f" and {verb_form(late, 'answers', 'answer')} no pings" * (set(late) <= event.unheard)
@@ -141,7 +141,7 @@ def fail_run_on_hung_workers(m: RunState, event: StacksReported) -> None:
 
 
 def count_validation(m: RunState, event: ValidationReported) -> None:
-    """Count a worker's validation pass; with the last one people see the loss."""
+    """Count a worker's validation pass; with the last worker the loss is emitted."""
     p = m.progress
     if event.generation < m.membership.generation:
         return
@@ -152,20 +152,20 @@ def count_validation(m: RunState, event: ValidationReported) -> None:
 
 
 def finish_validation(m: RunState, event: ValidationEmitted) -> None:
-    """Begin the next thing that is due; a callback may have asked to stop."""
+    """Begin the next work that is due; a callback of the validation may have asked to stop."""
     if event.stop is not None and m.stopping.request is None:
         m.stopping.request = StopRequested(event.stop)
     begin_next_save_or_validation(m)
 
 
 def apply_late_validation_stop(m: RunState, event: ValidationEmitted) -> None:
-    """Stop if a callback of a validation asked for that whose callbacks outlasted a recovery; training goes on already."""
+    """Stop if a validation's callback asked for it although its callbacks outlasted a recovery and training goes on already."""
     if event.stop is not None:
         stop_after_open_steps(m, StopRequested(event.stop))
 
 
 def continue_after_snapshot(m: RunState, event: CheckpointStateCopied) -> None:
-    """Begin the next thing that is due, while the files are written."""
+    """Begin the next work that is due, while the checkpoint's files are written."""
     begin_next_save_or_validation(m)
 
 
@@ -176,7 +176,7 @@ def record_checkpoint(m: RunState, event: CheckpointSaved) -> None:
 
 
 def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
-    """Tell that a checkpoint failed. Training goes on, and the last good checkpoint stays."""
+    """Warn that a checkpoint failed. Training goes on, and the last good checkpoint stays."""
     p = m.progress
     waited_for = m.phase is Phase.SAVING and event.done == p.emitted
     p.saving, p.save_error = None, event.error
@@ -191,7 +191,7 @@ def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
 
 
 def continue_after_save(m: RunState) -> None:
-    """Go on where a phase waits for the writer."""
+    """Go on with a phase that waits for the checkpoint writer."""
     if m.phase is Phase.SAVING:
         begin_checkpoint(m)
     elif m.phase is Phase.ENDING:
@@ -201,7 +201,7 @@ def continue_after_save(m: RunState) -> None:
 
 
 def check_save_or_validation_deadline(m: RunState, event: Tick) -> None:
-    """Look for a validation, a snapshot or a last checkpoint that takes too long, and for workers that hang in it."""
+    """Act on a validation, a copy of the state or a last checkpoint that takes too long, and on workers that hang in it."""
     if check_silent_worker_wait(m, event):
         return
     generation = m.membership.generation
@@ -232,7 +232,7 @@ def check_save_or_validation_deadline(m: RunState, event: Tick) -> None:
 
 
 def check_silent_workers_at_start(m: RunState, event: Tick) -> None:
-    """Look for silent workers. The start has time limits of its own, in the driver."""
+    """Act on silent workers during the start, whose time limits are the driver's."""
     check_silent_worker_wait(m, event)
 
 
@@ -240,12 +240,12 @@ def check_silent_workers_at_start(m: RunState, event: Tick) -> None:
 
 
 def stop_before_start(m: RunState, event: StopRequested) -> None:
-    """End the run: nothing has been done yet."""
+    """End the run at once: no step has been issued yet."""
     m.end_run("interrupted" if event.interrupt else "stopped", event.reason)
 
 
 def stop_after_open_steps(m: RunState, event: StopRequested) -> None:
-    """Issue no more steps; those in flight are finished first."""
+    """Issue no more steps; the run ends after those in flight."""
     p, stopping = m.progress, m.stopping
     if stopping.request is None or (event.interrupt and not stopping.interrupted):
         stopping.request = event
@@ -256,7 +256,7 @@ def stop_after_open_steps(m: RunState, event: StopRequested) -> None:
 
 
 def stop_after_save_or_validation(m: RunState, event: StopRequested) -> None:
-    """End the run after what is being served now; a validation has Ctrl-C's grace for that."""
+    """End the run after the present saving or validation; after Ctrl-C a validation has the grace period to end."""
     stopping = m.stopping
     if stopping.request is None or (event.interrupt and not stopping.interrupted):
         stopping.request = event
@@ -268,7 +268,7 @@ def stop_after_save_or_validation(m: RunState, event: StopRequested) -> None:
 
 
 def handle_failure(m: RunState, event: CallFailed) -> None:
-    """Go on without the worker in an elastic run, if only to save after Ctrl-C; user code and our own mistakes end the run."""
+    """Recover without the worker in an elastic run, if only to save after Ctrl-C; errors of user code or raypar end it."""
     if can_recover(m, event):
         recover_from_failure(m, event)
     else:
@@ -276,18 +276,20 @@ def handle_failure(m: RunState, event: CallFailed) -> None:
 
 
 def can_recover(m: RunState, event: CallFailed) -> bool:
-    """Whether a new generation is an answer: not to what follows from our own abort."""
+    """Whether a recovery can help: a worker is lost, or a connection broke without an abort by the machine itself."""
     return m.policy.elastic and (event.kind == "lost" or (event.kind == "aborted" and not m.health.aborted_by_us))
 
 
 def fail_run_while_aborting(m: RunState, event: CallFailed) -> None:
-    """End the run: it is being interrupted, so there is no other way."""
+    """Fail the run, which is being interrupted: there is no time for a recovery."""
     fail_run(m, event)
 
 
 def handle_failure_at_end(m: RunState, event: CallFailed) -> None:
-    """Deal with a failure after the last step. A worker that dies has nothing left to lose but its share of the checkpoint;
-    where others hold that state, they write it again."""
+    """Recover from a failure after the last step, or fail the run once a checkpoint that is being written is complete.
+
+    A worker that dies then loses only its share of the checkpoint; if others hold that state, they write it again.
+    """
     if can_recover(m, event):
         recover_from_failure(m, event)
     elif m.progress.saving is None or event.kind == "user":
@@ -299,13 +301,13 @@ def handle_failure_at_end(m: RunState, event: CallFailed) -> None:
 
 
 def note_further_failure(m: RunState, event: CallFailed) -> None:
-    """Note another failure: a further consequence, or the cause itself."""
+    """Record a further failure: a consequence of the first one, or its cause."""
     m.health.failures.append(event)
     end_run_once_cause_is_known(m)
 
 
 def check_failure_deadline(m: RunState, event: Tick) -> None:
-    """Report the consequence if the cause has not shown up in time."""
+    """End the run with the failures so far if no other cause has shown up in time."""
     end_run_once_cause_is_known(m)
 
 
@@ -313,7 +315,7 @@ def check_failure_deadline(m: RunState, event: Tick) -> None:
 
 
 def abort_open_work(m: RunState, reason: str) -> None:
-    """Free all workers from the step or pass in flight."""
+    """Abort the steps or the validation pass in flight on all workers."""
     m.health.aborted_by_us, m.health.applied_after_abort = True, None
     m.health.aborts += 1
     m.enter(Phase.ABORTING, deadline_s=m.policy.abort_s)
@@ -321,19 +323,19 @@ def abort_open_work(m: RunState, reason: str) -> None:
 
 
 def note_aborted(m: RunState, event: GroupsAborted) -> None:
-    """Remember where the workers stand. A step that all of them had just applied is still committed and seen."""
+    """Record the steps that workers have applied. A step that all of them had just applied is still committed and emitted."""
     m.health.applied_after_abort = event.done
     save_if_all_at_same_step(m)
 
 
 def count_emitted_step_while_aborting(m: RunState, event: StepEmitted) -> None:
-    """Count the last committed step as seen."""
+    """Count the last committed step as emitted."""
     m.progress.emitted = event.step + 1
     save_if_all_at_same_step(m)
 
 
 def save_if_all_at_same_step(m: RunState) -> None:
-    """Save once every worker stands at the step that people have seen; until then wait, up to the abort's time limit."""
+    """Save if every worker has applied exactly the emitted steps; else wait, up to the abort's time limit."""
     p, applied = m.progress, m.health.applied_after_abort
     if applied is not None and set(applied) == {p.emitted}:
         p.issued = p.committed = p.served_flush_point = m.stopping.stop_step = p.emitted
@@ -343,15 +345,15 @@ def save_if_all_at_same_step(m: RunState) -> None:
 
 
 def check_abort_deadline(m: RunState, event: Tick) -> None:
-    """End the wait for workers after an abort: one hangs, is deep in a computation, or has applied a step that another has not.
+    """End the wait after an abort if it takes too long: a worker hangs, computes for long, or has applied one step more.
 
-    In an elastic run a new generation, once, finds out which workers are well, and saves; else there is no new checkpoint.
+    An elastic run begins one recovery, which finds out which workers are well, and saves; else there is no new checkpoint.
     """
     if not m.timer.expired:
         return
     applied = m.health.applied_after_abort
-    stand = "not all workers answered" if applied is None else f"the workers stand at steps {applied}"
-    what = f"{stand} {m.policy.abort_s} s after the abort"
+    found = "not all workers answered" if applied is None else f"the workers stand at steps {applied}"
+    what = f"{found} {m.policy.abort_s} s after the abort"
     if m.policy.elastic and m.health.aborts == 1:
         begin_recovery(m, what, counts=False)
         return

@@ -1,4 +1,4 @@
-"""Which worker takes which seat: of a first plan, of the same plan with those who are left, of a new plan. Pure."""
+"""The assignment of workers to seats: of a first plan, of the same plan after a loss, of a new plan. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def spread_replicas_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
-    """members[rank]: the replicas of a position on different nodes where there are several, so that a node that dies does not
-    take every copy of a stage with it; among equals the lowest numbers.
+    """By rank, the worker of a first plan: replicas of a position go to different nodes, so that no node has every copy.
 
-    `nodes`: worker -> node, one worker a rank of `plan`. The shards of a seat keep their numbers together.
+    Among equal choices the lowest worker number comes first. `nodes`: worker -> node, one worker for each rank of `plan`. A
+    plan with shards takes the workers in order of their numbers.
     """
     free = sorted(nodes)
     if len(set(nodes.values())) < 2 or any(stage.shards > 1 for stage in plan.stages):
@@ -31,7 +31,7 @@ def spread_replicas_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> 
     used: dict[int, Counter[str]] = {}
     for seat in plan.seats:
         here = used.setdefault(seat.position, Counter())
-        # The node with most room left comes first among those that have fewest copies of this position.
+        # Among the nodes with the fewest copies of this position, the node with the most free workers comes first.
         worker = min(free, key=lambda n: (here[nodes[n]], -left[nodes[n]], n))
         free.remove(worker)
         left[nodes[worker]] -= 1
@@ -41,8 +41,10 @@ def spread_replicas_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> 
 
 
 def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
-    """The same stages with who is left: waiting workers in the empty seats, then fewer replicas; None if a stage, or a shard of
-    it, has nobody."""
+    """The same stages with the workers that are left: (plan, members); None if a stage, or a shard of it, has no worker.
+
+    Waiting workers take the empty seats; if seats remain empty, stages get fewer replicas.
+    """
     assert m.membership.plan is not None
     plan, idle = m.membership.plan, [w for w in usable if w not in m.membership.members]
     full, at = Counter(plan.compute_keys), {place: list[int]() for place in plan.compute_keys}
@@ -66,8 +68,11 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
 def choose_replacement_worker(
     m: RunState, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
 ) -> int:
-    """Which of the idle workers joins those `at` a place (`ParallelPlan.compute_keys`): who lacks least of what they hold; of
-    these one on a node where other shards lack it; of these one where there are fewest copies; of these the lowest number."""
+    """The idle worker that takes an empty seat at `place` (a key of `ParallelPlan.compute_keys`).
+
+    Preferred is, in this order: a worker that holds most of the seat's state; a node where shards of a replica lack this one; a
+    node with the fewest copies; the lowest number. `at`: place -> workers that are there.
+    """
     need, have = m.layout(plan)[plan.compute_keys.index(place)], find_live_holders(m, m.recovery.done)
     copies = Counter(m.membership.nodes.get(worker) for worker in at[place])
     others = [Counter(m.membership.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
@@ -81,7 +86,10 @@ def choose_replacement_worker(
 
 
 def seat_whole_replicas(shards: Sequence[Sequence[int]], nodes: Mapping[int, str]) -> list[list[int]]:
-    """As many whole replicas as there can be of the workers that hold each shard; each on one node where that can be."""
+    """The workers of each replica, by shard: as many whole replicas as possible, each on one node if possible.
+
+    `shards`: by shard, the workers that hold it.
+    """
     left = [list(workers) for workers in shards]
     found = []
     while all(left):
@@ -145,15 +153,15 @@ def _improve_seating(
 ) -> None:
     """Exchange members with each other and with idle workers, in place, for as long as an exchange improves the seating.
 
-    It improves if it lowers (elements to move, pairs of a replica's shards on different nodes, pairs of copies on one node);
-    the first number counts before the second, the second before the third. So the exchanges come to an end.
+    An exchange improves it if it lowers (elements to move, pairs of a replica's shards on different nodes, pairs of copies on
+    one node), compared in this order. So the exchanges come to an end.
     """
 
     def shared(of: Sequence[Hashable]) -> Counter[tuple[Hashable, str]]:
         return Counter((of[rank], nodes.get(worker, "")) for rank, worker in enumerate(members))
 
     def more(of: Sequence[Hashable], here: Counter[tuple[Hashable, str]], rank: int, other: int | None, worker: int) -> int:
-        """How many more pairs of the same sit on one node after the exchange."""
+        """How many more pairs with equal keys sit on one node after the exchange."""
         old, changed = members[rank], Counter[tuple[Hashable, str]]()
         changed[of[rank], nodes.get(worker, "")] += 1
         changed[of[rank], nodes.get(old, "")] -= 1
@@ -165,7 +173,7 @@ def _improve_seating(
     def gain(rank: int, other: int | None, worker: int) -> tuple[int, int, int]:
         """How many more (elements move, pairs of shards are apart, pairs of copies share a node) when `worker` gets `rank`.
 
-        `other`: the rank that it has now, which the present member of `rank` gets; None: it is idle.
+        `other`: the rank that `worker` has now, which the present member of `rank` gets; None: `worker` is idle.
         """
         elements = cost[rank, worker] - cost[rank, members[rank]]
         if other is not None:

@@ -1,6 +1,6 @@
-"""The flow of steps: which are issued, what is due between them, and how the run ends when all are done.
+"""The flow of steps: issuing and committing them, saving and validating between them, and ending the run after the last one.
 
-Step n+2 is issued when people have seen step n, so one call always waits at each worker while another runs. A stop that a
+Step n+2 is issued when step n has been emitted, so one call always waits at each worker while another runs. A stop that a
 callback of step n asks for therefore ends the run after exactly one more step, on every cluster.
 """
 
@@ -24,11 +24,11 @@ from raypar.elastic.run_state_records import Due
 from raypar.elastic.worker_hiring import start_missing_workers
 
 MAX_OPEN_STEPS = 2
-"""Steps that a worker has been called for and has not finished: one runs, one waits."""
+"""The most steps that a worker has been called for and has not finished: one runs, one waits."""
 
 
 def issue_steps(m: RunState) -> None:
-    """Issue the steps that may be issued, or begin what is due at the flush point that has been reached."""
+    """Issue the steps that may be issued, or begin the work that is due if a flush point has been reached."""
     p = m.progress
     if m.planned.reason is not None:
         if p.committed == p.issued:
@@ -40,10 +40,10 @@ def issue_steps(m: RunState) -> None:
         if saved_next and m.mirror.awaits_report:
             return  # only one mirror snapshot at a time is compared
         if p.issued == p.committed:
-            m.timer.since_s = m.timer.now_s  # time that callbacks took makes no worker late
+            m.timer.since_s = m.timer.now_s  # the time of callbacks does not count against workers
         alone = len(m.membership.members) == 1  # nobody would keep a copy
-        cut = not alone and m.mirror.begin_if_due(p.issued, saved_next)
-        m.decide(RunStep(p.issued, cut), f"step {p.issued} is within {MAX_OPEN_STEPS} of the last one seen by all")
+        into_mirror = not alone and m.mirror.begin_if_due(p.issued, saved_next)
+        m.decide(RunStep(p.issued, into_mirror), f"step {p.issued} is within {MAX_OPEN_STEPS} of the last one seen by all")
         p.issued += 1
     if p.emitted == p.committed == p.issued == barrier:
         p.due = list_due_saves_and_validations(m, barrier)
@@ -55,12 +55,12 @@ def issue_steps(m: RunState) -> None:
 
 
 def get_final_step_count(m: RunState) -> int:
-    """The number of steps after which the run ends, as far as that is known now."""
+    """The number of steps after which the run ends, as far as it is known now."""
     return m.policy.end if m.stopping.stop_step is None else m.stopping.stop_step
 
 
 def find_next_save_or_validation(m: RunState) -> int:
-    """The number of steps beyond which none is issued before saving and validation have been served there."""
+    """The next flush point: no step beyond this number is issued before saving and validation are done there."""
     periods = (m.policy.validate_every if m.policy.validates else 0, m.policy.save_every)
     served = max(
         m.progress.served_flush_point, m.progress.emitted - 1
@@ -69,14 +69,16 @@ def find_next_save_or_validation(m: RunState) -> int:
 
 
 def next_saved_steps(m: RunState) -> tuple[int, ...]:
-    """The numbers of steps after which the state is saved next: there the replicas are compared before."""
+    """The numbers of steps after which the state is saved next; the replicas are compared there before."""
     end, every = get_final_step_count(m), m.policy.save_every
     return (end, (m.progress.issued // every + 1) * every) if every else (end,)
 
 
 def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
-    """What is due after `done` steps. Saving comes first: what fails in a validation, or in a callback after it, must not take
-    the training with it."""
+    """The work that is due after `done` steps, in order.
+
+    Saving comes first: a failure in a validation, or in a callback after it, must not lose the training.
+    """
     policy, due, stop_at = m.policy, deque[Due](), m.stopping.stop_step
     cut_short = stop_at is not None and done >= stop_at and done < policy.job_steps
     ends = cut_short or done >= policy.end
@@ -95,7 +97,7 @@ def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
 
 
 def begin_next_save_or_validation(m: RunState) -> None:
-    """Begin the next thing that is due at this flush point; after the last one training goes on. No step is in flight."""
+    """Begin the next work that is due at this flush point, or go on with training if there is none. No step is in flight."""
     p = m.progress
     done = p.emitted
     if not p.due and m.stopping.request is not None and m.stopping.stop_step is None:
@@ -126,7 +128,7 @@ def begin_checkpoint(m: RunState) -> None:
 
 
 def end_if_saved(m: RunState) -> None:
-    """End the run if no checkpoint is being written any more."""
+    """End the run, unless a checkpoint is still being written."""
     p, request = m.progress, m.stopping.request
     if p.saving is not None:
         return
@@ -147,7 +149,7 @@ def end_if_saved(m: RunState) -> None:
 
 
 def commit_step(m: RunState, step: int) -> None:
-    """Count `step` as applied by every worker, and have it journalled; one that people have seen before is compared."""
+    """Count `step` as applied by every worker; journal a new step, compare a replayed one with the journal."""
     p, health, now_s = m.progress, m.health, m.timer.now_s
     p.committed = step + 1
     if step >= p.journalled:
@@ -170,7 +172,7 @@ def commit_step(m: RunState, step: int) -> None:
 
 
 def record_emitted_step(m: RunState, event: StepEmitted) -> None:
-    """Count a step as seen, and stop after one more if its callback asked for that. No step may be left out."""
+    """Count a step as emitted; if its callback asked to stop, the run ends after one more step. No step may be left out."""
     p, stopping = m.progress, m.stopping
     if event.step > p.emitted:
         raise UnexpectedEvent(f"{event}, but step {p.emitted} has not been seen")

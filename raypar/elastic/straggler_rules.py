@@ -1,4 +1,4 @@
-"""What the machine does about stragglers: it reports them, and lets one leave where the job wants that."""
+"""Rules for stragglers: report them, and ask one to leave if the job wants it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypar.elastic.stragglers import StragglerFinding
 
 
 def begin_straggler_watch(m: RunState) -> None:
-    """Compare the workers of a new generation that compute the same with each other."""
+    """Begin to compare the workers of a new generation with those that compute the same."""
     if m.membership.plan is None:
         return
     places: dict[tuple[int, int], list[int]] = {}

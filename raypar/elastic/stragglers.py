@@ -1,4 +1,4 @@
-"""Stragglers: workers that compute much more slowly than they should, for long.
+"""Detection of stragglers: workers that compute much more slowly than expected for many steps.
 
 The time that a worker computes for a microbatch (without waiting) is compared with that of the workers that compute the same:
 the other replicas of its stage, shard by shard. A worker without such peers is compared with its own first steps of the
@@ -13,23 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 LEAST_S = 1e-3
-"""Seconds for a microbatch: a smaller difference costs little and is often noise."""
+"""Least seconds for a microbatch above the expected time that count as slow; smaller differences are often noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class StragglerFinding:
-    """A worker that has become a straggler, or is one no longer."""
+    """A worker that has become a straggler, or has recovered."""
 
     worker: int
     """The worker."""
     slowdown: float
-    """How many times as long as it should it has taken: the median of its last steps."""
+    """Its computing time divided by the expected time: the median of its last steps."""
     steps: int
-    """The number of those steps."""
+    """The number of steps in that median."""
     alone: bool
     """Whether it was compared with its own first steps."""
     recovered: bool = False
-    """Whether it is a straggler no longer."""
+    """Whether it was a straggler and is fast again."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Record:
     peers: tuple[int, ...]
     """Workers that compute the same."""
     ratios: deque[float]
-    """Time of each of the last steps, divided by the time it should have taken."""
+    """Time of each of the last steps, divided by the expected time."""
     first: list[float] = field(default_factory=list)
     """Times of the first steps, of a worker without peers."""
 
@@ -51,7 +51,7 @@ class StragglerWatch:
         self.times = times
         """A step that took more than this multiple of the expected time is slow."""
         self.steps = steps
-        """So many slow steps in a row make a straggler, and so many in a row that are not slow end it."""
+        """Number of slow steps in a row that make a straggler; as many in a row that are not slow end it."""
         self.told: set[int] = set()
         """Stragglers that have been reported."""
         self._records: dict[int, _Record] = {}
@@ -68,7 +68,10 @@ class StragglerWatch:
         self.told = {worker for worker in self.told if worker in self._records and self._records[worker].peers}
 
     def step(self, busy: Mapping[int, float]) -> list[StragglerFinding]:
-        """Take a committed step and return what is new. `busy`: worker -> seconds that it computed for a microbatch."""
+        """Take a committed step and return new stragglers and recovered ones.
+
+        `busy`: worker -> seconds that it computed for a microbatch.
+        """
         found = []
         for worker in sorted(busy):
             record = self._records.get(worker)
@@ -85,7 +88,7 @@ class StragglerWatch:
                 found.append(self._finding(worker))
             elif not any(slow) and worker in self.told:
                 self.told.discard(worker)
-                found.append(self._finding(worker, over=True))
+                found.append(self._finding(worker, recovered=True))
         return found
 
     def _should_s(self, record: _Record, busy: Mapping[int, float], own_s: float) -> float | None:
@@ -97,9 +100,9 @@ class StragglerWatch:
             return None
         return statistics.median(record.first)
 
-    def _finding(self, worker: int, over: bool = False) -> StragglerFinding:
+    def _finding(self, worker: int, recovered: bool = False) -> StragglerFinding:
         record = self._records[worker]
-        return StragglerFinding(worker, statistics.median(record.ratios), self.steps, not record.peers, over)
+        return StragglerFinding(worker, statistics.median(record.ratios), self.steps, not record.peers, recovered)
 
     def now(self) -> list[StragglerFinding]:
         """The stragglers that were slow in every one of the last steps of this generation, the slowest first."""

@@ -13,7 +13,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.transition_table import RECOVERING, ROWS, TRAINING, TransitionRow
 
 BEGIN, END = "<!-- run machine: generated -->", "<!-- run machine: end -->"
-"""The lines of the map between which the diagram stands."""
+"""The lines in the map that enclose the diagram."""
 GROUPS: dict[str, tuple[str, tuple[Phase, ...]]] = {
     "RUN": ("while all workers are well", (*TRAINING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)),
     "RECOVERY": ("from one generation to the next", RECOVERING),

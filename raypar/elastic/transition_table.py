@@ -1,5 +1,7 @@
-"""The table of a run: (phase, event) -> the rule, and the phases that it may lead to. A pair without a row is a mistake of
-ours."""
+"""The transition table of the run machine: (phase, kind of event) -> the rule, and the phases that it may lead to.
+
+A pair without a row is a bug in raypar.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,10 @@ EventKind = TypeVar("EventKind", bound=RunEvent)
 
 @dataclass(frozen=True, slots=True)
 class TransitionRow:
-    """What happens to one kind of event in some phases."""
+    """The rule for one kind of event in some phases."""
 
     phases: tuple[Phase, ...]
-    """Where the run is when the event comes."""
+    """The phases in which the rule applies."""
     event: type[object]
     """The kind of event."""
     rule: str
@@ -73,7 +75,7 @@ def make_transition_row(
     rule: Callable[[RunState, EventKind], None],
     to: Iterable[Phase] = (),
 ) -> TransitionRow:
-    """A row. The rule gets events of its own kind only."""
+    """A row of the table; its rule gets events of the given kind only."""
 
     def apply(state: RunState, happened: RunEvent) -> None:
         assert isinstance(happened, event)
@@ -83,7 +85,7 @@ def make_transition_row(
 
 
 def make_ignored_rows(phases: Iterable[Phase], *events: type[RunEvent]) -> Iterable[TransitionRow]:
-    """Rows of events that come too late to matter."""
+    """Rows that ignore events which come too late to matter."""
     return [make_transition_row(event, phases, running_rules.ignore_event) for event in events]
 
 
@@ -91,9 +93,9 @@ TRAINING = (P.RUNNING, P.FLUSHING)
 RECOVERING = (P.CLAIMING, P.STANDING, P.SETTLING, P.PLANNING, P.ADOPTING, P.WAITING)
 EVERYWHERE = tuple(P)
 SERVED = (*TRAINING, P.VALIDATING, P.SAVING, P.ENDING, P.CLAIMING, P.OVER)
-"""Where the run may be once a flush point is reached, or what is due there has been served."""
+"""Phases that may follow once a flush point is reached, or the work due there is done."""
 PLANNED = (P.PLANNING, P.ADOPTING, P.WAITING, P.CLAIMING, P.OVER)
-"""Where a recovery may be once all workers stand at one step."""
+"""Phases that may follow in a recovery once all workers have applied the same steps."""
 
 
 def all_phases_except(*phases: Phase) -> tuple[Phase, ...]:

@@ -1,4 +1,4 @@
-"""What the machine asks `capacity.desired`, and how it starts the workers that are wanted."""
+"""The number of workers that the run wants now (`desired_capacity`), and the start of missing workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from raypar.elastic.run_state import RunState
 
 
 def desired_capacity_of_run(m: RunState, available: int | None = None) -> DesiredCapacity:
-    """What the run wants of its workers now, if a new plan could use `available` of them; by default all that are there."""
+    """The number of workers that the run should use, start and wait for now.
+
+    `available`: workers that a new plan could use; by default all members and spares.
+    """
     who, planned = m.membership, m.planned
     view = CapacityInputs(
         members=set(who.members) - who.gone - who.leaving,
@@ -32,12 +35,12 @@ def count_available_workers(m: RunState) -> int:
 
 
 def start_missing_workers(m: RunState) -> None:
-    """Start the workers that are wanted. Not before the others train again: starting a process costs them time."""
+    """Start the workers that are missing. Called when the others train or wait: starting a process costs them time."""
     start_workers(m, desired_capacity_of_run(m))
 
 
 def start_workers(m: RunState, decision: DesiredCapacity) -> None:
-    """Start as many workers as have been decided."""
+    """Start `decision.workers_to_start` workers."""
     for _ in range(decision.workers_to_start):
         number = m.hiring.next_number
         m.hiring.next_number += 1

@@ -47,8 +47,8 @@ class ElasticWorker:
     """What `WorkerCore.adopt` said of the stages that were built last, for the driver."""
     _done: int
     """Steps applied to the state, as far as was known when it was last asked (`applied`)."""
-    _cut_due: bool
-    """Whether the mirror takes a cut after the step under way."""
+    _snapshot_due: bool
+    """Whether the mirror takes a snapshot after the step under way."""
     _old: dict[str, list[ParameterState]]
     """Parameter -> what the plan before this one left here, of the same version; dropped after the first step."""
 
@@ -56,18 +56,19 @@ class ElasticWorker:
         self.core, self.worker = core, worker
         self.mirror = Mirror()
         self.trace, self.described = False, None
-        self._done, self._cut_due, self._old = 0, False, {}
+        self._done, self._snapshot_due, self._old = 0, False, {}
 
     # -- WorkerTrainingBackend ---------------------------------------------------------------------------------------------
 
-    def step(self, step: int, cut: bool = False) -> Routine[StepReport]:
-        """Run a step, vote, apply it; then, if `cut`, let the mirror take a cut."""
-        self._cut_due = cut
-        self.core.end.before_vote = self.mirror.finish if cut else None
+    def step(self, step: int, into_mirror: bool = False) -> Routine[StepReport]:
+        """Run a step, vote, apply it; then, if `into_mirror`, let the mirror take a snapshot."""
+        self._snapshot_due = into_mirror
+        self.core.end.before_vote = self.mirror.finish if into_mirror else None
         report = yield from self.mirror.beside(self.core.routine(step, trace=self.trace))
-        if cut:
-            self._take_cut(self.core.transport)
-        return replace(report, mirror_seconds=self.mirror.spent(), digest=self.mirror.digests.get(step + 1) if cut else None)
+        if into_mirror:
+            self._take_snapshot(self.core.transport)
+        digest = self.mirror.digests.get(step + 1) if into_mirror else None
+        return replace(report, mirror_seconds=self.mirror.spent(), digest=digest)
 
     def validate(self) -> Routine[ValidationReport]:
         """Run one validation pass."""
@@ -83,19 +84,19 @@ class ElasticWorker:
         return self._done
 
     def vote_result(self) -> VoteResult | None:
-        """The vote's result of the step that was applied last."""
+        """The result of the vote on the step that was applied last."""
         return self.core.end.outcome
 
     def can_apply_late(self) -> bool:
         """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply it."""
         return bool(self.core.stages) and self.core.end.votable
 
-    def apply_late(self, step: int, outcome: VoteResult) -> None:
-        """Apply the open step, whose vote was whole on other workers."""
+    def apply_late(self, step: int, vote_result: VoteResult) -> None:
+        """Apply the open step, on which other workers have received all votes."""
         assert self.core.end.step == step
-        self.core.end.apply_late(outcome)
-        if self._cut_due:
-            self._take_cut(None)  # the transport is gone; those who applied in time keep the other copies
+        self.core.end.apply_late(vote_result)
+        if self._snapshot_due:
+            self._take_snapshot(None)  # the transport is gone; those who applied in time keep the other copies
 
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces that are here of the state after `applied()` steps."""
@@ -108,11 +109,11 @@ class ElasticWorker:
         )
 
     def mirror_snapshots(self) -> Mapping[int, tuple[Piece, ...]]:
-        """Cut of the mirror, by its steps done -> the pieces of it that are here."""
+        """Number of steps -> the pieces held here of the mirror snapshot after them."""
         return self.mirror.pieces()
 
     def digests(self) -> Mapping[int, Digest]:
-        """Cut of the mirror -> digest of the copy of this worker's own state."""
+        """Number of steps -> digest of this worker's own state in the mirror snapshot after them."""
         return self.mirror.digests
 
     def abort(self, reason: str) -> None:
@@ -156,7 +157,7 @@ class ElasticWorker:
 
     # -- state here -----------------------------------------------------------------------------------------------------------
 
-    def _take_cut(self, transport: Transport | None) -> None:
+    def _take_snapshot(self, transport: Transport | None) -> None:
         done = self.applied()
         self.mirror.take(done, self._held(), transport, self._slices())
 

@@ -209,7 +209,7 @@ class HashBody:
 
     def __post_init__(self) -> None:
         self.mine: tuple[Element, ...] = ()
-        self.cut_due = False
+        self.snapshot_due = False
         self.compared: dict[int, tuple[int, int]] = {}
         self.totals: dict[int, int] | None = None
         self.last: Any = None
@@ -242,8 +242,8 @@ class HashBody:
         if self.mesh is not None:
             self.mesh.close(self.worker, reason)
 
-    def apply_late(self, step: int, outcome: Any) -> None:
-        self._apply(step, outcome)
+    def apply_late(self, step: int, vote_result: Any) -> None:
+        self._apply(step, vote_result)
 
     def adopt(self, order: tuple[AdoptPlan, Mesh]) -> Generator[Any, Any, None]:
         plan_order, mesh = order
@@ -294,11 +294,11 @@ class HashBody:
 
     # -- a step ------------------------------------------------------------------------------------------------------------
 
-    def step(self, step: int, cut: bool) -> Generator[Any, Any, Any]:
+    def step(self, step: int, into_mirror: bool) -> Generator[Any, Any, Any]:
         mesh, plan, rank, job = self.mesh, self.plan, self.rank, self.job
         assert mesh is not None and plan is not None
         seat = plan.seats[rank]
-        self.totals, self.cut_due = None, cut
+        self.totals, self.snapshot_due = None, into_mirror
         weights: dict[int, int] = {}
         stage_index = plan.stages_of(rank)[0]
         stage = plan.stages[stage_index]
@@ -380,7 +380,7 @@ class HashBody:
                     for n, row in handle.value.items():
                         rows[n] = rows[n] | row
                 self.totals = {n: fold_tree(rows[n], (0, job.cut.blocks), add) or 0 for n in layers}
-                if cut:
+                if into_mirror:
                     yield from self._finish_cut()
                 ballots = {rank: losses}
                 for peer in range(plan.world):
@@ -406,12 +406,12 @@ class HashBody:
                 new["o", n, e] = o
                 new["w", n, e] = h(12, self.state["w", n, e], o)
         self.state, self.done, self.totals, self.last = new, step + 1, None, outcome
-        if self.cut_due:
-            self._take_cut()
+        if self.snapshot_due:
+            self._take_snapshot()
 
     # -- the mirror --------------------------------------------------------------------------------------------------------
 
-    def _take_cut(self) -> None:
+    def _take_snapshot(self) -> None:
         """Own copy now, and one for the next worker. Older cuts than the last complete one are not needed any more."""
         assert self.mesh is not None and self.plan is not None
         self.compared = {step: digest for step, digest in self.compared.items() if step == self.complete_cut}

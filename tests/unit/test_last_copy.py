@@ -156,7 +156,7 @@ def test_one_of_two_stages_is_waited_for_unless_the_mirror_has_a_copy(mirror):
     machine = trained(LINE, mirror_every=mirror)
     late(machine)
     cuts = {4: WHOLE} if mirror else {}
-    assert do(machine, stand(machine, 1, cuts=cuts), now_s=3.3) == []
+    assert do(machine, stand(machine, 1, mirror_snapshots=cuts), now_s=3.3) == []
     actions = do(machine, Tick(), now_s=4.3)
     if mirror:
         assert actions == [ClaimGeneration(3)] and machine.membership.hung == {0}, "as fast as ever"

@@ -64,7 +64,7 @@ def test_what_is_executed_again_has_to_give_the_same_to_the_last_bit(reports, se
 def test_a_step_that_was_found_applied_is_seen_with_its_loss_and_no_time(reports):
     outcome = VoteResult(loss=0.5, norm=2.0, count=8.0, factor=0.125, skipped=False)
     reports.machine.progress.journalled = 4
-    reports.heard(WorkerStatus(3, 5, vote_results={3: outcome, 4: outcome}))
+    reports.keep_missing_reports(WorkerStatus(3, 5, vote_results={3: outcome, 4: outcome}))
     reports.commit(4)
     assert reports.emit(4) == {0: reconstruct_lost_report(outcome)}
     assert reconstruct_lost_report(outcome)["seconds"] == 0.0 and loss_and_grad_norm_of_step(
